@@ -1,0 +1,3 @@
+"""The sandbox gateway: capture and fork of sandboxes, behind one HTTP surface."""
+
+__version__ = "0.1.0"

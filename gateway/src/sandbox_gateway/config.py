@@ -1,0 +1,169 @@
+"""The gateway's configuration: one TOML file, every key described where it is declared.
+
+``docs/configuration.md`` is generated from these descriptions; an unknown key is refused by name.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from sandbox_gateway.errors import Invalid
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Server(_Section):
+    """`[server]`: where the gateway listens and who may talk to it."""
+
+    socket: Path | None = Field(
+        Path("/run/sandbox-gateway/gateway.sock"),
+        description="Unix socket; whoever may open it is an administrator. Empty string: none.",
+    )
+    socket_group: str = Field("", description="Group that may open the socket (mode 0660). Empty: root alone (0600).")
+    listen: str = Field("", description="TCP address `host:port` to listen on as well. Empty: none.")
+    tls_cert: Path | None = Field(None, description="PEM certificate chain for the TCP address.")
+    tls_key: Path | None = Field(None, description="PEM key of that certificate.")
+    allow_plaintext: bool = Field(
+        False, description="Allow a TCP address that is not loopback without TLS (behind a proxy that has it)."
+    )
+    key_file: Path | None = Field(
+        None,
+        description="File of API keys, readable by root alone, a line each: `name scope key`; scope is "
+        "`read`, `exec` or `admin`.",
+    )
+    domain: str = Field("sandbox.local", description="Domain of the data plane: `{port}-{sandboxID}.{domain}`.")
+
+    @field_validator("socket", mode="before")
+    @classmethod
+    def _no_socket(cls, value: object) -> object:
+        return None if value == "" else value
+
+
+class HostSection(_Section):
+    """`[host]`: what kind of host this is and where its state lives."""
+
+    kind: Literal["kvm_xfs", "jail_zfs"] = Field("kvm_xfs", description="Kind of host.")
+    state_root: Path = Field(
+        Path("/var/lib/sandbox-gateway"), description="Directory of all state; on `kvm_xfs` an XFS with `reflink=1`."
+    )
+    cache_root: Path | None = Field(
+        None, description="Directory of root file systems built earlier, by digest. Default: `state_root`/cache."
+    )
+
+
+class KvmXfs(_Section):
+    """`[kvm_xfs]`: QEMU."""
+
+    qemu: str = Field("qemu-system-x86_64", description="QEMU's executable.")
+    machine: str = Field("pc-q35-7.2", description="Versioned machine type; snapshots record it.")
+    accelerator: Literal["auto", "kvm", "tcg"] = Field(
+        "auto", description="`auto`: KVM if a guest really boots on it (tried once, remembered), else TCG."
+    )
+    probe_seconds: float = Field(20, gt=0, le=600, description="How long `auto` waits for that guest, in seconds.")
+    boot_seconds: float = Field(
+        180, gt=0, le=3600, description="How long a booting sandbox may take to answer, in seconds."
+    )
+    resume_seconds: float = Field(
+        20, gt=0, le=600, description="How long a sandbox forked with its memory may take to answer, in seconds."
+    )
+    uid_base: int = Field(
+        0,
+        ge=0,
+        le=4_000_000_000,
+        description="QEMU of network slot n runs as user `uid_base`+n, which need not exist. 0: as root.",
+    )
+
+
+class Network(_Section):
+    """`[network]`: how sandboxes are connected (`kvm_xfs`)."""
+
+    prefix: str = Field(
+        "sbx",
+        pattern=r"^[a-z][a-z0-9]{0,5}$",
+        description="Start of the names of network namespaces and interfaces; two gateways on a host need two.",
+    )
+    subnet: str = Field(
+        "10.231.0.0/16", description="IPv4 range of the host-side addresses, four to a sandbox; used on the host only."
+    )
+    pool: int = Field(4, ge=0, le=1000, description="Network slots kept ready ahead of need.")
+    dns: list[str] = Field(
+        default_factory=list, description="Name servers given to sandboxes. Empty: those of the host."
+    )
+
+    @field_validator("subnet")
+    @classmethod
+    def _a_subnet(cls, value: str) -> str:
+        network = ipaddress.IPv4Network(value)
+        if network.prefixlen > 28:
+            raise ValueError("a subnet of at least /28 is needed: four addresses to each sandbox")
+        return value
+
+
+class Limits(_Section):
+    """`[limits]`: caps."""
+
+    sandboxes: int = Field(1000, ge=1, description="Sandboxes on this host, paused ones included.")
+    concurrency: int = Field(4, ge=1, le=256, description="Forks made at the same time by one request.")
+    lock_seconds: float = Field(
+        60, gt=0, description="How long a request waits for a sandbox that is busy, in seconds."
+    )
+    timeout_seconds: int = Field(
+        0, ge=0, description="Life of a sandbox whose creator names no timeout, in seconds. 0: for ever."
+    )
+    builds: int = Field(1, ge=1, le=16, description="Templates built at the same time.")
+    memory_overhead_mb: int = Field(256, ge=32, description="Memory that QEMU may use above the sandbox's own, in MiB.")
+
+
+class LogSection(_Section):
+    """`[log]`: structured logs on standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severity that is logged.")
+    format: Literal["json", "text"] = Field("json", description="One JSON object a line, or text for a terminal.")
+
+
+class Config(_Section):
+    server: Server = Field(default_factory=Server)
+    host: HostSection = Field(default_factory=HostSection)
+    kvm_xfs: KvmXfs = Field(default_factory=KvmXfs)
+    network: Network = Field(default_factory=Network)
+    limits: Limits = Field(default_factory=Limits)
+    log: LogSection = Field(default_factory=LogSection)
+    restart: Literal["start", "stay"] = Field(
+        "start",
+        description="A sandbox that ran when its host went down: `start` boots it from its disk, `stay` leaves it paused.",
+    )
+
+    @property
+    def cache_root(self) -> Path:
+        return self.host.cache_root or self.host.state_root / "cache"
+
+
+def load(path: Path) -> Config:
+    """Read a configuration file. Raises Invalid with the file, the key and what is wrong with it."""
+    try:
+        data = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise Invalid(f"configuration {path} not found: name it with --config, or run the gateway role") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise Invalid(f"configuration {path} cannot be read: {error}") from None
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise Invalid(f"configuration {path}: {explain(error)}") from None
+
+
+def explain(error: ValidationError) -> str:
+    """One sentence that names each key that is wrong, and how."""
+    parts = []
+    for item in error.errors(include_url=False, include_input=False):
+        where = ".".join(str(step) for step in item["loc"]) or "value"
+        what = item["msg"].removeprefix("Value error, ")
+        parts.append(f"{where}: {'unknown key' if item['type'] == 'extra_forbidden' else what}")
+    return "; ".join(parts)

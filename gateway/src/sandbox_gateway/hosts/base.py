@@ -1,0 +1,109 @@
+"""What the engine needs of a host.
+
+Two primitives, ``capture`` and ``fork``; what is around them records, finds again and removes. A host knows
+machines (by ``Sandbox.instance``) and snapshots (by id); names, order, locks, undo and policy are the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sandbox_gateway.records import NetworkPolicy, Sandbox, Snapshot
+from sandbox_gateway.recipes import Recipe
+
+Log = Callable[[str], None]
+"""Takes one line of progress for a person to read."""
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What this kind of host can do; suites and verbs ask here, never for the kind's name."""
+
+    memory: bool
+    """Snapshots hold live memory; without it, ``memory: auto`` means none."""
+    resize_on_fork: bool
+    """A fork may have other cpus and memory than its snapshot without being started afresh."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a machine's ports are reached from the host: ``address`` forwards every port to the machine."""
+
+    address: str
+
+
+@dataclass
+class Scan:
+    """What was found at start-up."""
+
+    snapshots: list[Snapshot] = field(default_factory=list)
+    sandboxes: list[Sandbox] = field(default_factory=list)
+    alive: set[str] = field(default_factory=set)
+    """Instances whose machine still runs; adopted."""
+    repaired: list[str] = field(default_factory=list)
+    """A sentence for each thing that was swept, quarantined or mended."""
+
+
+class Host(Protocol):
+    kind: str
+    abilities: Abilities
+
+    async def open(self) -> None:
+        """Check the host, take it for this gateway alone. Raises GatewayError with how to mend what is missing."""
+
+    async def close(self) -> None:
+        """Let go of the host; machines go on."""
+
+    async def scan(self) -> Scan:
+        """Sweep what was never committed, then say what there is and what still runs."""
+
+    async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
+        """Make a file system from ``recipe`` and commit it as the (memoryless) snapshot ``base``."""
+
+    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
+        """Start ``sandbox.instance`` from ``snapshot``; fills ``sandbox.host``. Not committed until ``save``.
+
+        With memory it goes on mid-instruction; without, it boots from the disk. Undoes itself on failure.
+        """
+
+    async def start(self, sandbox: Sandbox) -> None:
+        """Boot the stopped instance from its own disk."""
+
+    async def capture(self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool) -> Snapshot:
+        """Record the running instance as ``snapshot`` and commit it; returns it with what was measured.
+
+        The machine goes on in every case; on failure nothing of the snapshot remains. With memory, disk and memory
+        are of one instant.
+        """
+
+    async def save(self, sandbox: Sandbox) -> None:
+        """Commit the sandbox's record: from here on it exists, with the instance it names."""
+
+    async def save_snapshot(self, snapshot: Snapshot) -> None:
+        """Write a committed snapshot's record anew (a name, ``doomed``, …)."""
+
+    async def stop(self, sandbox: Sandbox) -> None:
+        """End the instance's machine and give back its network; its disk stays."""
+
+    async def discard(self, instance: Sandbox) -> None:
+        """End the machine of ``sandbox.instance`` and remove all it had; the sandbox's record stays."""
+
+    async def remove(self, sandbox: Sandbox) -> None:
+        """The sandbox's record goes first, then its machine and disk."""
+
+    async def remove_snapshot(self, snapshot: Snapshot) -> None:
+        """Remove a snapshot; at once, or not at all."""
+
+    async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
+        """Has the instance's file system (as written through to its disk) changed since ``head``?"""
+
+    async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
+        """Make ``policy`` hold for the running instance."""
+
+    def endpoint(self, sandbox: Sandbox) -> Endpoint:
+        """Where the running instance is reached."""
+
+    def on_exit(self, callback: Callable[[str], None]) -> None:
+        """``callback(instance)`` is called when a machine ends that nobody here ended."""

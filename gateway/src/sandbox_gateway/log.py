@@ -1,0 +1,62 @@
+"""Structured logs: `log.info("forked", sandbox=…, ms=…)` becomes one JSON object, or a line of text."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+_ROOT = "sandbox_gateway"
+
+
+class Logger:
+    """A named logger whose calls take an event and its fields."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(f"{_ROOT}.{name}")
+
+    def debug(self, event: str, **fields: Any) -> None:
+        self._logger.debug(event, extra={"fields": fields})
+
+    def info(self, event: str, **fields: Any) -> None:
+        self._logger.info(event, extra={"fields": fields})
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self._logger.warning(event, extra={"fields": fields})
+
+    def error(self, event: str, *, exc_info: bool = False, **fields: Any) -> None:
+        self._logger.error(event, extra={"fields": fields}, exc_info=exc_info)
+
+
+def setup(level: str, style: str) -> None:
+    """Log to standard error from ``level`` on, in ``style`` "json" or "text"."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if style == "json" else _Text())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger(_ROOT).setLevel(level.upper())
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "from": record.name.removeprefix(f"{_ROOT}."),
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = " ".join(f"{key}={value}" for key, value in getattr(record, "fields", {}).items())
+        clock = datetime.fromtimestamp(record.created, UTC).strftime("%H:%M:%S")
+        line = f"{clock} {record.levelname.lower():7} {record.getMessage()} {fields}".rstrip()
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

@@ -1,0 +1,80 @@
+"""Recipes: what a template is built from, in canonical form, with a digest that says "the same again"."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from sandbox_gateway.records import Resources
+
+
+_PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]{1,127}(:[a-z0-9]{1,16})?(=[A-Za-z0-9.+~:-]{1,128})?")
+
+
+class Source(StrEnum):
+    DEBOOTSTRAP = "debootstrap"
+    ROOTFS = "rootfs"
+
+
+class Recipe(BaseModel):
+    """How to build a template.
+
+    ``setup`` commands and ``start_command`` run inside the booted sandbox, as root, through ``/bin/sh -c``;
+    ``ready_probe`` is run there every half second until it exits 0 (at most ``ready_timeout`` seconds).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    source: Source = Source.DEBOOTSTRAP
+    suite: str = Field(default="bookworm", pattern=r"^[a-z][a-z0-9-]{0,63}$")
+    mirror: str = ""
+    """APT mirror to build from; empty: the host's own sources."""
+    packages: list[str] = Field(default_factory=list, max_length=2000)
+    path: str = ""
+    """``rootfs``: an absolute path on the gateway's host, of a directory or an (also compressed) tarball."""
+    setup: list[str] = Field(default_factory=list, max_length=1000)
+    start_command: str = ""
+    ready_probe: str = ""
+    ready_timeout: float = Field(default=60, gt=0, le=3600)
+    setup_timeout: float = Field(default=1800, gt=0, le=86400)
+    resources: Resources = Field(default_factory=Resources)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if self.source is Source.ROOTFS and not self.path.startswith("/"):
+            raise ValueError("a rootfs template needs 'path': the absolute path of a directory or tarball on the host")
+        if self.source is Source.DEBOOTSTRAP and self.path:
+            raise ValueError("'path' goes with 'from: rootfs' only")
+        for package in self.packages:
+            if not _PACKAGE.fullmatch(package):
+                raise ValueError(f"{package[:80]!r} is not the name of a Debian package")
+        return self
+
+    def base(self) -> dict[str, Any]:
+        """The part of the recipe that decides the file system before its first boot."""
+        data = self.model_dump(mode="json")
+        return {
+            "source": data["source"],
+            "suite": data["suite"],
+            "mirror": data["mirror"],
+            "packages": sorted(set(data["packages"])),
+            "path": data["path"],
+            "disk_mb": data["resources"]["disk_mb"],
+        }
+
+    def digest(self, *salts: str) -> str:
+        """Hex SHA-256 of the canonical recipe; ``salts`` (the agent's digest, a tarball's) take part."""
+        return _digest({**self.model_dump(mode="json"), "packages": sorted(set(self.packages))}, salts)
+
+    def base_digest(self, *salts: str) -> str:
+        return _digest(self.base(), salts)
+
+
+def _digest(data: dict[str, Any], salts: tuple[str, ...]) -> str:
+    text = json.dumps([data, *salts], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
