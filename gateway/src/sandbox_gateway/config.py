@@ -137,7 +137,8 @@ class Config(_Section):
     log: LogSection = Field(default_factory=LogSection)
     restart: Literal["start", "stay"] = Field(
         "start",
-        description="A sandbox that ran when its host went down: `start` boots it from its disk, `stay` leaves it paused.",
+        description="A sandbox that ran when its host went down: `start` boots it from its disk, "
+        "`stay` leaves it paused.",
     )
 
     @property

@@ -6,12 +6,14 @@ import hashlib
 import json
 import re
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
+import sandbox_agent
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from sandbox_gateway.errors import Invalid
 from sandbox_gateway.records import Resources
-
 
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]{1,127}(:[a-z0-9]{1,16})?(=[A-Za-z0-9.+~:-]{1,128})?")
 
@@ -78,3 +80,33 @@ class Recipe(BaseModel):
 def _digest(data: dict[str, Any], salts: tuple[str, ...]) -> str:
     text = json.dumps([data, *salts], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def source_digest(recipe: Recipe) -> str:
+    """What stands at ``recipe.path``: a hash of a tarball's content, or of a directory's names, sizes and times."""
+    if not recipe.path:
+        return ""
+    path = Path(recipe.path)
+    try:
+        if path.is_dir():
+            return _tree_digest(path)
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise Invalid(f"the root file system {recipe.path} cannot be read on the gateway's host: {error.strerror}") from None
+
+
+def agent_digest() -> str:
+    """The agent that templates carry: a template made with another one is not the same."""
+    return _tree_digest(Path(sandbox_agent.__file__).parent, times=False)
+
+
+def _tree_digest(root: Path, *, times: bool = True) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if not times and path.suffix not in (".py", ".service"):
+            continue
+        stat = path.lstat()
+        digest.update(f"{path.relative_to(root)}\0{stat.st_mode}\0{stat.st_size}\0".encode(errors="surrogateescape"))
+        digest.update(str(stat.st_mtime_ns).encode() if times else path.read_bytes() if path.is_file() else b"")
+    return digest.hexdigest()

@@ -91,9 +91,11 @@ class Sandbox(_Record):
     """The snapshot or template it was made from; it never changes."""
     head: str = ""
     """The snapshot it descends from now: moves with every capture of it and rollback of it."""
+    base: str = ""
+    """The snapshot its present machine was made from."""
     parent_sandbox: str = ""
     pause_snapshot: str = ""
-    """While paused: the hidden snapshot that holds it. Empty: it is resumed from its disk alone."""
+    """While paused: the snapshot it resumes from. Empty: it is resumed from its own disk."""
     resources: Resources = Field(default_factory=Resources)
     network: NetworkPolicy = Field(default_factory=NetworkPolicy)
     metadata: dict[str, str] = Field(default_factory=dict)

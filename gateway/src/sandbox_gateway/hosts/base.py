@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from sandbox_gateway.records import NetworkPolicy, Sandbox, Snapshot
 from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import NetworkPolicy, Sandbox, Snapshot
 
 Log = Callable[[str], None]
 """Takes one line of progress for a person to read."""
@@ -24,7 +24,9 @@ class Abilities:
     memory: bool
     """Snapshots hold live memory; without it, ``memory: auto`` means none."""
     resize_on_fork: bool
-    """A fork may have other cpus and memory than its snapshot without being started afresh."""
+    """A fork may have other cpus, memory and disk than its snapshot without being started afresh."""
+    independent_snapshots: bool
+    """A snapshot can be removed while sandboxes stand on it; without it, a rolled-back sandbox holds its snapshot."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,14 @@ class Endpoint:
     """Where a machine's ports are reached from the host: ``address`` forwards every port to the machine."""
 
     address: str
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What an instance costs the host, in bytes: blocks no one else shares, memory with shared pages in proportion."""
+
+    disk_bytes: int
+    memory_bytes: int
 
 
 @dataclass
@@ -98,6 +108,15 @@ class Host(Protocol):
 
     async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         """Has the instance's file system (as written through to its disk) changed since ``head``?"""
+
+    async def usage(self, sandbox: Sandbox) -> Usage:
+        """What the instance costs."""
+
+    async def console(self, sandbox: Sandbox) -> str:
+        """The end of what the running instance wrote to its console."""
+
+    def ended(self, sandbox: Sandbox) -> str:
+        """Why the instance's machine does not run, as the middle of a sentence; empty while it runs."""
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         """Make ``policy`` hold for the running instance."""

@@ -1,0 +1,107 @@
+"""The agent put together: options, routes, the listener."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from sandbox_agent import files, filesystem
+from sandbox_agent.execute import Execute
+from sandbox_agent.freezer import MAX_SECONDS, Freezer
+from sandbox_agent.identity import Identity
+from sandbox_agent.message import number
+from sandbox_agent.process import Table
+from sandbox_agent.process_service import ProcessService
+from sandbox_agent.server import Route, Server
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from sandbox_agent.wire import Reply, Request
+
+PORT = 49983
+
+
+class Maintenance:
+    """What a capture asks for. ``managed``: whether the root file system is the agent's to freeze."""
+
+    def __init__(self, freezer: Freezer, *, managed: bool) -> None:
+        self._freezer = freezer
+        self._managed = managed
+
+    def routes(self) -> dict[str, list[Route]]:
+        return {
+            "/health": [Route(self.health, method="GET", guarded=False)],
+            "/sync": [Route(self.sync)],
+            "/freeze": [Route(self.freeze)],
+            "/thaw": [Route(self.thaw)],
+        }
+
+    def health(self, request: Request, reply: Reply) -> None:
+        reply.send(204)
+
+    def sync(self, request: Request, reply: Reply) -> None:
+        os.sync()
+        reply.json({})
+
+    def freeze(self, request: Request, reply: Reply) -> None:
+        """``{seconds}`` → ``{frozen, skipped}``: everything is written out in any case; ``skipped``: why not more."""
+        seconds = number(request.json(), "seconds", default=10, most=MAX_SECONDS)
+        try:
+            if not self._managed:
+                raise OSError(0, "the agent does not manage this machine")
+            self._freezer.freeze(seconds)
+        except OSError as error:
+            os.sync()
+            reply.json({"frozen": False, "skipped": [f"freeze: {error.strerror or error}"]})
+        else:
+            reply.json({"frozen": True, "skipped": []})
+
+    def thaw(self, request: Request, reply: Reply) -> None:
+        if self._managed:
+            try:
+                self._freezer.thaw()
+            except OSError as error:
+                reply.json({"skipped": [f"thaw: {error.strerror or error}"]})
+                return
+        reply.json({"skipped": []})
+
+
+def build(address: str, port: int, *, managed: bool) -> Server:
+    """The agent, listening, its files mounted."""
+    identity = Identity(managed=managed)
+    skipped = identity.open()
+    if managed and skipped:
+        print(f"sandbox-agent: not managed: {'; '.join(skipped)}", file=sys.stderr)
+    routes = {
+        "/identity": [Route(identity.handle, guarded=False)],
+        "/exec": [Route(Execute(identity.environment).handle)],
+        **Maintenance(Freezer(), managed=managed).routes(),
+        **ProcessService(Table(), identity.environment).routes(),
+        **filesystem.routes(),
+        **files.routes(),
+    }
+    return Server(address, port, routes, identity.guard)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="sandbox_agent", description="The agent inside a sandbox.")
+    parser.add_argument("--port", type=int, default=PORT, help=f"TCP port to listen on (default {PORT})")
+    parser.add_argument("--bind", default="0.0.0.0", metavar="ADDR", help="address to listen on (default all)")
+    parser.add_argument(
+        "--unmanaged",
+        action="store_true",
+        help="leave this machine's name, clock, files of /etc and root file system alone; to try the agent out",
+    )
+    options = parser.parse_args()
+    try:
+        server = build(options.bind, options.port, managed=not options.unmanaged)
+    except OSError as error:
+        print(f"sandbox-agent: cannot listen on {options.bind}:{options.port}: {error}", file=sys.stderr)
+        return 1
+    print(f"sandbox-agent: listening on {options.bind}:{server.port}", file=sys.stderr, flush=True)
+    try:
+        server.serve()
+    except KeyboardInterrupt:
+        pass
+    return 0

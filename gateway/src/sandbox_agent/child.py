@@ -1,0 +1,184 @@
+"""Starting a process for a user, and the descriptors by which it is followed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+import subprocess
+import termios
+import threading
+
+from sandbox_agent.failure import Failure, invalid, of_os_error
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from sandbox_agent.users import User
+
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PIECE = 64 << 10
+
+
+class NotStarted(Failure):
+    """The command itself cannot be run: ``exit_code`` is what a shell would say (126, 127)."""
+
+    def __init__(self, command: str, error: OSError) -> None:
+        super().__init__("invalid_argument", f"cannot run {command!r}: {error.strerror or error}")
+        self.exit_code = 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def environment(user: User, *layers: dict[str, str]) -> dict[str, str]:
+    """A process's environment: what a login gives, overlaid by each of ``layers``."""
+    env = {
+        "PATH": os.environ.get("PATH") or DEFAULT_PATH,
+        "HOME": user.home,
+        "USER": user.name,
+        "LOGNAME": user.name,
+        "SHELL": user.shell,
+    }
+    for layer in layers:
+        env.update(layer)
+    return env
+
+
+def spawn(
+    argv: list[str],
+    *,
+    user: User,
+    env: dict[str, str],
+    cwd: str,
+    stdin: int,
+    stdout: int,
+    stderr: int,
+    terminal: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start ``argv`` as ``user``, leading a session and process group of its own.
+
+    ``terminal``: the three descriptors are a terminal, which becomes the session's controlling one. Raises
+    NotStarted, or Failure where the user or directory will not do.
+    """
+    directory = user.path(cwd)
+    if not os.path.isdir(directory):
+        if cwd:
+            raise invalid(f"the working directory {directory} does not exist")
+        directory = "/"
+    try:
+        return subprocess.Popen(
+            argv,
+            env=env,
+            cwd=directory,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=_take_terminal if terminal else None,
+            **_as_user(user),
+        )
+    except OSError as error:
+        if error.filename == argv[0]:
+            raise NotStarted(argv[0], error) from None
+        raise of_os_error(error) from None
+    except subprocess.SubprocessError as error:
+        raise Failure("internal", f"cannot run {argv[0]!r}: {error}") from None
+
+
+def _as_user(user: User) -> dict[str, Any]:
+    if user.uid == os.geteuid():
+        return {}
+    if os.geteuid() != 0:
+        raise Failure("permission_denied", f"the agent does not run as root and cannot act for {user.name}")
+    return {"user": user.uid, "group": user.gid, "extra_groups": os.getgrouplist(user.name, user.gid)}
+
+
+def _take_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def open_terminal(user: User, cols: int, rows: int) -> tuple[int, int]:
+    """A new terminal of that size that belongs to ``user``: descriptors (ours, the process's)."""
+    ours, theirs = os.openpty()
+    try:
+        resize_terminal(ours, cols, rows)
+        user.own(theirs)
+    except OSError:
+        os.close(ours)
+        os.close(theirs)
+        raise
+    return ours, theirs
+
+
+def resize_terminal(fd: int, cols: int, rows: int) -> None:
+    try:
+        fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))
+    except struct.error:
+        raise invalid("a terminal has 0 to 65535 columns and rows") from None
+
+
+def exit_descriptor(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends; it stays to be waited for."""
+    if hasattr(os, "pidfd_open"):
+        try:
+            return os.pidfd_open(pid)
+        except OSError:
+            pass
+    reader, writer = os.pipe()
+
+    def wait() -> None:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        os.close(writer)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return reader
+
+
+def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    """Signal the process group of a process that was not waited for yet."""
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        process.send_signal(number)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    signal_group(process, signal.SIGKILL)
+
+
+def read_available(fd: int) -> bytes:
+    """What can be read without waiting; b"" also at the end."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return (read_some(fd) or b"") if poll.poll(0) else b""
+
+
+def read_some(fd: int) -> bytes | None:
+    """b"" at the end (a terminal's end is an error: EIO); None where there is nothing to read after all."""
+    try:
+        return os.read(fd, PIECE)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+def drain(fds: list[int]) -> None:
+    """Read and drop until the end of each, then close it.
+
+    A process that ended may leave children that hold its output; reading on keeps them from dying of SIGPIPE.
+    """
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    left = set(fds)
+    while left:
+        for fd, _ in poll.poll():
+            if read_some(fd) == b"":
+                poll.unregister(fd)
+                left.discard(fd)
+                os.close(fd)

@@ -1,0 +1,68 @@
+"""What can go wrong, as a Connect code, an HTTP status and a sentence."""
+
+from __future__ import annotations
+
+import errno
+
+# https://connectrpc.com/docs/protocol#error-codes
+STATUS = {
+    "canceled": 499,
+    "unknown": 500,
+    "invalid_argument": 400,
+    "deadline_exceeded": 504,
+    "not_found": 404,
+    "already_exists": 409,
+    "permission_denied": 403,
+    "resource_exhausted": 429,
+    "failed_precondition": 400,
+    "aborted": 409,
+    "out_of_range": 400,
+    "unimplemented": 501,
+    "internal": 500,
+    "unavailable": 503,
+    "data_loss": 500,
+    "unauthenticated": 401,
+}
+
+_ERRNO = {
+    errno.ENOENT: ("not_found", 404),
+    errno.EEXIST: ("already_exists", 409),
+    errno.EACCES: ("permission_denied", 403),
+    errno.EPERM: ("permission_denied", 403),
+    errno.EROFS: ("permission_denied", 403),
+    errno.ENOSPC: ("resource_exhausted", 507),
+    errno.EDQUOT: ("resource_exhausted", 507),
+    errno.EMFILE: ("resource_exhausted", 503),
+    errno.ENFILE: ("resource_exhausted", 503),
+    errno.EAGAIN: ("resource_exhausted", 503),
+    errno.ENOMEM: ("resource_exhausted", 503),
+    errno.EISDIR: ("invalid_argument", 400),
+    errno.ENOTDIR: ("invalid_argument", 400),
+    errno.EINVAL: ("invalid_argument", 400),
+    errno.ENAMETOOLONG: ("invalid_argument", 400),
+    errno.ELOOP: ("invalid_argument", 400),
+    errno.ENOTEMPTY: ("failed_precondition", 400),
+    errno.EBUSY: ("failed_precondition", 409),
+}
+
+
+class Failure(Exception):
+    """An answer that is an error: ``code`` is a Connect code, ``status`` the HTTP status of a unary answer."""
+
+    def __init__(self, code: str, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.status = status or STATUS[code]
+
+
+def invalid(message: str) -> Failure:
+    return Failure("invalid_argument", message)
+
+
+def of_os_error(error: OSError, path: str = "") -> Failure:
+    """The failure that an error of the system amounts to."""
+    code, status = _ERRNO.get(error.errno or 0, ("internal", 500))
+    name = path or error.filename or ""
+    what = error.strerror or str(error)
+    return Failure(code, f"{name}: {what}" if name else what, status)

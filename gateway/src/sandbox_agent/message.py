@@ -1,0 +1,65 @@
+"""Taking values out of a request's JSON; each raises ``invalid_argument`` where the value is not what it must be."""
+
+from __future__ import annotations
+
+import binascii
+
+from sandbox_agent.failure import invalid
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def record(message: dict[str, Any], key: str) -> dict[str, Any]:
+    value = message.get(key)
+    if not isinstance(value, dict):
+        raise invalid(f"{key} must be a JSON object")
+    return value
+
+
+def text(message: dict[str, Any], key: str) -> str:
+    """A string without NUL characters; "" where it is absent."""
+    value = message.get(key) or ""
+    if not isinstance(value, str) or "\0" in value:
+        raise invalid(f"{key} must be a string without NUL characters")
+    return value
+
+
+def number(message: dict[str, Any], key: str, *, default: float, most: float) -> float:
+    """A number above 0 and up to ``most``."""
+    value = message.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
+        raise invalid(f"{key} must be a number above 0, at most {most:.0f}")
+    return float(value)
+
+
+def decoded(message: dict[str, Any], key: str) -> bytes:
+    """Bytes that are written in base64; b"" where they are absent."""
+    try:
+        return binascii.a2b_base64(message.get(key) or "")
+    except (ValueError, TypeError):
+        raise invalid(f"{key} must be base64") from None
+
+
+def strings(message: dict[str, Any], key: str) -> list[str]:
+    value = message.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, str) and "\0" not in item for item in value):
+        raise invalid(f"{key} must be a list of strings without NUL characters")
+    return value
+
+
+def variables(message: dict[str, Any], key: str) -> dict[str, str]:
+    """Environment variables."""
+    value = message.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(
+        isinstance(item, str) and name and "=" not in name and "\0" not in name + item for name, item in value.items()
+    ):
+        raise invalid(f"{key} must map names of variables to strings")
+    return value

@@ -1,0 +1,126 @@
+"""The listener: a thread for each connection, a table of routes, one way for errors to become answers."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+
+from sandbox_agent.failure import Failure, of_os_error
+from sandbox_agent.wire import MAX_HEAD, Connection, Gone, Reply, Request
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Handler = Callable[[Request, Reply], None]
+    Guard = Callable[[Request], None]
+
+IDLE_SECONDS = 75.0
+"""How long a connection may be silent: between requests, within a body, with its buffers full."""
+MAX_CONNECTIONS = 512
+
+
+class Route:
+    """``guarded``: the server's guard is asked first. ``named``: errors carry a Connect code, not a status."""
+
+    def __init__(self, handler: Handler, *, method: str = "POST", guarded: bool = True, named: bool = False) -> None:
+        self.handler = handler
+        self.method = method
+        self.guarded = guarded
+        self.named = named
+
+
+class Server:
+    """``routes``: by path, then by method."""
+
+    def __init__(self, address: str, port: int, routes: dict[str, list[Route]], guard: Guard) -> None:
+        self._routes = {(path, route.method): route for path, some in routes.items() for route in some}
+        self._paths = set(routes)
+        self._guard = guard
+        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, port), family=family, backlog=128)
+        self.port = self._listener.getsockname()[1]
+
+    def serve(self) -> None:
+        while True:
+            try:
+                sock, address = self._listener.accept()
+            except OSError as error:
+                # Out of descriptors, or the peer was gone before it was accepted: neither ends the service.
+                print(f"sandbox-agent: accept: {error}", file=sys.stderr)
+                time.sleep(0.05)
+                continue
+            if not self._slots.acquire(blocking=False):
+                sock.close()
+                continue
+            try:
+                threading.Thread(target=self._converse, args=(sock, address[0]), daemon=True).start()
+            except RuntimeError:
+                sock.close()
+                self._slots.release()
+
+    def _converse(self, sock: socket.socket, peer: str) -> None:
+        try:
+            sock.settimeout(IDLE_SECONDS)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection = Connection(sock, peer[7:] if peer.startswith("::ffff:") else peer)
+            while self._exchange(connection):
+                pass
+        except (Gone, OSError):
+            pass
+        finally:
+            sock.close()
+            self._slots.release()
+
+    def _exchange(self, connection: Connection) -> bool:
+        """One request and its answer; False when the connection is done with."""
+        head = connection.take_until(b"\r\n\r\n", MAX_HEAD)
+        request = Request(connection, head.lstrip(b"\r\n"))
+        reply = Reply(connection, request)
+        route = self._routes.get((request.path, request.method))
+        try:
+            self._answer(route, request, reply)
+        except Failure as failure:
+            self._fail(failure, route, request, reply)
+        if not request.body.finished:
+            _linger(connection, request)
+            return False
+        return request.keep and reply.complete
+
+    def _answer(self, route: Route | None, request: Request, reply: Reply) -> None:
+        if route is None or route.guarded:
+            self._guard(request)
+        if route is None:
+            if request.path in self._paths:
+                raise Failure("unimplemented", f"{request.path} does not take {request.method}", 405)
+            raise Failure("unimplemented", f"{request.path} not found", 404)
+        try:
+            route.handler(request, reply)
+        except (Failure, Gone):
+            raise
+        except OSError as error:
+            raise of_os_error(error) from None
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            raise Failure("internal", f"the agent failed: {type(error).__name__}: {error}") from None
+
+    def _fail(self, failure: Failure, route: Route | None, request: Request, reply: Reply) -> None:
+        if reply.begun:
+            raise Gone
+        named = route.named if route else "." in request.path
+        request.keep = request.body.skip() and request.keep
+        code: object = failure.code if named else failure.status
+        reply.json({"code": code, "message": failure.message}, failure.status)
+
+
+def _linger(connection: Connection, request: Request) -> None:
+    """Let the peer read the answer before the connection goes: closing on unread bytes would reset it."""
+    connection.sock.shutdown(socket.SHUT_WR)
+    connection.sock.settimeout(2)
+    request.body.discard(2)

@@ -1,0 +1,1 @@
+"""HTTP dialects: translate, authorise, nothing else. Every rule is the engine's."""

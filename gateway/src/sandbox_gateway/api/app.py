@@ -1,0 +1,103 @@
+"""The application: routes, and the layers every request passes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from sandbox_gateway import __version__
+from sandbox_gateway.api import errors, events, metrics, sandboxes, snapshots, templates
+from sandbox_gateway.api.auth import OPEN_PATHS, Authorise, Keys
+from sandbox_gateway.api.errors import ErrorShape, Guard
+from sandbox_gateway.api.limits import BodyLimit
+from sandbox_gateway.api.proxy import Addresses, DataPlane, Pools
+from sandbox_gateway.api.shapes import HealthShape
+from sandbox_gateway.api.view import EngineDep
+from sandbox_gateway.config import Config
+from sandbox_gateway.engine.engine import Engine
+
+_DESCRIPTION = "Sandboxes that are captured, forked and rolled back while they run."
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorShape, "description": what}
+    for status, what in {
+        400: "Invalid",
+        401: "No key, or not a known one",
+        403: "The key's scope does not suffice",
+        404: "Not found",
+        409: "In use, taken, or in the wrong state",
+        413: "Too large, or over a quota",
+        429: "Busy: try again later",
+        500: "A backend failed, or a bug",
+        504: "Not done in time",
+        507: "No space left",
+    }.items()
+}
+
+_health = APIRouter(tags=["gateway"])
+
+
+@_health.get("/health", summary="Is it up? Needs no key")
+async def health(engine: EngineDep) -> HealthShape:
+    return HealthShape(
+        status="ok", sandboxes=len(engine.sandboxes()), version=__version__, backend=engine.host.kind
+    )
+
+
+def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
+    """The ASGI application over ``engine``. Wrap it in ``auth.LocalPeer`` for the unix socket's listener.
+
+    ``app.state.closing`` (an asyncio.Event) ends the streams that would otherwise never end;
+    ``app.state.pools.close()`` lets go of the connections to sandboxes.
+    """
+    app = FastAPI(
+        title="sandbox-gateway",
+        version=__version__,
+        description=_DESCRIPTION,
+        responses=_ERRORS,
+        docs_url=None,
+        redoc_url=None,
+        strict_content_type=False,
+    )
+    app.state.engine = engine
+    app.state.config = config
+    app.state.closing = asyncio.Event()
+    app.state.metrics = metrics.Metrics(engine)
+    app.state.pools = Pools(engine)
+    errors.register(app)
+    for router in (_health, templates.router, sandboxes.router, snapshots.router, events.router, metrics.router):
+        app.include_router(router)
+    # The last one added is the first one passed.
+    app.add_middleware(BodyLimit)
+    app.add_middleware(Authorise, keys=keys)
+    app.add_middleware(
+        DataPlane, engine=engine, keys=keys, addresses=Addresses(config.server.domain), pools=app.state.pools
+    )
+    app.add_middleware(Guard, metrics=app.state.metrics)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The document of the routes, with how to authenticate; our 400 stands in for the framework's 422."""
+    if app.openapi_schema is None:
+        document = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
+        for path, item in document["paths"].items():
+            for operation in item.values():
+                operation["responses"].pop("422", None)
+                if path in OPEN_PATHS:
+                    operation["security"] = []
+        components = document["components"]
+        for unused in ("HTTPValidationError", "ValidationError"):
+            components["schemas"].pop(unused, None)
+        components["securitySchemes"] = {
+            "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+            "bearer": {"type": "http", "scheme": "bearer"},
+        }
+        document["security"] = [{"key": []}, {"bearer": []}]
+        app.openapi_schema = document
+    return app.openapi_schema

@@ -1,0 +1,186 @@
+"""Every error leaves as one shape: `{code, message, error, kind, blockers}`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sandbox_gateway.api.metrics import Metrics
+from sandbox_gateway.errors import GatewayError
+from sandbox_gateway.log import Logger
+
+log = Logger("api")
+
+SHOWN = 80
+"""Characters of a caller's input that an error repeats at most."""
+LISTED = 6
+"""Fields that a validation error names at most."""
+LONGEST = 4000
+"""Characters of an error's sentence at most."""
+RETRY_SECONDS = 1
+GONE = 499
+
+
+class ErrorShape(BaseModel):
+    """What every refusal and failure looks like."""
+
+    code: int = Field(description="The HTTP status.")
+    message: str = Field(description="A sentence: what is wrong and how to mend it.")
+    error: str = Field(description="The same sentence.")
+    kind: str = Field(description="A stable machine word: not_found, in_use, name_taken, conflict, invalid, …")
+    blockers: list[str] = Field(description="Ids of what stands in the way.")
+
+
+class ClientGone(Exception):
+    """The client went away before the answer; nobody reads what follows."""
+
+
+def clip(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def body_of(status: int, kind: str, message: str, blockers: Sequence[str] = ()) -> dict[str, Any]:
+    sentence = clip(message, LONGEST)
+    return {"code": status, "message": sentence, "error": sentence, "kind": kind, "blockers": list(blockers)}
+
+
+def answer(
+    status: int, kind: str, message: str, blockers: Sequence[str] = (), headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    more = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else {}
+    return JSONResponse(body_of(status, kind, message, blockers), status, headers={**more, **(headers or {})})
+
+
+def answer_to(error: GatewayError) -> JSONResponse:
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+    return answer(error.status, error.kind, error.message, error.blockers, headers)
+
+
+def register(app: FastAPI) -> None:
+    """Give ``app`` an answer of our shape to everything that can be wrong with a request."""
+
+    @app.exception_handler(GatewayError)
+    async def _refused(_: Request, error: GatewayError) -> JSONResponse:
+        return answer_to(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        return answer(400, "invalid", explain(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        kind, message = _routing(request, error)
+        return answer(error.status_code, kind, message, headers=error.headers)
+
+
+def _routing(request: Request, error: HTTPException) -> tuple[str, str]:
+    asked = f"{request.method} {clip(request.url.path, SHOWN)}"
+    if error.status_code == 404:
+        return "not_found", f"route {asked} not found: GET /openapi.json lists the routes"
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow") or "another method"
+        return "invalid", f"{asked} is not offered: this route takes {allowed}"
+    return "invalid", f"{asked}: {error.detail}"
+
+
+def explain(errors: Sequence[Any]) -> str:
+    """One sentence that names each field that is wrong, how, and what was sent (shortened)."""
+    parts = [_field(item) for item in errors[:LISTED]]
+    if len(errors) > LISTED:
+        parts.append(f"and {len(errors) - LISTED} more")
+    return "; ".join(parts)
+
+
+def _field(item: Mapping[str, Any]) -> str:
+    if item["type"] == "json_invalid":
+        where = item["loc"][-1] if item["loc"] else "?"
+        return f"the body is not valid JSON: {item.get('ctx', {}).get('error', 'cannot be read')} (at character {where})"
+    place = [str(step) for step in item["loc"][1:]]
+    if not place:
+        if item["type"] == "missing":
+            return "the request needs a body: a JSON object, with Content-Type: application/json"
+        if item["type"] in ("model_attributes_type", "dict_type", "model_type"):
+            return "the body must be a JSON object, with Content-Type: application/json"
+    name = clip(".".join(place) or str(item["loc"][0] if item["loc"] else "request"), SHOWN)
+    what = clip(item["msg"].removeprefix("Value error, "), 300)
+    if item["type"] in ("missing", "value_error"):
+        return f"{name}: {'this field is required' if item['type'] == 'missing' else what}"
+    return f"{name}: {what} (got {_shown(item.get('input'))})"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, str | bytes):
+        value = value[:SHOWN]
+    elif isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    elif isinstance(value, int) and value.bit_length() > 200:
+        return "a very large number"
+    return clip(repr(value), SHOWN)
+
+
+class Guard:
+    """The outermost layer: nothing escapes it, and every request is logged and counted once."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun, status = time.perf_counter(), 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        except ClientGone:
+            status = status or GONE
+        except GatewayError as error:
+            if status:
+                raise
+            await answer_to(error)(scope, receive, watched)
+        except Exception as error:
+            incident = secrets.token_hex(4)
+            log.error("bug", exc_info=True, incident=incident, method=scope["method"], path=scope["path"])
+            if status:
+                raise ConnectionError(f"incident {incident}") from error
+            await _incident(incident)(scope, receive, watched)
+        finally:
+            self._note(scope, status, time.perf_counter() - begun)
+
+    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", "") or scope.get("sandbox_gateway.route", "other")
+        self.metrics.request(scope["method"], route, status, seconds)
+        caller = scope.get("sandbox_gateway.caller")
+        write = log.debug if scope["method"] in ("GET", "HEAD") and status < 500 else log.info
+        write(
+            "request",
+            method=scope["method"],
+            path=clip(scope["path"], 200),
+            status=status,
+            ms=round(seconds * 1000, 1),
+            caller=caller.name if caller else "",
+        )
+
+
+def _incident(incident: str) -> JSONResponse:
+    return answer(
+        500,
+        "internal",
+        f"the gateway failed in a way it should not: please report incident {incident}, which its log describes",
+    )

@@ -1,0 +1,88 @@
+"""Prometheus metrics: requests, what there is, how long sources were stopped."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from sandbox_gateway.records import SandboxState, Snapshot
+
+if TYPE_CHECKING:
+    from sandbox_gateway.engine.engine import Engine
+
+_PAUSE_BUCKETS = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
+_REQUEST_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
+
+router = APIRouter(tags=["gateway"])
+
+
+class Metrics:
+    """The gateway's counters, in a registry of their own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        self.registry.register(_Inventory(engine))
+        self._requests = Histogram(
+            "sandbox_gateway_request_seconds",
+            "Time to answer a request, by route.",
+            ("method", "route", "status"),
+            registry=self.registry,
+            buckets=_REQUEST_BUCKETS,
+        )
+        self._pause = Histogram(
+            "sandbox_gateway_pause_seconds",
+            "How long a source stood still while it was captured.",
+            registry=self.registry,
+            buckets=_PAUSE_BUCKETS,
+        )
+        self._memory = Counter(
+            "sandbox_gateway_memory_written_bytes", "Memory written by captures.", registry=self.registry
+        )
+
+    def request(self, method: str, route: str, status: int, seconds: float) -> None:
+        known = method if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE") else "other"
+        self._requests.labels(known, route, str(status)).observe(seconds)
+
+    def captured(self, snapshot: Snapshot) -> None:
+        self._pause.observe(snapshot.pause_ms / 1000)
+        self._memory.inc(snapshot.memory_bytes_written)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _Inventory(Collector):
+    """Counts what the engine has at the moment it is asked."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        states = Tally(sandbox.state.value for sandbox in self._engine.sandboxes())
+        sandboxes = GaugeMetricFamily("sandbox_gateway_sandboxes", "Sandboxes, by state.", labels=["state"])
+        for state in SandboxState:
+            sandboxes.add_metric([state.value], states[state.value])
+        yield sandboxes
+        kinds = Tally(snapshot.kind.value for snapshot in self._engine.snapshots())
+        snapshots = GaugeMetricFamily("sandbox_gateway_snapshots", "Visible snapshots, by kind.", labels=["kind"])
+        for kind in ("snapshot", "template"):
+            snapshots.add_metric([kind], kinds[kind])
+        yield snapshots
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        return []
+
+
+@router.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
+async def metrics(request: Request) -> Response:
+    return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)

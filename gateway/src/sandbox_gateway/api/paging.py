@@ -1,0 +1,52 @@
+"""Pages by key: a cursor names the last thing seen, so what comes and goes in between moves nothing."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from typing import Annotated, Literal, TypeVar
+
+from fastapi import Query, Response
+
+from sandbox_gateway.errors import Invalid
+
+Item = TypeVar("Item")
+Key = tuple[datetime, str]
+Order = Literal["asc", "desc"]
+
+HEADER = "x-next-token"
+Limit = Annotated[int, Query(ge=1, le=1000, description="Entries of a page at most.")]
+NextToken = Annotated[str, Query(max_length=500, description=f"The `{HEADER}` header of the page before.")]
+
+
+def page(
+    items: Iterable[Item], key: Callable[[Item], Key], response: Response, limit: int, token: str, order: Order = "asc"
+) -> list[Item]:
+    """The page of ``items`` after ``token``; names the next one in ``response``'s header. Raises Invalid."""
+    backwards = order == "desc"
+    ordered = sorted(items, key=key, reverse=backwards)
+    if token:
+        last = _decode(token, order)
+        ordered = [item for item in ordered if (key(item) < last if backwards else key(item) > last)]
+    if len(ordered) > limit:
+        response.headers[HEADER] = _encode(key(ordered[limit - 1]), order)
+    return ordered[:limit]
+
+
+def _encode(key: Key, order: Order) -> str:
+    text = json.dumps([key[0].astimezone(UTC).isoformat(), key[1], order], separators=(",", ":"))
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+
+
+def _decode(token: str, order: Order) -> Key:
+    try:
+        at, ident, went = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
+        moment = datetime.fromisoformat(at)
+    except (ValueError, TypeError, binascii.Error, RecursionError):
+        raise Invalid("nextToken is not one of ours: start again without it") from None
+    if not isinstance(ident, str) or moment.tzinfo is None or went != order:
+        raise Invalid("nextToken belongs to another list or order: start again without it")
+    return moment, ident

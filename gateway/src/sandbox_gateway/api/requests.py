@@ -1,0 +1,228 @@
+"""What callers send: one model for each body. Unknown fields are ignored, as the dialects' clients expect."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import Path
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from sandbox_gateway.config import explain
+from sandbox_gateway.engine.spec import UNSET, ForkSpec
+from sandbox_gateway.errors import Invalid
+from sandbox_gateway.recipes import Recipe, Source
+from sandbox_gateway.records import Name, NetworkPolicy, OnTimeout, Resources
+
+LONGEST_REF = 128
+MOST_FORKS = 1000
+_CENTURY = 3_153_600_000
+
+Ref = Annotated[str, Path(max_length=LONGEST_REF, description="An id or a name.")]
+AnyRef = Annotated[str, Field(min_length=1, max_length=LONGEST_REF)]
+
+
+def _never(value: object) -> object:
+    """-1, the dialects' word for never, is None here."""
+    return None if isinstance(value, int | float) and not isinstance(value, bool) and value == -1 else value
+
+
+Seconds = Annotated[float, Field(ge=0, le=_CENTURY, allow_inf_nan=False)]
+Life = Annotated[Seconds | None, BeforeValidator(_never)]
+"""Seconds to live; null or -1: for ever."""
+LIFE = Field(None, description="Seconds from now; -1 or null: never. Absent: the host's default, or as it was.")
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", populate_by_name=True)
+
+    def given(self, field: str) -> Any:
+        """The value of ``field``, or UNSET where the caller did not send it."""
+        return getattr(self, field) if field in self.model_fields_set else UNSET
+
+
+class Network(Body):
+    """What a sandbox may reach outside itself."""
+
+    allow_internet: bool | None = Field(
+        None,
+        alias="allowInternetAccess",
+        validation_alias=AliasChoices("allowInternetAccess", "allow_internet_access"),
+    )
+    allow_out: list[str] | None = Field(None, alias="allowOut", max_length=1000)
+    deny_out: list[str] | None = Field(None, alias="denyOut", max_length=1000)
+
+    def policy(self, allow_internet: bool | None = None) -> NetworkPolicy:
+        """``allow_internet`` is what the request says outside this object; this object's own word goes first."""
+        word = self.allow_internet if self.allow_internet is not None else allow_internet
+        return NetworkPolicy(
+            allow_internet=word is not False, allow_out=self.allow_out or [], deny_out=self.deny_out or []
+        )
+
+
+class Lifecycle(Body):
+    on_timeout: OnTimeout | None = Field(None, alias="onTimeout")
+    auto_resume: bool = Field(False, alias="autoResume")
+
+
+class AutoResume(Body):
+    enabled: bool = False
+
+
+class Sizes(Body):
+    """Absent: as the snapshot has it."""
+
+    cpus: int | None = Field(None, alias="cpuCount", ge=1, le=256)
+    memory_mb: int | None = Field(None, alias="memoryMB", ge=64, le=1 << 20)
+    disk_mb: int | None = Field(None, alias="diskSizeMB", ge=64, le=1 << 26)
+
+
+class Forked(Sizes):
+    """What every making of a sandbox may say."""
+
+    metadata: dict[str, str] = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict, alias="envVars")
+    timeout: Life = LIFE
+    network: Network | None = None
+    allow_internet_access: bool | None = None
+    lifecycle: Lifecycle | None = None
+    auto_pause: bool = Field(False, alias="autoPause")
+    auto_resume: AutoResume | None = Field(None, alias="autoResume")
+    paused: bool = Field(False, description="Leave it paused.")
+    cold_start: bool = Field(False, alias="coldStart", description="Boot from the snapshot's disk, without its memory.")
+
+    def spec(self, **more: Any) -> ForkSpec:
+        network = self.network or Network()
+        return ForkSpec(
+            cpus=self.cpus,
+            memory_mb=self.memory_mb,
+            disk_mb=self.disk_mb,
+            cold_start=self.cold_start,
+            paused=self.paused,
+            metadata=self.metadata,
+            env=self.env,
+            network=network.policy(self.allow_internet_access),
+            timeout=self.given("timeout"),
+            on_timeout=self._on_timeout(),
+            auto_resume=self._auto_resume(),
+            **more,
+        )
+
+    def _on_timeout(self) -> OnTimeout:
+        if self.lifecycle and self.lifecycle.on_timeout:
+            return self.lifecycle.on_timeout
+        return OnTimeout.PAUSE if self.auto_pause else OnTimeout.KILL
+
+    def _auto_resume(self) -> bool:
+        return bool((self.lifecycle and self.lifecycle.auto_resume) or (self.auto_resume and self.auto_resume.enabled))
+
+
+class CreateSandbox(Forked):
+    template: AnyRef = Field(alias="templateID", description="A template or a snapshot, by id or name.")
+    name: Name | None = None
+
+    def create_spec(self, idempotency_key: str, operation: str) -> ForkSpec:
+        names = [self.name] if self.name else None
+        return self.spec(names=names, idempotency_key=idempotency_key, operation=operation)
+
+
+class Fork(Forked):
+    """`count` siblings, or one for each of `names`."""
+
+    count: int | None = Field(None, ge=1, le=MOST_FORKS)
+    names: list[Name] | None = Field(None, min_length=1, max_length=MOST_FORKS)
+    concurrency: int | None = Field(None, ge=1, le=256)
+    atomic: bool = Field(True, description="All or none; false: as many as can be, with the errors of the others.")
+
+    @property
+    def many(self) -> bool:
+        return self.count is not None or self.names is not None
+
+    def fork_spec(self, idempotency_key: str, operation: str) -> ForkSpec:
+        count = self.count or len(self.names or ()) or 1
+        if self.names and len(self.names) != count:
+            raise Invalid(f"count is {count} and there are {len(self.names)} names: leave one of them out")
+        if self.names and len(set(self.names)) != count:
+            raise Invalid("names: each can be given to one sandbox only")
+        return self.spec(
+            count=count,
+            names=self.names,
+            concurrency=self.concurrency,
+            atomic=self.atomic,
+            idempotency_key=idempotency_key,
+            operation=operation,
+        )
+
+
+class Timeout(Body):
+    timeout: Life = Field(description="Seconds from now; -1 or null: never; 0: now.")
+
+
+class Resume(Body):
+    timeout: Life = LIFE
+    memory: bool | None = Field(None, description="false (boot from the disk instead) is for those paused without it.")
+
+
+class Pause(Body):
+    memory: bool = True
+
+
+class Patch(Body):
+    metadata: dict[str, str] | None = Field(None, description="Replaces what there is.")
+    timeout: Life = LIFE
+    name: Name | None = None
+
+
+class Exec(Body):
+    args: list[str] = Field(min_length=1, max_length=10_000, description="The program and its arguments; no shell.")
+    env: dict[str, str] = Field(default_factory=dict)
+    cwd: str = Field("", max_length=4096)
+    user: str = Field("", max_length=256)
+    timeout: float = Field(60, gt=0, le=604_800, allow_inf_nan=False, description="Seconds it may take.")
+    stdin: str = Field("", description="Base64 of what it reads from standard input.")
+
+
+class CreateSnapshot(Body):
+    name: Name | None = None
+    description: str = Field("", max_length=4096)
+    memory: Literal["auto", "none"] | bool = Field("auto", description="none (or false): the disk only.")
+    expires_in: Seconds | None = Field(None, alias="expiresIn", description="Seconds after which it may be removed.")
+
+    @property
+    def with_memory(self) -> Literal["auto", "none"]:
+        return "none" if self.memory in (False, "none") else "auto"
+
+
+class Rollback(Body):
+    snapshot: AnyRef = Field(alias="snapshotID")
+
+
+class Promote(Body):
+    source: AnyRef | None = Field(None, description="The sandbox that takes over; default: the one it was forked from.")
+
+
+class SetAlias(Body):
+    alias: Name
+
+
+class CreateTemplate(Sizes):
+    name: Name
+    source: Source = Field(Source.DEBOOTSTRAP, alias="from")
+    suite: str | None = None
+    mirror: str | None = None
+    packages: list[str] | None = None
+    path: str | None = None
+    setup: list[str] | None = None
+    start_command: str | None = Field(None, alias="startCommand")
+    ready_probe: str | None = Field(None, alias="readyProbe")
+    ready_timeout: float | None = Field(None, alias="readyTimeout")
+    setup_timeout: float | None = Field(None, alias="setupTimeout")
+    description: str = Field("", max_length=4096)
+
+    def recipe(self) -> Recipe:
+        """The recipe, with its own defaults for what was left out. Raises Invalid."""
+        sizes = self.model_dump(include={"cpus", "memory_mb", "disk_mb"}, exclude_none=True)
+        rest = self.model_dump(exclude={"name", "description", "cpus", "memory_mb", "disk_mb"}, exclude_none=True)
+        try:
+            return Recipe(**rest, resources=Resources(**sizes))
+        except ValidationError as error:
+            raise Invalid(explain(error)) from None

@@ -1,0 +1,107 @@
+"""Routes of snapshots, and the tree of what came from what."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
+
+from sandbox_gateway.api import requests, shapes
+from sandbox_gateway.api.paging import Limit, NextToken, page
+from sandbox_gateway.api.requests import Ref
+from sandbox_gateway.api.sandboxes import forks_shape
+from sandbox_gateway.api.view import EngineDep, IdempotencyKey, Operation, ViewDep
+from sandbox_gateway.api.waiting import unless_gone
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.records import Snapshot, SnapshotKind
+
+router = APIRouter(tags=["snapshots"])
+When = Annotated[
+    Literal["unused"] | None, Query(description="unused: hide it now, remove it with the last sandbox made from it")
+]
+
+
+@router.get("/snapshots", summary="List snapshots")
+async def index(
+    response: Response,
+    engine: EngineDep,
+    view: ViewDep,
+    limit: Limit = 100,
+    next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
+    name: str = "",
+    sandbox: Annotated[str, Query(alias="sandboxID", description="Taken of this sandbox (id or name)")] = "",
+    template: Annotated[str, Query(alias="templateID", description="Descending from this template (id or name)")] = "",
+) -> list[shapes.SnapshotShape]:
+    sources, templates = _sandbox_ids(sandbox, engine), _template_ids(template, engine)
+    found = [
+        snapshot
+        for snapshot in engine.snapshots()
+        if snapshot.kind is SnapshotKind.SNAPSHOT
+        and (not name or name in snapshot.names)
+        and (not sandbox or snapshot.source_sandbox in sources)
+        and (not template or snapshot.template_id in templates)
+    ]
+    shown = page(found, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token)
+    return [view.snapshot(snapshot) for snapshot in shown]
+
+
+@router.get("/snapshots/{ref}", summary="Show a snapshot (or a template as one)")
+async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SnapshotShape:
+    return view.snapshot(engine.snapshot(ref))
+
+
+@router.delete(
+    "/snapshots/{ref}",
+    status_code=204,
+    summary="Remove a snapshot",
+    responses={202: {"model": shapes.Hidden, "description": "Hidden; removed with its last user"}},
+)
+async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
+    return await remove(engine, engine.snapshot(ref), when)
+
+
+@router.post(
+    "/snapshots/{ref}/fork",
+    status_code=201,
+    response_model_exclude_unset=True,
+    summary="Sandboxes made from a snapshot: one, or with `count` or `names` siblings",
+)
+async def fork(
+    request: Request,
+    ref: Ref,
+    engine: EngineDep,
+    view: ViewDep,
+    body: requests.Fork | None = None,
+    idempotency_key: IdempotencyKey = "",
+    operation: Operation = "",
+) -> shapes.SandboxShape | shapes.ForksShape:
+    body = body or requests.Fork()
+    spec = body.fork_spec(idempotency_key, operation)
+    if not body.many:
+        return view.sandbox(await unless_gone(request, engine.create(ref, spec)))
+    return forks_shape(await unless_gone(request, engine.fork(ref, spec)), spec.names, view)
+
+
+@router.get("/lineage", summary="The tree: templates, sandboxes, snapshots, forks", tags=["gateway"])
+async def lineage(
+    engine: EngineDep, root: Annotated[str, Query(max_length=requests.LONGEST_REF, description="Only below this")] = ""
+) -> dict[str, Any]:
+    return engine.lineage(root or None)
+
+
+async def remove(engine: Engine, snapshot: Snapshot, when: str | None) -> Response:
+    """204: gone. 202: hidden until its last user goes."""
+    if await engine.delete_snapshot(snapshot.id, when_unused=when == "unused"):
+        return Response(status_code=204)
+    users = [sandbox.id for sandbox in engine.dependents(snapshot)]
+    shape = shapes.Hidden(snapshotID=snapshot.id, status="hidden", blockers=users)
+    return JSONResponse(shape.model_dump(), 202)
+
+
+def _sandbox_ids(ref: str, engine: Engine) -> set[str]:
+    return {ref, *(sandbox.id for sandbox in engine.sandboxes() if sandbox.name == ref)}
+
+
+def _template_ids(ref: str, engine: Engine) -> set[str]:
+    return {ref, *(snapshot.id for snapshot in engine.snapshots() if ref in snapshot.names)}

@@ -1,0 +1,76 @@
+"""Routes of templates and their builds."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+from fastapi.responses import PlainTextResponse, StreamingResponse
+
+from sandbox_gateway.api import requests, shapes
+from sandbox_gateway.api.requests import Ref
+from sandbox_gateway.api.snapshots import When, remove
+from sandbox_gateway.api.view import EngineDep, ViewDep
+from sandbox_gateway.engine.builds import Build
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.errors import NotFound
+from sandbox_gateway.records import Snapshot, SnapshotKind
+
+router = APIRouter(tags=["templates"])
+
+
+@router.post(
+    "/templates",
+    status_code=202,
+    summary="Build a template in the background, or find the one of the same recipe",
+    responses={200: {"model": shapes.BuildStarted, "description": "It exists already"}},
+)
+async def create(body: requests.CreateTemplate, engine: EngineDep, response: Response) -> shapes.BuildStarted:
+    build = await engine.build_template(body.name, body.recipe(), description=body.description)
+    if build.status == "ready":
+        response.status_code = 200
+    return shapes.started_shape(build)
+
+
+@router.get("/templates/{ref}/builds/{build}/status", summary="How a build is going")
+async def build_status(
+    ref: Ref,
+    build: Ref,
+    engine: EngineDep,
+    offset: Annotated[int, Query(alias="logsOffset", ge=0, description="Leave out so many lines")] = 0,
+    limit: Annotated[int | None, Query(ge=0, le=100_000, description="Lines at most")] = None,
+) -> shapes.BuildShape:
+    return shapes.build_shape(engine.build(ref, build), offset, limit)
+
+
+@router.get("/templates/{ref}/builds/{build}/logs", summary="A build's log", response_class=PlainTextResponse)
+async def build_logs(
+    ref: Ref, build: Ref, engine: EngineDep, follow: Annotated[bool, Query(description="Until it ends")] = False
+) -> Response:
+    found = engine.build(ref, build)
+    if follow:
+        return StreamingResponse(_lines(found), media_type="text/plain; charset=utf-8")
+    return PlainTextResponse("".join(f"{line}\n" for line in found.lines))
+
+
+@router.delete(
+    "/templates/{ref}",
+    status_code=204,
+    summary="Remove a template (or a snapshot)",
+    responses={202: {"model": shapes.Hidden, "description": "Hidden; removed with its last user"}},
+)
+async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
+    return await remove(engine, _template_or_snapshot(engine, ref), when)
+
+
+def _template_or_snapshot(engine: Engine, ref: str) -> Snapshot:
+    try:
+        return engine.snapshot(ref)
+    except NotFound:
+        raise NotFound("template", ref) from None
+
+
+async def _lines(build: Build) -> AsyncIterator[str]:
+    async for line in build.follow():
+        yield f"{line}\n"

@@ -1,0 +1,79 @@
+"""What a caller sees of the engine's records: the shapes, with what depends on the host and on the caller."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Depends, Header, Request
+
+from sandbox_gateway.api import shapes
+from sandbox_gateway.api.auth import Permission, caller_of
+from sandbox_gateway.config import Config
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.errors import GatewayError, NotFound
+from sandbox_gateway.records import Sandbox, SandboxState, Snapshot
+
+
+class View:
+    def __init__(self, engine: Engine, config: Config, permission: Permission) -> None:
+        self.engine = engine
+        self.config = config
+        self.permission = permission
+
+    @property
+    def backend(self) -> str:
+        return self.config.host.kind
+
+    def sandbox(self, sandbox: Sandbox, *, secret: bool = True, **known: Any) -> shapes.SandboxShape:
+        """``secret`` False, or a caller who may only read: without the access token."""
+        if sandbox.state is SandboxState.RUNNING:
+            known |= self._reach(sandbox, secret and self.permission >= Permission.EXEC)
+        if alias := self._alias(sandbox.template_id):
+            known["alias"] = alias
+        return shapes.sandbox_shape(sandbox, backend=self.backend, domain=self.config.server.domain, **known)
+
+    def snapshot(self, snapshot: Snapshot) -> shapes.SnapshotShape:
+        return shapes.snapshot_shape(snapshot, backend=self.backend, forks=len(self.engine.dependents(snapshot)))
+
+    async def with_divergence(self, sandbox: Sandbox, *, secret: bool = True) -> shapes.SandboxShape:
+        return self.sandbox(sandbox, secret=secret, diverged=await self._diverged(sandbox))
+
+    async def _diverged(self, sandbox: Sandbox) -> bool | None:
+        try:
+            return await self.engine.diverged(sandbox.id)
+        except GatewayError:
+            return None
+
+    def _reach(self, sandbox: Sandbox, secret: bool) -> dict[str, Any]:
+        try:
+            address, token = self.engine.endpoint(sandbox.id)
+        except GatewayError:
+            return {}
+        return {"address": address, "envdAccessToken": token} if secret else {"address": address}
+
+    def _alias(self, template_id: str) -> str | None:
+        try:
+            names = self.engine.template(template_id).names if template_id else []
+        except NotFound:
+            return None
+        return names[0] if names else None
+
+
+async def _engine(request: Request) -> Engine:
+    engine: Engine = request.app.state.engine
+    return engine
+
+
+async def _view(request: Request) -> View:
+    state = request.app.state
+    return View(state.engine, state.config, caller_of(request.scope).permission)
+
+
+EngineDep = Annotated[Engine, Depends(_engine)]
+ViewDep = Annotated[View, Depends(_view)]
+IdempotencyKey = Annotated[
+    str, Header(alias="Idempotency-Key", max_length=256, description="The same key again answers the same sandbox.")
+]
+Operation = Annotated[
+    str, Header(alias="X-Operation-Id", max_length=64, description="Events of this request carry it.")
+]

@@ -1,0 +1,41 @@
+"""Slow verbs end when their client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from sandbox_gateway.api.errors import ClientGone
+
+Result = TypeVar("Result")
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await ``work``; if the client disconnects first, cancel it, let it undo itself, and raise ClientGone.
+
+    Work that is past its commit finishes in spite of the cancellation; its result is then returned as usual.
+    """
+    worker = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            worker.cancel()
+            await asyncio.wait({worker})
+            if worker.cancelled():
+                raise ClientGone
+        return worker.result()
+    except asyncio.CancelledError:
+        worker.cancel()
+        await asyncio.wait({worker})
+        raise
+    finally:
+        watcher.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

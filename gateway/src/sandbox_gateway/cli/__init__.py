@@ -1,0 +1,1 @@
+"""`sandboxctl`, which talks HTTP to a gateway, and `sandbox-gateway`, which is one."""

@@ -1,0 +1,90 @@
+"""`sandbox-gateway`: serve, check, config-docs, openapi."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sandbox_gateway import __version__
+from sandbox_gateway.config import Config, load
+from sandbox_gateway.errors import GatewayError
+
+DEFAULT_CONFIG = Path("/etc/sandbox-gateway/config.toml")
+EXIT_FAILED_START = 2
+
+app = typer.Typer(
+    name="sandbox-gateway",
+    help="The sandbox gateway's daemon.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+ConfigOption = Annotated[Path, typer.Option("--config", metavar="FILE", help="Configuration, in TOML.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def serve(config: ConfigOption = DEFAULT_CONFIG) -> None:
+    """Serve until SIGTERM or SIGINT; sandboxes go on."""
+    import asyncio
+
+    from sandbox_gateway.cli.serving import run
+
+    asyncio.run(run(load(config)))
+
+
+@app.command()
+def check(config: ConfigOption = DEFAULT_CONFIG) -> None:
+    """Check the configuration, the keys, and the host."""
+    import asyncio
+
+    from sandbox_gateway.cli.serving import inspect
+
+    settings = load(config)
+    asyncio.run(inspect(settings))
+    typer.echo(f"{config}: good; this host can be a {settings.host.kind} gateway")
+
+
+@app.command("config-docs")
+def config_docs() -> None:
+    """Print the reference of the configuration file, in Markdown."""
+    typer.echo(configuration_page(), nl=False)
+
+
+@app.command()
+def openapi() -> None:
+    """Print the OpenAPI document, in JSON."""
+    import json
+
+    from sandbox_gateway.cli.serving import document
+
+    typer.echo(json.dumps(document(), indent=2))
+
+
+def configuration_page() -> str:
+    """`docs/configuration.md`, from the descriptions in config.py."""
+    from sandbox_gateway.cli.config_docs import page
+
+    return page(Config)
+
+
+def main() -> None:
+    """Run the command line; what goes wrong is one sentence on standard error and exit code 2."""
+    try:
+        app()
+    except GatewayError as error:
+        print(f"sandbox-gateway: {error.message}", file=sys.stderr)
+        sys.exit(EXIT_FAILED_START)
+
+
+if __name__ == "__main__":
+    main()

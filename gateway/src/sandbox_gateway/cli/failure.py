@@ -1,0 +1,71 @@
+"""What goes wrong on the command line: one sentence, what to do next, and an exit code that means something."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+
+class Exit(IntEnum):
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    CONFLICT = 4
+    UNREACHABLE = 5
+    NO_SPACE = 6
+
+
+class Failure(Exception):
+    """Ends the command: ``message`` and ``hint`` go to standard error."""
+
+    def __init__(self, message: str, code: Exit = Exit.FAILED, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.hint = hint
+
+
+_BY_STATUS = {
+    400: Exit.USAGE,
+    401: Exit.UNREACHABLE,
+    403: Exit.UNREACHABLE,
+    404: Exit.NOT_FOUND,
+    409: Exit.CONFLICT,
+    413: Exit.USAGE,
+    507: Exit.NO_SPACE,
+}
+_BY_KIND = {"unsupported": Exit.FAILED, "over_quota": Exit.FAILED}
+
+
+def refused(status: int, body: Any) -> Failure:
+    """The Failure for a gateway's error answer; ``body`` is its JSON, or anything else where it is not ours."""
+    if not isinstance(body, dict) or "message" not in body:
+        return Failure(f"the answer (HTTP {status}) is not a sandbox gateway's", Exit.UNREACHABLE, "check --url")
+    kind, message = body.get("kind", ""), str(body["message"])
+    code = _BY_KIND.get(kind) or _BY_STATUS.get(status, Exit.FAILED)
+    return Failure(message, code, _hint(status, kind, message, body.get("blockers") or []))
+
+
+def _hint(status: int, kind: str, message: str, blockers: list[str]) -> str:
+    if kind == "in_use":
+        names = " ".join(blockers) or "them"
+        return f"remove what uses it first (sandboxctl kill {names}), or delete it with --when-unused"
+    if kind == "not_found":
+        return f"`sandboxctl {_lister(message)}` shows what there is"
+    hints = {
+        "name_taken": "choose another name, or remove what has it",
+        "unauthorized": "set SANDBOX_GATEWAY_TOKEN, or name a file that holds the key with --token-file",
+        "forbidden": "use a key of a wider scope",
+        "busy": "try again in a moment",
+        "no_space": "delete snapshots and templates that nothing needs (`sandboxctl tree`), or enlarge the disk",
+        "internal": "the gateway's log describes the incident",
+    }
+    return hints.get(kind, "")
+
+
+def _lister(message: str) -> str:
+    for noun in ("template", "snapshot"):
+        if message.startswith(noun):
+            return f"{noun} list"
+    return "list"

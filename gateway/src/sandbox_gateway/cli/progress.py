@@ -1,0 +1,59 @@
+"""Bars and running logs, on standard error, for who looks at a terminal."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from sandbox_gateway.cli.client import Client
+from sandbox_gateway.cli.failure import Failure
+
+_SUBSCRIBE_SECONDS = 5
+
+
+def follow_log(lines: Iterable[str], title: str) -> None:
+    """Show ``lines`` as they come, above a clock that runs."""
+    if not sys.stderr.isatty():
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.text import Text
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        bar.add_task(title)
+        for line in lines:
+            bar.console.print(Text(line, style="dim"))
+
+
+def fork_many(client: Client, route: str, body: dict[str, Any], count: int, title: str) -> Any:
+    """POST ``body`` to ``route``; for more than one fork, with a bar that the gateway's events move."""
+    if count < 2 or not sys.stderr.isatty():
+        return client.call("POST", route, body)
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    operation = secrets.token_hex(8)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=count)
+        listening = threading.Event()
+
+        def listen() -> None:
+            # The bar is a courtesy: the request itself reports what goes wrong.
+            try:
+                for kind, data in client.events(operation):
+                    listening.set()
+                    if kind == "fork.progress":
+                        bar.update(task, completed=data["done"], total=data["total"])
+            except (Failure, RuntimeError):
+                listening.set()
+
+        threading.Thread(target=listen, daemon=True).start()
+        listening.wait(_SUBSCRIBE_SECONDS)
+        return client.call("POST", route, body, headers={"X-Operation-Id": operation})

@@ -1,0 +1,307 @@
+"""Configuration → log → host → engine → application → listeners, and back down again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import grp
+import importlib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import ssl
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from sandbox_gateway import __version__, log
+from sandbox_gateway.api.auth import Keys, LocalPeer
+from sandbox_gateway.config import Config, Server
+from sandbox_gateway.errors import GatewayError, Invalid
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from sandbox_gateway.hosts.base import Host
+
+GRACE_SECONDS = 10
+_BACKLOG = 512
+_KINDS = {
+    "kvm_xfs": ("sandbox_gateway.hosts.kvm_xfs.host", "KvmXfsHost"),
+    "jail_zfs": ("sandbox_gateway.hosts.jail_zfs.host", "JailZfsHost"),
+}
+
+logger = log.Logger("daemon")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to listen for TCP, resolved."""
+
+    family: socket.AddressFamily
+    sockaddr: tuple[Any, ...]
+    loopback: bool
+
+
+async def run(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT. Raises GatewayError for what keeps it from starting."""
+    log.setup(config.log.level, config.log.format)
+    _quiet_servers()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    keys, address, tls = prepare(config.server)
+    engine = _engine(config)
+    try:
+        if await _unless(stop, engine.open()):
+            await _serve(config, engine, keys, address, tls, stop)
+    finally:
+        await engine.close()
+    logger.info("stopped")
+
+
+async def inspect(config: Config) -> None:
+    """Raises GatewayError when this configuration could not be served here."""
+    prepare(config.server)
+    host = make_host(config)
+    try:
+        await host.open()
+    finally:
+        await host.close()
+
+
+def document() -> dict[str, Any]:
+    """The OpenAPI document; needs no host."""
+    from sandbox_gateway.api.app import create_app
+    from sandbox_gateway.engine.engine import Engine
+
+    nothing: Any = None
+    return create_app(Engine(nothing, Config()), Config(), Keys()).openapi()
+
+
+def make_host(config: Config) -> Host:
+    """The host of the configured kind. Raises Invalid when this machine's gateway has no such kind."""
+    module, name = _KINDS[config.host.kind]
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise Invalid(f"host.kind {config.host.kind!r} does not work here: {error}") from None
+    host: Host = kind(config)
+    return host
+
+
+def _engine(config: Config) -> Any:
+    from sandbox_gateway.engine.engine import Engine
+
+    return Engine(make_host(config), config)
+
+
+def prepare(server: Server) -> tuple[Keys, Address | None, ssl.SSLContext | None]:
+    """Keys, TCP address and TLS, checked against each other. Raises Invalid."""
+    if server.socket is None and not server.listen:
+        raise Invalid("there is nowhere to listen: set server.socket or server.listen")
+    keys = Keys.load(server.key_file) if server.key_file else Keys()
+    tls = _tls(server)
+    address = resolve(server.listen) if server.listen else None
+    if address and not address.loopback:
+        if not len(keys):
+            raise Invalid(f"server.listen {server.listen!r} is reachable from elsewhere: set server.key_file, with a key")
+        if tls is None and not server.allow_plaintext:
+            raise Invalid(
+                f"server.listen {server.listen!r} is reachable from elsewhere, where keys must not travel in the clear: "
+                "set server.tls_cert and server.tls_key, or server.allow_plaintext behind a proxy that has TLS"
+            )
+    if address and not len(keys):
+        logger.warning("no API keys: requests to the TCP address will be refused; set server.key_file")
+    return keys, address, tls
+
+
+def resolve(listen: str) -> Address:
+    """`host:port`, `[v6]:port` or `:port` (all addresses). Raises Invalid."""
+    host, _, port = listen.rpartition(":")
+    if not port.isdigit() or int(port) > 65535:
+        raise Invalid(f"server.listen {listen!r}: expected host:port, such as 127.0.0.1:8700")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        found = socket.getaddrinfo(bare or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise Invalid(f"server.listen {listen!r}: the host cannot be found: {error}") from None
+    family, _, _, _, sockaddr = found[0]
+    return Address(family, sockaddr, ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]).is_loopback)
+
+
+def _tls(server: Server) -> ssl.SSLContext | None:
+    if not server.tls_cert and not server.tls_key:
+        return None
+    if not server.tls_cert or not server.tls_key:
+        raise Invalid("TLS needs both server.tls_cert and server.tls_key")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(server.tls_cert, server.tls_key)
+    except OSError as error:
+        raise Invalid(f"TLS: {server.tls_cert} with {server.tls_key} cannot be loaded: {error}") from None
+    return context
+
+
+async def _serve(
+    config: Config, engine: Any, keys: Keys, address: Address | None, tls: ssl.SSLContext | None, stop: asyncio.Event
+) -> None:
+    from sandbox_gateway.api.app import create_app
+
+    app = create_app(engine, config, keys)
+    with contextlib.ExitStack() as undo:
+        listeners: list[tuple[uvicorn.Server, socket.socket]] = []
+        if config.server.socket:
+            unix = undo.enter_context(unix_socket(config.server.socket, config.server.socket_group))
+            listeners.append((_Listener(_settings(LocalPeer(app), None)), unix))
+        if address:
+            tcp = undo.enter_context(contextlib.closing(_tcp_socket(address, config.server.listen)))
+            listeners.append((_Listener(_settings(app, tls)), tcp))
+        await _listen(listeners, app, stop)
+
+
+async def _listen(
+    listeners: list[tuple[uvicorn.Server, socket.socket]], app: FastAPI, stop: asyncio.Event
+) -> None:
+    tasks = [asyncio.create_task(server.serve(sockets=[bound])) for server, bound in listeners]
+    try:
+        while not all(server.started for server, _ in listeners) and not any(task.done() for task in tasks):
+            await asyncio.sleep(0.01)
+        for _, bound in listeners:
+            logger.info("listening", address=str(bound.getsockname()), version=__version__)
+        _notify("READY=1")
+        await asyncio.wait([asyncio.create_task(stop.wait()), *tasks], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        _notify("STOPPING=1")
+        logger.info("stopping", grace_seconds=GRACE_SECONDS)
+        app.state.closing.set()
+        for server, _ in listeners:
+            server.should_exit = True
+        await asyncio.gather(*tasks)
+        await app.state.pools.close()
+
+
+class _Listener(uvicorn.Server):
+    """One listener of several: signals are the daemon's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _settings(app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
+    settings = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        backlog=_BACKLOG,
+    )
+    settings.load()
+    settings.ssl = tls
+    return settings
+
+
+def _quiet_servers() -> None:
+    """Our own layer logs each request and each bug; the server's remarks on broken connections add nothing."""
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def unix_socket(path: Path, group: str) -> Iterator[socket.socket]:
+    """A bound unix socket, 0660 for ``group`` or else 0600; gone at the end. Raises Invalid."""
+    gid = _gid(group) if group else -1
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _clear(path)
+        before = os.umask(0o177)
+        try:
+            bound.bind(str(path))
+        finally:
+            os.umask(before)
+        if group:
+            os.chown(path, -1, gid)
+            path.chmod(0o660)
+    except OSError as error:
+        bound.close()
+        raise Invalid(f"server.socket {path} cannot be made: {error}") from None
+    except GatewayError:
+        bound.close()
+        raise
+    try:
+        yield bound
+    finally:
+        bound.close()
+        path.unlink(missing_ok=True)
+
+
+def _gid(group: str) -> int:
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise Invalid(f"server.socket_group {group!r} does not exist: groupadd --system {group}") from None
+
+
+def _clear(path: Path) -> None:
+    """Remove a socket nobody listens on any more."""
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise Invalid(f"server.socket {path} is something else than a socket: remove it, or choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(2)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+            return
+    raise Invalid(f"another gateway listens on {path}: stop it first, or choose another server.socket")
+
+
+def _tcp_socket(address: Address, listen: str) -> socket.socket:
+    bound = socket.socket(address.family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address.sockaddr)
+    except OSError as error:
+        bound.close()
+        raise Invalid(f"server.listen {listen!r} cannot be bound: {error.strerror}") from None
+    return bound
+
+
+async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:
+    """Await ``work``; False when ``stop`` was set first (``work`` is cancelled then)."""
+    worker, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    await asyncio.wait({worker, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if worker.done():
+        worker.result()
+        return True
+    worker.cancel()
+    await asyncio.wait({worker})
+    return False
+
+
+def _notify(state: str) -> None:
+    """Tell a service manager that asked for it (``NOTIFY_SOCKET``)."""
+    target = os.environ.get("NOTIFY_SOCKET", "")
+    if not target:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        channel.connect("\0" + target[1:] if target.startswith("@") else target)
+        channel.send(state.encode())

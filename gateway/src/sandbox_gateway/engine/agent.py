@@ -1,0 +1,272 @@
+"""Talking to the agent inside a sandbox: HTTP/1.1 with JSON, and Connect streams for output as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import struct
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+
+from sandbox_gateway.engine.spec import ExecResult
+from sandbox_gateway.errors import BackendFailed, Invalid, Timeout
+from sandbox_gateway.hosts.base import Endpoint
+
+AGENT_PORT = 49983
+_READ = 1 << 16
+_LARGEST_ANSWER = 64 << 20
+_ATTEMPT_EVERY = 0.01
+_ATTEMPT_SLOWLY = 0.25
+_QUICK_SECONDS = 0.5
+_ATTEMPTS_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What makes one sibling differ from another."""
+
+    sandbox_id: str
+    hostname: str
+    access_token: str
+    env: dict[str, str]
+    dns: list[str]
+    grow_disk: bool = False
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "sandboxID": self.sandbox_id,
+            "hostname": self.hostname,
+            "machineID": os.urandom(16).hex(),
+            "time": time.time(),
+            "entropy": base64.b64encode(os.urandom(64)).decode(),
+            "accessToken": self.access_token,
+            "env": self.env,
+            "dns": self.dns,
+            "growDisk": self.grow_disk,
+        }
+
+
+class AgentClient:
+    """The agent at ``endpoint``. Every call opens a connection of its own: the machine may be another one by then."""
+
+    def __init__(self, endpoint: Endpoint, access_token: str) -> None:
+        self._address = endpoint.address
+        self._token = access_token
+
+    async def identify(self, identity: Identity, *, seconds: float, gone: Callable[[], str]) -> None:
+        """Tell a machine that was just started who it is; returns when it has answered.
+
+        ``gone()`` says why there is nothing to wait for any more. Raises BackendFailed or Timeout.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            reader, writer = await self._reach(deadline, gone)
+            try:
+                async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
+                    await self._exchange(reader, writer, "/identity", {**identity.body()})
+                return
+            except TimeoutError:
+                raise Timeout(f"the sandbox's agent did not answer within {seconds:g} s") from None
+            except (OSError, h11.RemoteProtocolError):
+                # It accepted and hung up: an agent that is only just starting. Ask again.
+                await asyncio.sleep(_ATTEMPT_EVERY)
+            finally:
+                _hang_up(writer)
+
+    async def _reach(
+        self, deadline: float, gone: Callable[[], str]
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to a machine that is not listening yet.
+
+        A SYN sent before the guest's network runs is lost, and the kernel repeats it a second later only: so a new
+        attempt is made every few milliseconds, and the first that is answered is taken.
+        """
+        begun = time.monotonic()
+        attempts: set[asyncio.Task[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = set()
+        try:
+            while True:
+                attempts.add(asyncio.create_task(asyncio.open_connection(self._address, AGENT_PORT)))
+                every = _ATTEMPT_EVERY if time.monotonic() - begun < _QUICK_SECONDS else _ATTEMPT_SLOWLY
+                done, attempts = await asyncio.wait(attempts, timeout=every, return_when=asyncio.FIRST_COMPLETED)
+                for attempt in done:
+                    if attempt.exception() is None:
+                        return attempt.result()
+                if reason := gone():
+                    raise BackendFailed(f"the sandbox did not start: {reason}")
+                if time.monotonic() > deadline:
+                    raise Timeout("the sandbox's agent could not be reached in time: its guest did not start")
+                if done:
+                    await asyncio.sleep(every)
+                while len(attempts) >= _ATTEMPTS_AT_ONCE:
+                    attempts.pop().cancel()
+        finally:
+            for attempt in attempts:
+                attempt.add_done_callback(_discard)
+                attempt.cancel()
+
+    async def call(self, path: str, body: dict[str, Any], *, seconds: float = 30) -> dict[str, Any]:
+        """POST JSON, answer JSON. Raises Invalid for what the agent calls invalid, BackendFailed, Timeout."""
+        try:
+            async with asyncio.timeout(seconds):
+                reader, writer = await asyncio.open_connection(self._address, AGENT_PORT)
+                try:
+                    return await self._exchange(reader, writer, path, body)
+                finally:
+                    _hang_up(writer)
+        except TimeoutError:
+            raise Timeout(f"the sandbox's agent did not answer {path} within {seconds:g} s") from None
+        except (OSError, h11.RemoteProtocolError) as error:
+            raise BackendFailed(f"the sandbox's agent cannot be reached: {error}") from None
+
+    async def exec(
+        self,
+        args: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        cwd: str = "",
+        user: str = "",
+        timeout: float = 60,
+        stdin: bytes | None = None,
+    ) -> ExecResult:
+        body: dict[str, Any] = {"args": args, "env": env or {}, "timeout": timeout}
+        body |= {key: value for key, value in (("cwd", cwd), ("user", user)) if value}
+        if stdin is not None:
+            body["stdin"] = base64.b64encode(stdin).decode()
+        answer = await self.call("/exec", body, seconds=timeout + 30)
+        return ExecResult(
+            exit_code=int(answer["exitCode"]),
+            stdout=base64.b64decode(answer.get("stdout", "")),
+            stderr=base64.b64decode(answer.get("stderr", "")),
+            timed_out=bool(answer.get("timedOut", False)),
+        )
+
+    async def shell(self, command: str, output: Callable[[bytes], None], *, seconds: float) -> int:
+        """Run ``/bin/sh -c command`` as root, its output as it comes; returns the exit code."""
+        try:
+            async with asyncio.timeout(seconds):
+                async for event in self._start(command):
+                    if "data" in event:
+                        for stream in ("stdout", "stderr"):
+                            if stream in event["data"]:
+                                output(base64.b64decode(event["data"][stream]))
+                    elif "end" in event:
+                        return int(event["end"].get("exitCode", 0))
+        except TimeoutError:
+            raise Timeout(f"the command did not end within {seconds:g} s") from None
+        except (OSError, h11.RemoteProtocolError) as error:
+            raise BackendFailed(f"the sandbox went away during the command: {error}") from None
+        raise BackendFailed("the sandbox's agent broke off the command's output")
+
+    async def launch(self, command: str) -> None:
+        """Start ``/bin/sh -c command`` as root and leave it running."""
+        stream = self._start(command)
+        try:
+            async with asyncio.timeout(30):
+                await anext(stream)
+        except (TimeoutError, StopAsyncIteration, OSError, h11.RemoteProtocolError) as error:
+            raise BackendFailed(f"the start command could not be started: {error}") from None
+        finally:
+            await stream.aclose()
+
+    async def _start(self, command: str) -> AsyncGenerator[dict[str, Any], None]:
+        request = {"process": {"cmd": "/bin/sh", "args": ["-c", command], "envs": {}}, "stdin": False}
+        payload = json.dumps(request).encode()
+        body = struct.pack(">BI", 0, len(payload)) + payload
+        reader, writer = await asyncio.open_connection(self._address, AGENT_PORT)
+        try:
+            chunks = self._request(reader, writer, "/process.Process/Start", body, "application/connect+json")
+            async for flags, message in _frames(chunks):
+                if flags & 2:
+                    if "error" in message:
+                        raise BackendFailed(f"the agent refused the command: {message['error'].get('message', '')}")
+                    return
+                yield message.get("event", {})
+        finally:
+            _hang_up(writer)
+
+    async def _exchange(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, body: dict[str, Any]
+    ) -> dict[str, Any]:
+        data = b""
+        async for chunk in self._request(reader, writer, path, json.dumps(body).encode(), "application/json"):
+            data += chunk
+            if len(data) > _LARGEST_ANSWER:
+                raise BackendFailed("the sandbox's agent answered with more than it may")
+        answer = json.loads(data) if data else {}
+        return answer if isinstance(answer, dict) else {}
+
+    async def _request(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, body: bytes, content_type: str
+    ) -> AsyncIterator[bytes]:
+        """Send one request; yields the body of its answer. The other end is the sandbox: it is believed nothing."""
+        connection = h11.Connection(h11.CLIENT)
+        headers = [
+            ("Host", "agent"),
+            ("Content-Type", content_type),
+            ("Content-Length", str(len(body))),
+            ("Connection", "close"),
+        ]
+        if self._token:
+            headers.append(("X-Access-Token", self._token))
+        sent = [h11.Request(method="POST", target=path, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
+        writer.write(b"".join(connection.send(event) or b"" for event in sent))
+        await writer.drain()
+        status, refusal = 0, b""
+        while True:
+            event = connection.next_event()
+            if event is h11.NEED_DATA:
+                connection.receive_data(await reader.read(_READ))
+            elif isinstance(event, h11.Response):
+                status = event.status_code
+            elif isinstance(event, h11.Data):
+                if status < 300:
+                    yield bytes(event.data)
+                else:
+                    refusal = (refusal + bytes(event.data))[:4096]
+            elif isinstance(event, h11.EndOfMessage):
+                break
+            elif isinstance(event, h11.ConnectionClosed):
+                raise ConnectionResetError("it hung up")
+        if status >= 300:
+            raise _refused(status, path, refusal)
+
+
+async def _frames(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+    """Connect's frames: a flag byte, a big-endian length, that many bytes of JSON."""
+    data = b""
+    async for chunk in chunks:
+        data += chunk
+        while len(data) >= 5:
+            flags, length = struct.unpack(">BI", data[:5])
+            if length > _LARGEST_ANSWER:
+                raise BackendFailed("the sandbox's agent sent a frame larger than it may")
+            if len(data) < 5 + length:
+                break
+            yield flags, json.loads(data[5 : 5 + length] or b"{}")
+            data = data[5 + length :]
+
+
+def _refused(status: int, path: str, body: bytes) -> BackendFailed | Invalid:
+    text = body.decode(errors="replace")
+    with contextlib.suppress(ValueError):
+        text = json.loads(body).get("message", text)
+    if status in (400, 404):
+        return Invalid(str(text))
+    return BackendFailed(f"the sandbox's agent refused {path} ({status}): {text}")
+
+
+def _hang_up(writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        writer.close()
+
+
+def _discard(attempt: asyncio.Task[tuple[asyncio.StreamReader, asyncio.StreamWriter]]) -> None:
+    if not attempt.cancelled() and attempt.exception() is None:
+        _hang_up(attempt.result()[1])

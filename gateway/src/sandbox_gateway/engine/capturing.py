@@ -1,0 +1,137 @@
+"""Capture: a snapshot of what runs, and the end of snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+from sandbox_gateway.engine.core import checked, log, to_the_end
+from sandbox_gateway.engine.forking import Forking, wanted_names
+from sandbox_gateway.engine.index import Index
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.errors import BackendFailed, GatewayError, InUse, Invalid
+from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, now
+
+_FREEZE_SECONDS = 20
+_SYNC_SECONDS = 10
+
+
+class Capturing(Forking):
+    """Verbs that make and remove snapshots."""
+
+    async def capture(
+        self,
+        ref: str,
+        *,
+        name: str | None = None,
+        description: str = "",
+        memory: str = "auto",
+        expires_in: float | None = None,
+    ) -> Snapshot:
+        """Capture a running sandbox; it goes on. ``memory``: "auto" (where the host can) or "none"."""
+        if memory not in ("auto", "none"):
+            raise Invalid(f"memory is 'auto' or 'none', not {memory[:20]!r}")
+        names = [checked(name)] if name else []
+        with self.index.reserved(names):
+            async with self.held(ref) as hold:
+                sandbox = self.awake(hold)
+                snapshot = descendant(sandbox, SnapshotKind.SNAPSHOT, self.index)
+                snapshot.names, snapshot.description = names, description
+                snapshot.expires_at = None if expires_in is None else now() + timedelta(seconds=expires_in)
+                return await to_the_end(self.record(sandbox, snapshot, memory=memory == "auto"))
+
+    async def record(self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool) -> Snapshot:
+        """Capture and record; the sandbox's head becomes the snapshot."""
+        if memory and self.host.abilities.memory:
+            await self._write_through(sandbox)
+            captured = await self.host.capture(sandbox, snapshot, memory=True)
+        else:
+            captured = await self._capture_frozen(sandbox, snapshot)
+        self.index.put(captured)
+        if captured.kind is not SnapshotKind.PAUSE:
+            sandbox.head = captured.id
+            await self.host.save(sandbox)
+        self.events.publish("snapshot.created", snapshotID=captured.id, sandboxID=sandbox.id, pauseMs=captured.pause_ms)
+        if reason := self.host.ended(sandbox):
+            raise BackendFailed(f"snapshot {captured.id} was taken and is valid, but its source died: {reason}")
+        return captured
+
+    async def _write_through(self, sandbox: Sandbox) -> None:
+        """Have the guest write what it holds back, so that the disk alone is worth having and "diverged" starts at no.
+
+        A guest too busy to do so is captured as it is: with its memory nothing is lost.
+        """
+        try:
+            await self.agent(sandbox).call("/sync", {}, seconds=_SYNC_SECONDS)
+        except GatewayError as error:
+            log.debug("not synced before capture", sandbox=sandbox.id, reason=error.message)
+
+    async def _capture_frozen(self, sandbox: Sandbox, snapshot: Snapshot) -> Snapshot:
+        agent = self.agent(sandbox)
+        await agent.call("/freeze", {"seconds": _FREEZE_SECONDS})
+        try:
+            return await self.host.capture(sandbox, snapshot, memory=False)
+        finally:
+            await agent.call("/thaw", {})
+
+    async def clone(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
+        """Capture, ``count`` forks of it; the capture goes with its last user."""
+        with self.index.reserved(name for name in wanted_names(spec) if name):
+            pass  # a taken name is found before the source is paused
+        async with self.held(ref) as hold:
+            sandbox = self.awake(hold)
+            snapshot = descendant(sandbox, SnapshotKind.TRANSIENT, self.index)
+            head = sandbox.head
+            with self.index.using(snapshot):
+                snapshot = await to_the_end(self.record(sandbox, snapshot, memory=True))
+                try:
+                    return await self.fork_snapshot(snapshot, spec)
+                except BaseException:
+                    sandbox.head = head
+                    await asyncio.shield(self.host.save(sandbox))
+                    raise
+                finally:
+                    self.spawn(self.collect())
+
+    async def delete_snapshot(self, ref: str, *, when_unused: bool = False) -> bool:
+        """Remove a snapshot or template; True if it is gone.
+
+        ``when_unused``: hide it now, remove it with its last user. Raises InUse naming every user otherwise.
+        """
+        snapshot = self.snapshot(ref)
+        users = self.dependents(snapshot)
+        if users or self.index.in_use(snapshot):
+            if not when_unused:
+                raise _in_use(snapshot, users)
+            snapshot.doomed = True
+            await self.host.save_snapshot(snapshot)
+            self.index.put(snapshot)
+            self.events.publish("snapshot.hidden", snapshotID=snapshot.id)
+            return False
+        await self.remove_snapshot(snapshot)
+        return True
+
+
+def descendant(sandbox: Sandbox, kind: SnapshotKind, index: Index) -> Snapshot:
+    """The record of a snapshot about to be taken of ``sandbox``."""
+    parent = index.snapshots.get(sandbox.head)
+    return Snapshot(
+        kind=kind,
+        source_sandbox=sandbox.id,
+        origin_sandbox=(parent.origin_sandbox if parent else "") or sandbox.id,
+        template_id=sandbox.template_id,
+        parent=sandbox.head,
+        origin=(parent.origin if parent else "") or sandbox.template_id or sandbox.head,
+    )
+
+
+def _in_use(snapshot: Snapshot, users: list[Sandbox]) -> InUse:
+    if not users:
+        return InUse(f"{snapshot.kind.value} {snapshot.id} is in use: a fork of it is under way; try again later")
+    names = ", ".join(user.name for user in users)
+    noun = "sandbox stands" if len(users) == 1 else "sandboxes stand"
+    return InUse(
+        f"{snapshot.kind.value} {snapshot.id} is in use: {len(users)} {noun} on it ({names}); remove them first, "
+        "or delete it with when=unused",
+        blockers=[user.id for user in users],
+    )

@@ -1,0 +1,128 @@
+"""What every verb stands on: the host, the index, locks, events, and work that outlives its request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
+
+from sandbox_gateway.config import Config
+from sandbox_gateway.engine.agent import AgentClient
+from sandbox_gateway.engine.events import Events
+from sandbox_gateway.engine.index import Index
+from sandbox_gateway.engine.locks import Locks
+from sandbox_gateway.errors import Conflict, GatewayError, Invalid
+from sandbox_gateway.hosts.base import Host
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import NetworkPolicy, Sandbox, SandboxState, Snapshot, SnapshotKind, check_name
+
+log = Logger("engine")
+T = TypeVar("T")
+
+
+class Core:
+    """Shared by all verbs."""
+
+    def __init__(self, host: Host, config: Config) -> None:
+        self.host = host
+        self.config = config
+        self.events = Events()
+        self.index = Index()
+        self.locks = Locks(config.limits.lock_seconds)
+        self.secret = b""
+        self._background: set[asyncio.Task[Any]] = set()
+
+    def sandbox(self, ref: str) -> Sandbox:
+        return self.index.sandbox(ref)
+
+    def snapshot(self, ref: str) -> Snapshot:
+        return self.index.snapshot(ref)
+
+    def dependents(self, snapshot: Snapshot) -> list[Sandbox]:
+        """The sandboxes that keep a snapshot from being deleted."""
+        if self.host.abilities.independent_snapshots:
+            standing = self.index.standing_on(snapshot)
+            return [each for each in standing if snapshot.id in (each.forked_from, each.pause_snapshot)]
+        return self.index.standing_on(snapshot)
+
+    def access_token(self, sandbox: Sandbox) -> str:
+        """The token that the sandbox's agent asks for: made from the id, kept nowhere."""
+        return hmac.new(self.secret, sandbox.id.encode(), hashlib.sha256).hexdigest()
+
+    @contextlib.asynccontextmanager
+    async def held(self, ref: str) -> AsyncIterator[str]:
+        """Hold the sandbox for one change; yields its id, to be looked up anew: it may have changed meanwhile."""
+        sandbox = self.sandbox(ref)
+        async with self.locks.hold(sandbox.id, f"sandbox {sandbox.id}"):
+            yield sandbox.id
+
+    def awake(self, ref: str) -> Sandbox:
+        sandbox = self.sandbox(ref)
+        if sandbox.state is SandboxState.PAUSED:
+            raise Conflict(f"sandbox {sandbox.id} is paused: resume it first")
+        if reason := self.host.ended(sandbox):
+            raise Conflict(f"sandbox {sandbox.id} does not run ({reason}): resume it, or roll it back")
+        return sandbox
+
+    def agent(self, sandbox: Sandbox) -> AgentClient:
+        return AgentClient(self.host.endpoint(sandbox), self.access_token(sandbox))
+
+    def name_servers(self, policy: NetworkPolicy) -> list[str]:
+        return self.config.network.dns if policy.allow_internet or policy.allow_out else []
+
+    def _progress(self, type: str, operation: str, done: int, total: int, sandbox_id: str) -> None:
+        if operation:
+            self.events.publish(type, operation=operation, done=done, total=total, sandboxID=sandbox_id)
+
+    def spawn(self, work: Awaitable[Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._reaped)
+
+    def _reaped(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("background work failed", reason=str(error) or type(error).__name__)
+
+    async def remove_snapshot(self, snapshot: Snapshot) -> None:
+        self.index.drop(snapshot.id)
+        try:
+            await asyncio.shield(self.host.remove_snapshot(snapshot))
+        except BaseException:
+            self.index.put(snapshot)
+            raise
+        if not snapshot.hidden:
+            self.events.publish("snapshot.deleted", snapshotID=snapshot.id)
+
+    async def collect(self) -> None:
+        """Remove hidden snapshots that nobody stands on any more."""
+        for snapshot in list(self.index.snapshots.values()):
+            if not snapshot.doomed and snapshot.kind is not SnapshotKind.TRANSIENT:
+                continue
+            heads = (sandbox.head for sandbox in self.index.sandboxes.values())
+            if self.index.in_use(snapshot) or self.index.standing_on(snapshot) or snapshot.id in heads:
+                continue
+            try:
+                await self.remove_snapshot(snapshot)
+            except GatewayError as error:
+                log.warning("not collected", snapshot=snapshot.id, reason=error.message)
+
+
+async def to_the_end(work: Awaitable[T]) -> T:
+    """Finish ``work`` even when whoever waits for it is cancelled; the cancellation follows when it is done."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+def checked(name: str) -> str:
+    try:
+        return check_name(name)
+    except ValueError as error:
+        raise Invalid(str(error)) from None

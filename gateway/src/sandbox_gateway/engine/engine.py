@@ -1,0 +1,227 @@
+"""The engine: all verbs together, their life from start-up to shutdown, and what happens by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from sandbox_gateway.config import Config
+from sandbox_gateway.engine.builds import Build
+from sandbox_gateway.engine.core import checked, log
+from sandbox_gateway.engine.replacing import Replacing
+from sandbox_gateway.engine.spec import ExecResult
+from sandbox_gateway.engine.templates import Templates
+from sandbox_gateway.errors import GatewayError, NameTaken
+from sandbox_gateway.hosts.base import Host, Usage
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import NetworkPolicy, OnTimeout, Sandbox, SandboxState, Snapshot, SnapshotKind, now
+
+_TICK = 0.25
+
+
+class Engine(Replacing):
+    """Everything a caller can ask of this host. Refs are ids or names; methods raise GatewayError.
+
+    Each verb is capture and fork, in an order in which nothing is lost wherever it is cut off.
+    """
+
+    def __init__(self, host: Host, config: Config) -> None:
+        super().__init__(host, config)
+        self._templates = Templates(self)
+
+    async def open(self) -> None:
+        """Take the host, find again what is there, finish or undo what a crash left half-way."""
+        await self.host.open()
+        self.secret = _secret(self.config.host.state_root / "secret")
+        scan = await self.host.scan()
+        for sentence in [*scan.repaired, *self.index.load(scan.sandboxes, scan.snapshots)]:
+            log.warning("repaired", what=sentence)
+        self.host.on_exit(self._machine_ended)
+        await self._settle(scan.alive)
+        self.spawn(self._watch_timeouts())
+        log.info("open", sandboxes=len(self.index.sandboxes), running=len(scan.alive), repaired=len(scan.repaired))
+
+    async def close(self) -> None:
+        """Stop working; sandboxes go on."""
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self.host.close()
+
+    async def _settle(self, alive: set[str]) -> None:
+        for sandbox in list(self.index.sandboxes.values()):
+            running = sandbox.instance in alive
+            if sandbox.state is SandboxState.PAUSED and running:
+                await self.retire_paused(sandbox)
+            elif sandbox.state is SandboxState.RUNNING and not running:
+                await self._mark_stopped(sandbox, "its host went down while it ran")
+                if self.config.restart == "start":
+                    self.spawn(self._restart(sandbox.id))
+        owned = {sandbox.pause_snapshot for sandbox in self.index.sandboxes.values()}
+        for snapshot in list(self.index.snapshots.values()):
+            if snapshot.kind is SnapshotKind.BASE or (snapshot.kind is SnapshotKind.PAUSE and snapshot.id not in owned):
+                await self.remove_snapshot(snapshot)
+        await self.collect()
+
+    async def _restart(self, id: str) -> None:
+        try:
+            await self.resume(id)
+        except GatewayError as error:
+            log.error("not started again", sandbox=id, reason=error.message)
+
+    def sandboxes(self) -> list[Sandbox]:
+        return sorted(self.index.sandboxes.values(), key=lambda each: (each.created_at, each.id))
+
+    def snapshots(self, kinds: Iterable[SnapshotKind] = (SnapshotKind.SNAPSHOT,)) -> list[Snapshot]:
+        wanted = set(kinds)
+        found = [each for each in self.index.snapshots.values() if each.kind in wanted and not each.hidden]
+        return sorted(found, key=lambda each: (each.created_at, each.id))
+
+    def template(self, ref: str) -> Snapshot:
+        return self.index.snapshot(ref, what="template", kinds=[SnapshotKind.TEMPLATE])
+
+    def lineage(self, root: str | None = None) -> list[dict[str, Any]]:
+        return self.index.lineage(root)
+
+    def endpoint(self, ref: str) -> tuple[str, str]:
+        """(address, access token) of a running sandbox."""
+        sandbox = self.awake(ref)
+        return self.host.endpoint(sandbox).address, self.access_token(sandbox)
+
+    async def diverged(self, ref: str) -> bool:
+        """Has its file system changed since its head? What the guest has not written through yet counts too."""
+        sandbox = self.sandbox(ref)
+        head = self.index.snapshots.get(sandbox.head)
+        if head is None:
+            return True
+        if sandbox.state is SandboxState.PAUSED:
+            return not sandbox.pause_snapshot or sandbox.pause_snapshot != sandbox.head
+        await self.agent(sandbox).call("/sync", {})
+        return await self.host.diverged(sandbox, head)
+
+    async def usage(self, ref: str) -> Usage:
+        sandbox = self.sandbox(ref)
+        if sandbox.state is SandboxState.PAUSED:
+            return Usage(disk_bytes=0, memory_bytes=0)
+        return await self.host.usage(sandbox)
+
+    async def set_timeout(self, ref: str, seconds: float | None) -> None:
+        async with self.held(ref) as hold:
+            sandbox = self.sandbox(hold)
+            sandbox.end_at = self.end_at(seconds)
+            await self.host.save(sandbox)
+
+    async def update(self, ref: str, *, metadata: dict[str, str] | None = None, name: str | None = None) -> Sandbox:
+        """Change metadata (as a whole) or name."""
+        async with self.held(ref) as hold:
+            sandbox = self.sandbox(hold)
+            changed = sandbox.model_copy()
+            if metadata is not None:
+                changed.metadata = metadata
+            renamed = name is not None and name != sandbox.name
+            if renamed:
+                changed.name = checked(name or "")
+            with self.index.reserved([changed.name] if renamed else []):
+                await self.host.save(changed)
+                self.index.put(changed)
+            return changed
+
+    async def set_network(self, ref: str, policy: NetworkPolicy) -> None:
+        async with self.held(ref) as hold:
+            sandbox = self.sandbox(hold)
+            if sandbox.state is SandboxState.RUNNING:
+                await self.host.apply_network(sandbox, policy)
+            sandbox.network = policy
+            await self.host.save(sandbox)
+
+    async def exec(
+        self,
+        ref: str,
+        args: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        cwd: str = "",
+        user: str = "",
+        timeout: float = 60,
+        stdin: bytes | None = None,
+    ) -> ExecResult:
+        agent = self.agent(self.awake(ref))
+        return await agent.exec(args, env=env, cwd=cwd, user=user, timeout=timeout, stdin=stdin)
+
+    async def build_template(self, name: str, recipe: Recipe, description: str = "") -> Build:
+        """Build a template in the background, or find the one that is the same already."""
+        return await self._templates.build(checked(name), recipe, description)
+
+    def build(self, template_ref: str, build_id: str = "") -> Build:
+        return self._templates.find(template_ref, build_id)
+
+    def builds(self) -> list[Build]:
+        return self._templates.under_way()
+
+    def check_template_name(self, name: str) -> None:
+        """A template may take over another template's name, nobody else's."""
+        owner = self.index.owner(name)
+        if owner and not (owner in self.index.snapshots and self.index.snapshots[owner].kind is SnapshotKind.TEMPLATE):
+            raise NameTaken(f"the name {name!r} is taken by {owner}: choose another", blockers=[owner])
+
+    async def set_alias(self, template_ref: str, alias: str) -> Snapshot:
+        return await self._templates.alias(self.template(template_ref), checked(alias))
+
+    def _machine_ended(self, instance: str) -> None:
+        for sandbox in self.index.sandboxes.values():
+            if sandbox.instance == instance and sandbox.state is SandboxState.RUNNING:
+                self.spawn(self._lost(sandbox.id, instance))
+
+    async def _lost(self, id: str, instance: str) -> None:
+        async with self.held(id) as hold:
+            sandbox = self.sandbox(hold)
+            if sandbox.instance == instance and sandbox.state is SandboxState.RUNNING:
+                await self._mark_stopped(sandbox, self.host.ended(sandbox) or "its machine ended")
+
+    async def _mark_stopped(self, sandbox: Sandbox, reason: str) -> None:
+        log.warning("stopped", sandbox=sandbox.id, reason=reason)
+        await self.host.stop(sandbox)
+        sandbox.state, sandbox.state_reason = SandboxState.PAUSED, reason
+        await self.host.save(sandbox)
+        self.events.publish("sandbox.stopped", sandboxID=sandbox.id, reason=reason)
+
+    async def _watch_timeouts(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK)
+            at = now()
+            for sandbox in list(self.index.sandboxes.values()):
+                if sandbox.end_at and sandbox.end_at <= at and sandbox.state is SandboxState.RUNNING:
+                    await self._expire(sandbox)
+            for snapshot in self.snapshots():
+                if snapshot.expires_at and snapshot.expires_at <= at and not self.dependents(snapshot):
+                    await self._expire_snapshot(snapshot)
+
+    async def _expire_snapshot(self, snapshot: Snapshot) -> None:
+        try:
+            await self.delete_snapshot(snapshot.id)
+        except GatewayError as error:
+            log.warning("expiry failed", snapshot=snapshot.id, reason=error.message)
+
+    async def _expire(self, sandbox: Sandbox) -> None:
+        verb: Callable[[str], Awaitable[None]] = self.pause if sandbox.on_timeout is OnTimeout.PAUSE else self.kill
+        try:
+            await verb(sandbox.id)
+        except GatewayError as error:
+            log.warning("expiry failed", sandbox=sandbox.id, reason=error.message)
+            await asyncio.sleep(_TICK)
+
+
+def _secret(path: Path) -> bytes:
+    """32 bytes that never leave this host, made on first use."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        fresh = path.with_name(f".{path.name}.new")
+        fresh.write_bytes(b"")
+        fresh.chmod(0o600)
+        fresh.write_bytes(secrets.token_bytes(32))
+        fresh.rename(path)
+        return path.read_bytes()

@@ -1,0 +1,51 @@
+"""What happens, told to whoever listens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from sandbox_gateway.records import now
+
+_BACKLOG = 1000
+
+
+@dataclass(frozen=True)
+class Event:
+    type: str
+    """"sandbox.created", "fork.progress", …"""
+    data: dict[str, Any]
+    at: datetime = field(default_factory=now)
+
+
+class Events:
+    """Fan-out of events. A listener that does not keep up loses the oldest ones, never the gateway its memory."""
+
+    def __init__(self) -> None:
+        self._queues: set[asyncio.Queue[Event]] = set()
+
+    def publish(self, type: str, **data: Any) -> None:
+        event = Event(type, data)
+        for queue in self._queues:
+            if queue.full():
+                queue.get_nowait()
+            queue.put_nowait(event)
+
+    @contextlib.contextmanager
+    def _queue(self) -> Iterator[asyncio.Queue[Event]]:
+        queue: asyncio.Queue[Event] = asyncio.Queue(_BACKLOG)
+        self._queues.add(queue)
+        try:
+            yield queue
+        finally:
+            self._queues.discard(queue)
+
+    async def subscribe(self) -> AsyncIterator[Event]:
+        """Every event from now on, without end."""
+        with self._queue() as queue:
+            while True:
+                yield await queue.get()

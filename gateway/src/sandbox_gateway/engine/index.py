@@ -1,0 +1,159 @@
+"""What exists, in memory: rebuilt from a scan, changed only after the host has committed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from sandbox_gateway.errors import NameTaken, NotFound
+from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
+
+
+class Index:
+    """Sandboxes and snapshots by id, and the one namespace their names share."""
+
+    def __init__(self) -> None:
+        self.sandboxes: dict[str, Sandbox] = {}
+        self.snapshots: dict[str, Snapshot] = {}
+        self._names: dict[str, str] = {}
+        self._reserved: set[str] = set()
+        self._in_use: Counter[str] = Counter()
+
+    def load(self, sandboxes: Iterable[Sandbox], snapshots: Iterable[Snapshot]) -> list[str]:
+        """Take in a scan, oldest first; returns a sentence for each name that was taken twice."""
+        clashes = []
+        things: list[Sandbox | Snapshot] = [*sandboxes, *snapshots]
+        for thing in sorted(things, key=lambda thing: thing.created_at):
+            for name in _names(thing):
+                if self._names.get(name, thing.id) != thing.id:
+                    clashes.append(
+                        f"the name {name!r} of {thing.id} is taken by {self._names[name]}: it goes by its id"
+                    )
+                    _unname(thing, name)
+            self.put(thing)
+        return clashes
+
+    def put(self, thing: Sandbox | Snapshot) -> None:
+        """Add a thing, or what it has become."""
+        self._drop_names(thing.id)
+        if isinstance(thing, Sandbox):
+            self.sandboxes[thing.id] = thing
+        else:
+            self.snapshots[thing.id] = thing
+        for name in _names(thing):
+            self._names[name] = thing.id
+
+    def drop(self, id: str) -> None:
+        self._drop_names(id)
+        self.sandboxes.pop(id, None)
+        self.snapshots.pop(id, None)
+
+    def _drop_names(self, id: str) -> None:
+        for name in [name for name, owner in self._names.items() if owner == id]:
+            del self._names[name]
+
+    @contextlib.contextmanager
+    def reserved(self, names: Iterable[str]) -> Iterator[None]:
+        """Keep names for things about to exist. Raises NameTaken, naming each that is not free."""
+        wanted = list(names)
+        taken = [name for name in wanted if self.owner(name) or name in self._reserved or wanted.count(name) > 1]
+        if taken:
+            owners = ", ".join(f"{name!r} ({self.owner(name) or 'being made'})" for name in dict.fromkeys(taken))
+            raise NameTaken(
+                f"the name is taken: {owners}; choose another, or remove what has it",
+                blockers=[owner for name in taken if (owner := self.owner(name))],
+            )
+        self._reserved.update(wanted)
+        try:
+            yield
+        finally:
+            self._reserved.difference_update(wanted)
+
+    def owner(self, name: str) -> str:
+        """The id of what has a name; empty if it is free."""
+        return self._names.get(name) or (name if name in self.sandboxes or name in self.snapshots else "")
+
+    @contextlib.contextmanager
+    def using(self, snapshot: Snapshot) -> Iterator[None]:
+        """Keep a snapshot from being removed while something is made from it."""
+        self._in_use[snapshot.id] += 1
+        try:
+            yield
+        finally:
+            self._in_use[snapshot.id] -= 1
+            self._in_use += Counter()
+
+    def in_use(self, snapshot: Snapshot) -> bool:
+        return self._in_use[snapshot.id] > 0
+
+    def sandbox(self, ref: str) -> Sandbox:
+        found = self.sandboxes.get(ref) or self.sandboxes.get(self._names.get(ref, ""))
+        if found is None:
+            raise NotFound("sandbox", _shown(ref))
+        return found
+
+    def snapshot(self, ref: str, *, what: str = "snapshot", kinds: Iterable[SnapshotKind] = ()) -> Snapshot:
+        """A visible snapshot or template by id or name."""
+        found = self.snapshots.get(ref) or self.snapshots.get(self._names.get(ref, ""))
+        wanted = set(kinds) or {SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE}
+        if found is None or found.doomed or found.kind not in wanted:
+            raise NotFound(what, _shown(ref))
+        return found
+
+    def forks(self, snapshot: Snapshot) -> list[Sandbox]:
+        return [sandbox for sandbox in self.sandboxes.values() if sandbox.forked_from == snapshot.id]
+
+    def standing_on(self, snapshot: Snapshot) -> list[Sandbox]:
+        """Sandboxes that were made from it, rolled back to it, or resume from it."""
+        return [
+            sandbox
+            for sandbox in self.sandboxes.values()
+            if snapshot.id in (sandbox.forked_from, sandbox.base, sandbox.pause_snapshot)
+        ]
+
+    def lineage(self, root: str | None = None) -> list[dict[str, Any]]:
+        """Trees of templates and snapshots with the sandboxes forked from them, as nested plain data."""
+        nodes: dict[str, dict[str, Any]] = {}
+        for snapshot in sorted(self.snapshots.values(), key=lambda each: each.created_at):
+            nodes[snapshot.id] = _node(snapshot.id, snapshot.kind.value, snapshot.names, snapshot.hidden)
+        for sandbox in sorted(self.sandboxes.values(), key=lambda each: each.created_at):
+            nodes[sandbox.id] = _node(sandbox.id, "sandbox", [sandbox.name], False, state=sandbox.state.value)
+        tops = [node for id, node in nodes.items() if not self._attach(id, nodes)]
+        if root is None:
+            return tops
+        found = nodes.get(root) or nodes.get(self._names.get(root, ""))
+        if found is None:
+            raise NotFound("sandbox, snapshot or template", _shown(root))
+        return [found]
+
+    def _attach(self, id: str, nodes: dict[str, dict[str, Any]]) -> bool:
+        thing = self.sandboxes.get(id) or self.snapshots[id]
+        above = thing.forked_from if isinstance(thing, Sandbox) else thing.source_sandbox
+        if above not in nodes and isinstance(thing, Snapshot):
+            # Its source is gone: it hangs where the source hung.
+            above = thing.parent
+        if above not in nodes or above == id:
+            return False
+        nodes[above]["children"].append(nodes[id])
+        return True
+
+
+def _node(id: str, kind: str, names: list[str], hidden: bool, **more: Any) -> dict[str, Any]:
+    return {"id": id, "kind": kind, "names": list(names), "hidden": hidden, **more, "children": []}
+
+
+def _names(thing: Sandbox | Snapshot) -> list[str]:
+    return [thing.name] if isinstance(thing, Sandbox) else [] if thing.doomed else thing.names
+
+
+def _unname(thing: Sandbox | Snapshot, name: str) -> None:
+    if isinstance(thing, Sandbox):
+        thing.name = thing.id
+    else:
+        thing.names = [each for each in thing.names if each != name]
+
+
+def _shown(ref: str) -> str:
+    return ref if len(ref) <= 80 else ref[:77] + "..."

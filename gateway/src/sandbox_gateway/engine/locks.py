@@ -1,0 +1,38 @@
+"""A lock to each name, waited for no longer than is bearable."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from sandbox_gateway.errors import Busy
+
+
+class Locks:
+    """Locks by key; a key's lock is forgotten when nobody holds or awaits it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
+
+    @contextlib.asynccontextmanager
+    async def hold(self, key: str, what: str) -> AsyncIterator[None]:
+        """Hold ``key``; ``what`` names it in the error. Raises Busy when it is not free in time."""
+        lock, users = self._locks.get(key, (asyncio.Lock(), 0))
+        self._locks[key] = (lock, users + 1)
+        try:
+            try:
+                await asyncio.wait_for(lock.acquire(), self._seconds)
+            except TimeoutError:
+                raise Busy(f"{what} is busy with another request: try again later") from None
+            try:
+                yield
+            finally:
+                lock.release()
+        finally:
+            lock, users = self._locks[key]
+            if users == 1:
+                del self._locks[key]
+            else:
+                self._locks[key] = (lock, users - 1)

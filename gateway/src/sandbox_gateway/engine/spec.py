@@ -1,0 +1,51 @@
+"""What callers ask the engine for, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from sandbox_gateway.records import NetworkPolicy, OnTimeout
+
+
+class Unset:
+    """The type of UNSET: nothing was said, which is not the same as None."""
+
+
+UNSET: Final = Unset()
+
+
+@dataclass
+class ForkSpec:
+    """How many sandboxes to make, and what they shall be like. ``None`` and UNSET: as the snapshot has it."""
+
+    count: int = 1
+    names: list[str] | None = None
+    """One for each; without, each is named by its id."""
+    concurrency: int | None = None
+    atomic: bool = True
+    """All or none; otherwise as many as could be made."""
+    cpus: int | None = None
+    memory_mb: int | None = None
+    disk_mb: int | None = None
+    cold_start: bool = False
+    """Boot from the snapshot's disk rather than go on from its memory."""
+    paused: bool = False
+    metadata: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    network: NetworkPolicy = field(default_factory=NetworkPolicy)
+    timeout: float | Unset | None = UNSET
+    """Seconds to live; None: for ever; UNSET: the host's default."""
+    on_timeout: OnTimeout = OnTimeout.KILL
+    auto_resume: bool = False
+    idempotency_key: str = ""
+    operation: str = ""
+    """Id under which progress is published."""
+
+
+@dataclass(frozen=True)
+class ExecResult:
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+    timed_out: bool

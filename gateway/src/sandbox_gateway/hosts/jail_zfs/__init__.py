@@ -1,0 +1,1 @@
+"""The host kind `jail_zfs`: FreeBSD jails on ZFS clones."""

@@ -1,0 +1,230 @@
+"""Running the ``zfs`` command: an argument list, a deadline, why it failed, another try where that helps."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import IO
+
+from sandbox_gateway.hosts.jail_zfs.zfs_errors import (
+    Cause,
+    DatasetBusy,
+    DatasetExists,
+    DatasetNotFound,
+    MountFailed,
+    NameInvalid,
+    NameTooLong,
+    NoSpace,
+    PoolsDiffer,
+    PropertyInvalid,
+    QuotaExceeded,
+    ReadOnlyPool,
+    SuspendedPool,
+    ZFSError,
+    ZFSGenericError,
+    ZFSInitializationFailed,
+    cause_of,
+    listed_names,
+    sentence,
+)
+
+SECONDS = 60.0
+"""Deadline of a command that moves no data."""
+TRANSFER_SECONDS = 3600.0
+"""Deadline of send and receive."""
+
+_BUSY_WAITS = (0.01, 0.05, 0.05, 0.1, 0.2, 0.4)
+_MORE_PATH = "/sbin:/usr/sbin:/bin:/usr/bin:/usr/local/sbin:/usr/local/bin"
+_HELP = (
+    "start it (Linux: modprobe zfs, or the zfs-fuse daemon; FreeBSD: kldload zfs, service zfs start), "
+    "then try again; what was asked last may or may not have been done"
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended. ``cause`` is None if it succeeded."""
+
+    out: str
+    said: str
+    cause: Cause | None
+    related: tuple[str, ...] = ()
+
+    def error(self, error: ZFSError) -> ZFSError:
+        """``error`` with what was said."""
+        return error.because(self.said, self.related)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "LC_ALL": "C", "PATH": f"{os.environ.get('PATH', '')}:{_MORE_PATH}".lstrip(":")}
+
+
+def run(
+    *args: str, seconds: float = SECONDS, stdin: int | None = None, stdout: int | None = None, name: str | None = None
+) -> Outcome:
+    """Run ``zfs args`` for at most ``seconds``; ``stdin`` and ``stdout`` may be file descriptors.
+
+    Raises only what no function below can mend: ZFSInitializationFailed, SuspendedPool, ReadOnlyPool, and
+    ZFSGenericError(ETIMEDOUT). ``name`` is the dataset they name.
+    """
+    try:
+        process = subprocess.Popen(
+            ["zfs", *args],
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
+            stdout=subprocess.PIPE if stdout is None else stdout,
+            stderr=subprocess.PIPE,
+            env=_environment(),
+        )
+    except FileNotFoundError:
+        raise ZFSInitializationFailed(name).because(
+            "the command `zfs` is not installed: install ZFS, or run the role jail_zfs_host"
+        ) from None
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        _give_up(process)
+        raise ZFSGenericError(
+            errno.ETIMEDOUT, name, f"`zfs {args[0]}` did not end within {seconds:g} s and was stopped"
+        ) from None
+    except BaseException:
+        _give_up(process)
+        raise
+    return _judged(args, process.returncode, out or b"", err or b"", name)
+
+
+def _judged(args: tuple[str, ...], status: int, out: bytes, err: bytes, name: str | None) -> Outcome:
+    text = err.decode(errors="replace")
+    if status == 0:
+        return Outcome(out.decode(errors="replace"), sentence(text), None)
+    # zfs-fuse writes some internal errors to standard output
+    text = text if text.strip() else out.decode(errors="replace")
+    cause, said = cause_of(text), sentence(text) or f"`zfs {args[0]}` ended with {status} and said nothing"
+    if cause is Cause.UNREACHABLE:
+        raise ZFSInitializationFailed(name).because(f"{said}; {_HELP}")
+    if cause is Cause.SUSPENDED:
+        raise SuspendedPool(name).because(said)
+    if cause is Cause.READ_ONLY:
+        raise ReadOnlyPool(name).because(said)
+    return Outcome(out.decode(errors="replace"), said, cause, tuple(listed_names(text)))
+
+
+def _give_up(process: subprocess.Popen[bytes]) -> None:
+    """Kill it, and wait only a moment: a command that hangs in the kernel does not die."""
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(1)
+    for stream in (process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()
+
+
+def run_patiently(*args: str, name: str | None = None) -> Outcome:
+    """``run``, tried again for up to 0.8 s while the dataset is busy.
+
+    zfs-fuse unmounts a dataset that is to be destroyed and then finds it busy, once; elsewhere a process that is
+    just ending, or a scan of the file system, holds it for a moment.
+    """
+    outcome = run(*args, name=name)
+    for wait in _BUSY_WAITS:
+        if outcome.cause is not Cause.BUSY:
+            break
+        time.sleep(wait)
+        outcome = run(*args, name=name)
+    return outcome
+
+
+def first_bytes(*args: str, count: int, seconds: float = SECONDS) -> tuple[bytes, Outcome | None]:
+    """The first ``count`` bytes that ``zfs args`` writes; the rest is not waited for.
+
+    The outcome is None if there were so many.
+    """
+    process = subprocess.Popen(
+        ["zfs", *args],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=_environment(),
+    )
+    assert process.stdout is not None
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        got = _read(process.stdout, count)
+        if len(got) == count:
+            return got, None
+        out, err = process.communicate()
+        return got, _judged(args, process.returncode, out, err, None)
+    finally:
+        timer.cancel()
+        _give_up(process)
+
+
+def _read(stream: IO[bytes], count: int) -> bytes:
+    got = b""
+    while len(got) < count and (more := stream.read(count - len(got))):
+        got += more
+    return got
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """Which ZFS it is. ``version`` is (0, 7) for zfs-fuse."""
+
+    fuse: bool
+    version: tuple[int, ...]
+
+
+_flavour: Flavour | None = None
+
+
+def flavour() -> Flavour:
+    """Asked once. zfs-fuse has no ``zfs version``; every OpenZFS since 0.8 has."""
+    global _flavour
+    if _flavour is None:
+        outcome = run("version")
+        if outcome.cause is not None and "unrecognized command" not in outcome.said:
+            raise outcome.error(ZFSGenericError(errno.EIO, None, "`zfs version` failed"))
+        if outcome.cause is None:
+            match = re.search(r"^zfs-(\d+)\.(\d+)(?:\.(\d+))?", outcome.out, re.MULTILINE)
+            _flavour = Flavour(False, tuple(int(part) for part in match.groups() if part) if match else ())
+        else:
+            _flavour = Flavour(True, (0, 7))
+    return _flavour
+
+
+Make = Callable[[str], ZFSError]
+_ANYWHERE: dict[Cause, Make] = {
+    Cause.NO_SPACE: NoSpace,
+    Cause.TOO_SMALL: QuotaExceeded,
+    Cause.QUOTA: QuotaExceeded,
+    Cause.NAME_INVALID: NameInvalid,
+    Cause.NAME_TOO_LONG: NameTooLong,
+    Cause.PROPERTY: PropertyInvalid,
+    Cause.BUSY: DatasetBusy,
+    Cause.MISSING: DatasetNotFound,
+    Cause.EXISTS: DatasetExists,
+    Cause.NO_POOL: DatasetNotFound,
+    Cause.NO_PARENT: DatasetNotFound,
+    Cause.POOLS_DIFFER: PoolsDiffer,
+    Cause.MOUNT_FAILED: MountFailed,
+}
+
+
+def failure(outcome: Outcome, name: str, doing: str, known: Mapping[Cause, Make] | None = None) -> ZFSError:
+    """The exception for a command that failed; ``known`` says what is particular to the function."""
+    assert outcome.cause is not None
+    make = (known or {}).get(outcome.cause) or _ANYWHERE.get(outcome.cause)
+    return outcome.error(make(name) if make else ZFSGenericError(errno.EIO, name, f"Failed to {doing}"))
+
+
+def checked(outcome: Outcome, name: str, doing: str, known: Mapping[Cause, Make] | None = None) -> Outcome:
+    if outcome.cause is not None:
+        raise failure(outcome, name, doing, known)
+    return outcome

@@ -1,0 +1,109 @@
+"""Records as user properties of the dataset or snapshot they describe.
+
+The property ``sandbox:record`` is the record: one line of JSON ``{"v": 1, "kind", "generation", "record": {…}}``. A
+property's value has at most 8191 bytes, so a record that is longer lies in ``sandbox:record.<generation>.<n>``, and
+``sandbox:record`` says how many there are and their checksum (``parts``, ``sha256``). Either way a record is committed
+by the writing of the one property ``sandbox:record``, which ZFS does wholly or not at all; ``generation`` grows with
+every writing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from pydantic import ValidationError
+
+from sandbox_gateway.config import explain
+from sandbox_gateway.errors import Invalid
+from sandbox_gateway.records import Sandbox, Snapshot
+
+HEAD = "sandbox:record"
+QUARANTINE = "sandbox:quarantine"
+"""Says why what bears it is left alone."""
+
+_PART = re.compile(r"sandbox:record\.(\d+)\.(\d+)")
+_INLINE_MAX = 7900
+_PART_SIZE = 8000
+_RECORD_MAX = 256 * 1024
+
+
+class Stored(NamedTuple):
+    """A record as it was read."""
+
+    generation: int
+    record: Sandbox | Snapshot
+
+
+def encode(record: Sandbox | Snapshot, generation: int) -> dict[str, str]:
+    """The properties that hold ``record``, ``sandbox:record`` last. Raises Invalid if it is beyond measure."""
+    kind = "sandbox" if isinstance(record, Sandbox) else "snapshot"
+    text = _json(record.model_dump(mode="json"))
+    if len(text) > _RECORD_MAX:
+        raise Invalid(
+            f"the record of {kind} {record.id} has {len(text)} bytes, {_RECORD_MAX} is the most: "
+            "shorten its metadata, its environment or its recipe"
+        )
+    head: dict[str, Any] = {"v": 1, "kind": kind, "generation": generation}
+    if len(text) <= _INLINE_MAX:
+        return {HEAD: f'{_json(head)[:-1]},"record":{text}}}'}
+    parts = [text[start : start + _PART_SIZE] for start in range(0, len(text), _PART_SIZE)]
+    head |= {"parts": len(parts), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return {f"{HEAD}.{generation}.{n}": part for n, part in enumerate(parts)} | {HEAD: _json(head)}
+
+
+def decode(props: Mapping[str, str], kind: Literal["sandbox", "snapshot"]) -> Stored:
+    """Read what ``encode`` made. Raises ValueError saying what is wrong with it, whatever ``props`` holds."""
+    if HEAD not in props:
+        raise ValueError(f"the property {HEAD} is missing")
+    head = _object(props[HEAD], HEAD)
+    generation = head.get("generation")
+    if head.get("v") != 1 or not isinstance(generation, int) or isinstance(generation, bool) or generation < 0:
+        raise ValueError(f"the property {HEAD} is of no version that is known here")
+    if head.get("kind") != kind:
+        raise ValueError(f"a record of a {kind} was expected, this is of a {str(head.get('kind'))[:20]}")
+    data = head.get("record") if "parts" not in head else _object(_joined(props, head, generation), "its parts")
+    try:
+        return Stored(generation, (Sandbox if kind == "sandbox" else Snapshot).model_validate(data))
+    except ValidationError as error:
+        raise ValueError(explain(error)[:500]) from None
+
+
+def stale_parts(props: Mapping[str, str]) -> list[str]:
+    """Parts of records that are no longer, or never were, committed."""
+    try:
+        generation = _object(props[HEAD], HEAD).get("generation")
+    except (KeyError, ValueError):
+        generation = None
+    return [name for name in props if (match := _PART.fullmatch(name)) and int(match[1]) != generation]
+
+
+def _joined(props: Mapping[str, str], head: Mapping[str, Any], generation: int) -> str:
+    count = head["parts"]
+    if not isinstance(count, int) or not 0 < count <= _RECORD_MAX // _PART_SIZE + 1:
+        raise ValueError(f"the property {HEAD} names an impossible number of parts")
+    names = [f"{HEAD}.{generation}.{n}" for n in range(count)]
+    if missing := [name for name in names if name not in props]:
+        raise ValueError(f"the property {missing[0]} is missing")
+    text = "".join(props[name] for name in names)
+    if hashlib.sha256(text.encode(errors="replace")).hexdigest() != head.get("sha256"):
+        raise ValueError("its parts do not fit its checksum")
+    return text
+
+
+def _object(text: str, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{what} is not JSON") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is not a JSON object")
+    return value
+
+
+def _json(value: object) -> str:
+    """One line of ASCII: what goes through ``zfs`` unharmed."""
+    return json.dumps(value, ensure_ascii=True, separators=(",", ":"))

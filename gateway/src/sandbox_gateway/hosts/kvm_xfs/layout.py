@@ -1,0 +1,148 @@
+"""Where everything lies under the state root, and how a thing comes to exist there: by one rename.
+
+    templates/<id>/   snapshots/<id>/      rootfs.img [memory.img device.state] kernel initrd manifest.json
+    sandboxes/<id>/                        manifest.json and one directory per machine:
+        <instance>/                        rootfs.img memory.base kernel initrd run/
+
+A snapshot is made in `.partial-<id>` and renamed into place; a sandbox exists once its manifest does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, now
+
+PARTIAL = ".partial-"
+DAMAGED = ".damaged"
+MANIFEST = "manifest.json"
+
+Record = TypeVar("Record", Sandbox, Snapshot)
+
+
+class Layout:
+    """Paths under one state root."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.templates = root / "templates"
+        self.snapshots = root / "snapshots"
+        self.sandboxes = root / "sandboxes"
+
+    def create(self) -> None:
+        for directory in (self.templates, self.snapshots, self.sandboxes):
+            directory.mkdir(mode=0o711, parents=True, exist_ok=True)
+
+    def snapshot(self, snapshot: Snapshot) -> Path:
+        built = snapshot.kind in (SnapshotKind.BASE, SnapshotKind.TEMPLATE)
+        return (self.templates if built else self.snapshots) / snapshot.id
+
+    def partial(self, snapshot: Snapshot) -> Path:
+        final = self.snapshot(snapshot)
+        return final.with_name(PARTIAL + final.name)
+
+    def sandbox(self, sandbox: Sandbox) -> Path:
+        return self.sandboxes / sandbox.id
+
+    def instance(self, sandbox: Sandbox) -> Instance:
+        return Instance(self.sandboxes / sandbox.id / sandbox.instance)
+
+    def instances(self) -> Iterator[Path]:
+        for sandbox in directories(self.sandboxes):
+            yield from directories(sandbox)
+
+    def quarantine(self, path: Path) -> Path:
+        """Move what cannot be understood out of the way, under a name that says when."""
+        damaged = self.root / DAMAGED
+        damaged.mkdir(mode=0o700, exist_ok=True)
+        target = damaged / f"{path.parent.name}-{path.name}-{now():%Y%m%dT%H%M%S%f}"
+        path.rename(target)
+        return target
+
+
+class Instance:
+    """The files of one machine."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.disk = directory / "rootfs.img"
+        self.memory = directory / "memory.base"
+        self.kernel = directory / "kernel"
+        self.initrd = directory / "initrd"
+        self.run = directory / "run"
+        self.qmp = self.run / "qmp.sock"
+        self.log = self.run / "qemu.log"
+
+
+def read_manifest(directory: Path, kind: type[Record]) -> Record:
+    """The record in a directory. Raises ValueError with what is wrong with it."""
+    try:
+        return kind.model_validate_json((directory / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise ValueError("it has no manifest") from None
+    except (OSError, ValidationError) as error:
+        raise ValueError(f"its manifest cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def write_manifest(directory: Path, record: BaseModel) -> None:
+    """Write the record so that after a crash either the old or the new one is there, whole."""
+    text = json.dumps(record.model_dump(mode="json"), indent=1)
+    fresh = directory / f".{MANIFEST}.new"
+    with fresh.open("w") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.rename(directory / MANIFEST)
+    sync_directory(directory)
+
+
+def unlink_manifest(directory: Path) -> None:
+    """What is in ``directory`` ceases to exist; removing its files may follow at leisure."""
+    (directory / MANIFEST).unlink(missing_ok=True)
+    sync_directory(directory)
+
+
+def sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def commit(partial: Path, final: Path) -> None:
+    """Make a finished directory exist under its name, on the disk too."""
+    sync_directory(partial)
+    partial.rename(final)
+    sync_directory(final.parent)
+
+
+def remove_tree(directory: Path) -> None:
+    """Remove a directory so that a crash half-way leaves a name the next sweep knows."""
+    if not directory.exists():
+        return
+    doomed = directory.with_name(PARTIAL + directory.name.removeprefix(PARTIAL))
+    if doomed != directory:
+        directory.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def partials(directory: Path) -> list[Path]:
+    return [entry for entry in sorted(directory.iterdir()) if entry.name.startswith(PARTIAL)]
+
+
+def directories(parent: Path) -> list[Path]:
+    return [entry for entry in sorted(parent.iterdir()) if entry.is_dir() and not entry.name.startswith(".")]

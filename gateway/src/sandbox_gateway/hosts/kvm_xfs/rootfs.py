@@ -1,0 +1,798 @@
+"""The file system of a template before its first boot: from a recipe to an ext4 image, a kernel and an initrd.
+
+Nothing is mounted on the host and nothing of the tree is run outside a private mount and process namespace. What
+a foreign tree holds is looked at, never executed; paths inside it are resolved as the guest would resolve them,
+so that a symbolic link to `/etc` means the guest's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import secrets
+import shutil
+import signal
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path, PurePosixPath
+
+from sandbox_gateway.command import arun
+from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
+from sandbox_gateway.hosts.base import Log
+from sandbox_gateway.hosts.kvm_xfs.netns import GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_MAC, GUEST_PREFIX
+from sandbox_gateway.recipes import Recipe, Source
+
+PARTIAL = ".partial-rootfs-"
+_CACHE_VERSION = 1
+_STEP_SECONDS = 3600.0
+_STALE_SECONDS = 86400.0
+_JOURNAL_MB = 16
+
+_PACKAGES = (
+    "ca-certificates",
+    "dbus",
+    "iproute2",
+    "kmod",
+    "libnss-myhostname",
+    "procps",
+    "python3",
+    "sudo",
+    "systemd-sysv",
+    "udev",
+)
+_KERNELS = {"x86_64": "linux-image-cloud-amd64", "aarch64": "linux-image-cloud-arm64"}
+
+_INITRAMFS = "MODULES=list\\nBUSYBOX=n\\nCOMPRESS=gzip\\nRESUME=none\\n"
+"""Only what finds the root: a tenth of Debian's default, and so quicker to unpack (gzip needs no package)."""
+_INITRAMFS_MODULES = "virtio_pci\\nvirtio_blk\\next4\\n"
+
+_DPKG_OPTIONS = (
+    "path-exclude=/usr/share/man/*",
+    "path-exclude=/usr/share/doc/*",
+    "path-include=/usr/share/doc/*/copyright",
+    "path-exclude=/usr/share/locale/*",
+)
+
+_MASKED = (
+    # They write to the disk by the clock, so that every fork diverges by itself.
+    "apt-daily.service",
+    "apt-daily.timer",
+    "apt-daily-upgrade.service",
+    "apt-daily-upgrade.timer",
+    "dpkg-db-backup.timer",
+    "e2scrub_all.timer",
+    "e2scrub_reap.service",
+    "fstrim.timer",
+    "logrotate.timer",
+    "man-db.timer",
+    "motd-news.timer",
+    "plocate-updatedb.timer",
+    "systemd-tmpfiles-clean.timer",
+    "unattended-upgrades.service",
+    # They write to the disk at every boot; the agent gives identity, time and entropy.
+    "ldconfig.service",
+    "systemd-firstboot.service",
+    "systemd-hwdb-update.service",
+    "systemd-journal-catalog-update.service",
+    "systemd-journal-flush.service",
+    "systemd-machine-id-commit.service",
+    "systemd-random-seed.service",
+    "systemd-timesyncd.service",
+    "systemd-update-done.service",
+    "systemd-update-utmp-runlevel.service",
+    "systemd-update-utmp.service",
+    # They wait for, or configure, a network that is already there.
+    "cloud-init-local.service",
+    "cloud-init.service",
+    "cloud-init.target",
+    "NetworkManager-wait-online.service",
+    "networking.service",
+    "systemd-networkd-wait-online.service",
+    # Part of every boot, of use to nobody here; each is processes started (dear without KVM).
+    "console-getty.service",
+    "dev-hugepages.mount",
+    "getty-static.service",
+    "getty.target",
+    "proc-sys-fs-binfmt_misc.automount",
+    "kmod-static-nodes.service",
+    "modprobe@configfs.service",
+    "modprobe@dm_mod.service",
+    "modprobe@drm.service",
+    "modprobe@efi_pstore.service",
+    "modprobe@loop.service",
+    "sys-kernel-config.mount",
+    "sys-kernel-debug.mount",
+    "sys-kernel-tracing.mount",
+    "systemd-binfmt.service",
+    "systemd-pstore.service",
+    "systemd-repart.service",
+    "systemd-sysusers.service",
+    "systemd-vconsole-setup.service",
+)
+
+_NETWORK_SCRIPT = f"""\
+#!/bin/sh
+# Address and route of the sandbox: the same in every sandbox, so that a fork needs no change of them.
+# The card is found by its address: it may have been named before udev's rules were there.
+modprobe -q virtio_net
+tries=0
+while [ "$tries" -lt 100 ]; do
+    for card in /sys/class/net/*; do
+        read -r mac < "$card/address" || continue
+        [ "$mac" = "{GUEST_MAC}" ] && break 2
+    done
+    card=
+    tries=$((tries + 1))
+    sleep 0.1
+done
+[ -n "$card" ] || {{ echo "no network card with address {GUEST_MAC}" >&2; exit 1; }}
+name=${{card##*/}}
+[ -e /proc/sys/net/ipv6 ] && echo 1 > "/proc/sys/net/ipv6/conf/$name/disable_ipv6"
+ip -batch - <<END
+link set dev lo up
+link set dev $name up
+address replace {GUEST_ADDRESS}/{GUEST_PREFIX} dev $name
+route replace default via {GATEWAY_ADDRESS} dev $name
+END
+"""
+
+_NETWORK_UNIT = """\
+[Unit]
+Description=Network of the sandbox
+DefaultDependencies=no
+Before=network.target network-online.target sysinit.target shutdown.target
+Wants=network.target
+Conflicts=shutdown.target
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart=/bin/sh /usr/local/lib/sandbox/network
+
+[Install]
+WantedBy=sysinit.target
+"""
+
+_COLDPLUG = """\
+[Service]
+# Not the CPU's: its modules (nested virtualisation, ciphers) take seconds to load without KVM.
+ExecStart=
+ExecStart=-udevadm trigger --type=subsystems --action=add
+ExecStart=-udevadm trigger --type=devices --action=add --subsystem-nomatch=cpu
+"""
+
+_HOSTS = """\
+127.0.0.1 localhost
+::1 localhost ip6-localhost ip6-loopback
+"""
+
+_building: dict[Path, asyncio.Lock] = {}
+
+
+async def build_rootfs(
+    recipe: Recipe,
+    image: Path,
+    kernel: Path,
+    initrd: Path,
+    *,
+    cache_root: Path,
+    log: Log,
+    agent: Path | None = None,
+) -> None:
+    """Build ``recipe`` into ``image`` (sparse ext4 of ``disk_mb``), ``kernel`` and ``initrd``; needs root.
+
+    ``agent`` is the directory of the in-sandbox agent's package; default: the one installed beside the gateway.
+    All three files appear whole or not at all; what is in the making is in a `.partial-rootfs-*` directory beside
+    ``image``. Raises Invalid when the recipe's tree cannot be a sandbox or does not fit its disk, NoSpace when the
+    host's disk is full, BackendFailed when a tool fails.
+    """
+    agent = agent or _agent_package()
+    work = image.parent / f"{PARTIAL}{secrets.token_hex(4)}"
+    work.mkdir(mode=0o700, parents=True)
+    try:
+        tree = work / "tree"
+        tree.mkdir(mode=0o755)
+        if recipe.source is Source.DEBOOTSTRAP:
+            await _unpack_debian(recipe, tree, work, cache_root, log)
+        else:
+            await _unpack_given(Path(recipe.path), tree, log)
+        log("installing the agent and the sandbox's settings")
+        boot = await asyncio.to_thread(_furnish, tree, agent)
+        await _make_image(tree, work / "image", recipe.resources.disk_mb, log)
+        await asyncio.to_thread(_deliver, work, boot, image, kernel, initrd)
+    except OSError as error:
+        raise _as_gateway_error(error, "building the file system") from error
+    finally:
+        await _remove_tree(work)
+
+
+def _as_gateway_error(error: OSError, doing: str) -> Exception:
+    if error.errno == 28:
+        return NoSpace(f"{doing}: the host's disk is full ({error.filename}); make room and build again")
+    return BackendFailed(f"{doing}: {error}")
+
+
+async def _remove_tree(path: Path) -> None:
+    # Shielded: a cancelled build waits for the removal, it does not leave half of it.
+    removal = asyncio.ensure_future(asyncio.to_thread(shutil.rmtree, path, ignore_errors=True))
+    try:
+        await asyncio.shield(removal)
+    except asyncio.CancelledError:
+        await removal
+        raise
+
+
+# --- Debian, by mmdebstrap -------------------------------------------------------------------------------------
+
+
+async def _unpack_debian(recipe: Recipe, tree: Path, work: Path, cache_root: Path, log: Log) -> None:
+    mirrors = _mirrors(recipe, work)
+    packages = _packages(recipe)
+    options = await _apt_options()
+    digest = _digest(recipe.suite, packages, options, [_text(mirror) for mirror in mirrors])
+    cached = cache_root / f"rootfs-{digest}.tar"
+    async with _building.setdefault(cached, asyncio.Lock()):
+        if cached.is_file():
+            log(f"using the root file system built earlier ({cached.name})")
+        else:
+            await _debootstrap(recipe.suite, packages, options, mirrors, work, log)
+            await asyncio.to_thread(_commit_tarball, work / "rootfs.tar", cached)
+    _building.pop(cached, None)
+    log("unpacking the root file system")
+    await _untar(cached, tree)
+
+
+def _packages(recipe: Recipe) -> list[str]:
+    kernel = _KERNELS.get(platform.machine())
+    if kernel is None:
+        raise Invalid(
+            f"templates cannot be debootstrapped on {platform.machine()}: use 'from: rootfs' with a tree made elsewhere"
+        )
+    return sorted({*_PACKAGES, kernel, *recipe.packages})
+
+
+def _mirrors(recipe: Recipe, work: Path) -> list[str]:
+    """mmdebstrap's MIRROR arguments; none: its own default for the suite."""
+    given = [line.strip() for line in recipe.mirror.splitlines() if line.strip()]
+    for line in given:
+        if not (line.startswith("deb ") or re.match(r"[a-z+]+:/", line)):
+            raise Invalid(
+                f"mirror {line!r}: give a URI ('http://host/debian') or a line for sources.list ('deb [signed-by=…] …')"
+            )
+    if given:
+        return given
+    text = host_sources(recipe.suite)
+    if not text:
+        return []
+    sources = work / "host.sources"
+    sources.write_text(text)
+    return [str(sources)]
+
+
+def _text(mirror: str) -> str:
+    return Path(mirror).read_text() if mirror.startswith("/") else mirror
+
+
+def _digest(suite: str, packages: list[str], options: list[str], mirrors: list[str]) -> str:
+    made_of = [_CACHE_VERSION, suite, packages, options, mirrors, _INITRAMFS, _INITRAMFS_MODULES, _DPKG_OPTIONS]
+    return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
+
+
+def host_sources(suite: str, etc_apt: Path = Path("/etc/apt")) -> str:
+    """The host's own APT sources of the distribution's ``suite``, in deb822 form; empty if it has none of it.
+
+    Only entries with component `main` count: those of the distribution, not of a vendor's repository that happens
+    to call its suite the same.
+    """
+    files = [etc_apt / "sources.list", *sorted((etc_apt / "sources.list.d").glob("*"))]
+    stanzas: list[dict[str, str]] = []
+    for file in files:
+        with contextlib.suppress(OSError):
+            text = file.read_text(errors="replace")
+            stanzas += _deb822(text) if file.suffix == ".sources" else _one_line(text) if file.suffix == ".list" else []
+    wanted = {suite, f"{suite}-updates", f"{suite}-security", f"{suite}/updates"}
+    kept = []
+    for stanza in stanzas:
+        suites = [word for word in stanza.get("Suites", "").split() if word in wanted]
+        usable = "deb" in stanza.get("Types", "").split() and stanza.get("Enabled", "yes").strip().lower() != "no"
+        if suites and usable and "main" in stanza.get("Components", "").split():
+            kept.append({**stanza, "Types": "deb", "Suites": " ".join(suites)})
+    if not any(suite in stanza["Suites"].split() for stanza in kept):
+        return ""
+    return "\n".join("".join(f"{key}: {value}\n" for key, value in stanza.items()) for stanza in kept)
+
+
+def _deb822(text: str) -> list[dict[str, str]]:
+    stanzas: list[dict[str, str]] = []
+    for block in re.split(r"\n[ \t]*\n", text):
+        stanza: dict[str, str] = {}
+        key = ""
+        for line in block.splitlines():
+            if line.startswith("#") or not line.strip():
+                continue
+            if line[0] in " \t" and key:
+                stanza[key] += f"\n{line}"
+            elif ":" in line:
+                key, value = line.split(":", 1)
+                key = _DEB822_KEYS.get(key.lower(), key)
+                stanza[key] = value.strip()
+        stanzas.append(stanza)
+    return stanzas
+
+
+_DEB822_KEYS = {
+    key.lower(): key for key in ("Types", "URIs", "Suites", "Components", "Enabled", "Signed-By", "Trusted")
+}
+_ONE_LINE = re.compile(r"deb\s+(?:\[(?P<options>[^]]*)\]\s+)?(?P<uri>\S+)\s+(?P<suite>\S+)\s+(?P<components>[^#]+)")
+
+
+def _one_line(text: str) -> list[dict[str, str]]:
+    stanzas = []
+    for line in text.splitlines():
+        if not (match := _ONE_LINE.match(line.strip())):
+            continue
+        stanza = {"Types": "deb", "URIs": match["uri"], "Suites": match["suite"]}
+        stanza["Components"] = match["components"].strip()
+        for option in (match["options"] or "").split():
+            key, _, value = option.partition("=")
+            name = {"signed-by": "Signed-By", "trusted": "Trusted", "check-valid-until": "Check-Valid-Until"}.get(key)
+            if name:
+                stanza[name] = value.replace(",", " ")
+        stanzas.append(stanza)
+    return stanzas
+
+
+async def _apt_options() -> list[str]:
+    """The host's own proxy and date checks: a template is fetched the way the host fetches its packages."""
+    if shutil.which("apt-config") is None:
+        return []
+    dump = await arun(["apt-config", "dump"], timeout=30, check=False)
+    wanted = re.compile(r"^Acquire::((http|https)::Proxy|Check-Valid-Until|Check-Date) ", re.IGNORECASE)
+    return [line.rstrip(";") for line in dump.stdout.splitlines() if wanted.match(line)]
+
+
+async def _debootstrap(
+    suite: str, packages: list[str], options: list[str], mirrors: list[str], work: Path, log: Log
+) -> None:
+    log(f"building Debian {suite} with {len(packages)} packages named; this takes a minute or so")
+    temporary = work / "mmdebstrap"
+    temporary.mkdir()
+    prepare_initramfs = (
+        'mkdir -p "$1/etc/initramfs-tools/conf.d" && '
+        f'printf "{_INITRAMFS}" > "$1/etc/initramfs-tools/conf.d/sandbox" && '
+        f'printf "{_INITRAMFS_MODULES}" > "$1/etc/initramfs-tools/modules"'
+    )
+    argv = [
+        # Mounts and processes of mmdebstrap end with it, however it ends.
+        *("unshare", "--mount", "--pid", "--fork", "--kill-child"),
+        *("mmdebstrap", "--verbose", "--mode=root", "--variant=minbase", "--format=tar"),
+        f"--include={','.join(packages)}",
+        *(f"--dpkgopt={option}" for option in _DPKG_OPTIONS),
+        *(f"--aptopt={option}" for option in options),
+        *_keyrings(mirrors),
+        f"--essential-hook={prepare_initramfs}",
+        *("--", suite, str(work / "rootfs.tar"), *mirrors),
+    ]
+    if shutil.which("mmdebstrap") is None:
+        raise BackendFailed("mmdebstrap is not installed: install it, or run the kvm_xfs_host role of this collection")
+    await _stream(argv, log, keep=_worth_telling, env={"TMPDIR": str(temporary), "DEBIAN_FRONTEND": "noninteractive"})
+
+
+def _keyrings(mirrors: list[str]) -> list[str]:
+    """Hooks that carry keyrings which no Debian package installs into the tree, so that APT works there too."""
+    named = {
+        path
+        for mirror in mirrors
+        for path in re.findall(r"(?:Signed-By:|signed-by=)\s*(/[^\s\],]+)", _text(mirror), re.IGNORECASE)
+        if not path.startswith("/usr/share/keyrings/debian-") and Path(path).is_file()
+    }
+    hooks = []
+    for path in sorted(named):
+        hooks += [f'--essential-hook=mkdir -p "$1{Path(path).parent}"', f"--essential-hook=upload {path} {path}"]
+    return hooks
+
+
+def _worth_telling(line: str) -> bool:
+    return line.startswith(("I: ", "W: ", "E: ", "Setting up "))
+
+
+def _commit_tarball(made: Path, cached: Path) -> None:
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    for left in cached.parent.glob(f"{PARTIAL}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+                left.unlink()
+    try:
+        made.rename(cached)
+    except OSError:
+        partial = cached.parent / f"{PARTIAL}{secrets.token_hex(4)}"
+        try:
+            shutil.copyfile(made, partial)
+            partial.rename(cached)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+# --- a tree that was given -------------------------------------------------------------------------------------
+
+
+async def _unpack_given(source: Path, tree: Path, log: Log) -> None:
+    kind = await asyncio.to_thread(_kind, source)
+    if kind == "directory":
+        if await asyncio.to_thread(lambda: tree.resolve().is_relative_to(source.resolve())):
+            raise Invalid(f"{source} contains the gateway's own state: give a directory that holds a root file system")
+        log(f"copying {source}")
+        await _stream(["cp", "-a", "--one-file-system", "--reflink=auto", "-T", str(source), str(tree)], log)
+    elif kind == "file":
+        log(f"unpacking {source}")
+        await _untar(source, tree)
+    else:
+        raise Invalid(f"{source} is not there: 'path' names a directory or a tarball on the gateway's host")
+
+
+def _kind(path: Path) -> str:
+    return "directory" if path.is_dir() else "file" if path.is_file() else ""
+
+
+async def _untar(tarball: Path, tree: Path) -> None:
+    # GNU tar refuses '..', takes the leading '/' off and makes symbolic links last; it knows compressions by itself.
+    argv = [
+        *("tar", "--extract", "--file", str(tarball), "--directory", str(tree)),
+        *("--numeric-owner", "--same-owner", "--same-permissions", "--delay-directory-restore"),
+        *("--xattrs", "--xattrs-include=*"),
+        *("--exclude=./dev/*", "--exclude=dev/*", "--anchored"),
+    ]
+    await _stream(argv, lambda line: None)
+
+
+# --- inside the tree -------------------------------------------------------------------------------------------
+
+
+class Tree:
+    """A guest's root directory; every path given is the guest's, absolute, and stays inside."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def real(self, path: str, *, follow: bool = True) -> Path:
+        """Where ``path`` is on the host, symbolic links resolved against the tree's root (the last one if asked)."""
+        waiting = deque(PurePosixPath(path).parts)
+        at = self.root
+        hops = 0
+        while waiting:
+            part = waiting.popleft()
+            if part in ("/", "."):
+                continue
+            if part == "..":
+                at = at if at == self.root else at.parent
+                continue
+            step = at / part
+            if step.is_symlink() and (waiting or follow):
+                hops += 1
+                if hops > 40:
+                    raise Invalid(f"the root file system has a loop of symbolic links at {path}")
+                target = PurePosixPath(step.readlink())
+                if target.is_absolute():
+                    at = self.root
+                waiting.extendleft(reversed(target.parts))
+                continue
+            at = step
+        return at
+
+    def is_file(self, path: str) -> bool:
+        return self.real(path).is_file()
+
+    def is_dir(self, path: str) -> bool:
+        return self.real(path).is_dir()
+
+    def names(self, path: str) -> list[str]:
+        """Names in a directory; none if it is not one."""
+        real = self.real(path)
+        return sorted(entry.name for entry in real.iterdir()) if real.is_dir() else []
+
+    def read(self, path: str) -> str:
+        real = self.real(path)
+        return real.read_text(errors="replace") if real.is_file() else ""
+
+    def mkdir(self, path: str, mode: int = 0o755, owner: int = 0) -> None:
+        real = self.real(path)
+        if not real.is_dir():
+            self.mkdir(str(PurePosixPath(path).parent))
+            real.mkdir()
+            real.chmod(mode)
+            os.chown(real, owner, owner)
+
+    def write(self, path: str, text: str, mode: int = 0o644, owner: int = 0) -> None:
+        """Make ``path`` a regular file, replacing what was there (also a link: its target is left alone)."""
+        real = self._fresh(path)
+        with real.open("x") as file:
+            file.write(text)
+        os.chown(real, owner, owner)
+        real.chmod(mode)
+
+    def link(self, path: str, target: str) -> None:
+        self._fresh(path).symlink_to(target)
+
+    def remove(self, path: str) -> None:
+        self._fresh(path)
+
+    def _fresh(self, path: str) -> Path:
+        self.mkdir(str(PurePosixPath(path).parent))
+        real = self.real(path, follow=False)
+        if real.is_dir() and not real.is_symlink():
+            shutil.rmtree(real)
+        else:
+            real.unlink(missing_ok=True)
+        return real
+
+
+def _furnish(root: Path, agent: Path) -> tuple[Path, Path]:
+    """Turn an unpacked tree into a sandbox's; returns its kernel and initrd. Raises Invalid if it cannot be one."""
+    tree = Tree(root)
+    boot = _kernel_of(tree)
+    _check(tree)
+    _install_agent(tree, agent)
+    _network(tree)
+    _quiet(tree)
+    _identity(tree)
+    _user(tree)
+    return boot
+
+
+def _kernel_of(tree: Tree) -> tuple[Path, Path]:
+    versions = [name.removeprefix("vmlinuz-") for name in tree.names("/boot") if name.startswith("vmlinuz-")]
+    for version in sorted(versions, key=_natural, reverse=True):
+        kernel = tree.real(f"/boot/vmlinuz-{version}")
+        for name in (f"initrd.img-{version}", f"initramfs-{version}.img"):
+            initrd = tree.real(f"/boot/{name}")
+            if kernel.is_file() and initrd.is_file():
+                return kernel, initrd
+    if versions:
+        raise Invalid(
+            f"the root file system has a kernel {versions[0]} but no /boot/initrd.img-{versions[0]}: make one"
+        )
+    raise Invalid("the root file system has no /boot/vmlinuz-*: install a kernel (Debian: linux-image-cloud-amd64)")
+
+
+def _natural(text: str) -> list[tuple[int, int, str]]:
+    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|\D+", text)]
+
+
+def _check(tree: Tree) -> None:
+    init = tree.real("/sbin/init")
+    if not init.is_file():
+        raise Invalid("the root file system has no /sbin/init: install systemd in it (Debian: systemd-sysv)")
+    if init.name != "systemd":
+        raise Invalid(f"/sbin/init of the root file system is {init.name}: install systemd, which starts the agent")
+    python = tree.real("/usr/bin/python3")
+    if not python.is_file():
+        raise Invalid("the root file system has no /usr/bin/python3: install Python 3.9 or later in it for the agent")
+    minor = _python_minor(tree, python.name)
+    if minor is None or minor < 9:
+        found = "of an unknown version" if minor is None else f"3.{minor}"
+        raise Invalid(f"the root file system's /usr/bin/python3 is {found}: the agent needs Python 3.9 or later")
+    if not any(tree.is_file(f"{place}/ip") for place in ("/sbin", "/bin", "/usr/sbin", "/usr/bin")):
+        raise Invalid("the root file system has no 'ip' command: install iproute2 in it")
+
+
+def _python_minor(tree: Tree, name: str) -> int | None:
+    if match := re.fullmatch(r"python3\.(\d+)", name):
+        return int(match[1])
+    entries = [*tree.names("/usr/lib"), *tree.names("/usr/lib64")]
+    minors = [int(match[1]) for entry in entries if (match := re.fullmatch(r"python3\.(\d+)", entry))]
+    return max(minors, default=None)
+
+
+def _agent_package() -> Path:
+    spec = importlib.util.find_spec("sandbox_agent")
+    if spec is None or not spec.submodule_search_locations:
+        raise BackendFailed("the package sandbox_agent is not installed beside the gateway: install the gateway again")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _install_agent(tree: Tree, agent: Path) -> None:
+    tree.remove("/opt/sandbox_agent")
+    for source in sorted(agent.rglob("*")):
+        inside = source.relative_to(agent)
+        if source.suffix == ".py" and source.is_file():
+            tree.write(f"/opt/sandbox_agent/{inside}", source.read_text())
+    unit = "sandbox-agent.service"
+    try:
+        text = (agent / unit).read_text()
+    except FileNotFoundError:
+        raise BackendFailed(f"{agent / unit} is missing: install the gateway again") from None
+    _enable(tree, unit, text)
+
+
+def _enable(tree: Tree, unit: str, text: str) -> None:
+    """Install a unit and make the links of its [Install] section."""
+    tree.write(f"/etc/systemd/system/{unit}", text)
+    for target in re.findall(r"^WantedBy=(.+)$", text, re.MULTILINE):
+        for name in target.split():
+            tree.link(f"/etc/systemd/system/{name}.wants/{unit}", f"/etc/systemd/system/{unit}")
+
+
+def _network(tree: Tree) -> None:
+    tree.write("/usr/local/lib/sandbox/network", _NETWORK_SCRIPT, mode=0o755)
+    _enable(tree, "sandbox-network.service", _NETWORK_UNIT)
+    tree.link("/etc/systemd/network/99-default.link", "/dev/null")
+    tree.write("/etc/resolv.conf", "")
+    tree.write("/etc/hosts", _HOSTS)
+
+
+def _quiet(tree: Tree) -> None:
+    for unit in _MASKED:
+        tree.link(f"/etc/systemd/system/{unit}", "/dev/null")
+    if not any(name == "pam_systemd.so" for place in _PAM for name in tree.names(place)):
+        tree.link("/etc/systemd/system/systemd-logind.service", "/dev/null")
+    tree.write("/etc/systemd/system/systemd-udev-trigger.service.d/sandbox.conf", _COLDPLUG)
+    tree.link("/etc/systemd/system-generators/systemd-getty-generator", "/dev/null")
+    tree.link("/etc/systemd/system/default.target", "/lib/systemd/system/multi-user.target")
+    tree.write("/etc/systemd/journald.conf.d/sandbox.conf", "[Journal]\nStorage=volatile\nRuntimeMaxUse=8M\nAudit=no\n")
+    tree.write("/etc/fstab", "# The root is mounted by the kernel's arguments.\n")
+
+
+_PAM = (
+    "/lib/security",
+    "/lib64/security",
+    "/lib/x86_64-linux-gnu/security",
+    "/lib/aarch64-linux-gnu/security",
+)
+
+
+def _identity(tree: Tree) -> None:
+    tree.write("/etc/hostname", "sandbox\n")
+    # An empty one would have systemd write it, a missing one would be a first boot.
+    tree.write("/etc/machine-id", f"{secrets.token_hex(16)}\n", mode=0o444)
+
+
+def _user(tree: Tree) -> None:
+    """The unprivileged user that E2B's images have; left as it is where the tree has one of that name or number."""
+    accounts = [line.split(":") for line in tree.read("/etc/passwd").splitlines() if line]
+    taken = [account for account in accounts if account[0] == "user"]
+    uid = int(taken[0][2]) if taken else 1000
+    if not taken:
+        if any(account[2:3] == ["1000"] for account in accounts):
+            return
+        shell = "/bin/bash" if tree.is_file("/bin/bash") else "/bin/sh"
+        _append(tree, "/etc/passwd", f"user:x:{uid}:{uid}::/home/user:{shell}", 0o644)
+        _append(tree, "/etc/group", f"user:x:{uid}:", 0o644)
+        _append(tree, "/etc/shadow", "user:*:19000:0:99999:7:::", 0o640)
+        _append(tree, "/etc/gshadow", "user:!::", 0o640)
+        if not tree.is_dir("/home/user"):
+            tree.mkdir("/home/user", owner=uid)
+            for name in tree.names("/etc/skel"):
+                if tree.is_file(f"/etc/skel/{name}"):
+                    tree.write(f"/home/user/{name}", tree.read(f"/etc/skel/{name}"), owner=uid)
+    if tree.is_file("/usr/bin/sudo"):
+        tree.write("/etc/sudoers.d/sandbox", "user ALL=(ALL:ALL) NOPASSWD: ALL\n", mode=0o440)
+
+
+def _append(tree: Tree, path: str, line: str, mode: int) -> None:
+    real = tree.real(path)
+    if path.endswith("shadow") and not real.is_file():
+        return
+    old = tree.read(path)
+    group = real.stat().st_gid if real.is_file() else 0
+    tree.write(path, f"{old}{'' if not old or old.endswith(chr(10)) else chr(10)}{line}\n", mode)
+    os.chown(tree.real(path), 0, group)
+
+
+# --- the image -------------------------------------------------------------------------------------------------
+
+
+async def _make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
+    log(f"making the disk image ({disk_mb} MiB)")
+    with image.open("xb") as file:
+        file.truncate(disk_mb << 20)
+    journal = min(_JOURNAL_MB, max(4, disk_mb // 64))
+    argv = [
+        *("mke2fs", "-q", "-F", "-t", "ext4", "-b", "4096", "-m", "0", "-L", "root", "-d", str(tree)),
+        # Everything is initialised now (holes read as zeros): no kernel thread writes to it after the first mount.
+        *("-E", "lazy_itable_init=0,lazy_journal_init=0,discard", "-J", f"size={journal}"),
+        str(image),
+    ]
+    done = await arun(argv, timeout=_STEP_SECONDS, check=False)
+    if done.returncode == 0:
+        return
+    said = (done.stderr.strip() or done.stdout.strip())[-1000:]
+    if "No space left on device" in said and shutil.disk_usage(image.parent).free < 1 << 20:
+        raise NoSpace("making the disk image: the host's disk is full; make room and build again")
+    need = await asyncio.to_thread(_tree_mb, tree)
+    if "populating" in said or need > disk_mb:
+        raise Invalid(
+            f"the root file system ({need} MiB) does not fit on a disk of {disk_mb} MiB: "
+            f"give diskSizeMB {-(-need * 5 // 4 // 64) * 64 + 64} or more"
+        )
+    raise BackendFailed(f"mke2fs failed ({done.returncode}): {said}")
+
+
+def _tree_mb(tree: Path) -> int:
+    """Disk that a tree takes in blocks of 4 KiB, in MiB."""
+    size = 0
+    seen: set[int] = set()
+    for folder, directories, files in os.walk(tree):
+        for name in [*directories, *files]:
+            status = os.lstat(os.path.join(folder, name))  # noqa: PTH118 - hundreds of thousands of them
+            if status.st_ino not in seen:
+                seen.add(status.st_ino)
+                size += -(-status.st_size // 4096) * 4096
+    return -(-size >> 20) or 1
+
+
+def _deliver(work: Path, boot: tuple[Path, Path], image: Path, kernel: Path, initrd: Path) -> None:
+    for source, name, target in ((boot[0], "kernel", kernel), (boot[1], "initrd", initrd)):
+        shutil.copyfile(source, work / name)
+        (work / name).chmod(0o644)
+        (work / name).rename(target)
+    (work / "image").rename(image)
+
+
+# --- commands that take long -----------------------------------------------------------------------------------
+
+
+async def _stream(
+    argv: Sequence[str],
+    log: Log,
+    *,
+    keep: Callable[[str], bool] = lambda line: True,
+    env: dict[str, str] | None = None,
+    timeout: float = _STEP_SECONDS,
+) -> None:
+    """Run ``argv``, handing its lines to ``log`` as they come; no process is left, however this ends."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "LC_ALL": "C", **(env or {})},
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        raise BackendFailed(f"{argv[0]} is not installed: install it, or run the kvm_xfs_host role") from None
+    tail: deque[str] = deque(maxlen=60)
+    try:
+        async with asyncio.timeout(timeout):
+            assert process.stdout is not None
+            async for line in _lines(process.stdout):
+                tail.append(line)
+                if keep(line):
+                    log(line)
+            await process.wait()
+    except TimeoutError:
+        raise BackendFailed(f"{argv[0]} did not end within {timeout:g} s and was stopped") from None
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    if process.returncode:
+        raise _failure(argv, process.returncode, list(tail))
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    rest = b""
+    while chunk := await stream.read(65536):
+        *whole, rest = re.split(rb"[\r\n]", rest + chunk)
+        for line in whole:
+            if line.strip():
+                yield line.decode(errors="replace").rstrip()
+        rest = rest[-65536:]
+    if rest.strip():
+        yield rest.decode(errors="replace").rstrip()
+
+
+def _failure(argv: Sequence[str], code: int, tail: list[str]) -> Exception:
+    if any("No space left on device" in line for line in tail):
+        return NoSpace(f"{argv[0]}: the host's disk is full; make room and build again")
+    errors = [line for line in tail if line.startswith("E: ")] or tail[-5:]
+    program = "mmdebstrap" if "mmdebstrap" in argv else argv[0]
+    return BackendFailed(f"{program} failed ({code}): {' '.join(errors)[-1500:] or 'it said nothing'}")

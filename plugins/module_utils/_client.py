@@ -1,0 +1,345 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""The gateway's HTTP client: the standard library alone, over a unix socket or http(s)."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import json
+import re
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+
+DEFAULT_URL = "unix:///run/sandbox-gateway/gateway.sock"
+MINIMUM_VERSION = (0, 1, 0)
+CONNECT_SECONDS = 10
+PAGE = 1000
+LOOPBACK = re.compile(r"localhost|.*\.localhost|127(\.\d{1,3}){3}|::1|0\.0\.0\.0|::", re.IGNORECASE)
+
+
+class Answer:
+    """What came back: ``status``, the decoded JSON ``data`` (None where there is none), ``headers``."""
+
+    def __init__(self, status: int, data: Any, headers: Any) -> None:
+        self.status = status
+        self.data = data
+        self.headers = headers
+
+
+class Address:
+    """Where a gateway listens. Raises Failure for a URL that names no such place."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url or DEFAULT_URL
+        parts = urlsplit(self.url)
+        self.socket = ""
+        self.tls = parts.scheme == "https"
+        self.prefix = parts.path.rstrip("/")
+        try:
+            self.host, port = parts.hostname or "", parts.port
+        except ValueError:
+            raise _bad_url(self.url) from None
+        self.port = port or (443 if self.tls else 80)
+        if parts.scheme == "unix" and not self.host and parts.path.startswith("/"):
+            self.socket, self.prefix = parts.path, ""
+        elif parts.scheme not in ("http", "https") or not self.host or parts.username or parts.query:
+            raise _bad_url(self.url)
+
+    @property
+    def local(self) -> bool:
+        """Does it mean something else on each machine (a socket, a loopback address)?"""
+        return bool(self.socket) or LOOPBACK.fullmatch(self.host) is not None
+
+
+def _bad_url(url: str) -> Failure:
+    shown = re.sub(r"//[^/@]*@", "//", url)
+    return Failure(
+        f"gateway_url {shown!r} is no address of a gateway: write unix:///path/to/gateway.sock, "
+        "http://host:port or https://host:port"
+    )
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=CONNECT_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class Client:
+    """Calls one gateway; every method raises Failure, whose sentence never holds the token.
+
+    ``timeout`` is how long one call may wait for its answer, in seconds; also how long a gateway that says it
+    is busy is asked again.
+    """
+
+    def __init__(
+        self, url: str = "", token: str = "", ca_path: str = "", validate_certs: bool = True, timeout: float = 300
+    ) -> None:
+        if re.search(r"[^\x21-\x7e]", token):
+            raise Failure("gateway_token holds characters that no key has: is there a line end or a blank in it?")
+        if timeout <= 0:
+            raise Failure(f"gateway_timeout must be more than 0 seconds, not {timeout}")
+        self.address = Address(url)
+        self.timeout = timeout
+        self._token = token
+        self._ca_path = ca_path
+        self._validate_certs = validate_certs
+        self._connection: http.client.HTTPConnection | None = None
+        self._connected_once = False
+        self._skew = timedelta(0)
+        self._version_checked = False
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def now(self) -> datetime:
+        """The time by the gateway's clock, as far as its last answer told."""
+        return datetime.now(timezone.utc) + self._skew
+
+    def get(self, path: str, **query: Any) -> Any:
+        return self.call("GET", path, query=query).data
+
+    def find(self, path: str) -> Any:
+        """As ``get``, but None where the gateway does not know the thing."""
+        try:
+            return self.get(path)
+        except Failure as failure:
+            if failure.kind == "not_found":
+                return None
+            raise
+
+    def pages(self, path: str, **query: Any) -> Iterator[Any]:
+        """Every entry of a list, page after page."""
+        token = ""
+        while True:
+            answer = self.call("GET", path, query={**query, "limit": PAGE, "nextToken": token})
+            yield from answer.data
+            token = answer.headers.get("x-next-token", "")
+            if not token:
+                return
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        return self.call("POST", path, body=body or {}).data
+
+    def put(self, path: str, body: dict[str, Any]) -> Any:
+        return self.call("PUT", path, body=body).data
+
+    def patch(self, path: str, body: dict[str, Any]) -> Any:
+        return self.call("PATCH", path, body=body).data
+
+    def delete(self, path: str, **query: Any) -> Any:
+        return self.call("DELETE", path, query=query).data
+
+    def require_version(self) -> None:
+        """Refuse a gateway that is too old, or is none; asked once, before the first change."""
+        if self._version_checked:
+            return
+        version = str((self.get("/health") or {}).get("version", ""))
+        found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+        if found is None:
+            raise self._no_gateway("GET /health", "it names no version")
+        if tuple(int(part or 0) for part in found.groups()) < MINIMUM_VERSION:
+            raise self._too_old(version)
+        self._version_checked = True
+
+    def call(self, method: str, path: str, *, query: dict[str, Any] | None = None, body: Any = None) -> Answer:
+        """One request; asks again while the gateway says it is busy and ``timeout`` is not over."""
+        deadline = time.monotonic() + self.timeout
+        while True:
+            try:
+                return self._checked(method, path, query, body)
+            except _Busy as busy:
+                if time.monotonic() + busy.wait > deadline:
+                    raise busy.failure from None
+                time.sleep(busy.wait)
+
+    def _checked(self, method: str, path: str, query: dict[str, Any] | None, body: Any) -> Answer:
+        status, headers, raw = self._send(method, path, query, body)
+        data = self._decoded(f"{method} {path}", status, raw)
+        if status < 400:
+            return Answer(status, data, headers)
+        failure = self._failure(f"{method} {path}", status, data)
+        wait = headers.get("Retry-After", "")
+        if status in (429, 503) and wait.isdigit():
+            raise _Busy(failure, max(0.2, float(wait)))
+        raise failure
+
+    def _send(self, method: str, path: str, query: dict[str, Any] | None, body: Any) -> tuple[int, Any, bytes]:
+        asked = {key: _word(value) for key, value in (query or {}).items() if value not in (None, "")}
+        target = self.address.prefix + path + ("?" + urlencode(asked) if asked else "")
+        headers = {"Accept": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        payload = None
+        if body is not None:
+            payload = json.dumps(body).encode()
+            headers["Content-Type"] = "application/json"
+        reused = self._connection is not None
+        try:
+            return self._exchange(method, target, payload, headers)
+        except (http.client.HTTPException, ConnectionError) as error:
+            self.close()
+            # A kept connection may have been closed while it idled; only what changes nothing is sent twice.
+            if not reused or method != "GET":
+                raise self._unreachable(f"{method} {path}", error) from None
+        except (OSError, ValueError) as error:
+            self.close()
+            raise self._unreachable(f"{method} {path}", error) from None
+        try:
+            return self._exchange(method, target, payload, headers)
+        except (http.client.HTTPException, OSError) as error:
+            self.close()
+            raise self._unreachable(f"{method} {path}", error) from None
+
+    def _exchange(
+        self, method: str, target: str, payload: bytes | None, headers: dict[str, str]
+    ) -> tuple[int, Any, bytes]:
+        connection = self._connected()
+        connection.request(method, target, body=payload, headers=headers)
+        response = connection.getresponse()
+        raw = response.read()
+        if response.will_close:
+            self.close()
+        self._note_clock(response.headers.get("Date", ""))
+        return response.status, response.headers, raw
+
+    def _connected(self) -> http.client.HTTPConnection:
+        if self._connection is None:
+            self._connected_once = False
+            connection = self._new_connection()
+            connection.connect()
+            self._connected_once = True
+            connection.sock.settimeout(self.timeout)
+            self._connection = connection
+        return self._connection
+
+    def _new_connection(self) -> http.client.HTTPConnection:
+        if self.address.socket:
+            return _UnixConnection(self.address.socket)
+        if not self.address.tls:
+            return http.client.HTTPConnection(self.address.host, self.address.port, timeout=CONNECT_SECONDS)
+        return http.client.HTTPSConnection(
+            self.address.host, self.address.port, timeout=CONNECT_SECONDS, context=self._tls()
+        )
+
+    def _tls(self) -> ssl.SSLContext:
+        try:
+            context = ssl.create_default_context(cafile=self._ca_path or None)
+        except OSError as error:
+            raise Failure(f"ca_path {self._ca_path!r} cannot be used: {error}") from None
+        if not self._validate_certs:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context
+
+    def _note_clock(self, date: str) -> None:
+        try:
+            self._skew = parsedate_to_datetime(date) - datetime.now(timezone.utc)
+        except (TypeError, ValueError):
+            return
+        # The header has whole seconds: a smaller difference says nothing.
+        if abs(self._skew) < timedelta(seconds=2):
+            self._skew = timedelta(0)
+
+    def _decoded(self, asked: str, status: int, raw: bytes) -> Any:
+        if not raw:
+            return None
+        try:
+            return json.loads(raw)
+        except ValueError:
+            raise self._no_gateway(asked, f"it answered {status} and no JSON") from None
+
+    def _failure(self, asked: str, status: int, data: Any) -> Failure:
+        if not isinstance(data, dict) or "message" not in data:
+            return self._no_gateway(asked, f"it answered {status} in no shape of ours")
+        message, kind = str(data["message"]), str(data.get("kind", "backend_failed"))
+        if status == 401:
+            return Failure(
+                f"the gateway at {self.address.url} does not accept the key: give gateway_token (or "
+                "SANDBOX_GATEWAY_TOKEN) a key of its key file",
+                "unauthorized",
+                status=status,
+            )
+        if status in (404, 405) and message.startswith(("route ", asked)):
+            return self._too_old(None, asked)
+        return Failure(message, kind, blockers=[str(item) for item in data.get("blockers") or ()], status=status)
+
+    def _too_old(self, version: str | None, asked: str = "") -> Failure:
+        wanted = ".".join(str(part) for part in MINIMUM_VERSION)
+        what = f"is version {version}" if version else f"does not know {asked}"
+        return Failure(
+            f"the gateway at {self.address.url} {what}: this collection needs sandbox-gateway {wanted} or newer, "
+            "upgrade it with the role grove.sandbox.gateway",
+            "too_old",
+        )
+
+    def _no_gateway(self, asked: str, why: str) -> Failure:
+        return Failure(
+            f"what listens at {self.address.url} is no sandbox gateway ({asked}: {why}): check gateway_url",
+            "not_a_gateway",
+        )
+
+    def _unreachable(self, asked: str, error: Exception) -> Failure:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            why = getattr(error, "verify_message", "") or "it is not trusted"
+            return Failure(
+                f"the certificate of {self.address.url} was not accepted ({why}): name the file of its authority "
+                "in ca_path",
+                "unreachable",
+            )
+        if isinstance(error, socket.timeout) and self._connected_once:
+            return Failure(
+                f"the gateway at {self.address.url} did not answer {asked} within {self.timeout:g} s; it may still "
+                "finish it: look before trying again, or give it more gateway_timeout",
+                "timeout",
+            )
+        return Failure(f"no gateway answers at {self.address.url}: {self._why(error)}", "unreachable")
+
+    def _why(self, error: Exception) -> str:
+        number = getattr(error, "errno", None)
+        if self.address.socket:
+            if number in (errno.ENOENT, errno.ECONNREFUSED):
+                return "the socket is not there or nobody listens; is sandbox-gateway started on this host?"
+            if number in (errno.EACCES, errno.EPERM):
+                return "this user may not open the socket; use become, or add the user to the socket's group"
+        if number == errno.ECONNREFUSED:
+            return "nothing listens on that port; is sandbox-gateway started there, with this address in `listen`?"
+        if isinstance(error, socket.timeout):
+            return f"no connection within {CONNECT_SECONDS} s; is a firewall between?"
+        if isinstance(error, http.client.RemoteDisconnected):
+            return "it closed the connection without an answer; its log says why"
+        return f"{error}" or type(error).__name__
+
+
+class _Busy(Exception):
+    def __init__(self, failure: Failure, wait: float) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+        self.wait = wait
+
+
+def _word(value: Any) -> str:
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
+
+
+def segment(ref: str) -> str:
+    """``ref`` as one step of a path."""
+    return quote(ref, safe="")

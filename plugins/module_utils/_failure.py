@@ -1,0 +1,41 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""What went wrong, in the words a user reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+class Failure(Exception):
+    """A refusal or an error: a sentence, the gateway's stable word for it, and what stands in the way.
+
+    ``status`` is the HTTP status where the gateway answered, else None.
+    """
+
+    def __init__(
+        self, message: str, kind: str = "invalid", *, blockers: Iterable[str] = (), status: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.kind = kind
+        self.blockers = list(blockers)
+        self.status = status
+
+    def as_dict(self) -> dict[str, Any]:
+        """The ``failure`` of a module's result."""
+        return {"kind": self.kind, "message": self.message, "blockers": self.blockers, "status": self.status}
+
+
+def join(failures: dict[str, Failure], asked: int) -> Failure:
+    """One failure that speaks for several, by the names they belong to."""
+    sentences = list(dict.fromkeys(failure.message for failure in failures.values()))
+    first = next(iter(failures.values()))
+    if len(sentences) == 1:
+        return first
+    text = f"{len(failures)} of {asked} cannot be done: " + "; ".join(sentences)
+    blockers = [blocker for failure in failures.values() for blocker in failure.blockers]
+    return Failure(text, first.kind, blockers=dict.fromkeys(blockers), status=first.status)

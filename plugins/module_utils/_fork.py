@@ -1,0 +1,339 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""``sandbox_fork``: exactly these siblings of a snapshot (or clones of a sandbox) run; or do not exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._names import holders, taken_by
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
+    Action,
+    Change,
+    Plan,
+    aside,
+    at_least,
+    checked_names,
+    words,
+)
+from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import (
+    apply_to_one,
+    remove,
+    replace,
+    size_words,
+    view,
+)
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
+    sandbox_shape,
+    snapshot_shape,
+)
+
+if TYPE_CHECKING:
+    from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+
+SINGULAR, PLURAL = "sandbox", "sandboxes"
+
+ARGUMENTS: dict[str, Any] = {
+    "snapshot": {"type": "str"},
+    "sandbox": {"type": "str"},
+    "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+    "names": {"type": "list", "elements": "str"},
+    "count": {"type": "int"},
+    "name_prefix": {"type": "str"},
+    "exact": {"type": "bool", "default": False},
+    "concurrency": {"type": "int"},
+    "atomic": {"type": "bool", "default": True},
+    "metadata": {"type": "dict"},
+    "paused": {"type": "bool", "default": False},
+    "cold_start": {"type": "bool", "default": False},
+    "cpus": {"type": "int"},
+    "memory_mb": {"type": "int"},
+    "recreate": {"type": "bool", "default": False},
+    "continue_on_error": {"type": "bool", "default": False},
+}
+RULES: dict[str, Any] = {
+    "mutually_exclusive": [("snapshot", "sandbox"), ("names", "count"), ("names", "name_prefix")],
+    "required_one_of": [("snapshot", "sandbox"), ("names", "name_prefix")],
+    "required_by": {"count": "name_prefix"},
+}
+
+MOST = 1000
+"""Forks that one request may ask for."""
+
+
+@dataclass(frozen=True)
+class Desired:
+    """What the user set. ``prefix`` is empty where names were given one by one."""
+
+    names: tuple[str, ...]
+    state: str
+    source_kind: str
+    source: str
+    prefix: str = ""
+    exact: bool = False
+    concurrency: int | None = None
+    atomic: bool = True
+    metadata: Mapping[str, str] | None = None
+    paused: bool = False
+    cold_start: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    recreate: bool = False
+
+
+@dataclass(frozen=True)
+class Current:
+    """``things``: the sandboxes that have the names asked for, and every sibling; ``siblings``: names of the latter.
+
+    ``source`` is the snapshot's or sandbox's shape; None where it is gone, which only ``absent`` accepts.
+    """
+
+    things: Mapping[str, Mapping[str, Any]]
+    siblings: frozenset[str]
+    source: Mapping[str, Any] | None = None
+    taken: Mapping[str, str] = field(default_factory=dict)
+
+
+def desired(params: Mapping[str, Any]) -> Desired:
+    kind = "snapshot" if params.get("snapshot") else "sandbox"
+    prefix = params.get("name_prefix") or ""
+    absent = params["state"] == "absent"
+    return Desired(
+        names=_names(params, prefix),
+        state=params["state"],
+        source_kind=kind,
+        source=params[kind],
+        prefix=prefix,
+        exact=bool(params.get("exact")) or (absent and bool(prefix) and params.get("count") is None),
+        concurrency=at_least(params.get("concurrency"), 1, "concurrency"),
+        atomic=params.get("atomic") is not False,
+        metadata=words(params.get("metadata"), "metadata"),
+        paused=bool(params.get("paused")),
+        cold_start=bool(params.get("cold_start")),
+        sizes={
+            word: at_least(params[word], 1, word) for word in ("cpus", "memory_mb") if params.get(word) is not None
+        },
+        recreate=bool(params.get("recreate")),
+    )
+
+
+def _names(params: Mapping[str, Any], prefix: str) -> tuple[str, ...]:
+    count = at_least(params.get("count"), 0, "count")
+    if not prefix:
+        names = params.get("names") or []
+        if not names and params.get("exact"):
+            return ()
+        return checked_names(names, "sandbox")
+    if count is None and params["state"] == "present":
+        raise Failure("name_prefix needs count: how many siblings there shall be")
+    if count is not None and count > MOST:
+        raise Failure(f"count must be at most {MOST}, not {count}")
+    checked_names([f"{prefix}-{count or 1}"], "sandbox")
+    return tuple(f"{prefix}-{number}" for number in range(1, (count or 0) + 1))
+
+
+def observe(client: Client, want: Desired) -> Current:
+    source = _source(client, want)
+    everyone = {shape["name"]: shape for shape in map(sandbox_shape, client.pages("/sandboxes"))}
+    siblings = _siblings(client, want, source, everyone.values()) if source else frozenset()
+    things = {name: shape for name, shape in everyone.items() if name in siblings or name in want.names}
+    missing = [] if want.state == "absent" else [name for name in want.names if name not in everyone]
+    return Current(things, siblings, source, holders(client, missing, kinds=("snapshot", "template")))
+
+
+def _source(client: Client, want: Desired) -> dict[str, Any] | None:
+    place = f"/{'snapshots' if want.source_kind == 'snapshot' else 'sandboxes'}/{segment(want.source)}"
+    found = client.find(place) if want.state == "absent" else client.get(place)
+    if found is None:
+        return None
+    return snapshot_shape(found) if want.source_kind == "snapshot" else sandbox_shape(found)
+
+
+def _siblings(
+    client: Client, want: Desired, source: Mapping[str, Any], everyone: Iterable[Mapping[str, Any]]
+) -> frozenset[str]:
+    """Names of all forks of the snapshot; or of all clones: children of the sandbox by no snapshot that shows."""
+    if want.source_kind == "snapshot":
+        return frozenset(shape["name"] for shape in everyone if shape["forked_from"] == source["id"])
+    children = [shape for shape in everyone if shape["parent_sandbox_id"] == source["id"]]
+    shown = {entry["snapshotID"] for entry in client.pages("/snapshots", sandboxID=source["id"])} if children else set()
+    return frozenset(shape["name"] for shape in children if shape["forked_from"] not in shown)
+
+
+def plan(want: Desired, have: Current) -> Plan:
+    """Forks first (one request for all of them), then what changes in place, surplus goes last."""
+    refused: dict[str, Failure] = {}
+    fresh: list[tuple[str, Mapping[str, Any] | None]] = []
+    actions: list[Action] = []
+    for name in want.names:
+        now = have.things.get(name)
+        try:
+            if want.state == "absent":
+                actions += _leave(want, have, name, now)
+            elif now is None or _to_replace(want, have, name, now):
+                fresh.append((name, _free(have, name, now)))
+            else:
+                actions += _adjust(want, name, now)
+        except Failure as failure:
+            refused[name] = failure
+    if fresh:
+        actions.insert(0, _fork(want, have, fresh))
+    return Plan((*actions, *_surplus(want, have)), refused)
+
+
+def _leave(want: Desired, have: Current, name: str, now: Mapping[str, Any] | None) -> list[Action]:
+    if now is None:
+        return []
+    if name not in have.siblings:
+        raise _foreign(want, name, now)
+    return [remove(name, now)]
+
+
+def _foreign(want: Desired, name: str, now: Mapping[str, Any]) -> Failure:
+    hint = (
+        "set recreate: true to replace it, which loses what is in it, or choose another name"
+        if want.state == "present"
+        else "remove it with the module grove.sandbox.sandbox if it shall go"
+    )
+    return Failure(
+        f"sandbox {name!r} exists and is no fork of {want.source_kind} {want.source!r} (it was made from "
+        f"{now['forked_from']}): {hint}",
+        "conflict",
+        blockers=[now["id"]],
+    )
+
+
+def _to_replace(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> bool:
+    """Is it dead, or (with ``recreate``) something else than what was asked for? Raises Failure without."""
+    if name not in have.siblings:
+        if want.recreate:
+            return True
+        raise _foreign(want, name, now)
+    other = [f"{key} {now[key]}, not {value}" for key, value in want.sizes.items() if now[key] != value]
+    if other and not want.recreate:
+        raise Failure(
+            f"sandbox {name!r} has {' and '.join(other)}: that cannot change while it lives; set recreate: true to "
+            "replace it, which loses what is in it",
+            "conflict",
+            blockers=[now["id"]],
+        )
+    return bool(other) or _dead(now)
+
+
+def _dead(now: Mapping[str, Any]) -> bool:
+    """Paused though nobody asked for it: its machine ended, or its host went down."""
+    return now["state"] == "paused" and bool(now["state_reason"])
+
+
+def _free(have: Current, name: str, now: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    if now is None and name in have.taken:
+        raise taken_by(name, have.taken[name])
+    return now
+
+
+def _fork(want: Desired, have: Current, fresh: list[tuple[str, Mapping[str, Any] | None]]) -> Action:
+    source = have.source or {}
+    changes = tuple(
+        Change(name, None if now is None else view(now), _after(want, source, name)) for name, now in fresh
+    )
+    body: dict[str, Any] = {
+        "names": [name for name, _now in fresh],
+        "atomic": want.atomic,
+        **size_words(want.sizes),
+    }
+    if want.concurrency is not None:
+        body["concurrency"] = want.concurrency
+    if want.metadata:
+        body["metadata"] = dict(want.metadata)
+    if want.paused:
+        body["paused"] = True
+    if want.cold_start:
+        body["coldStart"] = True
+    old = tuple((now["id"], now["name"], aside(now["name"], now["id"])) for _name, now in fresh if now is not None)
+    verb = "fork" if want.source_kind == "snapshot" else "clone"
+    return Action(verb, changes, {"source": source.get("id", ""), "body": body, "old": old})
+
+
+def _after(want: Desired, source: Mapping[str, Any], name: str) -> dict[str, Any]:
+    after: dict[str, Any] = {
+        "name": name,
+        "state": "paused" if want.paused else "running",
+        **{key: want.sizes.get(key, source[key]) for key in ("cpus", "memory_mb", "disk_mb")},
+        "metadata": dict(want.metadata or {}),
+    }
+    if want.source_kind == "snapshot":
+        after["forked_from"] = source["id"]
+    else:
+        after["parent_sandbox_id"] = source["id"]
+    return after
+
+
+def _adjust(want: Desired, name: str, now: Mapping[str, Any]) -> list[Action]:
+    before = view(now)
+    actions = []
+    if want.metadata is not None and want.metadata != before["metadata"]:
+        after = {**before, "metadata": dict(want.metadata)}
+        request = {"id": now["id"], "body": {"metadata": dict(want.metadata)}}
+        actions.append(Action("update", (Change(name, before, after),), request))
+        before = after
+    state = "paused" if want.paused else "running"
+    if before["state"] != state:
+        verb = "pause" if want.paused else "resume"
+        actions.append(Action(verb, (Change(name, before, {**before, "state": state}),), {"id": now["id"]}))
+    return actions
+
+
+def _surplus(want: Desired, have: Current) -> list[Action]:
+    """Siblings nobody asked for; with a prefix only those that are named by it."""
+    if not want.exact:
+        return []
+    ours = re.compile(re.escape(want.prefix) + r"-[1-9]\d*" if want.prefix else r".*")
+    extra = [name for name in have.siblings if name not in want.names and ours.fullmatch(name)]
+    return [remove(name, have.things[name]) for name in sorted(extra, key=_in_order)]
+
+
+def _in_order(name: str) -> tuple[str, int, str]:
+    found = re.fullmatch(r"(.*?)(\d{1,9})", name)
+    return (found.group(1), int(found.group(2)), name) if found else (name, 0, name)
+
+
+def apply(action: Action, client: Client) -> dict[str, Failure]:
+    """Carry out one action. Raises Failure; returns by name what failed of a request that was not atomic."""
+    if action.verb not in ("fork", "clone"):
+        apply_to_one(action, client)
+        return {}
+    request = action.request
+    place = "/snapshots/{}/fork" if action.verb == "fork" else "/sandboxes/{}/clone"
+    body = dict(request["body"])
+    if request["old"]:
+        # Successors of what is still there: all of them live before the first old one goes.
+        body["atomic"] = True
+    answer = replace(client, list(request["old"]), lambda: client.post(place.format(segment(request["source"])), body))
+    return _failed(answer)
+
+
+def _failed(answer: Any) -> dict[str, Failure]:
+    errors = answer.get("errors") or [] if isinstance(answer, dict) else [
+        item["error"] for item in answer or [] if item.get("error")
+    ]
+    return {
+        error.get("name", ""): Failure(
+            error.get("message", "the fork failed"), error.get("kind", "backend_failed"), status=error.get("code")
+        )
+        for error in errors
+    }
+
+
+def lists(want: Desired) -> dict[str, tuple[str, ...]]:
+    """What a result lists, in this order: key → names."""
+    return {PLURAL: want.names}
+
+
+def things_of(want: Desired, have: Current) -> Mapping[str, Mapping[str, Any]]:
+    return have.things

@@ -1,0 +1,61 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""What the modules are, and what they share with the action plugins: arguments, and the run on the managed host."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule, env_fallback
+from ansible_collections.grove.sandbox.plugins.module_utils._run import HIDDEN, run
+
+URL_VARIABLE = "SANDBOX_GATEWAY_URL"
+TOKEN_VARIABLE = "SANDBOX_GATEWAY_TOKEN"
+
+COMMON: dict[str, Any] = {
+    "gateway_url": {
+        "type": "str",
+        "default": "unix:///run/sandbox-gateway/gateway.sock",
+        "fallback": (env_fallback, [URL_VARIABLE]),
+    },
+    "gateway_token": {"type": "str", "no_log": True, "fallback": (env_fallback, [TOKEN_VARIABLE])},
+    "ca_path": {"type": "path"},
+    "validate_certs": {"type": "bool", "default": True},
+    "gateway_timeout": {"type": "int", "default": 300},
+}
+
+
+def arguments(thing: Any) -> dict[str, Any]:
+    """The argument spec of ``thing``, the common options among it."""
+    return copy.deepcopy({**COMMON, **thing.ARGUMENTS})
+
+
+def main(thing: Any) -> None:
+    """Run ``thing`` as a module."""
+    # The invocation goes to no log: `env` may hold secrets, and as a no_log option its values, however short,
+    # would be blotted out of all results.
+    module = AnsibleModule(arguments(thing), supports_check_mode=True, no_log=True, **thing.RULES)
+    result = run(thing, module.params, check=module.check_mode)
+    if not module._diff:
+        del_diff(result)
+    result["invocation"] = {"module_args": shown(module.params)}
+    if result.pop("failed", False):
+        module.fail_json(**result)
+    module.exit_json(**result)
+
+
+def del_diff(result: dict[str, Any]) -> None:
+    result.pop("diff", None)
+
+
+def shown(params: dict[str, Any]) -> dict[str, Any]:
+    """The options as a result may show them."""
+    visible = dict(params)
+    if visible.get("gateway_token"):
+        visible["gateway_token"] = HIDDEN
+    if visible.get("env"):
+        visible["env"] = dict.fromkeys(visible["env"], HIDDEN)
+    return visible

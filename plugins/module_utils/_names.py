@@ -1,0 +1,41 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""Who has a name: sandboxes, snapshots and templates share one namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+
+if TYPE_CHECKING:
+    from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+
+_LISTS = {"sandbox": "/sandboxes", "snapshot": "/snapshots", "template": "/templates"}
+
+
+def holders(client: Client, names: Iterable[str], *, kinds: Iterable[str]) -> dict[str, str]:
+    """Which of ``names`` are taken by a thing of ``kinds``: name → the word for it. Asks nothing for no names."""
+    wanted = set(names)
+    if not wanted:
+        return {}
+    query = {"name": next(iter(wanted))} if len(wanted) == 1 else {}
+    taken = {}
+    for kind in kinds:
+        for entry in client.pages(_LISTS[kind], **query):
+            for name in [entry.get("name"), *(entry.get("names") or [])]:
+                if name in wanted:
+                    taken[name] = kind
+    return taken
+
+
+def taken_by(name: str, kind: str) -> Failure:
+    return Failure(
+        f"the name {name!r} is taken by a {kind}: sandboxes, snapshots and templates share their names, choose another",
+        "name_taken",
+    )
+
+

@@ -1,0 +1,137 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""``sandbox_rollback``: sandboxes are what a snapshot holds, under their own ids and names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._names import holders, taken_by
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
+    SNAPSHOT,
+    Action,
+    Change,
+    Plan,
+    Planner,
+    checked_names,
+)
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
+    sandbox_shape,
+    snapshot_shape,
+)
+from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import captured_view, find_snapshots
+
+if TYPE_CHECKING:
+    from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+
+SINGULAR, PLURAL = "sandbox", "sandboxes"
+
+ARGUMENTS: dict[str, Any] = {
+    "sandbox": {"type": "list", "elements": "str", "required": True, "aliases": ["name", "names", "sandboxes"]},
+    "snapshot": {"type": "str", "required": True},
+    "unless_clean": {"type": "bool", "default": True},
+    "backup_name": {"type": "list", "elements": "str"},
+    "continue_on_error": {"type": "bool", "default": False},
+}
+RULES: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Desired:
+    """``backups``: for each sandbox the name of the snapshot that is taken first; empty: none is."""
+
+    names: tuple[str, ...]
+    snapshot: str
+    unless_clean: bool = True
+    backups: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Current:
+    things: Mapping[str, Mapping[str, Any]]
+    snapshot: Mapping[str, Any]
+    taken: Mapping[str, str] = field(default_factory=dict)
+    backups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def desired(params: Mapping[str, Any]) -> Desired:
+    names = checked_names(params["sandbox"], "sandbox")
+    backups = params.get("backup_name") or []
+    if backups and len(backups) != len(names):
+        raise Failure(f"backup_name has {len(backups)} names and there are {len(names)} sandboxes: give one for each")
+    return Desired(
+        names=names,
+        snapshot=params["snapshot"],
+        unless_clean=params.get("unless_clean") is not False,
+        backups=dict(zip(names, checked_names(backups, "snapshot"))) if backups else {},
+    )
+
+
+def observe(client: Client, want: Desired) -> Current:
+    snapshot = snapshot_shape(client.get(f"/snapshots/{segment(want.snapshot)}"))
+    things = {}
+    for ref in want.names:
+        detail = client.find(f"/sandboxes/{segment(ref)}")
+        if detail is not None:
+            things[ref] = sandbox_shape(detail)
+    names = tuple(want.backups.values())
+    backups = find_snapshots(client, names)
+    taken = holders(client, [name for name in names if name not in backups], kinds=("sandbox", "template"))
+    return Current(things, snapshot, {**taken, **dict.fromkeys(backups, "snapshot")}, backups)
+
+
+def view(shape: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: shape[key] for key in ("name", "snapshot_id", "diverged")}
+
+
+def plan(want: Desired, have: Current) -> Plan:
+    planner = Planner()
+    for name in want.names:
+        planner.item(name, lambda name=name: _plan_one(want, have, name))
+    return planner.plan()
+
+
+def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
+    now = have.things.get(name)
+    if now is None:
+        raise Failure(f"sandbox {name!r} not found", "not_found")
+    target = have.snapshot["id"]
+    if want.unless_clean and now["snapshot_id"] == target and now["diverged"] is False:
+        return []
+    changes = [Change(name, view(now), {**view(now), "snapshot_id": target, "diverged": False})]
+    request: dict[str, Any] = {"sandbox": now["id"], "snapshot": target}
+    backup = want.backups.get(name)
+    if backup:
+        if backup in have.taken:
+            raise taken_by(backup, have.taken[backup])
+        changes.append(Change(backup, None, captured_view(backup, now, _reason(have)), SNAPSHOT))
+        request["backup"] = {"name": backup, "description": _reason(have)}
+    return [Action("rollback", tuple(changes), request)]
+
+
+def _reason(have: Current) -> str:
+    return f"before the rollback to {have.snapshot['name'] or have.snapshot['id']}"
+
+
+def apply(action: Action, client: Client) -> dict[str, Failure]:
+    """The backup first: without it nothing is rolled back. Raises Failure."""
+    place = f"/sandboxes/{segment(action.request['sandbox'])}"
+    if "backup" in action.request:
+        client.post(f"{place}/snapshots", dict(action.request["backup"]))
+    client.post(f"{place}/rollback", {"snapshotID": action.request["snapshot"]})
+    return {}
+
+
+def lists(want: Desired) -> dict[str, tuple[str, ...]]:
+    """What a result lists, in this order: key → names."""
+    return {PLURAL: want.names, "backups": tuple(want.backups.values())}
+
+
+def things_of(want: Desired, have: Current) -> Mapping[str, Mapping[str, Any]]:
+    return {**have.backups, **have.things}

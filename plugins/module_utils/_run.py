@@ -1,0 +1,157 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""The one way every module and action plugin goes: observe, plan, apply unless checking, report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, join
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action, Plan, diff, predict
+
+HIDDEN = "********"
+
+
+def run(thing: Any, params: Mapping[str, Any], *, check: bool, client: Client | None = None) -> dict[str, Any]:
+    """Bring about what ``params`` say; with ``check`` only say what that would be.
+
+    ``thing`` is one of the modules beside this one (``_sandbox``, …). Returns a module's result, with ``failed``
+    and ``failure`` where something cannot be done; raises nothing a user can cause. ``diff`` is always in it.
+    """
+    try:
+        own = client or connect(params)
+        try:
+            result = _Run(thing, params, own, check).result()
+        finally:
+            if client is None:
+                own.close()
+    except Failure as failure:
+        result = failed(failure)
+    return hide(result, secrets_of(params))
+
+
+def connect(params: Mapping[str, Any]) -> Client:
+    """A client as the common options say. Raises Failure."""
+    return Client(
+        params.get("gateway_url") or "",
+        params.get("gateway_token") or "",
+        params.get("ca_path") or "",
+        params.get("validate_certs") is not False,
+        params.get("gateway_timeout") or 300,
+    )
+
+
+def failed(failure: Failure, **more: Any) -> dict[str, Any]:
+    return {"changed": False, **more, "failed": True, "msg": failure.message, "failure": failure.as_dict()}
+
+
+class _Run:
+    def __init__(self, thing: Any, params: Mapping[str, Any], client: Client, check: bool) -> None:
+        self.thing = thing
+        self.client = client
+        self.check = check
+        self.go_on = bool(params.get("continue_on_error"))
+        self.want = thing.desired(params)
+        self.failures: dict[str, Failure] = {}
+        self.done: list[Action] = []
+
+    def result(self) -> dict[str, Any]:
+        have = self.thing.observe(self.client, self.want)
+        plan: Plan = self.thing.plan(self.want, have)
+        self.failures = dict(plan.refused)
+        shapes = self.thing.things_of(self.want, have)
+        if self.failures and not self.go_on:
+            return self._report(shapes)
+        if plan.actions:
+            self.client.require_version()
+        if self.check:
+            self.done = list(plan.actions)
+            return self._report(predict(shapes, self.done))
+        self._apply(plan)
+        if self.done or self.failures:
+            shapes = self._look_again(shapes)
+        return self._report(shapes)
+
+    def _apply(self, plan: Plan) -> None:
+        for action in plan.actions:
+            names = [change.name for change in action.changes]
+            if any(name in self.failures for name in names):
+                continue
+            try:
+                problems = self.thing.apply(action, self.client)
+            except Failure as failure:
+                problems = dict.fromkeys(names, failure)
+            self.failures.update(problems)
+            kept = tuple(change for change in action.changes if change.name not in problems)
+            if kept:
+                self.done.append(Action(action.verb, kept, action.request))
+            if problems and not self.go_on:
+                return
+
+    def _look_again(self, before: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            return self.thing.things_of(self.want, self.thing.observe(self.client, self.want))
+        except Failure as failure:
+            # What was done is done; that it cannot be shown is a failure of its own.
+            self.failures.setdefault("", failure)
+            return before
+
+    def _report(self, shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        lists = self.thing.lists(self.want)
+        result: dict[str, Any] = {
+            "changed": bool(self.done),
+            "outcomes": self._outcomes([name for names in lists.values() for name in names]),
+            "diff": diff(self.done),
+        }
+        for key, names in lists.items():
+            result[key] = [dict(shapes[name]) for name in names if name in shapes]
+        names = lists[self.thing.PLURAL]
+        if len(names) == 1:
+            result[self.thing.SINGULAR] = dict(shapes[names[0]]) if names[0] in shapes else None
+        if self.failures:
+            return failed(join(self.failures, max(len(result["outcomes"]), 1)), **result)
+        return result
+
+    def _outcomes(self, names: list[str]) -> list[dict[str, Any]]:
+        verbs: dict[str, list[str]] = {name: [] for name in names}
+        for action in self.done:
+            for change in action.changes:
+                verbs.setdefault(change.name, []).append(action.verb)
+        for name in self.failures:
+            verbs.setdefault(name, [])
+        return [
+            {
+                "name": name,
+                "changed": bool(did),
+                "actions": did,
+                "failed": name in self.failures,
+                "failure": self.failures[name].as_dict() if name in self.failures else None,
+            }
+            for name, did in verbs.items()
+            if name
+        ]
+
+
+def secrets_of(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """What no result may hold: the key, and values of the environment long enough to be told from other text."""
+    values = [params.get("gateway_token"), *((params.get("env") or {}) if isinstance(params.get("env"), dict) else {}).values()]
+    return tuple(str(value) for value in values if value is not None and len(str(value)) >= 8)
+
+
+def hide(value: Any, secrets: tuple[str, ...]) -> Any:
+    """``value`` with the secrets in its strings blotted out."""
+    if not secrets:
+        return value
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, HIDDEN)
+        return value
+    if isinstance(value, dict):
+        return {key: hide(item, secrets) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [hide(item, secrets) for item in value]
+    return value

@@ -1,0 +1,390 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""``sandbox``: named sandboxes exist, in a state, with properties; or do not exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._names import holders, taken_by
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
+    Action,
+    Change,
+    Plan,
+    Planner,
+    aside,
+    at_least,
+    checked_names,
+    networks,
+    words,
+)
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
+    moment,
+    sandbox_shape,
+    snapshot_shape,
+    template_shape,
+)
+
+if TYPE_CHECKING:
+    from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+
+SINGULAR, PLURAL = "sandbox", "sandboxes"
+
+ARGUMENTS: dict[str, Any] = {
+    "name": {"type": "list", "elements": "str", "required": True, "aliases": ["names"]},
+    "state": {"type": "str", "choices": ["present", "running", "paused", "absent"], "default": "present"},
+    "template": {"type": "str"},
+    "snapshot": {"type": "str"},
+    "cpus": {"type": "int"},
+    "memory_mb": {"type": "int"},
+    "disk_mb": {"type": "int"},
+    "cold_start": {"type": "bool", "default": False},
+    "env": {"type": "dict"},
+    "metadata": {"type": "dict"},
+    "timeout": {"type": "int"},
+    "network": {
+        "type": "dict",
+        "options": {
+            "allow_internet": {"type": "bool"},
+            "allow_out": {"type": "list", "elements": "str"},
+            "deny_out": {"type": "list", "elements": "str"},
+        },
+    },
+    "recreate": {"type": "bool", "default": False},
+    "continue_on_error": {"type": "bool", "default": False},
+}
+RULES: dict[str, Any] = {"mutually_exclusive": [("template", "snapshot")]}
+
+SIZES = ("cpus", "memory_mb", "disk_mb")
+LIFE_TOLERANCE = 60
+"""Seconds by which a life may differ from ``timeout``: starting up takes part of it."""
+NEVER = -1
+_ID = re.compile(r"[0-9a-f]{12}")
+
+
+@dataclass(frozen=True)
+class Desired:
+    """What the user set, in canonical spelling; None: not set."""
+
+    names: tuple[str, ...]
+    state: str
+    source_kind: str = ""
+    source: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    cold_start: bool = False
+    env: Mapping[str, str] | None = None
+    metadata: Mapping[str, str] | None = None
+    timeout: int | None = None
+    network: Mapping[str, Any] | None = None
+    recreate: bool = False
+
+
+@dataclass(frozen=True)
+class Current:
+    """What there is: sandboxes by the name asked for, the source as a shape, names others have."""
+
+    things: Mapping[str, Mapping[str, Any]]
+    now: datetime
+    source: Mapping[str, Any] | None = None
+    taken: Mapping[str, str] = field(default_factory=dict)
+
+
+def desired(params: Mapping[str, Any]) -> Desired:
+    timeout = params.get("timeout")
+    if timeout is not None and timeout != NEVER:
+        at_least(timeout, 1, "timeout (seconds, or -1 for ever)")
+    kind = next((word for word in ("template", "snapshot") if params.get(word)), "")
+    return Desired(
+        names=checked_names(params["name"], "sandbox"),
+        state=params["state"],
+        source_kind=kind,
+        source=params[kind] if kind else "",
+        sizes={word: at_least(params[word], 1, word) for word in SIZES if params.get(word) is not None},
+        cold_start=bool(params.get("cold_start")),
+        env=words(params.get("env"), "env"),
+        metadata=words(params.get("metadata"), "metadata"),
+        timeout=timeout,
+        network=_network(params.get("network")),
+        recreate=bool(params.get("recreate")),
+    )
+
+
+def _network(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    result = {key: value for key, value in given.items() if value is not None}
+    return {key: networks(value) if isinstance(value, list) else value for key, value in result.items()}
+
+
+def observe(client: Client, want: Desired) -> Current:
+    things = find_sandboxes(client, want.names)
+    if want.state == "absent":
+        return Current(things, client.now())
+    source = find_source(client, want.source_kind, want.source) if want.source else None
+    missing = [name for name in want.names if name not in things]
+    taken = holders(client, missing, kinds=("snapshot", "template"))
+    return Current(things, client.now(), source, taken)
+
+
+def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """The shapes of those of ``refs`` (names or ids) that exist, by ref; one call, but for very many sandboxes."""
+    if len(refs) == 1:
+        # A list of one: to show a sandbox, the gateway first looks whether it diverged.
+        for detail in client.pages("/sandboxes", name=refs[0]):
+            return {refs[0]: sandbox_shape(detail)}
+        detail = client.find(f"/sandboxes/{refs[0]}") if _ID.fullmatch(refs[0]) else None
+        return {} if detail is None else {refs[0]: sandbox_shape(detail)}
+    found: dict[str, dict[str, Any]] = {}
+    wanted = set(refs)
+    for detail in client.pages("/sandboxes"):
+        shape = sandbox_shape(detail)
+        for ref in wanted.intersection((shape["name"], shape["id"])):
+            # A name goes before an id, as in the gateway.
+            if ref not in found or shape["name"] == ref:
+                found[ref] = shape
+    return found
+
+
+def find_source(client: Client, kind: str, ref: str) -> dict[str, Any]:
+    """The shape of a template or snapshot. Raises the gateway's not_found."""
+    found = client.get(f"/{kind}s/{segment(ref)}")
+    return template_shape(found) if kind == "template" else snapshot_shape(found)
+
+
+def view(shape: Mapping[str, Any]) -> dict[str, Any]:
+    """The declared part of a sandbox."""
+    result = {key: shape[key] for key in ("name", "state", "forked_from", *SIZES, "metadata")}
+    network = shape["network"]
+    result["network"] = {
+        "allow_internet": network["allow_internet"],
+        "allow_out": networks(network["allow_out"]),
+        "deny_out": networks(network["deny_out"]),
+    }
+    result["timeout"] = life(shape)
+    return result
+
+
+def life(shape: Mapping[str, Any]) -> int:
+    """Seconds from a sandbox's start to its end; -1: for ever."""
+    begin, end = moment(shape["started_at"]), moment(shape["end_at"])
+    return NEVER if begin is None or end is None else round((end - begin).total_seconds())
+
+
+def plan(want: Desired, have: Current) -> Plan:
+    planner = Planner()
+    for name in want.names:
+        planner.item(name, lambda name=name: _plan_one(want, have, name))
+    return planner.plan()
+
+
+def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
+    now = have.things.get(name)
+    if want.state == "absent":
+        return [] if now is None else [remove(name, now)]
+    if now is None:
+        return [_create(want, have, name)]
+    fixed = _what_cannot_change(want, have, now)
+    if fixed and want.recreate:
+        return [_replace(want, have, name, now)]
+    if fixed:
+        raise Failure(
+            f"sandbox {name!r} {' and '.join(fixed)}: that cannot change while it lives; set recreate: true to "
+            "replace it, which loses what is in it",
+            "conflict",
+            blockers=[now["id"]],
+        )
+    return _adjust(want, have, name, now)
+
+
+def _what_cannot_change(want: Desired, have: Current, now: Mapping[str, Any]) -> list[str]:
+    found = []
+    if have.source is not None and now["forked_from"] != have.source["id"]:
+        found.append(f"was made from {now['forked_from']}, not from {want.source_kind} {want.source!r}")
+    for key, value in want.sizes.items():
+        if now[key] != value:
+            found.append(f"has {key} {now[key]}, not {value}")
+    return found
+
+
+def _create(want: Desired, have: Current, name: str) -> Action:
+    if name in have.taken:
+        raise taken_by(name, have.taken[name])
+    if have.source is None:
+        raise Failure(f"sandbox {name!r} not found, and to make it 'template' or 'snapshot' is needed", "not_found")
+    return Action("create", (Change(name, None, _fresh(want, name, have.source)),), {"body": _body(want, name, have)})
+
+
+def _replace(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> Action:
+    source = have.source or {"id": now["forked_from"], **{key: now[key] for key in SIZES}}
+    request = {"id": now["id"], "aside": aside(now["name"], now["id"]), "body": _body(want, now["name"], have, source)}
+    return Action("replace", (Change(name, view(now), _fresh(want, now["name"], source)),), request)
+
+
+def _fresh(want: Desired, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
+    """The view of what a creation makes; a life that the gateway's configuration decides is left out."""
+    after: dict[str, Any] = {
+        "name": name,
+        "state": "paused" if want.state == "paused" else "running",
+        "forked_from": source["id"],
+        **{key: want.sizes.get(key, source[key]) for key in SIZES},
+        "metadata": dict(want.metadata or {}),
+        "network": {"allow_internet": True, "allow_out": [], "deny_out": [], **(want.network or {})},
+    }
+    if want.timeout is not None:
+        after["timeout"] = want.timeout
+    return after
+
+
+def _body(want: Desired, name: str, have: Current, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    source = source or have.source or {}
+    body: dict[str, Any] = {"templateID": source["id"], "name": name, "metadata": dict(want.metadata or {})}
+    body.update(size_words(want.sizes))
+    if want.env:
+        body["envVars"] = dict(want.env)
+    if want.network is not None:
+        body["network"] = _network_words({"allow_internet": True, "allow_out": [], "deny_out": [], **want.network})
+    if want.timeout is not None:
+        body["timeout"] = want.timeout
+    if want.cold_start:
+        body["coldStart"] = True
+    if want.state == "paused":
+        body["paused"] = True
+    return body
+
+
+def size_words(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Sizes in the gateway's words."""
+    names = {"cpus": "cpuCount", "memory_mb": "memoryMB", "disk_mb": "diskSizeMB"}
+    return {names[key]: value for key, value in sizes.items()}
+
+
+def _network_words(network: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "allowInternetAccess": network["allow_internet"],
+        "allowOut": network["allow_out"],
+        "denyOut": network["deny_out"],
+    }
+
+
+def _adjust(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> list[Action]:
+    """What is different and can change in place. A sandbox runs before it is changed, and is paused last."""
+    before = view(now)
+    actions: list[Action] = []
+
+    def step(verb: str, request: Mapping[str, Any], **to: Any) -> None:
+        nonlocal before
+        after = {**before, **to}
+        actions.append(Action(verb, (Change(name, before, after),), {"id": now["id"], **request}))
+        before = after
+
+    if want.state == "running" and now["state"] == "paused":
+        step("resume", {}, state="running")
+    network = {**before["network"], **(want.network or {})}
+    if network != before["network"]:
+        step("set_network", {"body": _network_words(network)}, network=network)
+    if want.metadata is not None and want.metadata != before["metadata"]:
+        step("update", {"body": {"metadata": dict(want.metadata)}}, metadata=dict(want.metadata))
+    if want.timeout is not None and _other_life(want.timeout, before["timeout"]):
+        step("set_timeout", {"end": _end(want, have, name, now)}, timeout=want.timeout)
+    if want.state == "paused" and before["state"] == "running":
+        step("pause", {}, state="paused")
+    return actions
+
+
+def _other_life(wanted: int, found: int) -> bool:
+    if NEVER in (wanted, found):
+        return wanted != found
+    return abs(wanted - found) > LIFE_TOLERANCE
+
+
+def _end(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> datetime | None:
+    begin = moment(now["started_at"])
+    if want.timeout in (None, NEVER) or begin is None:
+        return None
+    end = begin + timedelta(seconds=want.timeout)
+    if end <= have.now:
+        raise Failure(
+            f"sandbox {name!r} started at {now['started_at']} and has lived longer than {want.timeout} s already: "
+            "allow it more, or remove it with state: absent",
+            "conflict",
+            blockers=[now["id"]],
+        )
+    return end
+
+
+def remove(name: str, now: Mapping[str, Any]) -> Action:
+    return Action("remove", (Change(name, view(now), None),), {"id": now["id"]})
+
+
+def apply(action: Action, client: Client) -> dict[str, Failure]:
+    """Carry out one action. Raises Failure; returns {}: none of these fails in part."""
+    request = action.request
+    if action.verb == "create":
+        client.post("/sandboxes", dict(request["body"]))
+    elif action.verb == "replace":
+        body = dict(request["body"])
+        replace(client, [(request["id"], body["name"], request["aside"])], lambda: client.post("/sandboxes", body))
+    else:
+        apply_to_one(action, client)
+    return {}
+
+
+def apply_to_one(action: Action, client: Client) -> None:
+    """The actions on one sandbox that exists."""
+    request = action.request
+    place = f"/sandboxes/{segment(request['id'])}"
+    if action.verb == "remove":
+        client.delete(place)
+    elif action.verb == "resume":
+        client.post(f"{place}/resume")
+    elif action.verb == "pause":
+        client.post(f"{place}/pause")
+    elif action.verb == "set_network":
+        client.put(f"{place}/network", dict(request["body"]))
+    elif action.verb == "update":
+        client.patch(place, dict(request["body"]))
+    elif action.verb == "set_timeout":
+        client.post(f"{place}/timeout", {"timeout": _remaining(request["end"], client)})
+    else:
+        raise ValueError(f"unknown action {action.verb}")
+
+
+def _remaining(end: datetime | None, client: Client) -> int:
+    return NEVER if end is None else max(1, round((end - client.now()).total_seconds()))
+
+
+def replace(client: Client, old: list[tuple[str, str, str]], make: Any) -> Any:
+    """``make()`` the successors of ``old`` [(id, name, name aside)]; these go only when those live.
+
+    On failure the old ones have their names again. Returns what ``make`` does.
+    """
+    moved = []
+    try:
+        for ident, name, other in old:
+            client.patch(f"/sandboxes/{segment(ident)}", {"name": other})
+            moved.append((ident, name))
+        made = make()
+    except BaseException:
+        for ident, name in moved:
+            client.patch(f"/sandboxes/{segment(ident)}", {"name": name})
+        raise
+    for ident, _name in moved:
+        client.delete(f"/sandboxes/{segment(ident)}")
+    return made
+
+
+def lists(want: Desired) -> dict[str, tuple[str, ...]]:
+    """What a result lists, in this order: key → names."""
+    return {PLURAL: want.names}
+
+
+def things_of(want: Desired, have: Current) -> Mapping[str, Mapping[str, Any]]:
+    return have.things

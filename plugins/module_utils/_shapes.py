@@ -1,0 +1,180 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""The shapes of results: one function for each, from what the gateway answers; no token is in any of them."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timezone
+from typing import Any
+
+SANDBOX_KEYS = (
+    "id",
+    "name",
+    "state",
+    "state_reason",
+    "template_id",
+    "forked_from",
+    "snapshot_id",
+    "parent_sandbox_id",
+    "diverged",
+    "cpus",
+    "memory_mb",
+    "disk_mb",
+    "metadata",
+    "network",
+    "created_at",
+    "started_at",
+    "end_at",
+    "address",
+    "backend",
+)
+SNAPSHOT_KEYS = (
+    "id",
+    "name",
+    "names",
+    "description",
+    "status",
+    "source_sandbox_id",
+    "origin_sandbox_id",
+    "template_id",
+    "parent_snapshot_id",
+    "origin_id",
+    "memory",
+    "memory_bytes_written",
+    "disk_bytes_unique",
+    "pause_ms",
+    "cpus",
+    "memory_mb",
+    "disk_mb",
+    "forks",
+    "created_at",
+    "expires_at",
+    "backend",
+)
+TEMPLATE_KEYS = (
+    "id",
+    "name",
+    "names",
+    "description",
+    "status",
+    "build_id",
+    "digest",
+    "recipe",
+    "memory",
+    "cpus",
+    "memory_mb",
+    "disk_mb",
+    "forks",
+    "created_at",
+    "updated_at",
+)
+
+KEYS = {"sandbox": SANDBOX_KEYS, "snapshot": SNAPSHOT_KEYS, "template": TEMPLATE_KEYS}
+
+RECIPE_WORDS = {
+    "from": "from",
+    "suite": "suite",
+    "mirror": "mirror",
+    "packages": "packages",
+    "path": "path",
+    "setup": "setup",
+    "start_command": "startCommand",
+    "ready_probe": "readyProbe",
+    "ready_timeout": "readyTimeout",
+    "setup_timeout": "setupTimeout",
+    "cpus": "cpuCount",
+    "memory_mb": "memoryMB",
+    "disk_mb": "diskSizeMB",
+}
+"""Our option → the gateway's field."""
+
+
+
+def sandbox_shape(detail: dict[str, Any]) -> dict[str, Any]:
+    network = detail.get("network") or {}
+    return {
+        "id": detail["sandboxID"],
+        "name": detail.get("name", ""),
+        "state": detail.get("state"),
+        "state_reason": detail.get("stateReason") or "",
+        "template_id": detail.get("templateID"),
+        "forked_from": detail.get("forkedFrom"),
+        "snapshot_id": detail.get("snapshotID"),
+        "parent_sandbox_id": detail.get("parentSandboxID") or "",
+        "diverged": detail.get("diverged"),
+        "cpus": detail.get("cpuCount"),
+        "memory_mb": detail.get("memoryMB"),
+        "disk_mb": detail.get("diskSizeMB"),
+        "metadata": dict(detail.get("metadata") or {}),
+        "network": {
+            "allow_internet": network.get("allowInternetAccess", True) is not False,
+            "allow_out": list(network.get("allowOut") or []),
+            "deny_out": list(network.get("denyOut") or []),
+        },
+        "created_at": detail.get("createdAt"),
+        "started_at": detail.get("startedAt"),
+        "end_at": None if moment(detail.get("endAt")) is None else detail["endAt"],
+        "address": detail.get("address"),
+        "backend": detail.get("backend"),
+    }
+
+
+def snapshot_shape(snapshot: dict[str, Any]) -> dict[str, Any]:
+    names = list(snapshot.get("names") or [])
+    return {
+        "id": snapshot["snapshotID"],
+        "name": names[0] if names else "",
+        "names": names,
+        "description": snapshot.get("description") or "",
+        "status": snapshot.get("status"),
+        "source_sandbox_id": snapshot.get("sourceSandboxID") or "",
+        "origin_sandbox_id": snapshot.get("originSandboxID") or "",
+        "template_id": snapshot.get("templateID") or "",
+        "parent_snapshot_id": snapshot.get("parentSnapshotID") or "",
+        "origin_id": snapshot.get("originID") or "",
+        "memory": snapshot.get("memory"),
+        "memory_bytes_written": snapshot.get("memoryBytesWritten"),
+        "disk_bytes_unique": snapshot.get("diskBytesUnique"),
+        "pause_ms": snapshot.get("pauseMs"),
+        "cpus": snapshot.get("cpuCount"),
+        "memory_mb": snapshot.get("memoryMB"),
+        "disk_mb": snapshot.get("diskSizeMB"),
+        "forks": snapshot.get("forks"),
+        "created_at": snapshot.get("createdAt"),
+        "expires_at": snapshot.get("expiresAt"),
+        "backend": snapshot.get("backend"),
+    }
+
+
+def template_shape(template: dict[str, Any]) -> dict[str, Any]:
+    names = list(template.get("names") or template.get("aliases") or [])
+    recipe = template.get("recipe") or {}
+    return {
+        "id": template["templateID"],
+        "name": names[0] if names else "",
+        "names": names,
+        "description": template.get("description") or "",
+        "status": template.get("buildStatus"),
+        "build_id": template.get("buildID") or "",
+        "digest": template.get("digest") or "",
+        "recipe": {ours: recipe[theirs] for ours, theirs in RECIPE_WORDS.items() if theirs in recipe},
+        "memory": template.get("memory"),
+        "cpus": template.get("cpuCount"),
+        "memory_mb": template.get("memoryMB"),
+        "disk_mb": template.get("diskSizeMB"),
+        "forks": template.get("forks"),
+        "created_at": template.get("createdAt"),
+        "updated_at": template.get("updatedAt"),
+    }
+
+
+def moment(text: str | None) -> datetime | None:
+    """An RFC 3339 moment, to the second; None for none, and for year 9999, the gateway's word for never."""
+    found = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", text or "")
+    if found is None or found.group(1) == "9999":
+        return None
+    parts = [int(part) for part in found.groups()]
+    return datetime(*parts, tzinfo=timezone.utc)

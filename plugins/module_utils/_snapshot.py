@@ -1,0 +1,251 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""``sandbox_snapshot``: a sandbox is captured under a name; or the snapshot does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._names import holders, taken_by
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
+    SNAPSHOT,
+    Action,
+    Change,
+    Plan,
+    Planner,
+    checked_names,
+)
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
+    sandbox_shape,
+    snapshot_shape,
+)
+
+if TYPE_CHECKING:
+    from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+
+SINGULAR, PLURAL = "snapshot", "snapshots"
+
+ARGUMENTS: dict[str, Any] = {
+    "name": {"type": "list", "elements": "str", "required": True, "aliases": ["names"]},
+    "sandbox": {"type": "list", "elements": "str", "aliases": ["sandboxes"]},
+    "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+    "description": {"type": "str"},
+    "memory": {"type": "str", "choices": ["auto", "none"], "default": "auto"},
+    "when_changed": {"type": "bool", "default": False},
+    "when_unused": {"type": "bool", "default": False},
+    "continue_on_error": {"type": "bool", "default": False},
+}
+RULES: dict[str, Any] = {"required_if": [("state", "present", ("sandbox",))]}
+
+
+@dataclass(frozen=True)
+class Desired:
+    """``sandboxes``: for each name the sandbox it captures; empty for ``absent``."""
+
+    names: tuple[str, ...]
+    state: str
+    sandboxes: Mapping[str, str] = field(default_factory=dict)
+    description: str | None = None
+    memory: str = "auto"
+    when_changed: bool = False
+    when_unused: bool = False
+
+
+@dataclass(frozen=True)
+class Current:
+    """Snapshots by the name asked for; sandboxes by the ref given; heads and users by id."""
+
+    things: Mapping[str, Mapping[str, Any]]
+    sandboxes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    heads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    taken: Mapping[str, str] = field(default_factory=dict)
+    users: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def desired(params: Mapping[str, Any]) -> Desired:
+    names = checked_names(params["name"], "snapshot")
+    sandboxes = params.get("sandbox") or []
+    if params["state"] == "present" and len(sandboxes) not in (1, len(names)):
+        raise Failure(
+            f"{len(names)} names are given and {len(sandboxes)} sandboxes: give one sandbox, or one for each name"
+        )
+    if len(sandboxes) == 1:
+        sandboxes = sandboxes * len(names)
+    return Desired(
+        names=names,
+        state=params["state"],
+        sandboxes=dict(zip(names, sandboxes)),
+        description=params.get("description"),
+        memory=params.get("memory") or "auto",
+        when_changed=bool(params.get("when_changed")),
+        when_unused=bool(params.get("when_unused")),
+    )
+
+
+def observe(client: Client, want: Desired) -> Current:
+    things = find_snapshots(client, want.names)
+    if want.state == "absent":
+        return Current(things, users={} if want.when_unused else users_of(client, things.values()))
+    missing = [name for name in want.names if name not in things]
+    refs = dict.fromkeys(want.sandboxes[name] for name in want.names)
+    needed = {want.sandboxes[name] for name in missing}
+    sandboxes = {}
+    for ref in refs:
+        place = f"/sandboxes/{segment(ref)}"
+        # A snapshot outlives its sandbox: only one that is still to be taken needs it.
+        detail = client.get(place) if ref in needed else client.find(place)
+        if detail is not None:
+            sandboxes[ref] = sandbox_shape(detail)
+    heads = {}
+    if want.when_changed:
+        for ref in needed:
+            head = client.find(f"/snapshots/{segment(sandboxes[ref]['snapshot_id'] or '-')}")
+            if head is not None and head.get("kind", "snapshot") == "snapshot":
+                heads[head["snapshotID"]] = snapshot_shape(head)
+    return Current(things, sandboxes, heads, holders(client, missing, kinds=("sandbox", "template")))
+
+
+def find_snapshots(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """The shapes of those of ``refs`` (names or ids) that are snapshots, by ref."""
+    found = {}
+    for ref in refs:
+        snapshot = client.find(f"/snapshots/{segment(ref)}")
+        # The gateway finds templates here as well.
+        if snapshot is not None and snapshot.get("kind", "snapshot") == "snapshot":
+            found[ref] = snapshot_shape(snapshot)
+    return found
+
+
+def users_of(client: Client, snapshots: Any) -> dict[str, tuple[str, ...]]:
+    """Names of the sandboxes that were forked from each of ``snapshots``, by its id."""
+    return {
+        shape["id"]: tuple(entry["name"] for entry in client.pages("/sandboxes", snapshotID=shape["id"]))
+        for shape in snapshots
+        if shape["forks"]
+    }
+
+
+def view(shape: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: shape[key] for key in ("name", "description", "source_sandbox_id", "status")}
+
+
+def plan(want: Desired, have: Current) -> Plan:
+    planner = Planner()
+    captured: set[str] = set()
+    for name in want.names:
+        planner.item(name, lambda name=name: _plan_one(want, have, name, captured))
+    return planner.plan()
+
+
+def _plan_one(want: Desired, have: Current, name: str, captured: set[str]) -> list[Action]:
+    now = have.things.get(name)
+    if want.state == "absent":
+        return [] if now is None else [_remove(want, have, name, now)]
+    if now is not None:
+        _check_same(want, have, name, now)
+        return []
+    if name in have.taken:
+        raise taken_by(name, have.taken[name])
+    sandbox = have.sandboxes[want.sandboxes[name]]
+    if want.when_changed and (sandbox["id"] in captured or unchanged_since(have, sandbox) is not None):
+        return []
+    captured.add(sandbox["id"])
+    return [capture(name, sandbox, want.description, want.memory)]
+
+
+def capture(name: str, sandbox: Mapping[str, Any], description: str | None, memory: str) -> Action:
+    return Action(
+        "capture",
+        (Change(name, None, captured_view(name, sandbox, description), SNAPSHOT),),
+        {"sandbox": sandbox["id"], "body": {"name": name, "description": description or "", "memory": memory}},
+    )
+
+
+def captured_view(name: str, sandbox: Mapping[str, Any], description: str | None) -> dict[str, Any]:
+    return {
+        "name": name,
+        "description": description or "",
+        "source_sandbox_id": sandbox["id"],
+        "status": "ready",
+        **{key: sandbox[key] for key in ("cpus", "memory_mb", "disk_mb")},
+    }
+
+
+def unchanged_since(have: Current, sandbox: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Its last snapshot, if the file system has not changed since."""
+    head = have.heads.get(sandbox["snapshot_id"])
+    if head is None or head["source_sandbox_id"] != sandbox["id"] or sandbox["diverged"] is not False:
+        return None
+    return head
+
+
+def _check_same(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> None:
+    """The snapshot of that name is the one asked for. Raises Failure: none can be changed."""
+    sandbox = have.sandboxes.get(want.sandboxes[name])
+    other = []
+    if sandbox is not None and now["source_sandbox_id"] != sandbox["id"]:
+        other.append(f"is of sandbox {now['source_sandbox_id']}, not of {want.sandboxes[name]!r}")
+    if want.description is not None and now["description"] != want.description:
+        other.append(f"has the description {now['description']!r}")
+    if want.memory == "none" and now["memory"] != "none":
+        other.append("holds memory")
+    if other:
+        raise Failure(
+            f"snapshot {name!r} exists and {' and '.join(other)}: a snapshot never changes; choose another name, "
+            "or remove it first with state: absent",
+            "conflict",
+            blockers=[now["id"]],
+        )
+
+
+def _remove(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> Action:
+    check_unused("snapshot", name, have.users.get(now["id"], ()))
+    request = {"place": f"/snapshots/{segment(now['id'])}", "when_unused": want.when_unused}
+    return Action("remove", (Change(name, view(now), None, SNAPSHOT),), request)
+
+
+def check_unused(what: str, name: str, users: tuple[str, ...]) -> None:
+    """Raises the failure that removing a thing in use would meet."""
+    if users:
+        shown = ", ".join(users[:20]) + (", …" if len(users) > 20 else "")
+        raise Failure(
+            f"{what} {name!r} is in use by {len(users)} fork{'s' if len(users) > 1 else ''} ({shown}): remove them "
+            "first, or set when_unused: true to hide it now and have it go with the last of them",
+            "in_use",
+            blockers=users,
+        )
+
+
+def apply(action: Action, client: Client) -> dict[str, Failure]:
+    """Carry out one action. Raises Failure."""
+    request = action.request
+    if action.verb == "capture":
+        client.post(f"/sandboxes/{segment(request['sandbox'])}/snapshots", dict(request["body"]))
+    elif action.verb == "remove":
+        client.delete(request["place"], when="unused" if request["when_unused"] else "")
+    else:
+        raise ValueError(f"unknown action {action.verb}")
+    return {}
+
+
+def lists(want: Desired) -> dict[str, tuple[str, ...]]:
+    """What a result lists, in this order: key → names."""
+    return {PLURAL: want.names}
+
+
+def things_of(want: Desired, have: Current) -> Mapping[str, Mapping[str, Any]]:
+    """Snapshots by name; where ``when_changed`` found nothing new, the one that holds the sandbox's state."""
+    result = dict(have.things)
+    for name, ref in want.sandboxes.items():
+        sandbox = have.sandboxes.get(ref)
+        if name not in result and sandbox is not None and want.when_changed:
+            head = unchanged_since(have, sandbox)
+            if head is not None:
+                result[name] = head
+    return result

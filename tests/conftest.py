@@ -1,0 +1,123 @@
+"""Fixtures that several folders of tests share: an XFS with reflinks, real gateways, a template; and the check
+that a test run leaves nothing behind on the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import leaks
+from tests.support import session
+from tests.support.gateway import TEMPLATE, Gateway, build_template
+from tests.support.xfs import LoopXfs
+
+# What fails early and quickly comes first; what needs most of the machine comes last.
+_ORDER = ("unit", "agent", "kvm_xfs", "engine", "api", "cli", "collection", "roles")
+
+_before: leaks.Inventory | None = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    session.link_collection()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def rank(item: pytest.Item) -> int:
+        folder = item.path.relative_to(session.TESTS).parts[0] if item.path.is_relative_to(session.TESTS) else ""
+        return _ORDER.index(folder) if folder in _ORDER else len(_ORDER)
+
+    items.sort(key=rank)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    global _before
+    if leaks.watching(session.config):
+        leaks.sweep_earlier_runs()
+        _before = leaks.inventory()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _before is None:
+        return
+    left = leaks.settle(_before)
+    if left:
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        assert reporter is not None
+        reporter.ensure_newline()
+        reporter.section("left behind by the tests", sep="=", red=True)
+        for line in left:
+            reporter.line(line)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session")
+def need_root() -> None:
+    if os.geteuid() != 0:
+        pytest.fail("this test makes mounts and machines: run it as root (./dev test does)")
+
+
+@pytest.fixture(scope="session")
+def xfs_root(need_root: None) -> Iterator[Path]:
+    """The mount point of an XFS with ``reflink=1`` (12 GiB, sparse) that exists as long as this run."""
+    with LoopXfs(session.run_dir() / "state.xfs", session.run_dir() / "xfs", size_mb=12 * 1024) as xfs:
+        yield xfs.mount_point
+
+
+@pytest.fixture(scope="session")
+def make_gateway(xfs_root: Path) -> Iterator[Callable[..., Gateway]]:
+    """Start gateways that live as long as the run (what most tests want is ``gateway``)."""
+    yield from _factory(xfs_root, None)
+
+
+@pytest.fixture(scope="session")
+def shared_gateway(make_gateway: Callable[..., Gateway]) -> Gateway:
+    """One gateway for the whole run. Tests that stop it, or fill it, want ``gateway`` instead."""
+    return make_gateway()
+
+
+@pytest.fixture(scope="session")
+def template(shared_gateway: Gateway) -> str:
+    """The name of a template of ``shared_gateway``: Debian, python3, 256 MiB; built once for the run."""
+    build_template(shared_gateway, TEMPLATE)
+    return TEMPLATE
+
+
+@pytest.fixture
+def gateway(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Gateway]]:
+    """``gateway(**config)`` starts a fresh gateway that already has the template; ``gateway(seed=False)``: without.
+
+    The template's directory is a reflink copy of the shared one's: the file system is all the state there is.
+    """
+
+    def seed(root: Path) -> None:
+        request.getfixturevalue("template")
+        shared: Gateway = request.getfixturevalue("shared_gateway")
+        shutil.rmtree(root / "templates", ignore_errors=True)
+        subprocess.run(
+            ["cp", "-a", "--reflink=always", str(shared.state_root / "templates"), str(root)], check=True, timeout=60
+        )
+
+    yield from _factory(xfs_root, seed)
+
+
+def _factory(xfs_root: Path, seed: Callable[[Path], None] | None) -> Iterator[Callable[..., Gateway]]:
+    made: list[Gateway] = []
+
+    def start(config: dict[str, dict[str, object]] | None = None, *, seed_template: bool = True) -> Gateway:
+        instance = Gateway(xfs_root, config or {})
+        if seed is not None and seed_template:
+            seed(instance.state_root)
+        made.append(instance)
+        instance.start()
+        return instance
+
+    yield start
+    problems = [problem for instance in reversed(made) for problem in instance.end()]
+    assert not problems, "; ".join(problems)

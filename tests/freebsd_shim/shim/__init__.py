@@ -1,0 +1,1 @@
+"""FreeBSD's commands on Linux namespaces; see ../README.md."""

@@ -1,0 +1,307 @@
+"""What every command of the shim shares: FreeBSD's ways of failing, its getopt, the state directory, system calls.
+
+Imports are few on purpose: a command must be done in about 10 ms, and ``re``, ``json``, ``pathlib`` or ``subprocess``
+cost half of that each.
+"""
+
+# ruff: noqa: PTH, SIM115
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import sys
+
+from _json import encode_basestring_ascii, make_scanner  # type: ignore[import-not-found]
+
+PROG = "freebsd-shim"
+
+# sys/errno.h and lib/libc/gen/errlst.c: where FreeBSD's words differ from glibc's.
+_STRERROR = {
+    errno.ENXIO: "Device not configured",
+    errno.EBUSY: "Device busy",
+    errno.ENODEV: "Operation not supported by device",
+    errno.EADDRNOTAVAIL: "Can't assign requested address",
+    errno.EDQUOT: "Disc quota exceeded",
+    errno.EXDEV: "Cross-device link",
+    errno.EDEADLK: "Resource deadlock avoided",
+    errno.EOPNOTSUPP: "Operation not supported",
+    errno.EPROTONOSUPPORT: "Protocol not supported",
+    errno.ERANGE: "Result too large",
+}
+
+
+def strerror(number: int) -> str:
+    """FreeBSD's strerror(3)."""
+    return _STRERROR.get(number) or os.strerror(number)
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+
+
+def warnx(message: str) -> None:
+    """warnx(3): ``prog: message``."""
+    sys.stdout.flush()
+    sys.stderr.write(f"{PROG}: {message}\n")
+
+
+def errx(code: int, message: str) -> SystemExit:
+    """errx(3), to be raised: ``raise errx(1, "…")``."""
+    warnx(message)
+    return SystemExit(code)
+
+
+def warn(message: str, number: int) -> None:
+    warnx(f"{message}: {strerror(number)}")
+
+
+def err(code: int, message: str, number: int) -> SystemExit:
+    """err(3), to be raised."""
+    return errx(code, f"{message}: {strerror(number)}")
+
+
+def usage(text: str, code: int = 1) -> SystemExit:
+    sys.stdout.flush()
+    sys.stderr.write(text + "\n")
+    return SystemExit(code)
+
+
+def unbuilt(what: str) -> SystemExit:
+    """FreeBSD has it, the shim has not: never to be mistaken for FreeBSD's own refusal (exit 70, EX_SOFTWARE)."""
+    sys.stdout.flush()
+    sys.stderr.write(f"freebsd-shim: {PROG}: {what}: not built; see tests/freebsd_shim/README.md\n")
+    return SystemExit(70)
+
+
+class BadOption(Exception):
+    """getopt(3) found an option it does not know, or one without its argument; it has said so already."""
+
+
+def getopt(argv: list[str], spec: str) -> tuple[list[tuple[str, str]], list[str]]:
+    """FreeBSD's getopt(3): stops at the first word that is no option. Returns (options, the rest)."""
+    options: list[tuple[str, str]] = []
+    at = 0
+    while at < len(argv):
+        word = argv[at]
+        if word == "--":
+            at += 1
+            break
+        if len(word) < 2 or word[0] != "-":
+            break
+        at += 1
+        rest = word[1:]
+        while rest:
+            letter, rest = rest[0], rest[1:]
+            place = spec.find(letter)
+            if letter == ":" or place < 0:
+                warnx(f"illegal option -- {letter}")
+                raise BadOption(letter)
+            if spec[place + 1 : place + 2] != ":":
+                options.append((letter, ""))
+                continue
+            if not rest:
+                if at >= len(argv):
+                    warnx(f"option requires an argument -- {letter}")
+                    raise BadOption(letter)
+                rest, at = argv[at], at + 1
+            options.append((letter, rest))
+            rest = ""
+    return options, argv[at:]
+
+
+def take_libxo(argv: list[str]) -> tuple[list[str], bool]:
+    """xo_parse_args(3): takes ``--libxo`` out of the arguments. Returns (what is left, JSON is wanted)."""
+    left, json, at = [], False, 0
+    while at < len(argv):
+        word = argv[at]
+        at += 1
+        if word == "--":
+            left += argv[at - 1 :]
+            break
+        if word == "--libxo":
+            if at >= len(argv):
+                raise errx(1, "missing libxo option")
+            style, at = argv[at], at + 1
+        elif word.startswith("--libxo="):
+            style = word[8:]
+        elif word.startswith("--libxo:"):
+            style = {"J": "json", "T": "text"}.get(word[8:], word[8:])
+        else:
+            left.append(word)
+            continue
+        if style not in ("json", "text"):
+            raise unbuilt(f"--libxo {style}")
+        json = style == "json"
+    return left, json
+
+
+# JSON without the json package ------------------------------------------------------------------------------------
+
+
+class _Scan:
+    strict = True
+    object_hook = None
+    object_pairs_hook = None
+    parse_float = float
+    parse_int = int
+    parse_constant = float
+    memo: dict[str, str] = {}  # noqa: RUF012
+
+
+def from_json(text: str) -> object:
+    return make_scanner(_Scan)(text.strip(), 0)[0]
+
+
+def quoted(text: str) -> str:
+    result: str = encode_basestring_ascii(text)
+    return result
+
+
+def to_json(value: object) -> str:
+    if isinstance(value, str):
+        return quoted(value)
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{quoted(str(k))}: {to_json(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(to_json(v) for v in value) + "]"
+    return repr(value)
+
+
+# the state directory ----------------------------------------------------------------------------------------------
+
+
+def state_dir() -> str:
+    return os.environ.get("FREEBSD_SHIM_STATE") or "/run/freebsd-shim"
+
+
+class locked:  # noqa: N801
+    """``with locked():`` one shim command at a time changes the state; nests inside one process."""
+
+    depth = 0
+    handle: int = -1
+
+    def __enter__(self) -> None:
+        if locked.depth == 0:
+            os.makedirs(state_dir(), mode=0o755, exist_ok=True)
+            locked.handle = os.open(os.path.join(state_dir(), "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(locked.handle, fcntl.LOCK_EX)
+        locked.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        locked.depth -= 1
+        if locked.depth == 0:
+            os.close(locked.handle)
+
+
+def load(name: str, empty: dict) -> dict:  # type: ignore[type-arg]
+    """The state file ``name``, or ``empty`` where there is none."""
+    try:
+        with open(os.path.join(state_dir(), name + ".json")) as file:
+            return from_json(file.read())  # type: ignore[return-value]
+    except FileNotFoundError:
+        return empty
+
+
+def save(name: str, value: dict) -> None:  # type: ignore[type-arg]
+    """Replace the state file ``name`` at one blow; the lock must be held."""
+    os.makedirs(state_dir(), mode=0o755, exist_ok=True)
+    path = os.path.join(state_dir(), name + ".json")
+    with open(path + ".new", "w") as file:
+        file.write(to_json(value) + "\n")
+    os.rename(path + ".new", path)
+
+
+KNOBS = {
+    "kern.racct.enable": "1",
+    "kern.osreldate": "1403000",
+    "dying": "0",
+    "pf.loaded": "1",
+}
+"""Every knob with its default; see the README."""
+
+
+def knob(name: str) -> str:
+    """The knob's value: the environment's ``FREEBSD_SHIM_<NAME>`` first, then the state directory, then the default."""
+    variable = "FREEBSD_SHIM_" + name.upper().replace(".", "_")
+    if variable in os.environ:
+        return os.environ[variable]
+    return str(load("knobs", {}).get(name, KNOBS[name]))
+
+
+def osreldate() -> int:
+    return int(knob("kern.osreldate"))
+
+
+# system calls that os has not (before Python 3.12) ----------------------------------------------------------------
+
+MS_RDONLY, MS_NOSUID, MS_NOEXEC, MS_REMOUNT, MS_NOATIME, MS_BIND = 1, 2, 8, 32, 1024, 4096
+MNT_DETACH, UMOUNT_NOFOLLOW = 2, 8
+CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x04000000, 0x08000000, 0x20000000, 0x40000000
+PR_SET_PDEATHSIG, PR_CAPBSET_DROP = 1, 24
+
+_libc = None
+
+
+def _call(name: str, *args: object) -> None:
+    """A libc function that answers 0 or -1 and errno. Raises OSError."""
+    global _libc
+    import ctypes
+
+    if _libc is None:
+        _libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(_libc, name)(*args) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), name)
+
+
+def mount_syscall(source: str, target: str, fstype: str, flags: int, data: str = "") -> None:
+    import ctypes
+
+    _call(
+        "mount", source.encode(), os.fsencode(target), fstype.encode(), ctypes.c_ulong(flags), data.encode() or None
+    )
+
+
+def umount_syscall(target: str, flags: int) -> None:
+    _call("umount2", os.fsencode(target), flags)
+
+
+def setns(fd: int, kinds: int) -> None:
+    _call("setns", fd, kinds)
+
+
+def unshare(kinds: int) -> None:
+    _call("unshare", kinds)
+
+
+def prctl(option: int, value: int) -> None:
+    import ctypes
+
+    _call("prctl", option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+
+
+def run(main: object, prog: str) -> None:
+    """Run one command's ``main(argv) -> exit code``; a surprise is a bug of the shim, exit 70, never FreeBSD's."""
+    global PROG
+    PROG = prog
+    code = 70
+    try:
+        code = main(sys.argv[1:])  # type: ignore[operator]
+        sys.stdout.flush()
+    except SystemExit as exit_:
+        sys.stdout.flush()
+        code = exit_.code if isinstance(exit_.code, int) else 1
+    except BrokenPipeError:
+        code = 1
+    except Exception:
+        import traceback
+
+        sys.stderr.write(f"freebsd-shim: {prog}: a bug of the shim\n")
+        traceback.print_exc()
+    try:
+        sys.stderr.flush()
+    finally:
+        os._exit(code)

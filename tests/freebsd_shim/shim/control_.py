@@ -1,0 +1,49 @@
+"""``freebsd-shim``: what a test needs and FreeBSD has not: knobs, and putting everything back."""
+
+# ruff: noqa: PTH
+from __future__ import annotations
+
+import os
+
+from shim import base, prison
+
+USAGE = """\
+usage: freebsd-shim set knob value      (kern.racct.enable, kern.osreldate, dying, pf.loaded)
+       freebsd-shim purge               end every jail, mount, epair, bridge, limit and rule of this state directory"""
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) == 3 and argv[0] == "set" and argv[1] in base.KNOBS:
+        with base.locked():
+            knobs = base.load("knobs", {})
+            knobs[argv[1]] = argv[2]
+            base.save("knobs", knobs)
+        return 0
+    if argv != ["purge"]:
+        raise base.usage(USAGE)
+    if os.path.isdir(base.state_dir()):
+        purge()
+    return 0
+
+
+def purge() -> None:
+    from shim import limits, mount_, net, pf_nft
+
+    with base.locked():
+        for jail in prison.table()["jails"]:
+            prison.finish(jail)
+        mount_.purge()
+        names = set(base.load("interfaces", {"names": []})["names"])
+        conversation = net.Net()
+        for link in conversation.links():
+            if link.driver and f"{link.driver}{link.unit}" in names:
+                try:
+                    conversation.delete(link.index)
+                except OSError:
+                    continue  # it went with its other end
+        for rule in base.load("rctl", {"rules": []})["rules"]:
+            limits.withdraw(rule[0])
+        pf_nft.withdraw()
+        for name in os.listdir(base.state_dir()):
+            if name.endswith(".json"):
+                os.unlink(os.path.join(base.state_dir(), name))

@@ -1,0 +1,142 @@
+"""jexec(8). Words and order: usr.sbin/jexec/jexec.c."""
+
+# ruff: noqa: PTH
+from __future__ import annotations
+
+import os
+import sys
+
+import _signal
+
+from shim import base, prison
+
+USAGE = """\
+usage: jexec [-l] [-d working-directory] [-u username | -U username] jail
+       [command ...]"""
+FORWARDED = (
+    _signal.SIGHUP,
+    _signal.SIGINT,
+    _signal.SIGQUIT,
+    _signal.SIGTERM,
+    _signal.SIGUSR1,
+    _signal.SIGUSR2,
+    _signal.SIGALRM,
+    _signal.SIGCONT,
+    _signal.SIGWINCH,
+)
+
+
+class User:
+    def __init__(self, line: list[str]) -> None:
+        self.name, self.uid, self.gid = line[0], int(line[2]), int(line[3])
+        self.home, self.shell = line[5], line[6] or "/bin/sh"
+
+
+def find_user(name: str) -> User:
+    """get_user_info(): from /etc/passwd of wherever this process is. Without a name: the caller's."""
+    try:
+        with open("/etc/passwd") as file:
+            for line in file:
+                fields = line.rstrip("\n").split(":")
+                if len(fields) == 7 and (fields[0] == name if name else fields[2] == str(os.getuid())):
+                    return User(fields)
+    except OSError:
+        pass
+    raise base.errx(1, f"{name}: no such user" if name else f"unknown uid: {os.getuid()}")
+
+
+def groups_of(user: User) -> list[int]:
+    found = [user.gid]
+    try:
+        with open("/etc/group") as file:
+            for line in file:
+                fields = line.rstrip("\n").split(":")
+                if len(fields) == 4 and user.name in fields[3].split(","):
+                    found.append(int(fields[2]))
+    except OSError:
+        pass
+    return found
+
+
+def main(argv: list[str]) -> int:
+    try:
+        options, rest = base.getopt(argv, "d:lnu:U:")
+    except base.BadOption:
+        raise base.usage(USAGE) from None
+    chosen = dict(options)
+    clean, directory = "l" in chosen, chosen.get("d", "/")
+    if not rest or ("u" in chosen and "U" in chosen):
+        raise base.usage(USAGE)
+    user = groups = None
+    if "u" in chosen or (clean and "U" not in chosen):
+        user = find_user(chosen.get("u", ""))  # "User info from the home environment"
+        groups = groups_of(user)
+    try:
+        jail = prison.find(rest[0])
+    except prison.JailError as error:
+        raise base.errx(1, str(error)) from None
+    child = prison.attach(jail)
+    if child:
+        stand_for(child)
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise base.err(1, f"chdir(): {directory}", error.errno or 0) from None
+    if "U" in chosen:
+        user = find_user(chosen["U"])  # "User info from the jail environment"
+        groups = groups_of(user)
+    if user is not None:
+        become(user, groups or [], clean, "u" in chosen or "U" in chosen, keep_directory="d" in chosen)
+    words = rest[1:] or [os.environ.get("SHELL", "/bin/sh"), "-i"]
+    try:
+        os.execvp(words[0], words)
+    except OSError as error:
+        raise base.err(1, f"{'execvp' if rest[1:] else 'execlp'}: {words[0]}", error.errno or 0) from None
+
+
+def become(user: User, groups: list[int], clean: bool, named: bool, *, keep_directory: bool) -> None:
+    if clean:
+        term = os.environ.get("TERM")
+        os.environ.clear()
+        os.environ["PATH"] = "/bin:/usr/bin"
+        if term is not None:
+            os.environ["TERM"] = term
+    if named:
+        os.setgroups(groups)
+        os.setgid(user.gid)
+        os.setuid(user.uid)
+    os.environ.update(USER=user.name, HOME=user.home, SHELL=user.shell)
+    if clean and not keep_directory:
+        try:
+            os.chdir(user.home)
+        except OSError as error:
+            raise base.err(1, f"chdir: {user.home}", error.errno or 0) from None
+
+
+def stand_for(child: int) -> None:
+    """Be, towards the caller, the process that was to be in the jail: signals go to it, its end is ours.
+
+    On FreeBSD jexec becomes the command; here a process cannot enter a pid namespace, only its child can. Never
+    returns.
+    """
+    for number in FORWARDED:
+        _signal.signal(number, lambda got, _: forward(child, got))
+    _, status = os.waitpid(child, 0)
+    sys.stdout.flush()
+    if not os.WIFSIGNALED(status):
+        os._exit(os.WEXITSTATUS(status))
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    number = os.WTERMSIG(status)
+    if number not in (_signal.SIGKILL, _signal.SIGSTOP):
+        _signal.signal(number, _signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)
+
+
+def forward(child: int, number: int) -> None:
+    try:
+        os.kill(child, number)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,98 @@
+"""rctl rules made true by cgroups (version 1): one per jail in pids, memory and cpu, only while it has rules."""
+
+# ruff: noqa: PTH
+from __future__ import annotations
+
+import os
+
+from shim import base
+
+ROOT = "/sys/fs/cgroup"
+CONTROLLERS = ("pids", "memory", "cpu")
+UNLIMITED = {
+    "pids/pids.max": "max",
+    "memory/memory.limit_in_bytes": "-1",
+    "memory/memory.soft_limit_in_bytes": "-1",
+    "cpu/cpu.cfs_quota_us": "-1",
+}
+
+
+def place(controller: str, jail: str) -> str:
+    return os.path.join(ROOT, controller, "freebsd_shim", base.state_dir().strip("/").replace("/", "-"), jail)
+
+
+def join(jail: str) -> None:
+    """Put the calling process under the jail's limits."""
+    for controller in CONTROLLERS:
+        try:
+            with open(os.path.join(place(controller, jail), "cgroup.procs"), "w") as file:
+                file.write("0")
+        except FileNotFoundError:
+            continue
+
+
+def wanted(rules: list[list[str]]) -> dict[str, str]:
+    """The cgroup files for a jail's (resource, action, amount) rules."""
+    files = dict(UNLIMITED)
+    for resource, action, amount in rules:
+        if action != "deny":
+            continue
+        if resource == "maxproc":
+            files["pids/pids.max"] = amount
+        elif resource == "vmemoryuse":
+            files["memory/memory.limit_in_bytes"] = amount
+        elif resource == "memoryuse":
+            files["memory/memory.soft_limit_in_bytes"] = amount
+        elif resource == "pcpu":
+            files["cpu/cpu.cfs_quota_us"] = str(max(1000, int(amount) * 1000))
+    return files
+
+
+def apply(jail: str, rules: list[list[str]], pids: list[int]) -> None:
+    """Make exactly these rules hold for the jail; without rules its cgroups go."""
+    if not rules:
+        withdraw(jail)
+        return
+    files = wanted(rules)
+    for controller in CONTROLLERS:
+        if not os.path.exists(os.path.join(ROOT, controller, "cgroup.procs")):
+            raise base.unbuilt(f"limits without the cgroup (version 1) controller {controller}")
+        fresh = not os.path.isdir(place(controller, jail))
+        os.makedirs(place(controller, jail), exist_ok=True)
+        for file, value in files.items():
+            if file.startswith(controller + "/") and not (fresh and value == UNLIMITED[file]):
+                with open(os.path.join(place(controller, jail), file.partition("/")[2]), "w") as target:
+                    target.write(value)
+        if fresh:
+            move(os.path.join(place(controller, jail), "cgroup.procs"), pids)
+
+
+def move(procs: str, pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            with open(procs, "w") as file:
+                file.write(str(pid))
+        except OSError:
+            continue  # it has ended
+
+
+def withdraw(jail: str) -> None:
+    for controller in CONTROLLERS:
+        where = place(controller, jail)
+        try:
+            with open(os.path.join(where, "cgroup.procs")) as file:
+                pids = [int(line) for line in file]
+        except FileNotFoundError:
+            continue
+        move(os.path.join(ROOT, controller, "cgroup.procs"), pids)
+        remove_empty(where)
+
+
+def remove_empty(where: str) -> None:
+    """rmdir the cgroup and those above it that have become empty, up to the shim's own."""
+    while "freebsd_shim" in where:
+        try:
+            os.rmdir(where)
+        except OSError:
+            return
+        where = os.path.dirname(where)

@@ -1,0 +1,230 @@
+"""Interfaces, addresses and routes by rtnetlink: no ``ip`` is forked.
+
+What FreeBSD keeps about an interface and Linux does not (driver, unit, groups, description) is kept in the
+interface's alias, so it goes with the interface through renames and from one network namespace to another.
+"""
+
+# ruff: noqa: PTH
+from __future__ import annotations
+
+import os
+import struct
+
+import _socket
+
+from shim import base
+
+NEWLINK, DELLINK, GETLINK, SETLINK = 16, 17, 18, 19
+NEWADDR, DELADDR, GETADDR = 20, 21, 22
+NEWROUTE, DELROUTE, GETROUTE = 24, 25, 26
+REQUEST, ACK, DUMP, CREATE, EXCL, REPLACE = 1, 4, 0x300, 0x400, 0x200, 0x100
+NESTED = 0x8000
+
+LINK_ADDRESS, LINK_NAME, LINK_MTU, LINK_MASTER, LINK_PROTINFO, LINK_INFO = 1, 3, 4, 10, 12, 18
+LINK_NS_PID, LINK_ALIAS, LINK_NS_FD = 19, 20, 28
+BRPORT_ISOLATED = 33
+
+IFF_UP, IFF_LOOPBACK, IFF_RUNNING, IFF_LOWER_UP = 0x1, 0x8, 0x40, 0x10000
+
+
+def attribute(kind: int, value: bytes) -> bytes:
+    return struct.pack("=HH", len(value) + 4, kind) + value + b"\0" * (-len(value) % 4)
+
+
+def string(kind: int, value: str) -> bytes:
+    return attribute(kind, value.encode() + b"\0")
+
+
+def number(kind: int, value: int) -> bytes:
+    return attribute(kind, struct.pack("=I", value))
+
+
+def attributes(data: bytes) -> dict[int, bytes]:
+    found, at = {}, 0
+    while at + 4 <= len(data):
+        size, kind = struct.unpack_from("=HH", data, at)
+        if size < 4:
+            break
+        found[kind & 0x3FFF] = data[at + 4 : at + size]
+        at += (size + 3) & ~3
+    return found
+
+
+class Link:
+    """One interface, as Linux knows it and with FreeBSD's own data out of the alias."""
+
+    def __init__(self, index: int, type_: int, flags: int, found: dict[int, bytes]) -> None:
+        self.index, self.type, self.flags = index, type_, flags
+        self.linux_name = found[LINK_NAME].rstrip(b"\0").decode()
+        self.name = "lo0" if self.linux_name == "lo" else self.linux_name
+        self.mtu = struct.unpack("=I", found.get(LINK_MTU, b"\0\0\0\0"))[0]
+        self.mac = ":".join(f"{byte:02x}" for byte in found.get(LINK_ADDRESS, b""))
+        self.master = struct.unpack("=I", found.get(LINK_MASTER, b"\0\0\0\0"))[0]
+        self.kind = attributes(found.get(LINK_INFO, b"")).get(1, b"").rstrip(b"\0").decode()
+        tag = found.get(LINK_ALIAS, b"").rstrip(b"\0").decode("utf-8", "replace").split("|", 5)
+        ours = len(tag) == 6 and tag[0] == "freebsd_shim"
+        self.driver, self.unit, self.end = (tag[1], int(tag[2]), tag[3]) if ours else ("", -1, "")
+        self.groups = [group for group in tag[4].split(",") if group] if ours else []
+        self.description = tag[5] if ours else ""
+        if self.linux_name == "lo":
+            self.groups = ["lo"]
+
+    def alias(self) -> str:
+        return f"freebsd_shim|{self.driver}|{self.unit}|{self.end}|{','.join(self.groups)}|{self.description}"
+
+
+class Address:
+    def __init__(self, index: int, family: int, prefix: int, address: bytes, broadcast: bytes) -> None:
+        self.index, self.family, self.prefix, self.address, self.broadcast = index, family, prefix, address, broadcast
+
+    @property
+    def text(self) -> str:
+        return str(_socket.inet_ntop(self.family, self.address))
+
+
+class Net:
+    """A conversation with the kernel about one network namespace: that in which it was opened."""
+
+    def __init__(self) -> None:
+        self.socket = _socket.socket(_socket.AF_NETLINK, _socket.SOCK_RAW | _socket.SOCK_CLOEXEC, 0)
+        self.socket.bind((0, 0))
+        self.serial = 0
+
+    def ask(self, kind: int, flags: int, payload: bytes) -> list[tuple[int, bytes]]:
+        """One request; returns the messages of the answer. Raises OSError with the kernel's errno."""
+        self.serial += 1
+        header = struct.pack("=IHHII", 16 + len(payload), kind, REQUEST | flags, self.serial, 0)
+        self.socket.send(header + payload)
+        answer: list[tuple[int, bytes]] = []
+        while True:
+            data = self.socket.recv(1 << 18)
+            at = 0
+            while at + 16 <= len(data):
+                size, type_, _, serial, _ = struct.unpack_from("=IHHII", data, at)
+                body = data[at + 16 : at + size]
+                at += (size + 3) & ~3
+                if serial != self.serial:
+                    continue
+                if type_ == 3:  # NLMSG_DONE
+                    return answer
+                if type_ == 2:  # NLMSG_ERROR
+                    code = -struct.unpack_from("=i", body)[0]
+                    if code:
+                        raise OSError(code, os.strerror(code))
+                    return answer
+                answer.append((type_, body))
+                if not flags & (DUMP | ACK):
+                    return answer
+
+    # links
+
+    def links(self) -> list[Link]:
+        found = []
+        for _, body in self.ask(GETLINK, DUMP, struct.pack("=BxHiII", 0, 0, 0, 0, 0)):
+            _, type_, index, flags, _ = struct.unpack_from("=BxHiII", body)
+            found.append(Link(index, type_, flags, attributes(body[16:])))
+        return found
+
+    def link(self, name: str) -> Link | None:
+        """The interface of that (FreeBSD) name."""
+        try:
+            answer = self.ask(
+                GETLINK, ACK, struct.pack("=BxHiII", 0, 0, 0, 0, 0) + string(LINK_NAME, "lo" if name == "lo0" else name)
+            )
+        except OSError:
+            return None
+        _, type_, index, flags, _ = struct.unpack_from("=BxHiII", answer[0][1])
+        return Link(index, type_, flags, attributes(answer[0][1][16:]))
+
+    def create(self, name: str, kind: str, data: bytes = b"") -> None:
+        info = string(1, kind) + (attribute(2 | NESTED, data) if data else b"")
+        payload = struct.pack("=BxHiII", 0, 0, 0, 0, 0) + string(LINK_NAME, name) + attribute(LINK_INFO | NESTED, info)
+        self.ask(NEWLINK, ACK | CREATE | EXCL, payload)
+
+    def create_veth(self, one: str, other: str) -> None:
+        self.create(one, "veth", attribute(1, struct.pack("=BxHiII", 0, 0, 0, 0, 0) + string(LINK_NAME, other)))
+
+    def change(self, index: int, *attrs: bytes, up: bool | None = None) -> None:
+        flags, mask = (0, 0) if up is None else (IFF_UP if up else 0, IFF_UP)
+        self.ask(SETLINK, ACK, struct.pack("=BxHiII", 0, 0, index, flags, mask) + b"".join(attrs))
+
+    def isolate(self, index: int, on: bool) -> None:
+        port = attribute(LINK_PROTINFO | NESTED, attribute(BRPORT_ISOLATED, bytes([on])))
+        self.ask(SETLINK, ACK, struct.pack("=BxHiII", 7, 0, index, 0, 0) + port)
+
+    def delete(self, index: int) -> None:
+        self.ask(DELLINK, ACK, struct.pack("=BxHiII", 0, 0, index, 0, 0))
+
+    def isolated(self) -> set[int]:
+        """Indexes of the bridge members that do not talk to each other."""
+        found = set()
+        for _, body in self.ask(GETLINK, DUMP, struct.pack("=BxHiII", 7, 0, 0, 0, 0)):
+            port = attributes(attributes(body[16:]).get(LINK_PROTINFO, b""))
+            if port.get(BRPORT_ISOLATED, b"\0") != b"\0":
+                found.add(struct.unpack_from("=BxHi", body)[2])
+        return found
+
+    # addresses
+
+    def addresses(self) -> list[Address]:
+        found = []
+        for _, body in self.ask(GETADDR, DUMP, struct.pack("=BBBBi", 0, 0, 0, 0, 0)):
+            family, prefix, _, _, index = struct.unpack_from("=BBBBi", body)
+            attrs = attributes(body[8:])
+            found.append(Address(index, family, prefix, attrs.get(2) or attrs.get(1, b""), attrs.get(4, b"")))
+        return found
+
+    def address(self, kind: int, index: int, family: int, prefix: int, address: bytes, broadcast: bytes = b"") -> None:
+        flags = ACK | (CREATE | REPLACE if kind == NEWADDR else 0)
+        payload = struct.pack("=BBBBi", family, prefix, 0, 0, index) + attribute(2, address) + attribute(1, address)
+        self.ask(kind, flags, payload + (attribute(4, broadcast) if broadcast else b""))
+
+    # routes
+
+    def route(
+        self, kind: int, family: int, to: bytes, prefix: int, gateway: bytes = b"", index: int = 0
+    ) -> list[tuple[int, bytes]]:
+        flags = ACK | (CREATE | EXCL if kind == NEWROUTE else 0)
+        scope = 253 if index and not gateway else 0
+        if kind == DELROUTE:
+            scope = 255
+        header = struct.pack("=BBBBBBBBI", family, prefix, 0, 0, 254, 4 if kind != DELROUTE else 0, scope, 1, 0)
+        payload = header + (attribute(1, to) if prefix else b"")
+        payload += (attribute(5, gateway) if gateway else b"") + (number(4, index) if index else b"")
+        return self.ask(kind, flags, payload)
+
+    def route_for(self, family: int, to: bytes) -> tuple[dict[int, bytes], int] | None:
+        """How ``to`` is reached: (attributes, prefix) of the kernel's choice; None where there is no way."""
+        size = len(to) * 8
+        try:
+            header = struct.pack("=BBBBBBBBI", family, size, 0, 0, 0, 0, 0, 0, 0x2000)  # RTM_F_FIB_MATCH
+            answer = self.ask(GETROUTE, ACK, header + attribute(1, to))
+        except OSError:
+            return None
+        return attributes(answer[0][1][12:]), answer[0][1][1]
+
+    def default_route(self, family: int) -> dict[int, bytes] | None:
+        for _, body in self.ask(GETROUTE, DUMP, struct.pack("=BBBBBBBBI", family, 0, 0, 0, 0, 0, 0, 0, 0)):
+            if body[0] == family and body[1] == 0 and body[4] in (0, 254) and body[7] == 1:
+                return attributes(body[12:])
+        return None
+
+
+def own_namespace() -> int:
+    """A descriptor of the network namespace this process is in."""
+    return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def net_of(holder: int) -> Net:
+    """A conversation about the network namespace of the process ``holder``; this process stays where it is."""
+    home = own_namespace()
+    there = os.open(f"/proc/{holder}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        base.setns(there, base.CLONE_NEWNET)
+        try:
+            return Net()
+        finally:
+            base.setns(home, base.CLONE_NEWNET)
+    finally:
+        os.close(there)
+        os.close(home)

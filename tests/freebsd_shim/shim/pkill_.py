@@ -1,0 +1,114 @@
+"""pkill(1) and pgrep(1). Words, order and exit status: usr.bin/pkill/pkill.c (bin/pkill since 13)."""
+
+# ruff: noqa: PTH
+from __future__ import annotations
+
+import os
+import sys
+
+import _signal
+
+from shim import base, prison
+
+MATCH, NO_MATCH, BAD_USAGE, ERROR = 0, 1, 2, 3
+SIGNALS = {name[3:]: getattr(_signal, name) for name in dir(_signal) if name.startswith("SIG") and "_" not in name}
+
+
+def usage() -> SystemExit:
+    flags = "[-LSfilnoqvx] [-d delim]" if base.PROG == "pgrep" else "[-signal] [-ILfinovx]"
+    return base.usage(
+        f"usage: {base.PROG} {flags} [-F pidfile] [-G gid] [-M core] [-N system]\n"
+        "             [-P ppid] [-U uid] [-c class] [-g pgrp] [-j jail]\n"
+        "             [-s sid] [-t tty] [-u euid] pattern ...",
+        BAD_USAGE,
+    )
+
+
+def main(argv: list[str]) -> int:
+    number = int(_signal.SIGTERM)
+    if argv and argv[0].startswith("-"):
+        word = argv[0][1:]
+        name = word.upper().removeprefix("SIG")
+        if word.isdigit():
+            number, argv = int(word), argv[1:]
+        elif name in SIGNALS:
+            number, argv = int(SIGNALS[name]), argv[1:]
+    return select(argv, "fij:nxv", lambda pid: kill(pid, number))
+
+
+def pgrep_main(argv: list[str]) -> int:
+    return select(argv, "fij:lnxv", lambda pid: base.say(str(pid)))
+
+
+def kill(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+    except OSError as error:
+        raise base.err(ERROR, f"signalling pid {pid}", error.errno or 0) from None
+
+
+def select(argv: list[str], known: str, act: object) -> int:
+    try:
+        options, patterns = base.getopt(argv, "DF:G:ILM:N:P:SU:ac:d:fg:ij:lnoqs:t:u:vx")
+    except base.BadOption:
+        raise usage() from None
+    for letter, _ in options:
+        if letter not in known or letter in "nv:" or (letter == "l"):
+            raise base.unbuilt(f"-{letter}")
+    letters = {letter for letter, _ in options}
+    wanted = [value for letter, value in options if letter == "j"]
+    if not wanted and not patterns:
+        raise usage()
+    candidates = in_jails(wanted) if wanted else everybody()
+    found = [pid for pid in candidates if not patterns or matches(pid, patterns, letters)]
+    for pid in found:
+        act(pid)  # type: ignore[operator]
+    sys.stdout.flush()
+    return MATCH if found else NO_MATCH
+
+
+def in_jails(lists: list[str]) -> list[int]:
+    """makelist(LT_JID): jids or names, separated by commas; 0 (and "any") is every jail."""
+    jails = []
+    for word in ",".join(lists).split(","):
+        if not word:
+            raise usage()
+        if word in ("0", "any"):
+            jails += prison.table()["jails"]
+            continue
+        if word == "none":
+            raise base.unbuilt("-j none")
+        if word.isdigit():
+            # A number is not looked up: it matches the processes of such a jail, or none.
+            jails += [jail for jail in prison.table()["jails"] if jail["jid"] == int(word)]
+            continue
+        try:
+            jails.append(prison.find(word))
+        except prison.JailError:
+            raise base.errx(BAD_USAGE, f"Invalid jail ID or name `{word}'") from None
+    return sorted({pid for jail in jails for pid in prison.processes(jail)})
+
+
+def everybody() -> list[int]:
+    holders = {jail["holder"] for jail in prison.table()["jails"]}
+    return sorted(int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in holders)
+
+
+def matches(pid: int, patterns: list[str], letters: set[str]) -> bool:
+    import re
+
+    if pid == os.getpid():
+        return False
+    try:
+        with open(f"/proc/{pid}/{'cmdline' if 'f' in letters else 'comm'}") as file:
+            text = file.read().replace("\0", " ").strip()
+    except OSError:
+        return False
+    flags = re.IGNORECASE if "i" in letters else 0
+    try:
+        check = re.fullmatch if "x" in letters else re.search
+        return any(check(pattern, text, flags) for pattern in patterns)
+    except re.error as error:
+        raise base.errx(BAD_USAGE, f"Cannot compile regular expression `{patterns[0]}' ({error})") from None

@@ -1,0 +1,114 @@
+"""sysctl(8) for the few names the gateway and its roles ask. Words: sbin/sysctl/sysctl.c."""
+
+# ruff: noqa: PTH
+from __future__ import annotations
+
+import os
+
+from shim import base
+
+USAGE = """\
+usage: sysctl [-j jail] [-bdeFhilnNoqTtVWx] [ -B <bufsize> ] [-f filename] name[=value[,value]] ...
+       sysctl [-j jail] [-bdeFhlnNoqTtVWx] [ -B <bufsize> ] -a"""
+
+# name → where it is kept: "knob", "proc:FILE" (Linux's own of the same meaning), "=VALUE"; then what writing does.
+NAMES = {
+    "kern.ostype": ("=FreeBSD", "ro"),
+    "kern.osrelease": ("release", "ro"),
+    "kern.osreldate": ("knob", "ro"),
+    "kern.racct.enable": ("knob", "tunable"),
+    "kern.hostname": ("hostname", "ro"),
+    "hw.ncpu": ("ncpu", "ro"),
+    "hw.physmem": ("physmem", "ro"),
+    "net.inet.ip.forwarding": ("proc:/proc/sys/net/ipv4/ip_forward", "rw"),
+    "net.inet6.ip6.forwarding": ("proc:/proc/sys/net/ipv6/conf/all/forwarding", "rw"),
+    "net.link.bridge.inherit_mac": ("state:0", "rw"),
+    "net.link.bridge.pfil_bridge": ("state:1", "rw"),
+    "net.link.bridge.pfil_member": ("state:1", "rw"),
+    "net.link.bridge.pfil_onlyip": ("state:1", "rw"),
+    "security.jail.enforce_statfs": ("=2", "ro"),
+    "security.jail.jail_max_af_ips": ("=255", "ro"),
+    "security.jail.jailed": ("=0", "ro"),
+    "security.jail.vnet": ("=0", "ro"),
+    "vfs.usermount": ("=0", "ro"),
+}
+
+
+def read(name: str) -> str:
+    kept = NAMES[name][0]
+    if kept.startswith("="):
+        return kept[1:]
+    if kept == "knob":
+        return base.knob(name)
+    if kept.startswith("proc:"):
+        with open(kept[5:]) as file:
+            return file.read().strip()
+    if kept.startswith("state:"):
+        return str(base.load("sysctl", {}).get(name, kept[6:]))
+    if kept == "release":
+        date = base.osreldate()
+        return f"{date // 100000}.{date // 1000 % 100}-RELEASE"
+    if kept == "hostname":
+        return os.uname().nodename
+    if kept == "ncpu":
+        return str(os.cpu_count())
+    return str(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def write(name: str, value: str) -> None:
+    kept = NAMES[name][0]
+    if kept.startswith("proc:"):
+        with open(kept[5:], "w") as file:
+            file.write(value)
+        return
+    with base.locked():
+        values = base.load("sysctl", {})
+        values[name] = value
+        base.save("sysctl", values)
+
+
+def main(argv: list[str]) -> int:
+    try:
+        options, words = base.getopt(argv, "AaB:bdeFf:hij:lNnoqTtVWxX")
+    except base.BadOption:
+        raise base.usage(USAGE) from None
+    letters = {letter for letter, _ in options}
+    for letter in sorted(letters - set("einNq")):
+        raise base.unbuilt(f"-{letter}")
+    if not words:
+        raise base.usage(USAGE)
+    code = 0
+    for word in words:
+        code += one(word, letters)
+    return 1 if code else 0
+
+
+def one(word: str, letters: set[str]) -> int:
+    """parse() of sysctl.c for one name or name=value; returns 1 for a failure."""
+    name, equals, value = word.partition("=")
+    if name not in NAMES:
+        if "i" in letters:
+            return 0
+        if "q" not in letters:
+            base.warnx(f"unknown oid '{name}'")
+        return 1
+    how = NAMES[name][1]
+    if equals and how == "tunable":
+        base.warnx(f"oid '{name}' is a read only tunable")
+        base.warnx("Tunable values are set in /boot/loader.conf")
+        return 1
+    if equals and how == "ro":
+        base.warnx(f"oid '{name}' is read only")
+        return 1
+    if equals and not value.lstrip("-").isdigit():
+        base.warnx(f"invalid integer '{value}'")
+        return 1
+    old = read(name)
+    separator = "=" if "e" in letters else ": "
+    prefix = "" if "n" in letters else name + separator
+    if not equals:
+        base.say(name if "N" in letters else prefix + old)
+        return 0
+    write(name, value)
+    base.say(f"{prefix}{old} -> {read(name)}")
+    return 0

@@ -1,0 +1,158 @@
+"""What a test run must not leave on the machine: processes, mounts, loop devices, network namespaces, links,
+nftables tables, control groups, zpools, files.
+
+Processes are recognised by an environment variable all of them inherit, so that on a shared machine nobody else's
+count. Of the rest, what bears this run's directory or prefix counts; with CI set the machine is taken to be ours
+alone, and everything new counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+
+from tests.support import session
+
+_SETTLE_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What there is; each a set of lines a person can act on."""
+
+    processes: frozenset[str]
+    mounts: frozenset[str]
+    loops: frozenset[str]
+    namespaces: frozenset[str]
+    links: frozenset[str]
+    tables: frozenset[str]
+    cgroups: frozenset[str]
+    zpools: frozenset[str]
+
+    def since(self, before: Inventory) -> dict[str, list[str]]:
+        new = {f.name: sorted(getattr(self, f.name) - getattr(before, f.name)) for f in fields(self)}
+        return {kind: lines for kind, lines in new.items() if lines}
+
+
+def watching(config: pytest.Config) -> bool:
+    """Only root can make what this looks for; workers of a distributed run leave it to the one that began it."""
+    session.run_id()
+    return os.geteuid() == 0 and not hasattr(config, "workerinput") and not config.option.collectonly
+
+
+def inventory() -> Inventory:
+    return Inventory(
+        processes=frozenset(_processes(os.environ[session.MARK]).values()),
+        mounts=frozenset(_mounts()),
+        loops=frozenset(_loops()),
+        namespaces=frozenset(_names(Path("/run/netns"))),
+        links=frozenset(link["ifname"] for link in _json("ip", "-j", "link", "show")),
+        tables=frozenset(_lines("nft", "list", "tables")),
+        cgroups=frozenset(_cgroups()),
+        zpools=frozenset(_lines("zpool", "list", "-H", "-o", "name")),
+    )
+
+
+def settle(before: Inventory) -> list[str]:
+    """What is left now, once what is on its way out has had its time; removes the run's directory if it is empty."""
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while (left := _left(before)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    if not any(line.startswith(("mounts", "loops", "processes")) for line in left):
+        shutil.rmtree(session.run_path(), ignore_errors=True)
+    return left
+
+
+def _left(before: Inventory) -> list[str]:
+    new = inventory().since(before)
+    if not os.environ.get("CI"):
+        marks = (str(session.run_path()), f"t{session.run_id()}")
+        for kind in new.keys() - {"processes"}:
+            new[kind] = [line for line in new[kind] if any(mark in line for mark in marks)]
+    return [f"{kind}: {line}" for kind, lines in new.items() for line in lines]
+
+
+def sweep_earlier_runs() -> None:
+    """Remove what runs that were killed left: their processes, names, mounts and files."""
+    for path in session.state_dir().glob("run-*"):
+        mark = path.name.removeprefix("run-")
+        pid, _, code = mark.partition("-")
+        if pid.isdigit() and code and not Path(f"/proc/{pid}").exists():
+            _sweep(path, mark, f"t{code}")
+
+
+def _sweep(path: Path, mark: str, prefix: str) -> None:
+    for pid in _processes(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for name in _names(Path("/run/netns")):
+        if name.startswith(prefix):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30, check=False)
+    for target in sorted((line.split(" ")[0] for line in _mounts() if str(path) in line), reverse=True):
+        subprocess.run(["umount", target], capture_output=True, timeout=60, check=False)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _processes(mark: str) -> dict[int, str]:
+    """pid → description of each process that was started, directly or not, by the run ``mark``."""
+    found = {}
+    wanted = f"{session.MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                found[int(entry.name)] = f"{entry.name} {command[:160]}"
+        except OSError:
+            continue
+    return found
+
+
+def _mounts() -> list[str]:
+    lines = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
+    return [f"{target} ({source}, {kind})" for source, target, kind, *_ in lines]
+
+
+def _loops() -> list[str]:
+    found = []
+    for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
+        with contextlib.suppress(OSError):
+            found.append(f"/dev/{backing.parent.parent.name} ({backing.read_text().strip()})")
+    return found
+
+
+def _cgroups() -> list[str]:
+    """Groups that may be a sandbox's: ours are the only ones below one named after the gateway."""
+    root = Path("/sys/fs/cgroup")
+    return [str(path) for path in root.glob("**/*") if path.is_dir() and _is_ours(path)] if root.is_dir() else []
+
+
+def _is_ours(path: Path) -> bool:
+    return f"t{session.run_id()}" in str(path)
+
+
+def _names(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir()] if directory.is_dir() else []
+
+
+def _lines(*argv: str) -> list[str]:
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    except FileNotFoundError:
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def _json(*argv: str) -> list[dict[str, str]]:
+    found: list[dict[str, str]] = json.loads("".join(_lines(*argv)) or "[]")
+    return found

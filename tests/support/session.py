@@ -1,0 +1,70 @@
+"""This test run: its directory, and the names and addresses it may use so that two runs never collide."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+from functools import cache
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent
+REPOSITORY = TESTS.parent
+COLLECTIONS = REPOSITORY / ".cache" / "collections"
+
+MARK = "GROVE_TEST_RUN"
+"""Environment variable that every process of the run inherits: how what was left behind is recognised."""
+
+_letters = "0123456789abcdefghijklmnopqrstuvwxyz"
+_count = itertools.count()
+
+
+def state_dir() -> Path:
+    """Directory of everything tests put on disk; what is in ``cache`` below it outlives the run."""
+    return Path(os.environ.get("GROVE_TEST_STATE") or f"/var/tmp/grove-test-{os.geteuid()}")
+
+
+@cache
+def run_id() -> str:
+    """Three letters or digits of this run."""
+    code = "".join(secrets.choice(_letters) for _ in range(3))
+    return os.environ.setdefault(MARK, f"{os.getpid()}-{code}").rpartition("-")[2]
+
+
+def run_path() -> Path:
+    """Where ``run_dir`` is or would be."""
+    run_id()
+    return state_dir() / f"run-{os.environ[MARK]}"
+
+
+def run_dir() -> Path:
+    """Made at first use, removed at the end of the run. Short: the names of unix sockets have 107 characters."""
+    path = run_path()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def cache_dir() -> Path:
+    path = state_dir() / "cache"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def network() -> dict[str, str]:
+    """``{prefix, subnet}`` of one more gateway: a prefix that begins with this run's, 256 slots' addresses."""
+    number = next(_count)
+    if number >= 36 * 36:
+        raise RuntimeError("a test run has names for 1296 gateways")
+    block = (int(run_id(), 36) * 7 + number) % 1024
+    return {
+        "prefix": f"t{run_id()}{_letters[number // 36]}{_letters[number % 36]}",
+        "subnet": f"10.{240 + block // 64}.{block % 64 * 4}.0/22",
+    }
+
+
+def link_collection() -> None:
+    """Put the repository where Ansible looks for the collection."""
+    place = COLLECTIONS / "ansible_collections" / "grove" / "sandbox"
+    if not place.is_symlink():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to("../../../..")
