@@ -25,11 +25,13 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import (
     apply_to_one,
+    check_sizes,
     remove,
     replace,
     size_words,
     view,
 )
+from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import check_awake
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     sandbox_shape,
     snapshot_shape,
@@ -168,6 +170,7 @@ def _siblings(
 
 def plan(want: Desired, have: Current) -> Plan:
     """Forks first (one request for all of them), then what changes in place, surplus goes last."""
+    _check_not_itself(want, have)
     refused: dict[str, Failure] = {}
     fresh: list[tuple[str, Mapping[str, Any] | None]] = []
     actions: list[Action] = []
@@ -183,8 +186,18 @@ def plan(want: Desired, have: Current) -> Plan:
         except Failure as failure:
             refused[name] = failure
     if fresh:
-        actions.insert(0, _fork(want, have, fresh))
+        try:
+            actions.insert(0, _fork(want, have, fresh))
+        except Failure as failure:
+            refused.update((name, failure) for name, _now in fresh)
     return Plan((*actions, *_surplus(want, have)), refused)
+
+
+def _check_not_itself(want: Desired, have: Current) -> None:
+    ident = have.source["id"] if have.source is not None else ""
+    for name in want.names:
+        if have.things.get(name, {}).get("id") == ident:
+            raise Failure(f"sandbox {name!r} cannot be a clone of itself: choose other names for the clones")
 
 
 def _leave(want: Desired, have: Current, name: str, now: Mapping[str, Any] | None) -> list[Action]:
@@ -239,6 +252,10 @@ def _free(have: Current, name: str, now: Mapping[str, Any] | None) -> Mapping[st
 
 def _fork(want: Desired, have: Current, fresh: list[tuple[str, Mapping[str, Any] | None]]) -> Action:
     source = have.source or {}
+    if want.source_kind == "snapshot":
+        check_sizes(want.sizes, source, want.cold_start)
+    else:
+        check_awake(want.source, source)
     changes = tuple(
         Change(name, None if now is None else view(now), _after(want, source, name)) for name, now in fresh
     )

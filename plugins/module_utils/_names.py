@@ -26,6 +26,8 @@ def holders(client: Client, names: Iterable[str], *, kinds: Iterable[str]) -> di
     taken = {}
     for kind in kinds:
         for entry in client.pages(_LISTS[kind], **query):
+            if entry.get("buildStatus", "ready") != "ready":
+                continue
             for name in [entry.get("name"), *(entry.get("names") or [])]:
                 if name in wanted:
                     taken[name] = kind

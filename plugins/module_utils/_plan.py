@@ -22,6 +22,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 SANDBOX, SNAPSHOT, TEMPLATE = "sandbox", "snapshot", "template"
 _ANEW = ("build", "clone", "fork", "replace")
 """Verbs after which a thing of the same name is another one."""
+_UNSETTLED = {
+    "pause": ("address",),
+    "resume": ("address", "started_at", "state_reason"),
+    "rollback": ("address", "started_at", "state_reason"),
+    "set_timeout": ("end_at",),
+}
+"""What else is another after a verb, and known only then."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,7 @@ def predict(shapes: Mapping[str, Mapping[str, Any]], actions: Iterable[Action]) 
             keys = KEYS[change.kind]
             fresh = change.before is None or action.verb in _ANEW
             known = dict.fromkeys(keys) if fresh else result.get(change.name, dict.fromkeys(keys))
+            known.update(dict.fromkeys(_UNSETTLED.get(action.verb, ()) if not fresh else ()))
             result[change.name] = {**known, **{key: value for key, value in change.after.items() if key in keys}}
     return result
 

@@ -25,7 +25,9 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     sandbox_shape,
     snapshot_shape,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import captured_view, find_snapshots
+from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import captured_view, check_awake, find_snapshots
+
+from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import SIZES
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
@@ -87,7 +89,7 @@ def observe(client: Client, want: Desired) -> Current:
 
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: shape[key] for key in ("name", "snapshot_id", "diverged")}
+    return {key: shape[key] for key in ("name", "state", "snapshot_id", "diverged", *SIZES)}
 
 
 def plan(want: Desired, have: Current) -> Plan:
@@ -104,12 +106,15 @@ def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
     target = have.snapshot["id"]
     if want.unless_clean and now["snapshot_id"] == target and now["diverged"] is False:
         return []
-    changes = [Change(name, view(now), {**view(now), "snapshot_id": target, "diverged": False})]
+    after = {"name": now["name"], "state": "running", "snapshot_id": target, "diverged": False}
+    after.update({key: have.snapshot[key] for key in SIZES})
+    changes = [Change(name, view(now), after)]
     request: dict[str, Any] = {"sandbox": now["id"], "snapshot": target}
     backup = want.backups.get(name)
     if backup:
         if backup in have.taken:
             raise taken_by(backup, have.taken[backup])
+        check_awake(name, now)
         changes.append(Change(backup, None, captured_view(backup, now, _reason(have)), SNAPSHOT))
         request["backup"] = {"name": backup, "description": _reason(have)}
     return [Action("rollback", tuple(changes), request)]

@@ -64,8 +64,8 @@ ARGUMENTS: dict[str, Any] = {
 RULES: dict[str, Any] = {"mutually_exclusive": [("template", "snapshot")]}
 
 SIZES = ("cpus", "memory_mb", "disk_mb")
-LIFE_TOLERANCE = 60
-"""Seconds by which a life may differ from ``timeout``: starting up takes part of it."""
+LIFE_TOLERANCE = 10
+"""Seconds by which a life may differ from ``timeout``: clocks differ, and a request takes its time."""
 NEVER = -1
 _ID = re.compile(r"[0-9a-f]{12}")
 
@@ -173,8 +173,8 @@ def view(shape: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def life(shape: Mapping[str, Any]) -> int:
-    """Seconds from a sandbox's start to its end; -1: for ever."""
-    begin, end = moment(shape["started_at"]), moment(shape["end_at"])
+    """Seconds from a sandbox's making to its end; -1: for ever. (A rollback or resume starts it anew.)"""
+    begin, end = moment(shape["created_at"]), moment(shape["end_at"])
     return NEVER if begin is None or end is None else round((end - begin).total_seconds())
 
 
@@ -219,11 +219,13 @@ def _create(want: Desired, have: Current, name: str) -> Action:
         raise taken_by(name, have.taken[name])
     if have.source is None:
         raise Failure(f"sandbox {name!r} not found, and to make it 'template' or 'snapshot' is needed", "not_found")
+    check_sizes(want.sizes, have.source, want.cold_start)
     return Action("create", (Change(name, None, _fresh(want, name, have.source)),), {"body": _body(want, name, have)})
 
 
 def _replace(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> Action:
     source = have.source or {"id": now["forked_from"], **{key: now[key] for key in SIZES}}
+    check_sizes(want.sizes, source, want.cold_start)
     request = {"id": now["id"], "aside": aside(now["name"], now["id"]), "body": _body(want, now["name"], have, source)}
     return Action("replace", (Change(name, view(now), _fresh(want, now["name"], source)),), request)
 
@@ -258,6 +260,19 @@ def _body(want: Desired, name: str, have: Current, source: Mapping[str, Any] | N
     if want.state == "paused":
         body["paused"] = True
     return body
+
+
+def check_sizes(sizes: Mapping[str, int], source: Mapping[str, Any], cold_start: bool) -> None:
+    """Raises the failure that forking ``source`` with other sizes than its own would meet."""
+    other = [f"{key} {source[key]}, not {value}" for key, value in sizes.items() if source[key] != value]
+    if sizes.get("disk_mb", source["disk_mb"]) < source["disk_mb"]:
+        raise Failure(f"disk_mb {sizes['disk_mb']} is less than the {source['disk_mb']} of what it is made from")
+    if other and not cold_start and source.get("memory", "none") != "none":
+        raise Failure(
+            f"{source['name'] or source['id']!r} holds the memory of a machine with {' and '.join(other)}: leave the "
+            "sizes as they are, or set cold_start: true to boot from its disk instead",
+            "unsupported",
+        )
 
 
 def size_words(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -306,13 +321,13 @@ def _other_life(wanted: int, found: int) -> bool:
 
 
 def _end(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> datetime | None:
-    begin = moment(now["started_at"])
+    begin = moment(now["created_at"])
     if want.timeout in (None, NEVER) or begin is None:
         return None
     end = begin + timedelta(seconds=want.timeout)
     if end <= have.now:
         raise Failure(
-            f"sandbox {name!r} started at {now['started_at']} and has lived longer than {want.timeout} s already: "
+            f"sandbox {name!r} was made at {now['created_at']} and has lived longer than {want.timeout} s already: "
             "allow it more, or remove it with state: absent",
             "conflict",
             blockers=[now["id"]],

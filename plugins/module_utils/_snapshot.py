@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,8 @@ def desired(params: Mapping[str, Any]) -> Desired:
         )
     if len(sandboxes) == 1:
         sandboxes = sandboxes * len(names)
+    if params.get("when_changed") and len(set(sandboxes)) < len(sandboxes):
+        raise Failure("with when_changed a sandbox can be captured under one name only: give each sandbox one name")
     return Desired(
         names=names,
         state=params["state"],
@@ -122,8 +124,8 @@ def find_snapshots(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
     return found
 
 
-def users_of(client: Client, snapshots: Any) -> dict[str, tuple[str, ...]]:
-    """Names of the sandboxes that were forked from each of ``snapshots``, by its id."""
+def users_of(client: Client, snapshots: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """Names of the sandboxes that keep each of ``snapshots`` from being removed, by its id."""
     return {
         shape["id"]: tuple(entry["name"] for entry in client.pages("/sandboxes", snapshotID=shape["id"]))
         for shape in snapshots
@@ -137,13 +139,12 @@ def view(shape: Mapping[str, Any]) -> dict[str, Any]:
 
 def plan(want: Desired, have: Current) -> Plan:
     planner = Planner()
-    captured: set[str] = set()
     for name in want.names:
-        planner.item(name, lambda name=name: _plan_one(want, have, name, captured))
+        planner.item(name, lambda name=name: _plan_one(want, have, name))
     return planner.plan()
 
 
-def _plan_one(want: Desired, have: Current, name: str, captured: set[str]) -> list[Action]:
+def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
     now = have.things.get(name)
     if want.state == "absent":
         return [] if now is None else [_remove(want, have, name, now)]
@@ -153,9 +154,9 @@ def _plan_one(want: Desired, have: Current, name: str, captured: set[str]) -> li
     if name in have.taken:
         raise taken_by(name, have.taken[name])
     sandbox = have.sandboxes[want.sandboxes[name]]
-    if want.when_changed and (sandbox["id"] in captured or unchanged_since(have, sandbox) is not None):
+    if want.when_changed and unchanged_since(have, sandbox) is not None:
         return []
-    captured.add(sandbox["id"])
+    check_awake(want.sandboxes[name], sandbox)
     return [capture(name, sandbox, want.description, want.memory)]
 
 
@@ -165,6 +166,17 @@ def capture(name: str, sandbox: Mapping[str, Any], description: str | None, memo
         (Change(name, None, captured_view(name, sandbox, description), SNAPSHOT),),
         {"sandbox": sandbox["id"], "body": {"name": name, "description": description or "", "memory": memory}},
     )
+
+
+def check_awake(ref: str, sandbox: Mapping[str, Any]) -> None:
+    """Raises the failure that capturing a paused sandbox would meet."""
+    if sandbox["state"] != "running":
+        raise Failure(
+            f"sandbox {ref!r} is paused and cannot be captured: resume it first, with the module "
+            "grove.sandbox.sandbox and state: running",
+            "conflict",
+            blockers=[sandbox["id"]],
+        )
 
 
 def captured_view(name: str, sandbox: Mapping[str, Any], description: str | None) -> dict[str, Any]:
@@ -205,21 +217,22 @@ def _check_same(want: Desired, have: Current, name: str, now: Mapping[str, Any])
 
 
 def _remove(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> Action:
-    check_unused("snapshot", name, have.users.get(now["id"], ()))
+    check_unused("snapshot", name, have.users.get(now["id"]))
     request = {"place": f"/snapshots/{segment(now['id'])}", "when_unused": want.when_unused}
     return Action("remove", (Change(name, view(now), None, SNAPSHOT),), request)
 
 
-def check_unused(what: str, name: str, users: tuple[str, ...]) -> None:
-    """Raises the failure that removing a thing in use would meet."""
-    if users:
-        shown = ", ".join(users[:20]) + (", …" if len(users) > 20 else "")
-        raise Failure(
-            f"{what} {name!r} is in use by {len(users)} fork{'s' if len(users) > 1 else ''} ({shown}): remove them "
-            "first, or set when_unused: true to hide it now and have it go with the last of them",
-            "in_use",
-            blockers=users,
-        )
+def check_unused(what: str, name: str, users: tuple[str, ...] | None) -> None:
+    """Raises the failure that removing a thing in use would meet; None: it is in nobody's use."""
+    if users is None:
+        return
+    shown = ", ".join(users[:20]) + (", …" if len(users) > 20 else "") if users else "it does not say which"
+    raise Failure(
+        f"{what} {name!r} is in use by sandboxes ({shown}): remove them first, or set when_unused: true to hide it now "
+        "and have it go with the last of them",
+        "in_use",
+        blockers=users,
+    )
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:

@@ -119,7 +119,9 @@ def plan(want: Desired, have: Current) -> Plan:
 def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
     now = have.things.get(name)
     if want.state == "absent":
-        return [] if now is None else [_remove(want, have, name, now)]
+        if now is not None and now["status"] == "building":
+            raise Failure(f"template {name!r} is being built and cannot be removed yet: wait for the build", "conflict")
+        return [] if now is None or now["status"] == "error" else [_remove(want, have, name, now)]
     if now is None and name in have.taken:
         raise taken_by(name, have.taken[name])
     if now is not None and _same(want, now):
@@ -140,7 +142,7 @@ def _same(want: Desired, now: Mapping[str, Any]) -> bool:
 
 
 def _remove(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> Action:
-    check_unused("template", name, have.users.get(now["id"], ()))
+    check_unused("template", name, have.users.get(now["id"]))
     request = {"place": f"/templates/{segment(now['id'])}", "when_unused": want.when_unused}
     return Action("remove", (Change(name, view(now), None, TEMPLATE),), request)
 

@@ -70,8 +70,8 @@ options:
     type: dict
   timeout:
     description:
-      - How long it may live, in seconds from its start; V(-1) for ever. Afterwards the gateway ends it.
-      - If not set, a new sandbox lives as long as the gateway's configuration says. A difference of up to a minute is none.
+      - How long it may live, in seconds from when it was made; V(-1) for ever. Afterwards the gateway ends it.
+      - If not set, a new sandbox lives as long as the gateway's configuration says. A difference of up to ten seconds is none.
     type: int
   network:
     description:

@@ -133,7 +133,7 @@ class Identity:
             text = "".join(f"nameserver {address}\n" for address in resolvers)
             steps.append(("resolv.conf", lambda: self._write("resolv.conf", text)))
         if message.get("growDisk"):
-            steps.append(("growDisk", system.grow_root))
+            steps.append(("growDisk", system.grow))
         variables(message, "env")
         _checked(message, "accessToken", string.printable[:95], 1024)
         _checked(message, "sandboxID", string.ascii_letters + string.digits + "-_.", 64)

@@ -89,10 +89,12 @@ class Follower:
                     break
                 output._changed.wait(left)
             self.position += len(chunks)
+            output._trim()
             output._changed.notify_all()
             return chunks, output.ending
 
     def close(self) -> None:
         with self._output._changed:
             self._output._followers.discard(self)
+            self._output._trim()
             self._output._changed.notify_all()

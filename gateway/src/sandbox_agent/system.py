@@ -59,9 +59,9 @@ def set_clock(now: float) -> None:
         time.clock_settime(time.CLOCK_REALTIME, now)
 
 
-def grow_root() -> None:
-    """Let the root file system fill its device."""
-    device = os.stat("/").st_dev
+def grow(path: str = "/") -> None:
+    """Let the (ext4) file system at ``path`` fill its device."""
+    device = os.stat(path).st_dev
     name = os.path.basename(os.readlink(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"))
     done = subprocess.run(
         ["resize2fs", f"/dev/{name}"],

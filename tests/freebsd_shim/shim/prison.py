@@ -278,8 +278,6 @@ def start_holder(path: str, name: str, params: dict[str, object]) -> int:
         try:
             base.unshare(kinds)
             _socket.sethostname(str(params.get("host.hostname", ""))[:64])
-            if params.get("vnet") == "new":
-                name_loopback()
             holder = os.fork()
             if holder == 0:
                 hold(path, front)
@@ -295,16 +293,6 @@ def start_holder(path: str, name: str, params: dict[str, object]) -> int:
     if not answer or rest:
         raise JailError(f"jail_set: {base.strerror(errno.EAGAIN)}")
     return int(answer)
-
-
-def name_loopback() -> None:
-    """A new vnet has lo0, without an address and down (sys/net/if_loop.c vnet_loif_init)."""
-    from shim import net
-
-    conversation = net.Net()
-    link = conversation.link("lo0")
-    if link is not None:
-        conversation.change(link.index, net.string(net.LINK_NAME, "lo0"))
 
 
 def hold(path: str, front: int) -> None:

@@ -41,9 +41,7 @@ _health = APIRouter(tags=["gateway"])
 
 @_health.get("/health", summary="Is it up? Needs no key")
 async def health(engine: EngineDep) -> HealthShape:
-    return HealthShape(
-        status="ok", sandboxes=len(engine.sandboxes()), version=__version__, backend=engine.host.kind
-    )
+    return HealthShape(status="ok", sandboxes=len(engine.sandboxes()), version=__version__, backend=engine.host.kind)
 
 
 def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
@@ -83,9 +81,7 @@ def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
 def _openapi(app: FastAPI) -> dict[str, Any]:
     """The document of the routes, with how to authenticate; our 400 stands in for the framework's 422."""
     if app.openapi_schema is None:
-        document = get_openapi(
-            title=app.title, version=app.version, description=app.description, routes=app.routes
-        )
+        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         for path, item in document["paths"].items():
             for operation in item.values():
                 operation["responses"].pop("422", None)

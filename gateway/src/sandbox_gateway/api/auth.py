@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from sandbox_gateway.records import check_name
 
 SHORTEST_KEY = 16
 OPEN_PATHS = frozenset({"/health"})
+_EXEC = re.compile(r"/sandboxes/[^/]+/exec")
 _CALLER = "sandbox_gateway.caller"
 _LOCAL = "sandbox_gateway.local"
 
@@ -154,7 +156,7 @@ def caller_of(scope: Scope) -> Caller:
 
 def unauthorized(scope: Scope, keys: Keys) -> Unauthorized:
     if not len(keys):
-        return Unauthorized("this address needs an API key and none is configured: set server.key_file, or use the socket")
+        return Unauthorized("no API key is configured for this address: set server.key_file, or use the unix socket")
     if presented(Headers(scope=scope)):
         return Unauthorized("the API key is not known here")
     return Unauthorized("an API key is needed: send X-API-Key: KEY or Authorization: Bearer KEY")
@@ -164,7 +166,7 @@ def needed(method: str, path: str) -> Permission:
     """What a control-plane request requires."""
     if method in ("GET", "HEAD", "OPTIONS"):
         return Permission.READ
-    if path.startswith("/sandboxes/") and path.rstrip("/").endswith("/exec"):
+    if method == "POST" and _EXEC.fullmatch(path):
         return Permission.EXEC
     return Permission.ADMIN
 
@@ -188,6 +190,5 @@ class Authorise:
 def require(caller: Caller, permission: Permission) -> None:
     if caller.permission < permission:
         raise Forbidden(
-            f"the key {caller.name!r} has scope {caller.permission.name.lower()}; "
-            f"this needs {permission.name.lower()}"
+            f"the key {caller.name!r} has scope {caller.permission.name.lower()}; this needs {permission.name.lower()}"
         )

@@ -78,6 +78,8 @@ def register(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        if isinstance(error.__cause__, GatewayError):
+            return answer_to(error.__cause__)
         kind, message = _routing(request, error)
         return answer(error.status_code, kind, message, headers=error.headers)
 
@@ -102,8 +104,8 @@ def explain(errors: Sequence[Any]) -> str:
 
 def _field(item: Mapping[str, Any]) -> str:
     if item["type"] == "json_invalid":
-        where = item["loc"][-1] if item["loc"] else "?"
-        return f"the body is not valid JSON: {item.get('ctx', {}).get('error', 'cannot be read')} (at character {where})"
+        where, what = item["loc"][-1], item.get("ctx", {}).get("error", "cannot be read")
+        return f"the body is not valid JSON: {what} (at character {where})"
     place = [str(step) for step in item["loc"][1:]]
     if not place:
         if item["type"] == "missing":

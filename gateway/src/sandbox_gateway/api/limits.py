@@ -14,7 +14,9 @@ class TooLarge(OverQuota):
     kind = "invalid"
 
     def __init__(self) -> None:
-        super().__init__(f"the body is larger than {LARGEST_BODY >> 20} MiB: send less, or files through the data plane")
+        super().__init__(
+            f"the body is larger than {LARGEST_BODY >> 20} MiB: send less; files go through the data plane"
+        )
 
 
 class BodyLimit:

@@ -13,7 +13,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from sandbox_gateway.records import SandboxState, Snapshot
+from sandbox_gateway.records import SandboxState, Snapshot, SnapshotKind
 
 if TYPE_CHECKING:
     from sandbox_gateway.engine.engine import Engine
@@ -73,7 +73,8 @@ class _Inventory(Collector):
         for state in SandboxState:
             sandboxes.add_metric([state.value], states[state.value])
         yield sandboxes
-        kinds = Tally(snapshot.kind.value for snapshot in self._engine.snapshots())
+        everything = self._engine.snapshots([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
+        kinds = Tally(snapshot.kind.value for snapshot in everything)
         snapshots = GaugeMetricFamily("sandbox_gateway_snapshots", "Visible snapshots, by kind.", labels=["kind"])
         for kind in ("snapshot", "template"):
             snapshots.add_metric([kind], kinds[kind])

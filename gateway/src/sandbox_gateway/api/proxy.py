@@ -37,8 +37,17 @@ IDLE_SECONDS = 30.0
 
 _ID_HEADER, _PORT_HEADER, _TOKEN_HEADER = "e2b-sandbox-id", "e2b-sandbox-port", "x-access-token"
 _HOP_BY_HOP = frozenset(
-    "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
-    "upgrade".split()
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
 )
 
 
@@ -181,10 +190,8 @@ class DataPlane:
             raise auth.unauthorized(scope, self.keys) from None
 
     def _has_token(self, sandbox: Sandbox, headers: Headers) -> bool:
-        if sandbox.state is not SandboxState.RUNNING:
-            return False
-        _, token = self.engine.endpoint(sandbox.id)
-        return bool(token) and hmac.compare_digest(auth.digest(headers[_TOKEN_HEADER]), auth.digest(token))
+        token = self.engine.access_token(sandbox)
+        return hmac.compare_digest(auth.digest(headers[_TOKEN_HEADER]), auth.digest(token))
 
     async def _awake(self, sandbox: Sandbox) -> Sandbox:
         """A paused sandbox whose creator asked for it is resumed by a request."""

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Body, Query, Request, Response
 from sandbox_gateway.api import requests, shapes
 from sandbox_gateway.api.paging import Limit, NextToken, Order, page
 from sandbox_gateway.api.requests import Ref
-from sandbox_gateway.api.view import EngineDep, IdempotencyKey, Operation, View, ViewDep
+from sandbox_gateway.api.view import EngineDep, IdempotencyKey, Operation, View, ViewDep, ids_of, template_or_snapshot
 from sandbox_gateway.api.waiting import unless_gone
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import UNSET
@@ -39,8 +39,8 @@ async def create(
     idempotency_key: IdempotencyKey = "",
     operation: Operation = "",
 ) -> shapes.SandboxShape:
-    spec = body.create_spec(idempotency_key, operation)
-    return view.sandbox(await unless_gone(request, engine.create(body.template, spec)))
+    origin, spec = template_or_snapshot(engine, body.template), body.create_spec(idempotency_key, operation)
+    return view.sandbox(await unless_gone(request, engine.create(origin.id, spec)))
 
 
 @router.get("/sandboxes", response_model_exclude_unset=True, summary="List sandboxes")
@@ -78,6 +78,11 @@ async def index(
 @router.get("/sandboxes/{ref}", response_model_exclude_unset=True, summary="Show a sandbox")
 async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SandboxShape:
     return await view.with_divergence(engine.sandbox(ref))
+
+
+@router.get("/sandboxes/{ref}/usage", summary="What it costs its host")
+async def usage(ref: Ref, engine: EngineDep) -> shapes.UsageShape:
+    return shapes.usage_shape(await engine.usage(ref))
 
 
 @router.patch("/sandboxes/{ref}", response_model_exclude_unset=True, summary="Change name, metadata or timeout")
@@ -156,7 +161,7 @@ async def snapshot(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.CreateSnapshot | None = None
 ) -> shapes.SnapshotShape:
     body = body or requests.CreateSnapshot()
-    work = engine.snapshot(
+    work = engine.capture(
         ref, name=body.name, description=body.description, memory=body.with_memory, expires_in=body.expires_in
     )
     taken = await unless_gone(request, work)
@@ -188,7 +193,10 @@ async def promote(
 
 
 @router.post(
-    "/sandboxes/{ref}/clone", status_code=201, response_model_exclude_unset=True, summary="Siblings of a running sandbox"
+    "/sandboxes/{ref}/clone",
+    status_code=201,
+    response_model_exclude_unset=True,
+    summary="Siblings of a running sandbox",
 )
 async def clone(
     request: Request,
@@ -271,14 +279,14 @@ def _with_metadata(query: str) -> list[Test]:
 def _of_template(ref: str, engine: Engine) -> list[Test]:
     if not ref:
         return []
-    ids = {ref, *(template.id for template in engine.snapshots() if ref in template.names)}
+    ids = ids_of(ref, engine)
     return [lambda sandbox: sandbox.template_id in ids]
 
 
 def _forked_from(ref: str, engine: Engine) -> list[Test]:
     if not ref:
         return []
-    ids = {ref, *(snapshot.id for snapshot in engine.snapshots() if ref in snapshot.names)}
+    ids = ids_of(ref, engine)
     return [lambda sandbox: sandbox.forked_from in ids]
 
 

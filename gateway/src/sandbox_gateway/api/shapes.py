@@ -15,6 +15,7 @@ from sandbox_gateway.records import NetworkPolicy, Sandbox, Snapshot, SnapshotKi
 if TYPE_CHECKING:
     from sandbox_gateway.engine.builds import Build
     from sandbox_gateway.engine.spec import ExecResult
+    from sandbox_gateway.hosts.base import Usage
 
 ENVD_VERSION = "0.4.0"
 """The data plane's level: clients choose calls by it."""
@@ -99,15 +100,15 @@ class TemplateShape(BaseModel):
     buildStatus: Literal["building", "ready", "error"]
     reason: str | None = Field(None, description="Why the build failed.")
     digest: str
-    recipe: dict[str, Any] = Field(description="The recipe in canonical form, as it may be posted.")
-    description: str
     createdAt: datetime
     updatedAt: datetime
-    cpuCount: int
-    memoryMB: int
-    diskSizeMB: int
-    memory: str
     forks: int
+    recipe: dict[str, Any] = Field({}, description="The recipe in canonical form, as it may be posted; once ready.")
+    description: str = ""
+    cpuCount: int | None = Field(None, description="This and what follows: once it is ready.")
+    memoryMB: int | None = None
+    diskSizeMB: int | None = None
+    memory: str | None = None
 
 
 class BuildShape(BaseModel):
@@ -132,6 +133,11 @@ class ExecShape(BaseModel):
     stdout: str
     stderr: str
     timedOut: bool
+
+
+class UsageShape(BaseModel):
+    diskBytes: int = Field(description="On the disk, and shared with nothing else.")
+    memoryBytes: int = Field(description="In memory; what is shared counts in proportion.")
 
 
 class ForkErrorShape(BaseModel):
@@ -174,9 +180,7 @@ class Hidden(BaseModel):
 
 
 def network_shape(policy: NetworkPolicy) -> NetworkShape:
-    return NetworkShape(
-        allowInternetAccess=policy.allow_internet, allowOut=policy.allow_out, denyOut=policy.deny_out
-    )
+    return NetworkShape(allowInternetAccess=policy.allow_internet, allowOut=policy.allow_out, denyOut=policy.deny_out)
 
 
 def sandbox_shape(sandbox: Sandbox, *, backend: str, domain: str, **known: Any) -> SandboxShape:
@@ -261,6 +265,22 @@ def template_shape(template: Snapshot, *, build_id: str, forks: int) -> Template
     )
 
 
+def building_shape(build: Build) -> TemplateShape:
+    """A template that is not there yet, or whose build failed."""
+    shape = TemplateShape(
+        templateID=build.template_id,
+        names=[build.name],
+        aliases=[build.name],
+        buildID=build.build_id,
+        buildStatus=build.status,
+        digest=build.digest,
+        createdAt=build.started_at,
+        updatedAt=build.started_at,
+        forks=0,
+    )
+    return shape.model_copy(update={"reason": build.reason}) if build.reason else shape
+
+
 def posted(recipe: dict[str, Any]) -> dict[str, Any]:
     """A stored recipe in the words in which it is posted; ``packages`` sorted, each once."""
     if not recipe:
@@ -313,6 +333,10 @@ def exec_shape(result: ExecResult) -> ExecShape:
         stderr=result.stderr.decode(errors="replace"),
         timedOut=result.timed_out,
     )
+
+
+def usage_shape(usage: Usage) -> UsageShape:
+    return UsageShape(diskBytes=usage.disk_bytes, memoryBytes=usage.memory_bytes)
 
 
 def fork_error_shape(error: GatewayError, name: str) -> ForkErrorShape:

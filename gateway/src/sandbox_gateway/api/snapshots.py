@@ -11,10 +11,10 @@ from sandbox_gateway.api import requests, shapes
 from sandbox_gateway.api.paging import Limit, NextToken, page
 from sandbox_gateway.api.requests import Ref
 from sandbox_gateway.api.sandboxes import forks_shape
-from sandbox_gateway.api.view import EngineDep, IdempotencyKey, Operation, ViewDep
+from sandbox_gateway.api.view import EngineDep, IdempotencyKey, Operation, ViewDep, ids_of
 from sandbox_gateway.api.waiting import unless_gone
 from sandbox_gateway.engine.engine import Engine
-from sandbox_gateway.records import Snapshot, SnapshotKind
+from sandbox_gateway.records import Snapshot
 
 router = APIRouter(tags=["snapshots"])
 When = Annotated[
@@ -33,12 +33,11 @@ async def index(
     sandbox: Annotated[str, Query(alias="sandboxID", description="Taken of this sandbox (id or name)")] = "",
     template: Annotated[str, Query(alias="templateID", description="Descending from this template (id or name)")] = "",
 ) -> list[shapes.SnapshotShape]:
-    sources, templates = _sandbox_ids(sandbox, engine), _template_ids(template, engine)
+    sources, templates = _sandbox_ids(sandbox, engine), ids_of(template, engine)
     found = [
         snapshot
         for snapshot in engine.snapshots()
-        if snapshot.kind is SnapshotKind.SNAPSHOT
-        and (not name or name in snapshot.names)
+        if (not name or name in snapshot.names)
         and (not sandbox or snapshot.source_sandbox in sources)
         and (not template or snapshot.template_id in templates)
     ]
@@ -86,7 +85,7 @@ async def fork(
 @router.get("/lineage", summary="The tree: templates, sandboxes, snapshots, forks", tags=["gateway"])
 async def lineage(
     engine: EngineDep, root: Annotated[str, Query(max_length=requests.LONGEST_REF, description="Only below this")] = ""
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     return engine.lineage(root or None)
 
 
@@ -101,7 +100,3 @@ async def remove(engine: Engine, snapshot: Snapshot, when: str | None) -> Respon
 
 def _sandbox_ids(ref: str, engine: Engine) -> set[str]:
     return {ref, *(sandbox.id for sandbox in engine.sandboxes() if sandbox.name == ref)}
-
-
-def _template_ids(ref: str, engine: Engine) -> set[str]:
-    return {ref, *(snapshot.id for snapshot in engine.snapshots() if ref in snapshot.names)}

@@ -9,9 +9,10 @@ from fastapi import APIRouter, Query, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from sandbox_gateway.api import requests, shapes
+from sandbox_gateway.api.paging import Limit, NextToken, page
 from sandbox_gateway.api.requests import Ref
 from sandbox_gateway.api.snapshots import When, remove
-from sandbox_gateway.api.view import EngineDep, ViewDep
+from sandbox_gateway.api.view import EngineDep, template_or_snapshot
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import NotFound
@@ -31,6 +32,38 @@ async def create(body: requests.CreateTemplate, engine: EngineDep, response: Res
     if build.status == "ready":
         response.status_code = 200
     return shapes.started_shape(build)
+
+
+@router.get("/templates", response_model_exclude_unset=True, summary="List templates")
+async def index(
+    response: Response,
+    engine: EngineDep,
+    limit: Limit = 100,
+    next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
+    name: str = "",
+) -> list[shapes.TemplateShape]:
+    """Those that are ready, being built, or whose build failed since the gateway started."""
+    ready = engine.snapshots([SnapshotKind.TEMPLATE])
+    there = {template.id for template in ready}
+    found = [
+        *(_ready(engine, template) for template in ready),
+        *(shapes.building_shape(build) for build in engine.builds() if build.template_id not in there),
+    ]
+    wanted = [template for template in found if not name or name in template.names]
+    return page(wanted, lambda shape: (shape.createdAt, shape.templateID), response, limit, next_token)
+
+
+@router.get("/templates/{ref}", response_model_exclude_unset=True, summary="Show a template")
+async def show(ref: Ref, engine: EngineDep) -> shapes.TemplateShape:
+    try:
+        return _ready(engine, engine.template(ref))
+    except NotFound:
+        return shapes.building_shape(engine.build(ref))
+
+
+@router.put("/templates/{ref}/alias", response_model_exclude_unset=True, summary="Give it one more name")
+async def set_alias(ref: Ref, body: requests.SetAlias, engine: EngineDep) -> shapes.TemplateShape:
+    return _ready(engine, await engine.set_alias(ref, body.alias))
 
 
 @router.get("/templates/{ref}/builds/{build}/status", summary="How a build is going")
@@ -61,14 +94,12 @@ async def build_logs(
     responses={202: {"model": shapes.Hidden, "description": "Hidden; removed with its last user"}},
 )
 async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
-    return await remove(engine, _template_or_snapshot(engine, ref), when)
+    return await remove(engine, template_or_snapshot(engine, ref), when)
 
 
-def _template_or_snapshot(engine: Engine, ref: str) -> Snapshot:
-    try:
-        return engine.snapshot(ref)
-    except NotFound:
-        raise NotFound("template", ref) from None
+def _ready(engine: Engine, template: Snapshot) -> shapes.TemplateShape:
+    build = engine.build(template.id)
+    return shapes.template_shape(template, build_id=build.build_id, forks=len(engine.dependents(template)))
 
 
 async def _lines(build: Build) -> AsyncIterator[str]:

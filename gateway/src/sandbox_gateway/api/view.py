@@ -11,7 +11,7 @@ from sandbox_gateway.api.auth import Permission, caller_of
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import GatewayError, NotFound
-from sandbox_gateway.records import Sandbox, SandboxState, Snapshot
+from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
 
 
 class View:
@@ -22,12 +22,11 @@ class View:
 
     @property
     def backend(self) -> str:
-        return self.config.host.kind
+        return self.engine.host.kind
 
     def sandbox(self, sandbox: Sandbox, *, secret: bool = True, **known: Any) -> shapes.SandboxShape:
         """``secret`` False, or a caller who may only read: without the access token."""
-        if sandbox.state is SandboxState.RUNNING:
-            known |= self._reach(sandbox, secret and self.permission >= Permission.EXEC)
+        known |= self._reach(sandbox, secret and self.permission >= Permission.EXEC)
         if alias := self._alias(sandbox.template_id):
             known["alias"] = alias
         return shapes.sandbox_shape(sandbox, backend=self.backend, domain=self.config.server.domain, **known)
@@ -45,11 +44,12 @@ class View:
             return None
 
     def _reach(self, sandbox: Sandbox, secret: bool) -> dict[str, Any]:
+        known = {"envdAccessToken": self.engine.access_token(sandbox)} if secret else {}
         try:
-            address, token = self.engine.endpoint(sandbox.id)
+            address, _ = self.engine.endpoint(sandbox.id)
         except GatewayError:
-            return {}
-        return {"address": address, "envdAccessToken": token} if secret else {"address": address}
+            return known
+        return {**known, "address": address}
 
     def _alias(self, template_id: str) -> str | None:
         try:
@@ -57,6 +57,20 @@ class View:
         except NotFound:
             return None
         return names[0] if names else None
+
+
+def template_or_snapshot(engine: Engine, ref: str) -> Snapshot:
+    """What a sandbox can be made from. Raises NotFound in the words that the dialects' clients look for."""
+    try:
+        return engine.snapshot(ref)
+    except NotFound:
+        raise NotFound("template or snapshot", ref[:80]) from None
+
+
+def ids_of(ref: str, engine: Engine) -> set[str]:
+    """``ref`` and the id of the template or snapshot that has it for a name; for filters, which never fail."""
+    everything = engine.snapshots([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
+    return {ref, *(snapshot.id for snapshot in everything if ref in snapshot.names)}
 
 
 async def _engine(request: Request) -> Engine:

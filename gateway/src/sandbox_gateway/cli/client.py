@@ -92,7 +92,8 @@ class Client:
         try:
             yield
         except httpx.ConnectError as error:
-            raise Failure(f"cannot reach the gateway at {self.url}: {_reason(error)}", Exit.UNREACHABLE, _advice(error))
+            message = f"cannot reach the gateway at {self.url}: {_reason(error)}"
+            raise Failure(message, Exit.UNREACHABLE, _advice(error)) from None
         except httpx.TimeoutException:
             raise Failure(f"the gateway at {self.url} did not answer in time", Exit.UNREACHABLE, "try again") from None
         except httpx.TransportError as error:

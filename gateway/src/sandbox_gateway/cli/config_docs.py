@@ -65,7 +65,7 @@ def _type(field: FieldInfo) -> str:
 
 
 def _limits(field: FieldInfo) -> str:
-    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}  # noqa: RUF001
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     found = [
         f"{sign} {getattr(limit, word):g}"
         for word, sign in signs.items()

@@ -38,7 +38,8 @@ def snapshots(items: Sequence[Mapping[str, Any]]) -> None:
 
 def templates(items: Sequence[Mapping[str, Any]]) -> None:
     heads = ("NAME", "ID", "STATUS", "CPU", "MEMORY", "DISK", "CAPTURED", "FORKS", "AGE")
-    _table(heads, (_template_row(item) for item in items), empty="no templates: `sandboxctl template build NAME` makes one")
+    rows = (_template_row(item) for item in items)
+    _table(heads, rows, empty="no templates: `sandboxctl template build NAME` makes one")
 
 
 def detail(item: Mapping[str, Any]) -> None:
@@ -125,10 +126,10 @@ def _template_row(item: Mapping[str, Any]) -> tuple[str, ...]:
         ", ".join(item["names"]) or "-",
         item["templateID"],
         item["buildStatus"],
-        str(item["cpuCount"]),
-        words.mib(item["memoryMB"]),
-        words.mib(item["diskSizeMB"]),
-        item["memory"],
+        str(item.get("cpuCount", "-")),
+        words.mib(item["memoryMB"]) if "memoryMB" in item else "-",
+        words.mib(item["diskSizeMB"]) if "diskSizeMB" in item else "-",
+        item.get("memory", "-"),
         str(item["forks"]),
         words.age(item["createdAt"]),
     )

@@ -28,6 +28,7 @@ from sandbox_gateway.errors import GatewayError, Invalid
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from sandbox_gateway.engine.engine import Engine
     from sandbox_gateway.hosts.base import Host
 
 GRACE_SECONDS = 10
@@ -51,20 +52,26 @@ class Address:
 
 async def run(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises GatewayError for what keeps it from starting."""
+    from sandbox_gateway.engine.engine import Engine
+
     log.setup(config.log.level, config.log.format)
     _quiet_servers()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    await serve(config, Engine(make_host(config), config), stop)
+    logger.info("stopped")
+
+
+async def serve(config: Config, engine: Engine, stop: asyncio.Event) -> None:
+    """Open ``engine``, answer requests until ``stop`` is set, close it. Raises GatewayError."""
     keys, address, tls = prepare(config.server)
-    engine = _engine(config)
     try:
         if await _unless(stop, engine.open()):
             await _serve(config, engine, keys, address, tls, stop)
     finally:
         await engine.close()
-    logger.info("stopped")
 
 
 async def inspect(config: Config) -> None:
@@ -97,12 +104,6 @@ def make_host(config: Config) -> Host:
     return host
 
 
-def _engine(config: Config) -> Any:
-    from sandbox_gateway.engine.engine import Engine
-
-    return Engine(make_host(config), config)
-
-
 def prepare(server: Server) -> tuple[Keys, Address | None, ssl.SSLContext | None]:
     """Keys, TCP address and TLS, checked against each other. Raises Invalid."""
     if server.socket is None and not server.listen:
@@ -110,12 +111,13 @@ def prepare(server: Server) -> tuple[Keys, Address | None, ssl.SSLContext | None
     keys = Keys.load(server.key_file) if server.key_file else Keys()
     tls = _tls(server)
     address = resolve(server.listen) if server.listen else None
+    where = f"server.listen {server.listen!r}"
     if address and not address.loopback:
         if not len(keys):
-            raise Invalid(f"server.listen {server.listen!r} is reachable from elsewhere: set server.key_file, with a key")
+            raise Invalid(f"{where} is reachable from elsewhere: set server.key_file, with a key in it")
         if tls is None and not server.allow_plaintext:
             raise Invalid(
-                f"server.listen {server.listen!r} is reachable from elsewhere, where keys must not travel in the clear: "
+                f"{where} is reachable from elsewhere, where keys must not travel in the clear: "
                 "set server.tls_cert and server.tls_key, or server.allow_plaintext behind a proxy that has TLS"
             )
     if address and not len(keys):
@@ -151,7 +153,7 @@ def _tls(server: Server) -> ssl.SSLContext | None:
 
 
 async def _serve(
-    config: Config, engine: Any, keys: Keys, address: Address | None, tls: ssl.SSLContext | None, stop: asyncio.Event
+    config: Config, engine: Engine, keys: Keys, address: Address | None, tls: ssl.SSLContext | None, stop: asyncio.Event
 ) -> None:
     from sandbox_gateway.api.app import create_app
 
@@ -167,12 +169,11 @@ async def _serve(
         await _listen(listeners, app, stop)
 
 
-async def _listen(
-    listeners: list[tuple[uvicorn.Server, socket.socket]], app: FastAPI, stop: asyncio.Event
-) -> None:
+async def _listen(listeners: list[tuple[uvicorn.Server, socket.socket]], app: FastAPI, stop: asyncio.Event) -> None:
     tasks = [asyncio.create_task(server.serve(sockets=[bound])) for server, bound in listeners]
     try:
-        while not all(server.started for server, _ in listeners) and not any(task.done() for task in tasks):
+        # uvicorn offers a flag, not an event.
+        while not all(server.started for server, _ in listeners) and not any(task.done() for task in tasks):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         for _, bound in listeners:
             logger.info("listening", address=str(bound.getsockname()), version=__version__)

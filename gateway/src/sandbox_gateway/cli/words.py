@@ -13,7 +13,7 @@ _NEVER_YEAR = 9999
 
 
 def mebibytes(text: str) -> int:
-    """"512M", "4G", or a plain number of MiB."""
+    """ "512M", "4G", or a plain number of MiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mgt]?)(?:i?b)?", text.strip().lower())
     if not match:
         raise Failure(f"{text!r} is not a size", Exit.USAGE, "write 512M, 4G, or a number of MiB")
@@ -21,7 +21,7 @@ def mebibytes(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """"90", "10m", "2h", "1d"; "never" is -1."""
+    """ "90", "10m", "2h", "1d"; "never" is -1."""
     if text.strip().lower() in ("never", "-1"):
         return -1
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())

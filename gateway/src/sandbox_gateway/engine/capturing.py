@@ -68,7 +68,8 @@ class Capturing(Forking):
 
     async def _capture_frozen(self, sandbox: Sandbox, snapshot: Snapshot) -> Snapshot:
         agent = self.agent(sandbox)
-        await agent.call("/freeze", {"seconds": _FREEZE_SECONDS})
+        if not (await agent.call("/freeze", {"seconds": _FREEZE_SECONDS})).get("frozen"):
+            raise BackendFailed("the sandbox's file system could not be frozen: capture it with its memory, or pause it")
         try:
             return await self.host.capture(sandbox, snapshot, memory=False)
         finally:
@@ -81,17 +82,21 @@ class Capturing(Forking):
         async with self.held(ref) as hold:
             sandbox = self.awake(hold)
             snapshot = descendant(sandbox, SnapshotKind.TRANSIENT, self.index)
-            head = sandbox.head
-            with self.index.using(snapshot):
-                snapshot = await to_the_end(self.record(sandbox, snapshot, memory=True))
-                try:
-                    return await self.fork_snapshot(snapshot, spec)
-                except BaseException:
-                    sandbox.head = head
-                    await asyncio.shield(self.host.save(sandbox))
-                    raise
-                finally:
-                    self.spawn(self.collect())
+            try:
+                return await self._clone(sandbox, snapshot, spec)
+            finally:
+                await asyncio.shield(self.collect())
+
+    async def _clone(self, sandbox: Sandbox, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
+        head = sandbox.head
+        with self.index.using(snapshot):
+            captured = await to_the_end(self.record(sandbox, snapshot, memory=True))
+            try:
+                return await self.fork_snapshot(captured, spec)
+            except BaseException:
+                sandbox.head = head
+                await asyncio.shield(self.host.save(sandbox))
+                raise
 
     async def delete_snapshot(self, ref: str, *, when_unused: bool = False) -> bool:
         """Remove a snapshot or template; True if it is gone.

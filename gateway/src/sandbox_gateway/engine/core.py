@@ -71,7 +71,7 @@ class Core:
         return AgentClient(self.host.endpoint(sandbox), self.access_token(sandbox))
 
     def name_servers(self, policy: NetworkPolicy) -> list[str]:
-        return self.config.network.dns if policy.allow_internet or policy.allow_out else []
+        return self.host.name_servers() if policy.allow_internet or policy.allow_out else []
 
     def _progress(self, type: str, operation: str, done: int, total: int, sandbox_id: str) -> None:
         if operation:

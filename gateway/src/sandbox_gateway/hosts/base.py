@@ -121,6 +121,9 @@ class Host(Protocol):
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         """Make ``policy`` hold for the running instance."""
 
+    def name_servers(self) -> list[str]:
+        """Addresses of the name servers that sandboxes here may ask."""
+
     def endpoint(self, sandbox: Sandbox) -> Endpoint:
         """Where the running instance is reached."""
 

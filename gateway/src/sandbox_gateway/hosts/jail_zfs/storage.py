@@ -5,6 +5,7 @@
     <root>/_template-<id>@base        a base as it was built; its dataset stays unmounted
     <root>/sandboxes/<instance>       a clone; its record says which sandbox it embodies
     <root>/sandboxes/<instance>@<id>  a snapshot, with its record
+    <root>/ballast                    16 MiB held back for when the pool is full
     <root>/retired/<instance>         what is left of an instance whose snapshots have to stay; unmounted, goes with
                                       the last of them
 
@@ -17,37 +18,24 @@ Functions block; they may be called from several threads. They raise GatewayErro
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
 
-from sandbox_gateway.errors import (
-    BackendFailed,
-    Busy,
-    Conflict,
-    GatewayError,
-    InUse,
-    Invalid,
-    NoSpace,
-    NotFound,
-    OverQuota,
-)
+from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, InUse, NotFound, OverQuota
 from sandbox_gateway.hosts.jail_zfs import zfs
+from sandbox_gateway.hosts.jail_zfs.storage_errors import translating
+from sandbox_gateway.hosts.jail_zfs.storage_scan import FACTS, TEMPLATE, Findings, interpret
 from sandbox_gateway.hosts.jail_zfs.zfs_owner import Ownership
-from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD, QUARANTINE, Stored, decode, encode, stale_parts
+from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD, QUARANTINE, decode, encode, stale_parts
 from sandbox_gateway.records import Sandbox, Snapshot
 
-_FACTS = ("type", "origin", "createtxg", "defer_destroy", "mounted")
 _CONTAINERS = ("sandboxes", "retired")
 _BASE = "base"
-_TEMPLATE = "_template-"
-
-P = ParamSpec("P")
-R = TypeVar("R")
+_BALLAST = "ballast"
+_BALLAST_BYTES = 16 << 20
 
 
 @dataclass
@@ -70,48 +58,6 @@ class Usage:
     available: int
 
 
-def _translated(function: Callable[P, R]) -> Callable[P, R]:
-    """ZFS's errors as the gateway's."""
-
-    @functools.wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        with translated():
-            return function(*args, **kwargs)
-
-    return wrapper
-
-
-@contextmanager
-def translated() -> Iterator[None]:
-    """Turn a ZFSError into the GatewayError that says it to a caller."""
-    try:
-        yield
-    except zfs.exceptions.MultipleOperationsFailure as error:
-        raise gateway_error(error.errors[0]) from error
-    except zfs.exceptions.ZFSError as error:
-        raise gateway_error(error) from error
-
-
-def gateway_error(error: zfs.exceptions.ZFSError) -> GatewayError:
-    name = f" {error.name}" if error.name else ""
-    match error:
-        case zfs.exceptions.NoSpace():
-            pool = (error.name or "").partition("/")[0] or "ZFS"
-            return NoSpace(f"the pool {pool} has no space left{name and f' for{name}'}: remove snapshots or sandboxes")
-        case zfs.exceptions.QuotaExceeded():
-            return OverQuota(f"the disk quota of{name} does not allow this: what it holds is more")
-        case zfs.exceptions.ZFSInitializationFailed():
-            return BackendFailed(f"ZFS cannot be reached: {error.said}")
-        case zfs.exceptions.DatasetBusy():
-            listed = f" ({', '.join(error.related)})" if error.related else ""
-            return Busy(f"the dataset{name} is busy{listed}: a process or a mount still uses it; try again")
-        case zfs.exceptions.SuspendedPool() | zfs.exceptions.ReadOnlyPool():
-            return BackendFailed(f"{error.message}:{name or ' the pool'} takes no writes; see `zpool status`")
-        case zfs.exceptions.NameInvalid() | zfs.exceptions.NameTooLong() | zfs.exceptions.PropertyInvalid():
-            return Invalid(f"ZFS does not take{name}: {error.said or error.message}")
-    return BackendFailed(f"ZFS failed: {error}")
-
-
 class ZfsStorage:
     """The storage below the dataset ``root_dataset``, which must exist and be mounted somewhere."""
 
@@ -128,10 +74,12 @@ class ZfsStorage:
         """Full name of each snapshot, by its id."""
         self._generations: dict[str, int] = {}
         """Of the newest record of each sandbox or snapshot, by its id."""
+        self._long: set[str] = set()
+        """Datasets and snapshots that have, or may have, parts of records."""
 
     # ---- opening ----
 
-    @_translated
+    @translating
     def open(self) -> list[str]:
         """Take the root for this gateway alone and make what is missing below it.
 
@@ -149,6 +97,7 @@ class ZfsStorage:
             self._mountpoint = self._mounted_root()
             for name in _CONTAINERS:
                 self._ensure_container(f"{self.root}/{name}")
+            notes += self._take_ballast()
         except BaseException:
             self.close()
             raise
@@ -201,17 +150,17 @@ class ZfsStorage:
 
     # ---- making ----
 
-    @_translated
+    @translating
     def create_base(self, record: Snapshot, fill: Callable[[Path], None]) -> Snapshot:
         """Make a dataset, let ``fill`` write a file system into the directory it is given, and commit it as ``@base``.
 
         Nothing is left if ``fill`` raises.
         """
-        dataset = f"{self.root}/{_TEMPLATE}{record.id}"
+        dataset = f"{self.root}/{TEMPLATE}{record.id}"
         zfs.lzc_create(dataset, props={"canmount": "noauto", "atime": "off", "com.sun:auto-snapshot": "false"})
         try:
             zfs.mount(dataset)
-            fill(self.mountpoint / f"{_TEMPLATE}{record.id}")
+            fill(self.mountpoint / f"{TEMPLATE}{record.id}")
             zfs.unmount(dataset)
             self._take(f"{dataset}@{_BASE}", record)
         except BaseException:
@@ -220,7 +169,7 @@ class ZfsStorage:
             raise
         return record
 
-    @_translated
+    @translating
     def clone(
         self, snapshot_id: str, instance: str, *, disk_mb: int | None = None, props: Mapping[str, str] | None = None
     ) -> Path:
@@ -254,25 +203,25 @@ class ZfsStorage:
         if disk_mb is not None and held > disk_mb << 20:
             raise OverQuota(f"a disk of {disk_mb} MiB is too small: the snapshot holds {(held >> 20) + 1} MiB")
 
-    @_translated
+    @translating
     def mount(self, instance: str) -> Path:
         """Mount an instance's file system where it is not mounted (after the host went down); returns where."""
         zfs.mount(self.dataset(instance))
         return self.instance_root(instance)
 
-    @_translated
+    @translating
     def set_disk(self, instance: str, disk_mb: int) -> None:
         """Change what may be referenced in an instance, in MiB. Raises OverQuota if it holds more."""
         zfs.lzc_set_prop(self.dataset(instance), "refquota", disk_mb << 20)
 
     # ---- records ----
 
-    @_translated
+    @translating
     def save(self, record: Sandbox) -> None:
         """Commit a sandbox's record on the dataset of the instance it names; older ones elsewhere no longer count."""
         self._write(self.dataset(record.instance), record)
 
-    @_translated
+    @translating
     def snapshot(self, instance: str, record: Snapshot) -> Snapshot:
         """Snapshot an instance's file system, as ``record``: there is both or neither.
 
@@ -281,7 +230,7 @@ class ZfsStorage:
         self._take(f"{self.dataset(instance)}@{record.id}", record)
         return record
 
-    @_translated
+    @translating
     def save_snapshot(self, record: Snapshot) -> None:
         """Write a snapshot's record anew. Raises NotFound if it is gone."""
         name = self.snapshot_dataset(record.id)
@@ -292,26 +241,244 @@ class ZfsStorage:
             raise
 
     def _take(self, name: str, record: Snapshot) -> None:
-        zfs.lzc_snapshot([name], encode(record, 1))
+        props = encode(record, 1)
+        zfs.lzc_snapshot([name], props)
         with self._guard:
             self._places[record.id] = name
             self._generations[record.id] = 1
+            self._long.update([name] if len(props) > 1 else [])
 
     def _write(self, name: str, record: Sandbox | Snapshot) -> None:
         with self._guard:
             generation = self._generations[record.id] = self._generations.get(record.id, 0) + 1
         props = encode(record, generation)
         for prop, value in props.items():
-            zfs.lzc_set_prop(name, prop, value)
-        if generation > 1:
-            self._drop_old_parts(name, len(props) > 1)
+            self._in_need(lambda prop=prop, value=value: zfs.lzc_set_prop(name, prop, value))  # type: ignore[misc]
+        if name in self._long:
+            self._drop_stale_parts(name)
+        if len(props) > 1:
+            self._long.add(name)
 
-    def _drop_old_parts(self, name: str, has_parts: bool) -> None:
-        """Only a record that is, or may have been, long has parts; the next scan drops what is left here."""
+    @staticmethod
+    def _drop_stale_parts(name: str) -> None:
+        """The record is committed already; what cannot be dropped now is dropped by the next scan."""
+        with suppress(zfs.exceptions.ZFSError):
+            for prop in stale_parts(zfs.local_props(name)):
+                zfs.lzc_inherit_prop(name, prop)
+
+    # ---- removing ----
+
+    @translating
+    def forget(self, instance: str) -> None:
+        """Take back the record of an instance: from here on it embodies no sandbox, and a scan sweeps it."""
+        with suppress(zfs.exceptions.DatasetNotFound):
+            self._drop_record(self.dataset(instance))
+
+    @translating
+    def discard(self, instance: str) -> bool:
+        """Remove an instance. True: it is gone; False: its snapshots have to stay, so it is retired until they go.
+
+        Nothing may use its files any more: Busy if something does, and then it is there still (without its record, if
+        it has snapshots). An instance that is not there is gone.
+        """
+        with self._shape:
+            return self._discard(self.dataset(instance))
+
+    def _discard(self, dataset: str) -> bool:
+        try:
+            if zfs.list_snapshots(dataset):
+                self._retire(dataset)
+                return False
+            self._destroy(dataset)
+        except zfs.exceptions.FilesystemNotFound:
+            pass
+        return True
+
+    def _drop_record(self, dataset: str) -> None:
+        if HEAD in zfs.local_props(dataset):
+            self._in_need(lambda: zfs.lzc_inherit_prop(dataset, HEAD))
+
+    def _retire(self, dataset: str) -> None:
+        self._drop_record(dataset)
+        zfs.unmount(dataset)
+        instance = dataset.rpartition("/")[2]
+        retired = f"{self.root}/retired/{instance}"
+        self._in_need(lambda: zfs.lzc_set_prop(dataset, "canmount", "noauto"))
+        self._in_need(lambda: zfs.lzc_rename(dataset, retired))
         with self._guard:
-            had_parts = name in self._long
-            (self._long.add if has_parts else self._long.discard)(name)
-        if had_parts:
-            with suppress(zfs.exceptions.ZFSError):
-                for prop in stale_parts(zfs.local_props(name)):
-                    zfs.lzc_inherit_prop(name, prop)
+            for snapshot_id, place in self._places.items():
+                if place.startswith(f"{dataset}@"):
+                    self._places[snapshot_id] = retired + place.removeprefix(dataset)
+        self._drop_directory(instance)
+
+    def _destroy(self, dataset: str) -> None:
+        """A dataset without snapshots, and what was only kept for it."""
+        origin = zfs.get_props([dataset], ["origin"])[dataset]["origin"].value
+        zfs.unmount(dataset)
+        zfs.lzc_destroy(dataset)
+        self._drop_directory(dataset.rpartition("/")[2])
+        if origin != "-":
+            self._tidy(origin.partition("@")[0])
+
+    def _drop_directory(self, instance: str) -> None:
+        """An empty mount point is litter, nothing worse."""
+        if self._mountpoint is not None:
+            with suppress(OSError):
+                self.instance_root(instance).rmdir()
+
+    def _tidy(self, dataset: str) -> None:
+        """Remove a retired dataset, or a base's, once its last snapshot is gone; then the same for its origin's."""
+        if not dataset.startswith((f"{self.root}/retired/", f"{self.root}/{TEMPLATE}")):
+            return
+        with suppress(zfs.exceptions.ZFSError):
+            if not zfs.list_snapshots(dataset):
+                self._destroy(dataset)
+
+    @translating
+    def destroy_snapshot(self, snapshot_id: str, *, deferred: bool = False) -> bool:
+        """Remove a snapshot. True: it is gone; False: hidden, and ZFS removes it with the last that needs it.
+
+        Refused with InUse, naming each, while sandboxes (or datasets of others) are its clones, or holds are on it;
+        unless ``deferred``. Clones that are only kept for their own snapshots are no reason: then it is hidden.
+        """
+        with self._shape:
+            name = self.snapshot_dataset(snapshot_id)
+            gone = self._destroy_snapshot(snapshot_id, name, deferred)
+            with self._guard:
+                self._places.pop(snapshot_id, None)
+                self._generations.pop(snapshot_id, None)
+                self._long.discard(name)
+            self._tidy(name.partition("@")[0])
+        return gone
+
+    def _destroy_snapshot(self, snapshot_id: str, name: str, deferred: bool) -> bool:
+        try:
+            zfs.lzc_destroy_snaps([name], False)
+        except zfs.exceptions.SnapshotDestructionFailure as failure:
+            held = isinstance(failure.errors[0], zfs.exceptions.SnapshotIsHeld)
+            if not held and not isinstance(failure.errors[0], zfs.exceptions.SnapshotIsCloned):
+                raise
+            if not deferred:
+                self._refuse(snapshot_id, name, held)
+            zfs.lzc_destroy_snaps([name], True)
+            return not zfs.lzc_exists(name)
+        return True
+
+    def _refuse(self, snapshot_id: str, name: str, held: bool) -> None:
+        """Raises InUse if anything but retired datasets stands in the way."""
+        blockers: dict[str, str] = {}
+        for clone in zfs.clones(name):
+            if not clone.startswith(f"{self.root}/retired/"):
+                blockers.update([self._sandbox_of(clone)])
+        if blockers:
+            forks = "fork" if len(blockers) == 1 else "forks"
+            raise InUse(
+                f"the snapshot {snapshot_id} is in use by {len(blockers)} {forks}: {', '.join(blockers.values())}",
+                blockers=list(blockers),
+            )
+        if held:
+            raise InUse(f"the snapshot {snapshot_id} is held (`zfs release` what holds {name})", blockers=[name])
+
+    def _sandbox_of(self, clone: str) -> tuple[str, str]:
+        """What a clone is called in a refusal: ``(sandbox id, name)``, or its dataset where it is nobody's."""
+        try:
+            record = decode(zfs.local_props(clone), "sandbox").record
+        except (ValueError, zfs.exceptions.DatasetNotFound):
+            return clone, clone
+        assert isinstance(record, Sandbox)
+        return record.id, record.name
+
+    # ---- measuring ----
+
+    @translating
+    def diverged(self, instance: str, snapshot_id: str) -> bool:
+        """Was anything written to the instance since that snapshot, its own or one it descends from?
+
+        True as well where it does not descend from it. Waits for what is being written. Raises NotFound.
+        """
+        place = self.snapshot_dataset(snapshot_id)
+        try:
+            return zfs.changed_since(self.dataset(instance), place)
+        except zfs.exceptions.SnapshotMismatch:
+            return True
+        except zfs.exceptions.SnapshotNotFound:
+            self._forget_if_gone(snapshot_id, place)
+            raise
+
+    @translating
+    def usage(self, instance: str) -> Usage:
+        facts = zfs.get_props([self.dataset(instance)], ["referenced", "used", "available"])[self.dataset(instance)]
+        return Usage(facts["referenced"].number, facts["used"].number, facts["available"].number)
+
+    @translating
+    def snapshot_bytes(self, snapshot_id: str) -> int:
+        """Bytes that only this snapshot holds."""
+        return zfs.used(self.snapshot_dataset(snapshot_id))
+
+    # ---- when the pool is full ----
+
+    def _in_need(self, change: Callable[[], None]) -> None:
+        """Make a change that must be possible on a full pool, or nothing could ever be removed from it.
+
+        On a full pool ZFS destroys, but writes no property and renames nothing. So a few megabytes are held back in
+        a dataset that can be destroyed; it comes back with the next ``scan`` that finds space.
+        """
+        try:
+            change()
+        except zfs.exceptions.NoSpace:
+            ballast = f"{self.root}/{_BALLAST}"
+            if not zfs.lzc_exists(ballast):
+                raise
+            zfs.lzc_destroy(ballast)
+            change()
+
+    def _take_ballast(self) -> list[str]:
+        ballast = f"{self.root}/{_BALLAST}"
+        if zfs.lzc_exists(ballast):
+            return []
+        try:
+            zfs.lzc_create(ballast, props={"canmount": "off", "refreservation": str(_BALLAST_BYTES)})
+        except (zfs.exceptions.NoSpace, zfs.exceptions.QuotaExceeded):
+            return [f"the pool of {self.root} is nearly full: not even {_BALLAST_BYTES >> 20} MiB can be held back"]
+        return []
+
+    # ---- finding again ----
+
+    @translating
+    def scan(self, teardown: Callable[[str], None] = lambda instance: None) -> StorageScan:
+        """Find everything, sweep what was never committed. What is damaged is reported, and stops nothing.
+
+        ``teardown(instance)`` is called before an instance is swept, to end what may still run in it; what it raises
+        is reported, and the instance stays until the next scan.
+        """
+        with self._shape:
+            found = interpret(self.root, zfs.get_tree(self.root, FACTS), zfs.local_tree(self.root))
+            with self._guard:
+                self._places, self._generations, self._long = found.places, found.generations, found.long
+            self._mark(found)
+            notes = [f"{name}: left alone, {why}" for name, why in found.quarantined.items()]
+            notes += [f"{name}: its record can be read again" for name in found.mended]
+            notes += [self._sweep(instance, why, teardown) for instance, why in found.uncommitted.items()]
+            for name in found.empty:
+                self._tidy(name)
+                notes.append(f"{name}: removed, nothing was kept in it")
+            return StorageScan(found.snapshots, found.sandboxes, notes + self._take_ballast())
+
+    def _mark(self, found: Findings) -> None:
+        """Properties that say what was found; that they cannot be written (a full pool) changes nothing else."""
+        with suppress(zfs.exceptions.ZFSError):
+            for name, why in found.to_mark.items():
+                zfs.lzc_set_prop(name, QUARANTINE, why)
+            for name in found.mended:
+                zfs.lzc_inherit_prop(name, QUARANTINE)
+            for name, prop in found.stale:
+                zfs.lzc_inherit_prop(name, prop)
+
+    def _sweep(self, instance: str, why: str, teardown: Callable[[str], None]) -> str:
+        dataset = self.dataset(instance)
+        try:
+            teardown(instance)
+            gone = self._discard(dataset)
+        except (GatewayError, zfs.exceptions.ZFSError) as error:
+            return f"{dataset}: {why}; it could not be removed yet: {error}"
+        return f"{dataset}: {'removed' if gone else 'retired'}, {why}"

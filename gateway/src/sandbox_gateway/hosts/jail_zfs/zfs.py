@@ -103,6 +103,7 @@ __all__ = [
     "get_tree",
     "list_datasets",
     "list_snapshots",
+    "local_props",
     "local_tree",
     "lzc_clone",
     "lzc_create",
@@ -426,11 +427,14 @@ def lzc_get_holds(snapname: Name) -> dict[str, int]:
 
 
 def _written_holds(target: str) -> dict[str, int]:
-    found = local_props(target, recursive=False)
+    try:
+        props = local_props(target)
+    except DatasetNotFound:
+        raise SnapshotNotFound(target) from None
     return {
-        bytes.fromhex(item.prop.removeprefix(_HOLD_PROPERTY)).decode(): item.number
-        for item in found
-        if item.prop.startswith(_HOLD_PROPERTY)
+        bytes.fromhex(prop.removeprefix(_HOLD_PROPERTY)).decode(): int(value)
+        for prop, value in props.items()
+        if prop.startswith(_HOLD_PROPERTY)
     }
 
 

@@ -295,7 +295,7 @@ class Cause(Enum):
 _WORDS: tuple[tuple[Cause, str], ...] = (
     (
         Cause.UNREACHABLE,
-        r"zfs-fuse daemon is running|failed to initialize (the )?ZFS|ZFS modules? (cannot be|are not) loaded"
+        r"zfs-fuse daemon is running|failed to initialize (the )?ZFS|ZFS modules? (?:cannot be|are not|is not)"
         r"|Connection (refused|reset)|zfsfuse_ioctl_read_loop|/dev/zfs|module is not (currently )?loaded",
     ),
     (Cause.SUSPENDED, r"I/O is currently suspended|pool .*is suspended"),
@@ -345,7 +345,7 @@ _WORDS: tuple[tuple[Cause, str], ...] = (
     (Cause.BUSY, r"is busy|resource busy"),
 )
 _CAUSES = tuple((cause, re.compile(words)) for cause, words in _WORDS)
-_QUOTED = re.compile(r"'[^'\n]*'")
+_QUOTED = re.compile(r"(?<!\w)'[^'\n]*'")
 _NAMES_FOLLOW = re.compile(r"^use '-\w' (?:to|for)[^\n]*:$", re.MULTILINE)
 _USAGE = re.compile(r"^usage:$", re.MULTILINE)
 

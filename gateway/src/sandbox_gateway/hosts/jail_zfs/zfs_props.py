@@ -18,6 +18,7 @@ from sandbox_gateway.hosts.jail_zfs.zfs_errors import (
     NameInvalid,
     NameTooLong,
     ZFSInitializationFailed,
+    ZFSOutputError,
 )
 from sandbox_gateway.hosts.jail_zfs.zfs_parse import (
     Name,
@@ -110,16 +111,44 @@ def get_tree(root: Name, props: Iterable[str]) -> dict[str, dict[str, Property]]
 
 
 def local_tree(root: Name) -> dict[str, dict[str, str]]:
-    """``{name: {user property: value}}`` of what is set on each dataset and snapshot itself, nothing inherited."""
+    """``{name: {user property: value}}`` of what is set on each dataset and snapshot itself, nothing inherited.
+
+    A value that looks like other lines of ``zfs get`` is read alone, and so cannot spoil the others.
+    """
+    target = existing_name(root)
+    try:
+        return _local(["-r"], target)
+    except ZFSOutputError:
+        names = list_datasets(target, types="filesystem,volume,snapshot")
+        return {name: props for name in names if (props := local_props(name))}
+
+
+def local_props(name: Name) -> dict[str, str]:
+    """The user properties set on this dataset or snapshot itself. Raises DatasetNotFound."""
+    target = existing_name(name)
+    try:
+        return _local([], target).get(target, {})
+    except ZFSOutputError:
+        return _one_by_one(target)
+
+
+def _local(options: Sequence[str], target: str) -> dict[str, dict[str, str]]:
     result: dict[str, dict[str, str]] = {}
-    for item in local_props(existing_name(root), recursive=True):
-        result.setdefault(item.name, {})[item.prop] = item.value
+    for item in _get([*options, "-s", "local,received"], ["all"], [target]):
+        if ":" in item.prop and item.local:
+            result.setdefault(item.name, {})[item.prop] = item.value
     return result
 
 
-def local_props(target: str, *, recursive: bool) -> list[Property]:
-    options = ["-s", "local,received", *(["-r"] if recursive else [])]
-    return [item for item in _get(options, ["all"], [target]) if ":" in item.prop and item.local]
+def _one_by_one(target: str) -> dict[str, str]:
+    """What is asked for alone is unmistakable, whatever is in it."""
+    outcome = run("get", "-H", "-s", "local,received", "-o", "property", "all", target, name=target)
+    found = [prop for (prop,) in parse_table(checked(outcome, target, "get properties").out, 1) if ":" in prop]
+    result = {}
+    for prop in found:
+        outcome = run("get", "-H", "-o", "value", prop, target, name=target)
+        result[prop] = checked(outcome, target, "get a property").out.removesuffix("\n")
+    return result
 
 
 def _get(options: Sequence[str], props: Sequence[str], names: Sequence[str]) -> list[Property]:

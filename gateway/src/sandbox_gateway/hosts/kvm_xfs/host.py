@@ -20,7 +20,7 @@ from sandbox_gateway.hosts.kvm_xfs import accel, layout, qemu, reflink
 from sandbox_gateway.hosts.kvm_xfs.capture import Capture
 from sandbox_gateway.hosts.kvm_xfs.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.layout import Instance, Layout
-from sandbox_gateway.hosts.kvm_xfs.netns import GUEST_MAC, Slot, SlotPool
+from sandbox_gateway.hosts.kvm_xfs.netns import GUEST_MAC, Slot, SlotPool, name_servers
 from sandbox_gateway.hosts.kvm_xfs.qemu import Machine, Platform, Shape
 from sandbox_gateway.hosts.kvm_xfs.rootfs import build_rootfs
 from sandbox_gateway.log import Logger
@@ -319,6 +319,9 @@ class KvmXfsHost:
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         _, slot = self._running(sandbox)
         await self._slots.apply(slot, policy)
+
+    def name_servers(self) -> list[str]:
+        return name_servers(self._config.network)
 
     def endpoint(self, sandbox: Sandbox) -> Endpoint:
         _, slot = self._running(sandbox)

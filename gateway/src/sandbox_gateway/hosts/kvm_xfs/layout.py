@@ -9,6 +9,7 @@ A snapshot is made in `.partial-<id>` and renamed into place; a sandbox exists o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -106,8 +107,9 @@ def write_manifest(directory: Path, record: BaseModel) -> None:
 
 def unlink_manifest(directory: Path) -> None:
     """What is in ``directory`` ceases to exist; removing its files may follow at leisure."""
-    (directory / MANIFEST).unlink(missing_ok=True)
-    sync_directory(directory)
+    with contextlib.suppress(FileNotFoundError):
+        (directory / MANIFEST).unlink()
+        sync_directory(directory)
 
 
 def sync_directory(directory: Path) -> None:

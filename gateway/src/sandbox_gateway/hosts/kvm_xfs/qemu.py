@@ -180,6 +180,8 @@ class Machine:
     async def kill(self, seconds: float = 10) -> None:
         """End the process for certain; returns when it is gone. Raises Timeout if the kernel does not let go."""
         await self.detach()
+        if self.ended:
+            return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         try:

@@ -1,0 +1,86 @@
+"""`sandboxctl`: sandboxes from the command line, over HTTP."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sandbox_gateway import __version__
+from sandbox_gateway.cli import sandboxes, snapshots, templates, watch
+from sandbox_gateway.cli.context import Settings
+from sandbox_gateway.cli.failure import Exit, Failure
+
+_HELP = """Sandboxes that are captured, forked and rolled back while they run.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 in use or in the wrong state, 5 no access to the gateway,
+6 no space. `exec` passes on the exit code of the command it ran.
+"""
+_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="sandboxctl",
+    help=_HELP,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(templates.app, name="template")
+app.add_typer(snapshots.app, name="snapshot")
+sandboxes.register(app)
+snapshots.register(app)
+watch.register(app)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    ctx: typer.Context,
+    url: Annotated[
+        str,
+        typer.Option(
+            "--url",
+            envvar="SANDBOX_GATEWAY_URL",
+            show_default=False,
+            help="The gateway: unix:///path, http:// or https://. Default: its socket on this machine.",
+        ),
+    ] = "",
+    token: Annotated[str, typer.Option("--token", envvar="SANDBOX_GATEWAY_TOKEN", hidden=True)] = "",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            metavar="FILE",
+            help="File that holds the API key. Or set SANDBOX_GATEWAY_TOKEN, or SANDBOX_GATEWAY_TOKEN_FILE.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+    ctx.obj = Settings(url=url, token=token, token_file=token_file, json=as_json)
+
+
+def main() -> None:
+    """Run the command line; what goes wrong is a sentence on standard error."""
+    try:
+        app()
+    except Failure as failure:
+        print(f"sandboxctl: {failure.message}", file=sys.stderr)
+        if failure.hint:
+            print(f"  {failure.hint}", file=sys.stderr)
+        sys.exit(failure.code)
+    except BrokenPipeError:
+        # The reader of our output has gone; keep the interpreter from complaining when it flushes.
+        sys.stdout = None
+        sys.exit(Exit.FAILED)
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Commands for templates."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sandbox_gateway.cli import making, render, words
+from sandbox_gateway.cli.context import Json, TemplateRef, settings
+from sandbox_gateway.cli.failure import Exit, Failure
+from sandbox_gateway.cli.snapshots import WhenUnused, delete_each
+
+app = typer.Typer(help="Build what fresh sandboxes are made from.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command("build")
+def build(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Its name.", show_default=False)] = "",
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", metavar="FILE", help="A recipe in TOML or JSON; options win over it.")
+    ] = None,
+    source: Annotated[
+        str, typer.Option("--from", metavar="debootstrap|rootfs", help="Default: debootstrap.", show_default=False)
+    ] = "",
+    suite: Annotated[str, typer.Option("--suite", help="Default: bookworm.", show_default=False)] = "",
+    mirror: Annotated[
+        str, typer.Option("--mirror", metavar="URL", help="Default: the host's.", show_default=False)
+    ] = "",
+    packages: Annotated[list[str] | None, typer.Option("--packages", "-p", metavar="A,B,…")] = None,
+    rootfs: Annotated[
+        str,
+        typer.Option("--path", metavar="PATH", help="rootfs: a directory or tarball on the host.", show_default=False),
+    ] = "",
+    setup: Annotated[list[str] | None, typer.Option("--setup", metavar="COMMAND", help="Run inside.")] = None,
+    start_command: Annotated[
+        str, typer.Option("--start-command", metavar="COMMAND", help="Left running.", show_default=False)
+    ] = "",
+    ready_probe: Annotated[
+        str, typer.Option("--ready-probe", metavar="COMMAND", help="Exits 0 when ready.", show_default=False)
+    ] = "",
+    ready_timeout: Annotated[str, typer.Option("--ready-timeout", metavar="TIME", show_default=False)] = "",
+    setup_timeout: Annotated[str, typer.Option("--setup-timeout", metavar="TIME", show_default=False)] = "",
+    cpus: making.Cpus = None,
+    memory: making.Memory = "",
+    disk: making.Disk = "",
+    description: Annotated[str, typer.Option("--description", show_default=False)] = "",
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Do not wait for it.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Build a template, or find that it exists: the same recipe is not built twice."""
+    call = settings(ctx, as_json)
+    said: dict[str, Any] = {
+        "name": name,
+        "from": source,
+        "suite": suite,
+        "mirror": mirror,
+        "packages": words.split(packages or []),
+        "path": rootfs,
+        "setup": setup,
+        "startCommand": start_command,
+        "readyProbe": ready_probe,
+        "readyTimeout": words.seconds(ready_timeout) if ready_timeout else None,
+        "setupTimeout": words.seconds(setup_timeout) if setup_timeout else None,
+        "description": description,
+        **making.sizes(cpus, memory, disk),
+    }
+    body = {**(_recipe(file) if file else {}), **{key: value for key, value in said.items() if value}}
+    if not body.get("name"):
+        raise Failure("the template needs a name", Exit.USAGE, "give it as an argument, or in the recipe")
+    started = call.client.call("POST", "/templates", body)
+    if started["buildStatus"] != "ready" and not detach:
+        _wait(call.client, started)
+    _show(call.client.get(f"/templates/{started['templateID']}"), call.json)
+
+
+@app.command("list")
+def list_(ctx: typer.Context, as_json: Json = False) -> None:
+    """List templates."""
+    call = settings(ctx, as_json)
+    found = call.client.all("/templates")
+    render.print_json(found) if call.json else render.templates(found)
+
+
+@app.command("show")
+def show(ctx: typer.Context, template: TemplateRef, as_json: Json = False) -> None:
+    """Show all there is to know of a template."""
+    from sandbox_gateway.cli.client import path
+
+    call = settings(ctx, as_json)
+    found = call.client.get(path("templates", template))
+    render.print_json(found) if call.json else render.detail(found)
+
+
+@app.command("delete")
+def delete(
+    ctx: typer.Context,
+    templates: Annotated[list[str], typer.Argument(metavar="TEMPLATE…", help="Ids or names.")],
+    when_unused: WhenUnused = False,
+) -> None:
+    """Remove templates."""
+    delete_each(ctx, "templates", templates, when_unused)
+
+
+def _wait(client: Any, started: dict[str, Any]) -> None:
+    """Show the build's log until it ends. Raises Failure when it failed."""
+    from sandbox_gateway.cli.progress import follow_log
+
+    route = f"/templates/{started['templateID']}/builds/{started['buildID']}"
+    try:
+        follow_log(client.lines(f"{route}/logs", follow="true"), f"building {started['names'][0]}")
+    except KeyboardInterrupt:
+        render.note("sandboxctl: the build goes on; `sandboxctl template list` shows when it is ready")
+        raise
+    status = client.get(f"{route}/status", logsOffset=1 << 30)
+    if status["status"] == "error":
+        raise Failure(f"the template was not built: {status['reason']}", hint="mend the recipe, and build it again")
+    if status["status"] != "ready":
+        raise Failure("the gateway broke off the log of the build", hint="`sandboxctl template list` shows how it goes")
+
+
+def _show(template: dict[str, Any], as_json: bool) -> None:
+    render.print_json(template) if as_json else render.templates([template])
+
+
+def _recipe(file: Path) -> dict[str, Any]:
+    """The recipe in ``file``, in the words of the HTTP surface."""
+    try:
+        text = file.read_text()
+        data = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise Failure(f"the recipe {file} cannot be read: {error}", Exit.USAGE) from None
+    except ValueError as error:
+        hint = "it is TOML, or JSON if its name ends in .json"
+        raise Failure(f"the recipe {file} is not good: {error}", Exit.USAGE, hint) from None
+    if not isinstance(data, dict):
+        raise Failure(f"the recipe {file} is not an object", Exit.USAGE)
+    return data

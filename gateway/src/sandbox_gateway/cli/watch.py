@@ -1,0 +1,43 @@
+"""Commands that look at the gateway itself."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from sandbox_gateway.cli import render
+from sandbox_gateway.cli.context import Json, settings
+
+
+def register(root: typer.Typer) -> None:
+    root.command("events")(events)
+    root.command("health")(health)
+
+
+def events(
+    ctx: typer.Context,
+    operation: Annotated[str, typer.Option("--operation", metavar="ID", help="Only its.", show_default=False)] = "",
+    as_json: Json = False,
+) -> None:
+    """Show changes as they happen, until interrupted. With --json: an object a line."""
+    call = settings(ctx, as_json)
+    for kind, data in call.client.events(operation):
+        if kind == "connected":
+            continue
+        if call.json:
+            print(json.dumps({"type": kind, **data}), flush=True)
+        else:
+            at = str(data.pop("at", ""))[11:19]
+            print(f"{at} {kind} {' '.join(f'{key}={value}' for key, value in data.items())}", flush=True)
+
+
+def health(ctx: typer.Context, as_json: Json = False) -> None:
+    """Is the gateway up?"""
+    call = settings(ctx, as_json)
+    found = call.client.get("/health")
+    if call.json:
+        render.print_json(found)
+    else:
+        print(f"{found['status']}: {found['backend']}, version {found['version']}, {found['sandboxes']} sandboxes")

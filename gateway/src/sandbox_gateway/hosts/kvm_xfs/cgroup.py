@@ -1,0 +1,167 @@
+"""Control groups: what a machine may take from the host, enforced by the host's kernel.
+
+One group per machine, `<prefix>-sandboxes/<instance>`, at the top of each hierarchy: not below the gateway's own
+service, which ends, and whose group systemd empties, while machines go on. Versions 1, 2 and mixtures of them are
+served alike; a controller the host does not give is done without, and said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandbox_gateway.log import Logger
+
+CONTROLLERS = ("memory", "cpu", "pids")
+_PERIOD_US = 50_000
+_OWN_CPU = 0.5
+"""QEMU's own threads beside the virtual CPUs. Were they to wait for a guest that spins, captures would take longer."""
+_OWN_PIDS = 512
+_REMOVE_SECONDS = 0.05
+
+log = Logger("cgroup")
+
+
+@dataclass(frozen=True)
+class _Hierarchy:
+    """Where one controller lives; several may share a place."""
+
+    mount: Path
+    version: int
+
+
+class Cgroups:
+    """The groups of one gateway, told apart by ``prefix``. Never raises for what the host lacks."""
+
+    def __init__(self, prefix: str, *, mountinfo: Path = Path("/proc/self/mountinfo")) -> None:
+        self._name = f"{prefix}-sandboxes"
+        self._hierarchies = _hierarchies(mountinfo)
+        self._told: set[str] = set()
+        self._left: set[str] = set()
+        for controller in CONTROLLERS:
+            if controller not in self._hierarchies:
+                self._tell(controller, "the host has no such cgroup controller")
+
+    def place(self, instance: str, pid: int, *, memory_mb: int, cpus: float) -> None:
+        """Put process ``pid`` with all its threads under limits: MiB of memory, CPUs (and half a one for QEMU)."""
+        self._retry_left()
+        for controller, hierarchy in self._hierarchies.items():
+            try:
+                self._prepare(controller, hierarchy)
+                group = hierarchy.mount / self._name / instance
+                group.mkdir(exist_ok=True)
+                for file, value in _limits(controller, hierarchy.version, memory_mb, cpus).items():
+                    (group / file).write_text(value)
+                (group / "cgroup.procs").write_text(str(pid))
+            except ProcessLookupError:
+                return  # It has ended; whoever watches it says so.
+            except OSError as error:
+                self._tell(controller, f"{error.strerror} ({error.filename})")
+
+    def remove(self, instance: str) -> None:
+        """Remove the groups of a machine that has ended. What the kernel still holds goes with a later call."""
+        self._retry_left()
+        if not self._gone(instance, time.monotonic() + _REMOVE_SECONDS):
+            self._left.add(instance)
+        self._remove_empty_roots()
+
+    def sweep(self, keep: set[str]) -> None:
+        """Remove the groups of machines that are not in ``keep``; those in which something runs stay."""
+        found = {
+            group.name
+            for root in self._roots()
+            if root.is_dir()
+            for group in root.iterdir()
+            if group.is_dir() and group.name not in keep
+        }
+        for instance in sorted(found):
+            if not self._gone(instance, time.monotonic()):
+                log.warning("a control group is not empty", instance=instance)
+        self._remove_empty_roots()
+
+    def memory_bytes(self, instance: str) -> int | None:
+        """What the machine is charged for now, page cache included; None where that is not known."""
+        hierarchy = self._hierarchies.get("memory")
+        if hierarchy is None:
+            return None
+        file = "memory.current" if hierarchy.version == 2 else "memory.usage_in_bytes"
+        try:
+            return int((hierarchy.mount / self._name / instance / file).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _prepare(self, controller: str, hierarchy: _Hierarchy) -> None:
+        """Make the root group, and on version 2 hand the controller down to it and to its children."""
+        root = hierarchy.mount / self._name
+        root.mkdir(exist_ok=True)
+        if hierarchy.version == 2:
+            for group in (hierarchy.mount, root):
+                switch = group / "cgroup.subtree_control"
+                if controller not in switch.read_text().split():
+                    switch.write_text(f"+{controller}")
+
+    def _roots(self) -> set[Path]:
+        return {hierarchy.mount / self._name for hierarchy in self._hierarchies.values()}
+
+    def _remove_empty_roots(self) -> None:
+        for root in self._roots():
+            with contextlib.suppress(OSError):
+                root.rmdir()
+
+    def _retry_left(self) -> None:
+        self._left = {instance for instance in self._left if not self._gone(instance, time.monotonic())}
+
+    def _gone(self, instance: str, until: float) -> bool:
+        """Remove the groups of ``instance``, trying ``until`` then: a process stays in its group a bit past its end."""
+        waiting = {root / instance for root in self._roots()}
+        while True:
+            waiting = {group for group in waiting if not _removed(group)}
+            if not waiting or time.monotonic() >= until:
+                return not waiting
+            time.sleep(0.005)
+
+    def _tell(self, controller: str, reason: str) -> None:
+        if controller not in self._told:
+            self._told.add(controller)
+            log.warning(f"sandboxes run without a limit of {controller}", reason=reason)
+
+
+def _removed(group: Path) -> bool:
+    try:
+        group.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _limits(controller: str, version: int, memory_mb: int, cpus: float) -> dict[str, str]:
+    """File names and contents, in the order in which they are to be written."""
+    quota = str(int((cpus + _OWN_CPU) * _PERIOD_US))
+    if controller == "memory":
+        return {"memory.max" if version == 2 else "memory.limit_in_bytes": str(memory_mb << 20)}
+    if controller == "cpu":
+        if version == 2:
+            return {"cpu.max": f"{quota} {_PERIOD_US}"}
+        return {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": quota}
+    return {"pids.max": str(_OWN_PIDS)}
+
+
+def _hierarchies(mountinfo: Path) -> dict[str, _Hierarchy]:
+    """Where each controller is to be had: its own version 1 hierarchy if it is mounted as one, else version 2."""
+    first: dict[str, _Hierarchy] = {}
+    second: dict[str, _Hierarchy] = {}
+    for line in mountinfo.read_text().splitlines():
+        fields = line.split()
+        kind, options = fields[fields.index("-") + 1], fields[-1].split(",")
+        mount = Path(fields[4])
+        if kind == "cgroup":
+            first.update({name: _Hierarchy(mount, 1) for name in CONTROLLERS if name in options})
+        elif kind == "cgroup2":
+            with contextlib.suppress(OSError):
+                offered = (mount / "cgroup.controllers").read_text().split()
+                second.update({name: _Hierarchy(mount, 2) for name in CONTROLLERS if name in offered})
+    return second | first

@@ -1,0 +1,187 @@
+"""The agent as a real process on a loopback port, and a client that speaks its dialects."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "gateway/src"
+
+
+class Events:
+    """A stream of process events. Iterating gives each ``event``; ``error`` is what the last frame says."""
+
+    def __init__(self, response: http.client.HTTPResponse) -> None:
+        self._response = response
+        self.error: dict[str, str] | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while True:
+            flags, size = struct.unpack(">BI", self._exactly(5))
+            message = json.loads(self._exactly(size))
+            if flags & 2:
+                self.error = message.get("error")
+                assert self._response.read() == b""
+                return
+            yield message.get("event", message)
+
+    def next(self) -> dict[str, Any]:
+        return next(iter(self))
+
+    def rest(self) -> tuple[bytes, bytes, dict[str, Any]]:
+        """Everything up to the end: stdout (or the terminal's output), stderr, the end event."""
+        out, err, end = b"", b"", {}
+        for event in self:
+            data = event.get("data", {})
+            out += base64.b64decode(data.get("stdout") or data.get("pty") or "")
+            err += base64.b64decode(data.get("stderr", ""))
+            end = event.get("end", end)
+        return out, err, end
+
+    def _exactly(self, size: int) -> bytes:
+        data = self._response.read(size)
+        assert len(data) == size, "the stream ended without a last frame"
+        return data
+
+
+class Agent:
+    """A running agent; each call opens a connection of its own, as ``headers`` say."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        self.process = process
+        self.port = port
+        self.headers: dict[str, str] = {}
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        connection = self.connect()
+        headers = {**self.headers, **(headers or {})}
+        connection.request(method, path, body, headers, encode_chunked="Transfer-Encoding" in headers)
+        response = connection.getresponse()
+        data = response.read()
+        connection.close()
+        return response.status, data
+
+    def post(self, path: str, body: Any = None, user: str = "") -> tuple[int, Any]:
+        """POST a JSON object; the status and the JSON object of the answer."""
+        headers = {"Content-Type": "application/json", **_login(user)}
+        status, data = self.request("POST", path, json.dumps(body or {}), headers)
+        return status, json.loads(data)
+
+    def ok(self, path: str, body: Any = None, user: str = "") -> Any:
+        status, answer = self.post(path, body, user)
+        assert status == 200, answer
+        return answer
+
+    def stream(self, method: str, *messages: dict[str, Any], user: str = "", **headers: str) -> Events:
+        body = b"".join(struct.pack(">BI", 0, len(data)) + data for data in (json.dumps(m).encode() for m in messages))
+        connection = self.connect()
+        connection.request(
+            "POST",
+            f"/process.Process/{method}",
+            body,
+            {**self.headers, "Content-Type": "application/connect+json", **_login(user), **headers},
+        )
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        assert response.getheader("Content-Type") == "application/connect+json"
+        return Events(response)
+
+    def start(self, *argv: str, stdin: bool = False, user: str = "", **fields: Any) -> Events:
+        """Start a process; ``fields`` are of its config, save ``pty`` and ``tag``."""
+        outer = {key: fields.pop(key) for key in ("pty", "tag") if key in fields}
+        headers = {key.replace("_", "-"): fields.pop(key) for key in list(fields) if key.startswith("Connect_")}
+        config = {"cmd": argv[0], "args": list(argv[1:]), **fields}
+        return self.stream("Start", {"process": config, "stdin": stdin, **outer}, user=user, **headers)
+
+
+def _login(user: str) -> dict[str, str]:
+    return {"Authorization": "Basic " + base64.b64encode(f"{user}:".encode()).decode()} if user else {}
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
+    """Wait until ``condition`` holds."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come true in time"
+        time.sleep(0.02)
+
+
+@contextmanager
+def running(argv: list[str], env: dict[str, str] | None = None) -> Iterator[Agent]:
+    """Run an agent, listening on a port of the system's choice."""
+    process = subprocess.Popen(
+        argv, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE), **(env or {})}
+    )
+    try:
+        assert process.stderr
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            found = re.search(r"listening on \S+:(\d+)", line)
+            if found:
+                break
+        else:
+            raise AssertionError(f"the agent did not start: {said}")
+        yield Agent(process, int(found[1]))
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(name="eventually")
+def _eventually() -> Callable[..., None]:
+    return eventually
+
+
+@pytest.fixture(name="running")
+def _running() -> Callable[..., Any]:
+    return running
+
+
+@pytest.fixture(scope="session")
+def unmanaged() -> list[str]:
+    """The command of an agent that leaves this machine alone; AGENT_PYTHON names another Python to run it."""
+    python = os.environ.get("AGENT_PYTHON", sys.executable)
+    return [python, "-m", "sandbox_agent", "--unmanaged", "--bind", "127.0.0.1", "--port", "0"]
+
+
+@pytest.fixture(scope="module")
+def agent(unmanaged: list[str]) -> Iterator[Agent]:
+    """An agent for the tests of one module that do not give it an identity."""
+    with running(unmanaged) as found:
+        yield found
+
+
+@pytest.fixture
+def fresh(unmanaged: list[str]) -> Iterator[Agent]:
+    """An agent for one test."""
+    with running(unmanaged) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def root() -> None:
+    """Skips unless the test can be root in namespaces of its own."""
+    if os.geteuid() != 0 or not sys.platform.startswith("linux"):
+        pytest.skip("needs root on Linux")
+    if not all(map(shutil.which, ("unshare", "setpriv", "nsenter", "ip"))):
+        pytest.skip("needs unshare, setpriv, nsenter and ip")

@@ -1,0 +1,189 @@
+"""/files: contents, both ways."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import socket
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pytest
+
+
+def get(agent, path, **query):
+    return agent.request("GET", "/files?" + urlencode({"path": str(path), **query}))
+
+
+def put(agent, body, content_type="application/octet-stream", headers=None, **query):
+    status, data = agent.request(
+        "POST", "/files?" + urlencode(query), body, {"Content-Type": content_type, **(headers or {})}
+    )
+    return status, json.loads(data)
+
+
+def multipart(*parts: tuple[str, str, bytes]) -> bytes:
+    body = b""
+    for name, filename, data in parts:
+        disposition = f'form-data; name="{name}"' + (f'; filename="{filename}"' if filename else "")
+        body += b"--XX\r\nContent-Disposition: " + disposition.encode() + b"\r\nContent-Type: text/plain\r\n\r\n"
+        body += data + b"\r\n"
+    return body + b"--XX--\r\n"
+
+
+MULTIPART = "multipart/form-data; boundary=XX"
+
+
+def test_there_and_back(agent, tmp_path):
+    path = tmp_path / "deep/er/a b+ü"
+    data = os.urandom(1_000_000)
+    assert put(agent, data, path=str(path)) == (200, [{"path": str(path), "name": "a b+ü", "type": "file"}])
+    assert path.read_bytes() == data
+    assert get(agent, path) == (200, data)
+
+
+def test_overwriting_shortens_and_keeps_the_mode(agent, tmp_path):
+    path = tmp_path / "file"
+    path.write_text("long content")
+    path.chmod(0o640)
+    assert put(agent, b"new", path=str(path))[0] == 200
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", 0o640)
+    assert put(agent, b"", path=str(path))[0] == 200
+    assert get(agent, path) == (200, b"")
+
+
+def test_a_chunked_upload(agent, tmp_path):
+    pieces = [os.urandom(70_000) for _ in range(10)]
+    status, _ = agent.request("POST", f"/files?path={tmp_path}/c", iter(pieces), {"Transfer-Encoding": "chunked"})
+    assert status == 200
+    assert (tmp_path / "c").read_bytes() == b"".join(pieces)
+
+
+def test_gzip(agent, tmp_path):
+    data = b"abc" * 300_000
+    packed = gzip.compress(data)
+    assert put(agent, packed, headers={"Content-Encoding": "gzip"}, path=f"{tmp_path}/g")[0] == 200
+    assert (tmp_path / "g").read_bytes() == data
+    for wrong in (packed[:-20], b"not gzip at all"):
+        status, answer = put(agent, wrong, headers={"Content-Encoding": "gzip"}, path=f"{tmp_path}/g")
+        assert status == 400 and "gzip" in answer["message"]
+
+
+def test_multipart_with_a_path(agent, tmp_path):
+    data = b"\r\n--X\r\n--XY" + os.urandom(300_000) + b"\r\n"
+    body = multipart(("other", "", b"ignored"), ("file", "elsewhere", data))
+    assert put(agent, body, MULTIPART, path=f"{tmp_path}/here")[1][0]["path"] == f"{tmp_path}/here"
+    assert (tmp_path / "here").read_bytes() == data
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_several_files_by_their_names(agent, tmp_path):
+    body = multipart(("file", f"{tmp_path}/d/one", b"1"), ("file", f"{tmp_path}/t%22wo ü", b""))
+    status, answer = put(agent, body, MULTIPART)
+    assert (status, [item["name"] for item in answer]) == (200, ["one", 't"wo ü'])
+    assert ((tmp_path / "d/one").read_bytes(), (tmp_path / 't"wo ü').read_bytes()) == (b"1", b"")
+
+
+def test_a_boundary_cut_anywhere(agent, tmp_path):
+    """The body comes in pieces of every size; the boundary must be found across them."""
+    body = multipart(("file", f"{tmp_path}/cut", b"a\r\n--X\r\nb"))
+    for size in (1, 2, 3, 7):
+        pieces = [body[start : start + size] for start in range(0, len(body), size)]
+        headers = {"Content-Type": MULTIPART, "Transfer-Encoding": "chunked"}
+        assert agent.request("POST", "/files", iter(pieces), headers)[0] == 200
+        assert (tmp_path / "cut").read_bytes() == b"a\r\n--X\r\nb"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"--XX\r\n", b"--XX--\r\n", b"nothing", multipart(("file", "/tmp/never", b"x"))[:-8] + b"\r\n--XXoops"],
+)
+def test_a_malformed_multipart_body(agent, tmp_path, body):
+    status, answer = put(agent, body, MULTIPART, path=f"{tmp_path}/never")
+    assert status == 400, answer
+
+
+def test_errors(agent, tmp_path):
+    (tmp_path / "file").write_text("x")
+    os.mkfifo(tmp_path / "pipe")
+    for path, status in (
+        (tmp_path / "none", 404),
+        (tmp_path, 400),
+        (tmp_path / "pipe", 400),
+        ("/dev/zero", 400),
+        (tmp_path / "file/below", 400),
+        ("a\0b", 400),
+    ):
+        found, data = get(agent, path)
+        assert (found, json.loads(data)["code"]) == (status, status), path
+    for path, status in ((tmp_path, 400), (tmp_path / "pipe", 400), (tmp_path / "file/below", 400), ("", 400)):
+        found, answer = put(agent, b"x", path=str(path))
+        assert (found, answer["code"]) == (status, status), path
+    assert get(agent, tmp_path / "file", username="no-such-user")[0] == 401
+
+
+def test_no_space_is_507(root, running, unmanaged, tmp_path):
+    """On a file system of one MiB, mounted where only its own agent sees it."""
+    script = 'mount -t tmpfs -o size=1m tmpfs "$1"; shift; exec "$@"'
+    argv = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", str(tmp_path)]
+    with running([*argv, *unmanaged]) as agent:
+        status, answer = put(agent, bytes(2 << 20), path=f"{tmp_path}/file")
+    assert (status, answer["code"]) == (507, 507) and "No space" in answer["message"]
+
+
+def test_files_without_a_size(agent):
+    status, data = get(agent, "/proc/self/status")
+    assert status == 200 and b"Name:" in data
+
+
+def test_a_relative_path_starts_at_home(agent):
+    for path in ("no-such-file", "~/no-such-file"):
+        status, data = get(agent, path)
+        assert status == 404 and str(Path.home() / "no-such-file") in json.loads(data)["message"]
+
+
+def test_a_file_is_not_held_in_memory(agent, tmp_path):
+    size = 200_000_000
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(size)
+    before = peak(agent.process.pid)
+    with socket.create_connection(("127.0.0.1", agent.port)) as sock:
+        sock.sendall(f"GET /files?path={tmp_path}/sparse HTTP/1.1\r\n\r\n".encode())
+        received = 0
+        while received < size:
+            received += len(sock.recv(1 << 20))
+    assert (
+        put(agent, iter([bytes(1 << 20)] * 60), headers={"Transfer-Encoding": "chunked"}, path=f"{tmp_path}/up")[0]
+        == 200
+    )
+    assert peak(agent.process.pid) - before < 20_000
+
+
+def peak(pid: int) -> int:
+    """The most memory a process has held, in KiB."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def test_the_user_owns_what_is_made(agent, tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    assert put(agent, b"x", path=f"{tmp_path}/made/deep/file", username="nobody")[0] == 200
+    owners = {(tmp_path / part).stat().st_uid for part in ("made", "made/deep", "made/deep/file")}
+    assert owners == {65534} and tmp_path.stat().st_uid == 0
+
+
+def test_an_upload_cut_short(agent, tmp_path):
+    with socket.create_connection(("127.0.0.1", agent.port)) as sock:
+        sock.sendall(f"POST /files?path={tmp_path}/cut HTTP/1.1\r\nContent-Length: 100\r\n\r\nabc".encode())
+        sock.shutdown(socket.SHUT_WR)
+        assert sock.recv(1000) == b""
+
+
+def test_a_refused_upload_is_still_answered(agent, tmp_path):
+    """The client is in the middle of sending much more than will be read."""
+    status, answer = put(
+        agent, iter([bytes(1 << 20)] * 8), headers={"Transfer-Encoding": "chunked"}, path=str(tmp_path)
+    )
+    assert status == 400 and "regular file" in answer["message"]

@@ -1,0 +1,135 @@
+"""filesystem.Filesystem: directories and entries."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+
+def call(agent, method, user="", **message):
+    return agent.post(
+        f"/filesystem.Filesystem/{method}", {key: str(v) if key != "depth" else v for key, v in message.items()}, user
+    )
+
+
+def names(agent, path, **message):
+    status, answer = call(agent, "ListDir", path=path, **message)
+    assert status == 200, answer
+    return [os.path.relpath(item["path"], path) for item in answer["entries"]]
+
+
+def test_stat_of_a_file(agent, tmp_path):
+    path = tmp_path / "file"
+    path.write_text("12345")
+    path.chmod(0o640)
+    os.utime(path, ns=(0, 1_700_000_000_123_456_789))
+    status, answer = call(agent, "Stat", path=path)
+    entry = answer["entry"]
+    assert (status, entry["size"], entry["mode"]) == (200, "5", 0o640)
+    assert (entry["name"], entry["path"], entry["type"]) == ("file", str(path), "FILE_TYPE_FILE")
+    assert (entry["permissions"], entry["modifiedTime"]) == ("-rw-r-----", "2023-11-14T22:13:20.123456789Z")
+    assert datetime.fromisoformat(entry["modifiedTime"][:19])
+    assert entry["owner"] and entry["group"] and "symlinkTarget" not in entry
+
+
+def test_stat_of_symlinks(agent, tmp_path):
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "link").symlink_to("dir")
+    (tmp_path / "broken").symlink_to("none")
+    entry = call(agent, "Stat", path=tmp_path / "link")[1]["entry"]
+    assert (entry["type"], entry["isSymlink"], entry["symlinkTarget"]) == (
+        "FILE_TYPE_DIRECTORY",
+        True,
+        os.path.realpath(tmp_path / "dir"),
+    )
+    entry = call(agent, "Stat", path=tmp_path / "broken")[1]["entry"]
+    assert (entry["type"], entry["isSymlink"]) == ("FILE_TYPE_SYMLINK", True)
+
+
+def test_list_by_depth(agent, tmp_path):
+    (tmp_path / "b/c/d").mkdir(parents=True)
+    (tmp_path / "a").write_text("")
+    (tmp_path / "loop").symlink_to(".")
+    assert names(agent, tmp_path) == ["a", "b", "loop"]
+    assert names(agent, tmp_path, depth=0) == ["a", "b", "loop"]
+    assert names(agent, tmp_path, depth=2) == ["a", "b", "b/c", "loop"]
+    assert names(agent, tmp_path, depth=9) == ["a", "b", "b/c", "b/c/d", "loop"]
+
+
+def test_make_dir(agent, tmp_path):
+    path = tmp_path / "x/y"
+    status, answer = call(agent, "MakeDir", path=path)
+    assert (status, answer["entry"]["type"]) == (200, "FILE_TYPE_DIRECTORY") and path.is_dir()
+    status, answer = call(agent, "MakeDir", path=path)
+    assert (status, answer["code"]) == (409, "already_exists")
+    (tmp_path / "file").write_text("")
+    for wrong in ("file", "file/below"):
+        status, answer = call(agent, "MakeDir", path=tmp_path / wrong)
+        assert (status, answer["code"]) == (400, "invalid_argument"), wrong
+
+
+def test_move(agent, tmp_path):
+    (tmp_path / "a").write_text("a")
+    (tmp_path / "b").write_text("b")
+    status, answer = call(agent, "Move", source=tmp_path / "a", destination=tmp_path / "new/c")
+    assert (status, answer["entry"]["path"]) == (200, str(tmp_path / "new/c"))
+    assert call(agent, "Move", source=tmp_path / "b", destination=tmp_path / "new/c")[0] == 200
+    assert (tmp_path / "new/c").read_text() == "b"
+    status, answer = call(agent, "Move", source=tmp_path / "a", destination=tmp_path / "else/c")
+    assert (status, answer["code"]) == (404, "not_found")
+    assert not (tmp_path / "else").exists()
+
+
+def test_move_to_another_file_system(agent, tmp_path):
+    if not Path("/dev/shm").is_dir() or Path("/dev/shm").stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs a second file system")
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir/f").write_text("x")
+    other = Path(f"/dev/shm/agent-test-{os.getpid()}")
+    try:
+        assert call(agent, "Move", source=tmp_path / "dir", destination=other)[0] == 200
+        assert [path.name for path in other.iterdir()] == ["f"] and not (tmp_path / "dir").exists()
+    finally:
+        assert call(agent, "Remove", path=other)[0] == 200
+    assert not other.exists()
+
+
+def test_remove(agent, tmp_path):
+    (tmp_path / "d/e").mkdir(parents=True)
+    (tmp_path / "d/e/f").write_text("")
+    (tmp_path / "keep").mkdir()
+    (tmp_path / "link").symlink_to("keep")
+    for name in ("d", "link", "was-never-there"):
+        assert call(agent, "Remove", path=tmp_path / name) == (200, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["keep"]
+    assert call(agent, "Remove", path="")[0] == 400
+
+
+def test_errors(agent, tmp_path):
+    (tmp_path / "file").write_text("")
+    for method, path, status, code in (
+        ("Stat", tmp_path / "none", 404, "not_found"),
+        ("ListDir", tmp_path / "none", 404, "not_found"),
+        ("ListDir", tmp_path / "file", 400, "invalid_argument"),
+        ("Stat", tmp_path / "file/below", 400, "invalid_argument"),
+        ("Stat", "a\0b", 400, "invalid_argument"),
+    ):
+        found, answer = call(agent, method, path=path)
+        assert (found, answer["code"]) == (status, code), (method, path)
+    assert call(agent, "ListDir", path=tmp_path, depth=-1)[0] == 400
+    assert call(agent, "Stat", path=tmp_path, user="no-such-user")[0] == 401
+
+
+def test_relative_paths_and_the_user(agent):
+    assert call(agent, "Stat", path="")[1]["entry"]["path"] == str(Path.home())
+    assert call(agent, "Stat", path="~")[1]["entry"]["path"] == str(Path.home())
+    assert call(agent, "Stat", path="/tmp/../etc//passwd")[1]["entry"]["path"] == "/etc/passwd"
+
+
+def test_ownership(agent, tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    assert call(agent, "MakeDir", path=tmp_path / "mine", user="nobody")[1]["entry"]["owner"] == "nobody"

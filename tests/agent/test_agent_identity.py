@@ -1,0 +1,260 @@
+"""/identity: what makes siblings differ, and who may say so.
+
+Tests of an agent that manages its machine run it in namespaces of its own (mounts, hostname, network), with a copy of
+/etc and without the right to set the clock, which has no namespace.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SEED = base64.b64encode(os.urandom(64)).decode()
+FULL = {
+    "sandboxID": "0123456789ab",
+    "hostname": "sibling-1",
+    "machineID": "0123456789abcdef0123456789abcdef",
+    "entropy": SEED,
+    "accessToken": "s3cret",
+    "env": {"GREETING": "hello"},
+    "dns": ["192.0.2.1", "2001:db8::1"],
+}
+CAP_SYS_TIME = 25
+
+
+def test_an_unmanaged_agent_says_what_it_skipped(fresh):
+    before = socket.gethostname(), Path("/etc/hostname").exists() and Path("/etc/hostname").read_text()
+    answer = fresh.ok("/identity", {**FULL, "accessToken": "", "time": time.time() + 999, "growDisk": True})
+    skipped = {reason.partition(":")[0] for reason in answer["skipped"]}
+    assert skipped == {"entropy", "time", "hostname", "hostname file", "machine-id", "resolv.conf", "growDisk"}
+    assert answer["hostname"] == socket.gethostname() and answer["bootID"]
+    assert before == (socket.gethostname(), Path("/etc/hostname").exists() and Path("/etc/hostname").read_text())
+
+
+def test_the_token_guards_everything_but_health(fresh):
+    fresh.ok("/identity", {"accessToken": "one"})
+    for method, path in (
+        ("POST", "/exec"),
+        ("POST", "/identity"),
+        ("POST", "/freeze"),
+        ("POST", "/sync"),
+        ("GET", "/files?path=/etc/passwd"),
+        ("POST", "/files?path=/tmp/agent-test-never"),
+        ("POST", "/process.Process/Start"),
+        ("POST", "/filesystem.Filesystem/Remove"),
+        ("GET", "/nowhere"),
+    ):
+        for headers in ({}, {"X-Access-Token": ""}, {"X-Access-Token": "two"}, {"X-Access-Token": "ön"}):
+            status, data = fresh.request(method, path, b"{}" if method == "POST" else None, headers)
+            assert status == 401 and b"X-Access-Token" in data, (path, headers)
+    assert fresh.request("GET", "/health") == (204, b"")
+    fresh.headers = {"X-Access-Token": "one"}
+    fresh.ok("/exec", {"args": ["true"]})
+    # It is replaced, and taken away, by who has it.
+    fresh.ok("/identity", {"accessToken": "two"})
+    assert fresh.post("/exec", {"args": ["true"]})[0] == 401
+    fresh.headers = {"X-Access-Token": "two"}
+    fresh.ok("/identity", {"env": {}})
+    assert fresh.request("POST", "/exec", b"{}", {"X-Access-Token": ""})[0] == 401
+    fresh.ok("/identity", {"accessToken": ""})
+    fresh.headers = {}
+    fresh.ok("/exec", {"args": ["true"]})
+
+
+def test_the_environment_of_every_process(fresh):
+    def seen() -> list[str]:
+        script = 'echo "$GREETING $E2B_SANDBOX_ID"'
+        one = base64.b64decode(fresh.ok("/exec", {"args": ["sh", "-c", script]})["stdout"])
+        two = fresh.start("sh", "-c", script).rest()[0]
+        assert one == two
+        return one.decode().rstrip("\n").split(" ")
+
+    assert seen() == ["", ""]
+    fresh.ok("/identity", {"sandboxID": "0123456789ab", "env": {"GREETING": "hello"}})
+    assert seen() == ["hello", "0123456789ab"]
+    fresh.ok("/identity", {"dns": []})
+    assert seen() == ["hello", "0123456789ab"]
+    fresh.ok("/identity", {"env": {}})
+    assert seen() == ["", "0123456789ab"]
+    assert fresh.start("sh", "-c", "echo $GREETING", envs={"GREETING": "mine"}).rest()[0] == b"mine\n"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"hostname": "a b"},
+        {"hostname": "x" * 65},
+        {"hostname": 1},
+        {"machineID": "xyz"},
+        {"machineID": "0123"},
+        {"entropy": base64.b64encode(b"short").decode()},
+        {"entropy": base64.b64encode(b"x" * 1000).decode()},
+        {"time": "now"},
+        {"time": -1},
+        {"accessToken": "a\nb"},
+        {"accessToken": 5},
+        {"env": {"A=": "x"}},
+        {"dns": ["example.org"]},
+        {"dns": ["192.0.2.1\nnameserver 192.0.2.2"]},
+        {"dns": "192.0.2.1"},
+    ],
+)
+def test_nonsense_is_refused_before_anything_is_done(agent, body):
+    status, answer = agent.post("/identity", {"sandboxID": "feedfeedfeed", **body})
+    assert status == 400, answer
+    assert b"feedfeedfeed" not in base64.b64decode(agent.ok("/exec", {"args": ["env"]})["stdout"])
+
+
+def test_freeze_of_an_unmanaged_agent_only_syncs(agent):
+    answer = agent.ok("/freeze", {"seconds": 5})
+    assert answer["frozen"] is False and "does not manage" in answer["skipped"][0]
+    agent.ok("/thaw")
+    agent.ok("/sync")
+    assert agent.post("/freeze", {"seconds": 3600})[0] == 400
+
+
+# A network of one's own whose default gateway answers to this very machine, so that a test can come from there.
+NAMESPACE = """
+set -e
+mount -t tmpfs tmpfs /run
+mount --bind "$1" /etc
+ip link set lo up
+ip link add d0 type veth peer name d1
+ip addr add 192.0.2.2/24 dev d0
+ip link set d0 up
+ip link set d1 up
+ip route add default via 192.0.2.1
+ip addr add 192.0.2.1/32 dev lo
+shift
+exec setpriv --bounding-set=-sys_time --inh-caps=-sys_time -- "$@"
+"""
+
+CLIENT = """
+import http.client, sys
+connection = http.client.HTTPConnection("192.0.2.2", int(sys.argv[1]), timeout=30, source_address=(sys.argv[2], 0))
+connection.request("POST", sys.argv[3], sys.stdin.buffer.read(), {"X-Access-Token": sys.argv[4]})
+response = connection.getresponse()
+print(response.status)
+print(response.read().decode())
+"""
+
+
+@pytest.fixture
+def machine(root, tmp_path, running):
+    """A managing agent in namespaces of its own; ``(agent, etc)``."""
+    etc = tmp_path / "etc"
+    shutil.copytree("/etc", etc, symlinks=True, ignore_dangling_symlinks=True)
+    for name in ("hostname", "machine-id", "resolv.conf"):
+        (etc / name).unlink(missing_ok=True)
+        (etc / name).write_text(f"old {name}\n")
+    argv = ["unshare", "--mount", "--uts", "--net", "--propagation", "private", "sh", "-c", NAMESPACE, "sh", str(etc)]
+    argv += [sys.executable, "-m", "sandbox_agent", "--bind", "0.0.0.0", "--port", "0"]
+    before = socket.gethostname()
+    with running(argv) as agent:
+        for kind in ("uts", "mnt"):
+            assert not Path(f"/proc/{agent.process.pid}/ns/{kind}").samefile(f"/proc/self/ns/{kind}")
+        status = Path(f"/proc/{agent.process.pid}/status").read_text()
+        effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff"))
+        assert not int(effective, 16) >> CAP_SYS_TIME & 1, "the agent could set this machine's clock"
+        yield agent, etc
+    assert socket.gethostname() == before
+
+
+def _inside(agent) -> list[str]:
+    return ["nsenter", f"--net=/proc/{agent.process.pid}/ns/net", "--"]
+
+
+def ask(agent, path, body, *, source="192.0.2.1", token=""):
+    """POST from an address of the agent's network."""
+    done = subprocess.run(
+        [*_inside(agent), sys.executable, "-c", CLIENT, str(agent.port), source, path, token],
+        input=json.dumps(body).encode(),
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    status, _, answer = done.stdout.decode().partition("\n")
+    return int(status), json.loads(answer)
+
+
+def run(agent, script, token="s3cret"):
+    status, answer = ask(agent, "/exec", {"args": ["sh", "-c", script]}, token=token)
+    assert status == 200, answer
+    return base64.b64decode(answer["stdout"]).decode()
+
+
+def test_a_managed_machine_gets_its_identity(machine):
+    agent, etc = machine
+    assert run(agent, "cat /etc/hostname /etc/machine-id /etc/resolv.conf", "") == (
+        "old hostname\nold machine-id\nold resolv.conf\n"
+    )
+    status, answer = ask(agent, "/identity", FULL)
+    assert status == 200
+    assert (answer["hostname"], answer["machineID"]) == ("sibling-1", FULL["machineID"])
+    assert answer["skipped"] == [], answer
+    assert run(agent, "hostname; cat /etc/hostname /etc/machine-id /etc/resolv.conf; echo $GREETING") == (
+        f"sibling-1\nsibling-1\n{FULL['machineID']}\nnameserver 192.0.2.1\nnameserver 2001:db8::1\nhello\n"
+    )
+    # Nothing of it is on the disk.
+    for name in ("hostname", "machine-id", "resolv.conf"):
+        assert (etc / name).read_text() == f"old {name}\n"
+    # A shorter content leaves nothing of a longer one behind.
+    ask(agent, "/identity", {"hostname": "s", "dns": ["192.0.2.9"]}, token="s3cret")
+    assert run(agent, "cat /etc/hostname /etc/resolv.conf") == "s\nnameserver 192.0.2.9\n"
+
+
+def test_the_gateway_needs_no_token_for_the_identity(machine):
+    agent, _ = machine
+    assert ask(agent, "/identity", {"accessToken": "first"}, source="192.0.2.2")[0] == 200
+    assert ask(agent, "/identity", {"accessToken": "mine"}, source="192.0.2.2")[0] == 401
+    assert ask(agent, "/identity", {"accessToken": "second"}, source="192.0.2.1")[0] == 200
+    assert ask(agent, "/exec", {"args": ["true"]}, source="192.0.2.1")[0] == 401
+    assert ask(agent, "/exec", {"args": ["true"]}, source="192.0.2.1", token="second")[0] == 200
+
+
+def test_a_clock_that_cannot_be_set_is_said(machine):
+    agent, _ = machine
+    _, answer = ask(agent, "/identity", {"time": time.time() + 3600})
+    assert [reason.partition(":")[0] for reason in answer["skipped"]] == ["time"]
+    assert abs(float(run(agent, "date +%s", "")) - time.time()) < 60
+
+
+def test_an_agent_started_anew_keeps_token_and_mounts(machine):
+    """The first agent goes on; the second, in the same namespaces, finds what it kept."""
+    agent, _ = machine
+    ask(agent, "/identity", FULL)
+    inside = ["nsenter", "--mount", "--uts", "--net", f"--target={agent.process.pid}", "--"]
+    second = subprocess.Popen(
+        [*inside, sys.executable, "-m", "sandbox_agent", "--bind", "127.0.0.1", "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "gateway/src")},
+    )
+    try:
+        assert second.stderr
+        line = second.stderr.readline()
+        assert "listening" in line, line
+        client = CLIENT.replace("192.0.2.2", "127.0.0.1")
+        port = line.strip().rpartition(":")[2]
+        done = subprocess.run(
+            [*_inside(agent), sys.executable, "-c", client, port, "127.0.0.1", "/exec", ""],
+            input=b"{}",
+            capture_output=True,
+            check=True,
+        )
+        assert done.stdout.startswith(b"401")
+    finally:
+        second.kill()
+        second.wait()
+    mounts = Path(f"/proc/{agent.process.pid}/mounts").read_text()
+    assert mounts.count(" /etc/hostname ") == 1
+    assert run(agent, "stat -c %a /run/sandbox/agent.json") == "600\n"

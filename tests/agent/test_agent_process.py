@@ -1,0 +1,253 @@
+"""process.Process: commands whose events are streamed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import socket
+import struct
+import time
+from pathlib import Path
+
+import pytest
+
+
+def b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def test_events_of_a_command(agent):
+    events = list(agent.start("sh", "-c", "printf out; printf err >&2"))
+    assert events[0]["start"]["pid"] > 0
+    data = {key: base64.b64decode(value) for event in events[1:-1] for key, value in event["data"].items()}
+    assert data == {"stdout": b"out", "stderr": b"err"}
+    assert events[-1] == {"end": {"exitCode": 0, "exited": True, "status": "exit status 0"}}
+
+
+def test_exit_code(agent):
+    end = agent.start("sh", "-c", "exit 3").rest()[2]
+    assert end == {"exitCode": 3, "exited": True, "status": "exit status 3", "error": "exit status 3"}
+
+
+def test_no_byte_is_lost(agent):
+    out, _, end = agent.start("sh", "-c", "head -c 20000000 /dev/urandom | tee /dev/stderr | cksum >/dev/null").rest()
+    assert end["exitCode"] == 0 and out == b""
+    out, err, _ = agent.start("sh", "-c", "seq 1 300000; seq 1 1000 >&2").rest()
+    assert out == b"".join(b"%d\n" % n for n in range(1, 300001))
+    assert err == b"".join(b"%d\n" % n for n in range(1, 1001))
+
+
+def test_a_slow_client_makes_the_process_wait(agent):
+    events = agent.start("sh", "-c", "head -c 30000000 /dev/zero; echo done >&2")
+    time.sleep(0.5)
+    out, err, _ = events.rest()
+    assert (len(out), err) == (30_000_000, b"done\n")
+
+
+def test_environment_directory_and_user(agent, tmp_path):
+    out, _, _ = agent.start("sh", "-c", 'echo "$A:$B"; pwd', envs={"A": "1", "B": "ü"}, cwd=str(tmp_path)).rest()
+    assert out.decode() == f"1:ü\n{tmp_path}\n"
+    if os.geteuid() == 0:
+        out, _, _ = agent.start("sh", "-c", "id -un; id -Gn; echo $USER", user="nobody").rest()
+        assert out.split()[0] == out.split()[-1] == b"nobody" and b"root" not in out
+
+
+def test_an_empty_directory_is_the_home(agent):
+    assert agent.start("pwd", cwd="").rest()[0].decode().strip() == str(Path.home())
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ({}, "invalid_argument"),
+        ({"process": {"cmd": ""}}, "invalid_argument"),
+        ({"process": {"cmd": "no-such-command"}}, "invalid_argument"),
+        ({"process": {"cmd": "true", "cwd": "/no/such"}}, "invalid_argument"),
+        ({"process": {"cmd": "true", "args": "x"}}, "invalid_argument"),
+        ({"process": {"cmd": "true"}, "pty": {"size": {"cols": "x"}}}, "invalid_argument"),
+        ({"process": {"cmd": "true"}, "pty": {"size": {"cols": 99999}}}, "invalid_argument"),
+    ],
+)
+def test_errors_come_in_the_last_frame(agent, message, code):
+    events = agent.stream("Start", message)
+    assert list(events) == []
+    assert events.error and events.error["code"] == code and events.error["message"]
+
+
+def test_an_unknown_user(agent):
+    events = agent.start("true", user="no-such-user")
+    assert list(events) == [] and events.error and events.error["code"] == "unauthenticated"
+
+
+def test_the_codec_must_be_json(agent):
+    status, data = agent.request("POST", "/process.Process/Start", b"x", {"Content-Type": "application/connect+proto"})
+    assert (status, json.loads(data)["code"]) == (415, "unimplemented")
+
+
+def test_stdin(agent):
+    events = agent.start("cat", stdin=True)
+    pid = events.next()["start"]["pid"]
+    agent.ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"stdin": b64(b"one ")}})
+    # The stream of input is frames, the last of them empty; its answer has one message.
+    messages = [{"start": {"process": {"pid": pid}}}, {"keepalive": {}}]
+    messages += [{"data": {"input": {"stdin": b64(part)}}} for part in (b"two ", b"x" * 300_000)]
+    streamed = agent.stream("StreamInput", *messages)
+    assert (list(streamed), streamed.error) == ([{}], None)
+    agent.ok("/process.Process/CloseStdin", {"process": {"pid": pid}})
+    assert events.rest()[0] == b"one two " + b"x" * 300_000
+
+
+def test_input_without_stdin(agent):
+    events = agent.start("sleep", "30.1")
+    pid = events.next()["start"]["pid"]
+    status, answer = agent.post("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"stdin": b64(b"x")}})
+    assert (status, answer["code"]) == (400, "failed_precondition")
+    agent.ok("/process.Process/SendSignal", {"process": {"pid": pid}, "signal": "SIGNAL_SIGKILL"})
+    end = events.rest()[2]
+    assert end == {"exitCode": -1, "exited": False, "status": "signal: killed", "error": "signal: killed"}
+
+
+def test_a_signal_reaches_the_group(agent):
+    events = agent.start(
+        "sh",
+        "-c",
+        "trap 'echo parent' TERM; sh -c 'trap \"echo child; exit\" TERM; echo up; "
+        "while :; do sleep 0.05; done'; exit 5",
+    )
+    pid = events.next()["start"]["pid"]
+    assert base64.b64decode(events.next()["data"]["stdout"]) == b"up\n"
+    agent.ok("/process.Process/SendSignal", {"process": {"pid": pid}, "signal": "SIGNAL_SIGTERM"})
+    out, _, end = events.rest()
+    assert (sorted(out.split()), end["exitCode"]) == ([b"child", b"parent"], 5)
+
+
+def test_what_does_not_run_is_not_found(agent):
+    for method, extra in (
+        ("SendSignal", {"signal": "SIGNAL_SIGKILL"}),
+        ("SendInput", {"input": {"stdin": ""}}),
+        ("CloseStdin", {}),
+        ("Update", {}),
+    ):
+        status, answer = agent.post(f"/process.Process/{method}", {"process": {"pid": 999_999_999}, **extra})
+        assert (status, answer["code"]) == (404, "not_found"), method
+    events = agent.stream("Connect", {"process": {"tag": "none"}})
+    assert list(events) == [] and events.error and events.error["code"] == "not_found"
+
+
+def test_a_client_that_goes_away_does_not_end_the_process(agent, eventually):
+    body = json.dumps({"process": {"cmd": "sh", "args": ["-c", "echo a; read x; echo b"]}, "tag": "orphan"}).encode()
+    with socket.create_connection(("127.0.0.1", agent.port)) as sock:
+        sock.sendall(
+            b"POST /process.Process/Start HTTP/1.1\r\nContent-Type: application/connect+json\r\n"
+            b"Content-Length: %d\r\n\r\n" % (len(body) + 5) + struct.pack(">BI", 0, len(body)) + body
+        )
+        assert b"start" in sock.recv(1000)
+    listed = [item for item in agent.ok("/process.Process/List")["processes"] if item.get("tag") == "orphan"]
+    assert listed[0]["config"] == {"cmd": "sh", "args": ["-c", "echo a; read x; echo b"], "envs": {}}
+    events = agent.stream("Connect", {"process": {"tag": "orphan"}})
+    assert events.next()["start"]["pid"] == listed[0]["pid"]
+    assert base64.b64decode(events.next()["data"]["stdout"]) == b"a\n"
+    agent.ok("/process.Process/SendInput", {"process": {"tag": "orphan"}, "input": {"stdin": b64(b"\n")}})
+    assert events.rest()[0] == b"b\n"
+    # It has ended: it is listed no more, and can still be asked how it went.
+    assert not [item for item in agent.ok("/process.Process/List")["processes"] if item.get("tag") == "orphan"]
+    out, _, end = agent.stream("Connect", {"process": {"tag": "orphan"}}).rest()
+    assert (out, end["exitCode"]) == (b"a\nb\n", 0)
+
+
+def test_only_the_tail_is_kept_for_later(agent):
+    events = agent.start("sh", "-c", "head -c 3000000 /dev/zero; printf end", tag="long")
+    assert len(events.rest()[0]) == 3_000_003
+    out = agent.stream("Connect", {"process": {"tag": "long"}}).rest()[0]
+    assert out.endswith(b"end") and 100_000 < len(out) < 400_000
+
+
+def test_nobody_following_does_not_hold_up_the_process(agent, tmp_path, eventually):
+    done = tmp_path / "done"
+    events = agent.start("sh", "-c", f"sleep 0.2; head -c 9000000 /dev/zero; touch {done}")
+    events.next()
+    events._response.close()
+    eventually(done.exists)
+
+
+def test_a_deadline_ends_the_process(agent, eventually):
+    started = time.monotonic()
+    events = agent.start("sh", "-c", "echo $$; sleep 31.1", Connect_Timeout_Ms="400")
+    pid = events.next()["start"]["pid"]
+    events.rest()
+    assert time.monotonic() - started < 10
+    eventually(lambda: all(item["pid"] != pid for item in agent.ok("/process.Process/List")["processes"]))
+
+
+def test_the_deadline_of_a_follower_is_its_own(agent):
+    first = agent.start("sleep", "30.2", tag="sleeper")
+    pid = first.next()["start"]["pid"]
+    events = agent.stream("Connect", {"process": {"pid": pid}}, **{"Connect-Timeout-Ms": "100"})
+    assert [list(event) for event in events] == [["start"]]
+    assert events.error and events.error["code"] == "deadline_exceeded"
+    assert pid in [item["pid"] for item in agent.ok("/process.Process/List")["processes"]]
+    os.kill(pid, signal.SIGKILL)
+    assert first.rest()[2]["status"] == "signal: killed"
+
+
+def test_keepalives(agent):
+    events = agent.start("sleep", "1.3", Connect_Timeout_Ms="0")
+    assert list(events.next()) == ["start"]
+    other = agent.stream("Connect", {"process": {"pid": 0, "tag": ""}})
+    assert list(other) == []
+    quiet = agent.stream(
+        "Start", {"process": {"cmd": "sleep", "args": ["1.2"]}, "stdin": False}, **{"Keepalive-Ping-Interval": "1"}
+    )
+    assert [next(iter(event)) for event in quiet] == ["start", "keepalive", "end"]
+    events.rest()
+
+
+def test_terminal(agent):
+    events = agent.start(
+        "sh", "-c", "tty; stty size; read x; stty size; echo got $x", pty={"size": {"cols": 100, "rows": 30}}
+    )
+    pid = events.next()["start"]["pid"]
+    out = b""
+    while b"30 100" not in out:
+        out += base64.b64decode(events.next()["data"]["pty"])
+    assert out.startswith(b"/dev/")
+    agent.ok("/process.Process/Update", {"process": {"pid": pid}, "pty": {"size": {"cols": 90, "rows": 20}}})
+    agent.ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"pty": b64(b"in\n")}})
+    out, _, end = events.rest()
+    assert b"20 90" in out and b"got in" in out and end["exitCode"] == 0
+
+
+def test_a_terminal_controls_its_session(agent):
+    events = agent.start("sh", "-c", "echo up; sleep 31.2", pty={"size": {}})
+    pid = events.next()["start"]["pid"]
+    events.next()
+    status, answer = agent.post("/process.Process/CloseStdin", {"process": {"pid": pid}})
+    assert (status, answer["code"]) == (400, "failed_precondition")
+    agent.ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"pty": b64(b"\x03")}})
+    assert events.rest()[2]["status"] in ("signal: interrupt", "exit status 130")
+
+
+def test_a_child_left_behind_does_not_hold_up_the_end(agent):
+    started = time.monotonic()
+    out, _, _ = agent.start("sh", "-c", "sleep 30.4 & echo $!").rest()
+    assert time.monotonic() - started < 5
+    os.kill(int(out), signal.SIGKILL)
+
+
+def test_descriptors_and_threads_are_given_back(fresh, eventually):
+    def count(what: str) -> int:
+        return len(list(Path(f"/proc/{fresh.process.pid}/{what}").iterdir()))
+
+    fresh.start("true").rest()
+    eventually(lambda: count("task") == 1)
+    before = count("fd")
+    for _ in range(5):
+        fresh.start("true", stdin=True).rest()
+        fresh.start("true", pty={"size": {}}).rest()
+        fresh.ok("/exec", {"args": ["true"]})
+        fresh.stream("Start", {"process": {"cmd": "no-such"}, "pty": {"size": {}}}).rest()
+        fresh.stream("Start", {"process": {"cmd": "no-such"}}).rest()
+    eventually(lambda: (count("task"), count("fd")) == (1, before))
+    assert Path(f"/proc/{fresh.process.pid}/task/{fresh.process.pid}/children").read_text() == ""

@@ -1,0 +1,153 @@
+"""HTTP as the agent speaks it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "gateway/src/sandbox_agent"
+
+
+def talk(agent, data: bytes) -> bytes:
+    """Send bytes as they are; all that comes back until the agent closes."""
+    with socket.create_connection(("127.0.0.1", agent.port), timeout=10) as sock:
+        sock.sendall(data)
+        received = b""
+        while piece := sock.recv(65536):
+            received += piece
+    return received
+
+
+def test_health(agent):
+    assert agent.request("GET", "/health") == (204, b"")
+
+
+def test_many_requests_on_one_connection(agent):
+    connection = agent.connect()
+    for _ in range(3):
+        connection.request("POST", "/filesystem.Filesystem/Stat", json.dumps({"path": "/"}))
+        response = connection.getresponse()
+        assert (response.status, json.loads(response.read())["entry"]["type"]) == (200, "FILE_TYPE_DIRECTORY")
+    sock = connection.sock
+    connection.request("POST", "/nowhere", b"x" * 100)
+    assert connection.getresponse().read()
+    connection.request("GET", "/health")
+    assert connection.getresponse().status == 204
+    assert connection.sock is sock
+
+
+def test_pipelined_requests(agent):
+    get = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+    answer = talk(agent, get + b"\r\n" + get + b"Connection: close\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 204") == 2
+
+
+def test_errors_are_json(agent):
+    status, answer = agent.post("/nowhere")
+    assert (status, answer["code"]) == (404, 404)
+    assert "not found" in answer["message"]
+    status, answer = agent.post("/health")
+    assert status == 405
+    status, answer = agent.post("/process.Process/Nothing")
+    assert (status, answer["code"]) == (404, "unimplemented")
+
+
+def test_a_body_that_is_not_json(agent):
+    for body in (b"{", b"[]", b"\xff", b"[" * 100_000):
+        status, data = agent.request("POST", "/exec", body)
+        assert status == 400, data
+
+
+def test_a_chunked_body(agent):
+    answer = talk(
+        agent,
+        b"POST /exec HTTP/1.1\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+        b'8\r\n{"args":\r\n9;ext=1\r\n["true"]}\r\n0\r\nTrailer: x\r\n\r\n',
+    )
+    assert b" 200 OK" in answer and b'"exitCode":0' in answer
+
+
+def test_expect_continue(agent):
+    with socket.create_connection(("127.0.0.1", agent.port), timeout=10) as sock:
+        sock.sendall(b"POST /exec HTTP/1.1\r\nContent-Length: 17\r\nExpect: 100-continue\r\n\r\n")
+        assert sock.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        sock.sendall(b'{"args":["true"]}')
+        assert b'"exitCode":0' in sock.recv(1000)
+
+
+def test_http_1_0_is_answered_and_closed(agent):
+    assert talk(agent, b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 204")
+    assert talk(agent, b"GET /files?path=/proc/version HTTP/1.0\r\n\r\n").endswith(b"\n")
+
+
+def test_nonsense_ends_the_connection_only(agent):
+    for data in (
+        b"\x16\x03\x01\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"POST /exec HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST /exec HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /" + b"x" * 200_000,
+    ):
+        with contextlib.suppress(ConnectionResetError):
+            assert talk(agent, data) == b""
+    assert agent.request("GET", "/health")[0] == 204
+
+
+def test_a_json_body_has_a_limit(agent):
+    head = b"POST /exec HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", agent.port), timeout=10) as sock:
+        sock.sendall(head + b"{" * 1000)
+        assert sock.recv(1000).startswith(b"HTTP/1.1 413")
+
+
+def test_many_connections_at_once(agent):
+    failures = []
+
+    def ask() -> None:
+        try:
+            for _ in range(5):
+                assert agent.request("GET", "/health")[0] == 204
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_connections_do_not_outlive_their_threads(agent, eventually):
+    def threads() -> int:
+        return len(list(Path(f"/proc/{agent.process.pid}/task").iterdir()))
+
+    before = threads()
+    sockets = [socket.create_connection(("127.0.0.1", agent.port)) for _ in range(10)]
+    eventually(lambda: threads() >= before + 10)
+    for sock in sockets:
+        sock.close()
+    eventually(lambda: threads() <= before)
+
+
+def test_it_runs_as_a_folder_without_site_packages(tmp_path, running):
+    folder = tmp_path / "opt/sandbox_agent"
+    shutil.copytree(SOURCE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    argv = [sys.executable, "-I", "-S", "-B", str(folder), "--unmanaged", "--bind", "127.0.0.1", "--port", "0"]
+    with running(argv, env={"PYTHONPATH": ""}) as agent:
+        assert agent.ok("/exec", {"args": ["true"]})["exitCode"] == 0
+    assert not list(folder.rglob("*.pyc")), "byte code was written"
+
+
+def test_a_taken_port_is_said(agent, unmanaged):
+    argv = [*unmanaged[:-1], str(agent.port)]
+    done = subprocess.run(argv, env={**os.environ, "PYTHONPATH": str(SOURCE.parent)}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{agent.port}" in done.stderr

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.api.served import Served
+
+
+@pytest.fixture(scope="session")
+def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("memory"))
+    served.build_template("base", packages=["python3"], description="what tests start from")
+    try:
+        yield served
+    finally:
+        served.end()
+
+
+@pytest.fixture
+def served(_served: Served) -> Iterator[Served]:
+    """A gateway over a host in memory, with the template `base` and nothing else."""
+    yield _served
+    _served.clear()
+
+
+@pytest.fixture
+def api(served: Served) -> Iterator[httpx.Client]:
+    """Its HTTP surface, as an administrator."""
+    with served.client() as client:
+        yield client

@@ -1,0 +1,264 @@
+"""A host that keeps its machines in memory, for tests of what stands above hosts.
+
+A machine is a small HTTP server with the agent's calls, on a loopback address of its own. Its `/exec` knows
+`write KEY VALUE`, `read KEY`, `sleep SECONDS`, `exit CODE`, and `env`; what is written is part of a capture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import json
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.base import Abilities, Endpoint, Log, Scan, Usage
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import Memory, NetworkPolicy, Sandbox, Snapshot
+
+AGENT_PORT = 49983
+_slots = itertools.count()
+
+
+def _address() -> str:
+    slot = next(_slots)
+    return f"127.77.{slot // 250 % 250}.{slot % 250 + 2}"
+
+
+class Machine:
+    """One running machine: what was written in it, and its agent."""
+
+    def __init__(self, state: dict[str, str]) -> None:
+        self.state = dict(state)
+        self.address = ""
+        self.identity: dict[str, Any] = {}
+        self.seen: list[tuple[str, dict[str, str], bytes]] = []
+        """(request line, headers, body) of what came in that was not the engine's."""
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        while True:
+            self.address = _address()
+            try:
+                self._server = await asyncio.start_server(self._serve, self.address, AGENT_PORT)
+                return
+            except OSError:
+                continue
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+        self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while await self._one(reader, writer):
+                pass
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        line, *fields = head.strip().split("\r\n")
+        headers = {name.strip().lower(): value.strip() for name, value in (field.split(":", 1) for field in fields)}
+        body = await _body(reader, headers)
+        _, target, _ = line.split(" ")
+        await self._answer(line, target, headers, body, writer)
+        await writer.drain()
+        return headers.get("connection", "") != "close"
+
+    async def _answer(
+        self, line: str, target: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter
+    ) -> None:
+        if target == "/identity":
+            self.identity = json.loads(body)
+            _send(writer, 200, json.dumps({"skipped": []}).encode())
+        elif target.startswith(("/echo", "/stream", "/hang")):
+            self.seen.append((line, headers, body))
+            await self._public(target, headers, body, writer)
+        elif headers.get("x-access-token") != self.identity.get("accessToken"):
+            _send(writer, 401, b'{"message": "wrong token"}')
+        elif target == "/exec":
+            _send(writer, 200, json.dumps(await self._exec(json.loads(body))).encode())
+        elif target == "/process.Process/Start":
+            _send(writer, 200, self._started(body), "application/connect+json")
+        else:
+            _send(writer, 200, b"{}")
+
+    async def _public(
+        self, target: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter
+    ) -> None:
+        if target.startswith("/echo"):
+            told = {"target": target, "headers": headers, "length": len(body), "body": body[:100].decode("latin-1")}
+            _send(writer, 201, json.dumps(told).encode(), extra="X-Inside: yes\r\nKeep-Alive: timeout=5\r\n")
+        elif target.startswith("/stream"):
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            for number in itertools.count():
+                writer.write(b"%x\r\n%s\r\n" % (len(b"tick %d\n" % number), b"tick %d\n" % number))
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        else:
+            await asyncio.sleep(3600)
+
+    async def _exec(self, request: dict[str, Any]) -> dict[str, Any]:
+        verb, *words = request["args"]
+        code, out, err = 0, "", ""
+        if verb == "write":
+            self.state[words[0]] = words[1]
+        elif verb == "read":
+            code, out = (0, self.state[words[0]]) if words[0] in self.state else (1, "")
+        elif verb == "sleep":
+            await asyncio.sleep(float(words[0]))
+        elif verb == "exit":
+            code, err = int(words[0]), "leaving\n"
+        elif verb == "cat":
+            out = base64.b64decode(request.get("stdin", "")).decode()
+        elif verb == "env":
+            out = json.dumps({"env": request["env"], "cwd": request.get("cwd"), "user": request.get("user")})
+        else:
+            code, err = 127, f"{verb}: not found\n"
+        return {
+            "exitCode": code,
+            "stdout": base64.b64encode(out.encode()).decode(),
+            "stderr": base64.b64encode(err.encode()).decode(),
+            "timedOut": False,
+            "truncated": False,
+        }
+
+    def _started(self, body: bytes) -> bytes:
+        """A Connect stream: `fail` exits 1, `wait` is not known, anything else prints itself and succeeds."""
+        command = json.loads(body[5:])["process"]["args"][1]
+        text = base64.b64encode(f"ran {command}\n".encode()).decode()
+        events: list[dict[str, Any]] = [{"start": {"pid": 1}}, {"data": {"stdout": text}}]
+        events.append({"end": {"exitCode": 1 if command == "fail" else 0, "exited": True}})
+        frames = [(0, {"event": event}) for event in events] + [(2, {})]
+        return b"".join(_frame(flag, message) for flag, message in frames)
+
+
+def _frame(flag: int, message: dict[str, Any]) -> bytes:
+    payload = json.dumps(message).encode()
+    return struct.pack(">BI", flag, len(payload)) + payload
+
+
+async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
+    if headers.get("transfer-encoding") != "chunked":
+        return await reader.readexactly(int(headers.get("content-length", 0)))
+    body = b""
+    while size := int(await reader.readline(), 16):
+        body += await reader.readexactly(size)
+        await reader.readline()
+    await reader.readline()
+    return body
+
+
+def _send(
+    writer: asyncio.StreamWriter, status: int, body: bytes, kind: str = "application/json", extra: str = ""
+) -> None:
+    head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n{extra}\r\n"
+    writer.write(head.encode() + body)
+
+
+class MemoryHost:
+    """Implements ``hosts.base.Host``. ``slow`` delays forks; ``failing`` names sandboxes whose fork fails."""
+
+    kind = "memory"
+    abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True)
+
+    def __init__(self) -> None:
+        self.machines: dict[str, Machine] = {}
+        self.disks: dict[str, dict[str, str]] = {}
+        self.saved: dict[str, Sandbox] = {}
+        self.slow = 0.0
+        self.build_seconds = 0.0
+        self.failing: set[str] = set()
+        self.forked = 0
+        self._exit: Callable[[str], None] = lambda _: None
+
+    async def open(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        for machine in self.machines.values():
+            await machine.stop()
+
+    async def scan(self) -> Scan:
+        return Scan()
+
+    async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
+        log(f"making a file system of {len(recipe.packages)} packages")
+        await asyncio.sleep(self.build_seconds)
+        self.disks[base.id] = {}
+        return base
+
+    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
+        self.forked += 1
+        await asyncio.sleep(self.slow)
+        if sandbox.name in self.failing:
+            raise BackendFailed(f"no machine for {sandbox.name}")
+        self.disks[sandbox.instance] = self.disks[snapshot.id]
+        await self.start(sandbox)
+
+    async def start(self, sandbox: Sandbox) -> None:
+        machine = Machine(self.disks[sandbox.instance])
+        await machine.start()
+        self.machines[sandbox.instance] = machine
+
+    async def capture(self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool) -> Snapshot:
+        self.disks[snapshot.id] = dict(self.machines[sandbox.instance].state)
+        changes = {"memory": Memory.INCREMENTAL if memory else Memory.NONE, "resources": sandbox.resources}
+        measured = {"pause_ms": 6.25, "memory_bytes_written": 4096, "disk_bytes_unique": 1536}
+        return snapshot.model_copy(update=changes | measured)
+
+    async def save(self, sandbox: Sandbox) -> None:
+        self.saved[sandbox.id] = sandbox
+
+    async def save_snapshot(self, snapshot: Snapshot) -> None:
+        pass
+
+    async def stop(self, sandbox: Sandbox) -> None:
+        if machine := self.machines.pop(sandbox.instance, None):
+            self.disks[sandbox.instance] = machine.state
+            await machine.stop()
+
+    async def discard(self, instance: Sandbox) -> None:
+        await self.stop(instance)
+        self.disks.pop(instance.instance, None)
+
+    async def remove(self, sandbox: Sandbox) -> None:
+        self.saved.pop(sandbox.id, None)
+        await self.discard(sandbox)
+
+    async def remove_snapshot(self, snapshot: Snapshot) -> None:
+        self.disks.pop(snapshot.id, None)
+
+    async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
+        return self.machines[sandbox.instance].state != self.disks[head.id]
+
+    async def usage(self, sandbox: Sandbox) -> Usage:
+        return Usage(disk_bytes=200_000, memory_bytes=3 << 20)
+
+    async def console(self, sandbox: Sandbox) -> str:
+        return ""
+
+    def ended(self, sandbox: Sandbox) -> str:
+        return "" if sandbox.instance in self.machines else "its machine ended"
+
+    async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
+        pass
+
+    def endpoint(self, sandbox: Sandbox) -> Endpoint:
+        return Endpoint(self.machines[sandbox.instance].address)
+
+    def on_exit(self, callback: Callable[[str], None]) -> None:
+        self._exit = callback
+

@@ -1,0 +1,109 @@
+"""Keys, scopes, the unix socket."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from sandbox_gateway.api.auth import Keys, Permission, needed
+from sandbox_gateway.errors import Invalid
+
+from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
+from tests.api.test_sandboxes import create
+
+KEY = "0123456789abcdef"
+
+
+def key_file(path: Path, text: str, mode: int = 0o600) -> Path:
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_key_file(tmp_path: Path) -> None:
+    keys = Keys.load(key_file(tmp_path / "keys", f"# who\n\nci  exec  {KEY}\nops admin {KEY}x\n"))
+    found = keys.find(KEY)
+    assert len(keys) == 2 and found and (found.name, found.permission) == ("ci", Permission.EXEC)
+    assert keys.find(KEY[:-1]) is None and keys.find("") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ci exec", "three words"),
+        (f"ci root {KEY}", "read, exec or admin"),
+        (f"c/i exec {KEY}", "not allowed"),
+        ("ci exec short", "at least 16"),
+        (f"ci exec {KEY}\nci read {KEY}y", "twice"),
+    ],
+)
+def test_bad_key_files_say_where(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(Invalid, match=words) as caught:
+        Keys.load(key_file(tmp_path / "keys", text))
+    assert "line" in caught.value.message and KEY not in caught.value.message
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_key_file_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(Invalid, match="chmod 600"):
+        Keys.load(key_file(tmp_path / "keys", f"ci exec {KEY}", mode))
+
+
+def test_a_missing_key_file(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="not found"):
+        Keys.load(tmp_path / "keys")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_key_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    file = key_file(tmp_path / "keys", f"ci exec {KEY}")
+    os.chown(file, 12345, 12345)
+    with pytest.raises(Invalid, match="chown root"):
+        Keys.load(file)
+
+
+def test_what_is_needed() -> None:
+    assert needed("GET", "/sandboxes") is Permission.READ
+    assert needed("POST", "/sandboxes/one/exec") is Permission.EXEC
+    for method, path in (("POST", "/sandboxes"), ("DELETE", "/sandboxes/exec"), ("POST", "/snapshots/exec/fork")):
+        assert needed(method, path) is Permission.ADMIN
+    assert needed("POST", "/templates/x/exec") is Permission.ADMIN
+
+
+def test_without_a_key(served: Served) -> None:
+    with served.client("") as nobody:
+        assert nobody.get("/health").status_code == 200
+        for route in ("/sandboxes", "/openapi.json", "/metrics", "/nowhere", "/events"):
+            answer = nobody.get(route)
+            assert answer.status_code == 401, route
+            assert answer.json()["kind"] == "unauthorized" and answer.headers["www-authenticate"]
+        assert nobody.post("/sandboxes", content=b"{bad").status_code == 401
+        wrong = nobody.get("/sandboxes", headers={"X-API-Key": "wrong-key-0123456789"})
+        assert wrong.status_code == 401 and "not known" in wrong.json()["message"]
+        assert nobody.get("/sandboxes", headers={"Authorization": f"Bearer {READ_KEY}"}).status_code == 200
+        assert nobody.get("/sandboxes", headers={"Authorization": f"Basic {READ_KEY}"}).status_code == 401
+
+
+def test_no_header_makes_a_caller_local(served: Served) -> None:
+    spoofs = {"X-Forwarded-For": "unix", "X-Real-Ip": "", "Forwarded": "for=unix", "Host": "gateway", "X-Local": "1"}
+    with served.client("") as nobody:
+        assert nobody.get("/sandboxes", headers=spoofs).status_code == 401
+
+
+def test_scopes(served: Served) -> None:
+    with served.client(ADMIN_KEY) as admin, served.client(EXEC_KEY) as runner, served.client(READ_KEY) as reader:
+        create(admin, name="one")
+        assert reader.get("/sandboxes/one").status_code == runner.get("/sandboxes/one").status_code == 200
+        body = {"args": ["exit", "0"]}
+        assert runner.post("/sandboxes/one/exec", json=body).status_code == 200
+        refused = reader.post("/sandboxes/one/exec", json=body)
+        assert refused.status_code == 403 and refused.json()["kind"] == "forbidden"
+        assert "'looker'" in refused.json()["message"]
+        for caller in (runner, reader):
+            assert caller.delete("/sandboxes/one").status_code == 403
+            assert caller.post("/sandboxes", json={"templateID": "base"}).status_code == 403
+
+
+def test_the_socket_is_for_its_group_alone(served: Served) -> None:
+    assert served.socket.stat().st_mode & 0o777 == 0o600

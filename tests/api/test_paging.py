@@ -1,0 +1,69 @@
+"""Pages stay right while things come and go."""
+
+from __future__ import annotations
+
+import base64
+
+import httpx
+import pytest
+
+from tests.api.test_sandboxes import create
+
+
+def walk(api: httpx.Client, route: str, key: str, **params: str | int) -> list[list[str]]:
+    pages, token = [], ""
+    while True:
+        answer = api.get(route, params={**params, **({"nextToken": token} if token else {})})
+        assert answer.status_code == 200, answer.text
+        pages.append([item[key] for item in answer.json()])
+        token = answer.headers.get("x-next-token", "")
+        if not token:
+            return pages
+
+
+def test_every_page(api: httpx.Client) -> None:
+    for number in range(5):
+        create(api, name=f"n{number}")
+    names = [f"n{number}" for number in range(5)]
+    assert walk(api, "/sandboxes", "name", limit=2) == [names[:2], names[2:4], names[4:]]
+    assert walk(api, "/sandboxes", "name", limit=5) == [names]
+    assert walk(api, "/v2/sandboxes", "name", limit=3, order="desc") == [names[:1:-1], names[1::-1]]
+
+
+def test_changes_between_pages(api: httpx.Client) -> None:
+    for number in range(4):
+        create(api, name=f"n{number}")
+    first = api.get("/sandboxes", params={"limit": 2})
+    api.delete("/sandboxes/n1")
+    api.delete("/sandboxes/n2")
+    create(api, name="n4")
+    second = api.get("/sandboxes", params={"limit": 2, "nextToken": first.headers["x-next-token"]})
+    assert [item["name"] for item in second.json()] == ["n3", "n4"]
+
+
+def test_snapshots_and_templates_have_pages_too(api: httpx.Client) -> None:
+    create(api, name="one")
+    for number in range(3):
+        api.post("/sandboxes/one/snapshots", json={"name": f"s{number}"})
+    assert [len(page) for page in walk(api, "/snapshots", "snapshotID", limit=2)] == [2, 1]
+    assert len(walk(api, "/templates", "templateID", limit=1)) == len(api.get("/templates").json())
+
+
+@pytest.mark.parametrize(
+    "token",
+    ["x", "!!!!", "e30", base64.urlsafe_b64encode(b'["2020-01-01", "a", "asc"]').decode(), "W10", "AAAA", "\udcff" * 0 + "é"],
+)
+def test_bad_tokens(api: httpx.Client, token: str) -> None:
+    answer = api.get("/sandboxes", params={"nextToken": token})
+    assert answer.status_code == 400 and "nextToken" in answer.json()["message"]
+
+
+def test_a_token_of_the_other_order(api: httpx.Client) -> None:
+    create(api), create(api)
+    token = api.get("/sandboxes", params={"limit": 1}).headers["x-next-token"]
+    assert api.get("/sandboxes", params={"order": "desc", "nextToken": token}).status_code == 400
+
+
+@pytest.mark.parametrize("limit", ["0", "1001", "-1", "many"])
+def test_bad_limits(api: httpx.Client, limit: str) -> None:
+    assert api.get("/sandboxes", params={"limit": limit}).status_code == 400

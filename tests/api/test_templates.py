@@ -1,0 +1,82 @@
+"""Routes of templates and builds."""
+
+from __future__ import annotations
+
+import httpx
+
+from tests.api.served import Served
+
+
+def test_a_ready_template(api: httpx.Client) -> None:
+    shown = api.get("/templates/base").json()
+    assert shown["names"] == shown["aliases"] == ["base"] and shown["buildStatus"] == "ready"
+    assert shown["recipe"]["from"] == "debootstrap" and shown["recipe"]["packages"] == ["python3"]
+    assert shown["cpuCount"] == 1 and shown["forks"] == 0 and len(shown["digest"]) == 64
+    assert api.get(f"/templates/{shown['templateID']}").json() == shown
+    assert [item["templateID"] for item in api.get("/templates?name=base").json()] == [shown["templateID"]]
+    assert api.get("/templates?name=other").json() == []
+
+
+def test_the_shown_recipe_may_be_posted_again(api: httpx.Client) -> None:
+    shown = api.get("/templates/base").json()
+    again = api.post("/templates", json={"name": "base", **shown["recipe"]})
+    assert again.status_code == 200
+    assert again.json()["buildStatus"] == "ready" and again.json()["templateID"] == shown["templateID"]
+
+
+def test_a_build_is_followed_to_its_end(served: Served, api: httpx.Client) -> None:
+    served.host.build_seconds = 0.2
+    started = api.post("/templates", json={"name": "made", "setup": ["touch /made"], "memoryMB": 512})
+    assert started.status_code == 202 and started.json()["buildStatus"] == "building"
+    assert api.get("/templates/made").json()["buildStatus"] == "building"
+    assert "made" in [name for item in api.get("/templates").json() for name in item["names"]]
+    route = f"/templates/{started.json()['templateID']}/builds/{started.json()['buildID']}"
+    with api.stream("GET", f"{route}/logs", params={"follow": "true"}) as answer:
+        lines = list(answer.iter_lines())
+    assert "$ touch /made" in lines and "ran touch /made" in lines and lines[-1] == "ready"
+    status = api.get(f"{route}/status", params={"logsOffset": len(lines) - 1}).json()
+    assert status["status"] == "ready" and status["logs"] == ["ready"] and status["reason"] is None
+    assert api.get(f"{route}/logs").text.splitlines() == lines
+    assert api.get("/templates/made").json()["memoryMB"] == 512
+    assert api.delete("/templates/made").status_code == 204
+
+
+def test_a_failed_build_says_why(api: httpx.Client) -> None:
+    started = api.post("/templates", json={"name": "broken", "setup": ["fail"]}).json()
+    route = f"/templates/{started['templateID']}/builds/{started['buildID']}"
+    api.get(f"{route}/logs", params={"follow": "true"})
+    status = api.get(f"{route}/status").json()
+    assert status["status"] == "error" and "exit code 1" in status["reason"]
+    shown = api.get("/templates/broken").json()
+    assert shown["buildStatus"] == "error" and "exit code 1" in shown["reason"]
+    assert api.post("/sandboxes", json={"templateID": "broken"}).status_code == 404
+
+
+def test_bad_recipes(api: httpx.Client) -> None:
+    for body, words in (
+        ({"name": "x", "from": "rootfs"}, "path"),
+        ({"name": "x", "from": "nowhere"}, "from"),
+        ({"name": "x", "packages": ["a b"]}, "Debian package"),
+        ({"name": "x", "memoryMB": -1}, "memoryMB"),
+        ({"name": "x" * 10_000}, "name"),
+        ({"name": "x", "readyTimeout": 1e9}, "ready_timeout"),
+        ({}, "name"),
+    ):
+        answer = api.post("/templates", json=body)
+        assert answer.status_code == 400, answer.text
+        assert words in answer.json()["message"] and len(answer.json()["message"]) < 500
+
+
+def test_aliases(api: httpx.Client) -> None:
+    named = api.put("/templates/base/alias", json={"alias": "ground"})
+    assert named.status_code == 200 and named.json()["names"] == ["base", "ground"]
+    assert api.get("/templates/ground").json()["names"] == ["base", "ground"]
+
+
+def test_missing_templates_and_builds(api: httpx.Client) -> None:
+    for route in ("/templates/nothing", "/templates/base/builds/nothing/status", "/templates/nothing/builds/x/logs"):
+        answer = api.get(route)
+        assert answer.status_code == 404 and "not found" in answer.json()["message"]
+    answer = api.post("/sandboxes", json={"templateID": "nothing"})
+    assert answer.status_code == 404
+    assert "template" in answer.json()["message"] and "'nothing' not found" in answer.json()["message"]

@@ -1,0 +1,218 @@
+"""What goes wrong is said in a sentence, has a word for it, and changes nothing it should not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.collection.conftest import TEMPLATE, seeded
+from tests.collection.double_gateway import DoubleGateway, serve
+from tests.collection.runner import Target, Task
+
+KEY = "a-key-nobody-should-see"
+
+
+def fork(**options: Any) -> Task:
+    return {"grove.sandbox.sandbox_fork": {"snapshot": TEMPLATE, **options}}
+
+
+def sandbox(**options: Any) -> Task:
+    return {"grove.sandbox.sandbox": options}
+
+
+def failed(result: dict[str, Any], kind: str, *words: str) -> None:
+    assert result["failed"], result
+    assert result["failure"]["kind"] == kind, result
+    assert result["failure"]["message"] == result["msg"]
+    for word in words:
+        assert word in result["msg"]
+
+
+@pytest.fixture(params=[{}, {"environment": {"ANY": "thing"}}], ids=["in process", "as a module"])
+def way(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def test_no_gateway_a_wrong_key_something_else_and_one_too_old(tmp_path: Path, way: Any) -> None:
+    there = Target(f"unix://{tmp_path}/gateway.sock", tmp_path)
+    down, port, odd = there.play(
+        sandbox(name="box", template="base"),
+        sandbox(name="box", template="base", gateway_url="http://127.0.0.1:9"),
+        sandbox(name="box", template="base", gateway_url="ftp://127.0.0.1"),
+        keywords=way,
+    )
+    failed(down, "unreachable", "gateway.sock", "sandbox-gateway started")
+    failed(port, "unreachable", "http://127.0.0.1:9", "nothing listens")
+    failed(odd, "invalid", "gateway_url", "unix:///path/to/gateway.sock")
+    with serve(seeded(token=KEY)) as url:
+        (wrong,) = Target(url, tmp_path, token="another-key-altogether").play(
+            sandbox(name="box", template="base"), keywords=way
+        )
+    failed(wrong, "unauthorized", url, "gateway_token")
+    assert wrong["failure"]["status"] == 401
+    with serve(seeded(version="0.0.9")) as url:
+        said, old = Target(url, tmp_path).play(
+            {**sandbox(name="box", template="base"), "check_mode": True},
+            sandbox(name="box", template="base"),
+            keywords=way,
+        )
+    failed(said, "too_old", "0.0.9", "0.1.0 or newer")
+    failed(old, "too_old", "0.0.9", "0.1.0 or newer")
+
+
+def test_over_a_unix_socket(tmp_path: Path, double: DoubleGateway, way: Any) -> None:
+    socket = tmp_path / "gateway.sock"
+    with serve(double, socket) as url:
+        (made,) = Target(url, tmp_path).prove(sandbox(name="box", template="base"), keywords=way)
+    assert made["sandbox"]["name"] == "box"
+
+
+def test_what_is_asked_for_badly(doubled: Target, double: DoubleGateway) -> None:
+    count, name, twice, size, life, both, nothing, unknown = doubled.play(
+        fork(count=-1, name_prefix="ci"),
+        sandbox(name="n" * 10_000, template=TEMPLATE),
+        sandbox(name=["a", "a"], template=TEMPLATE),
+        sandbox(name="box", template=TEMPLATE, memory_mb=-5),
+        sandbox(name="box", template=TEMPLATE, timeout=0),
+        sandbox(name="box", template=TEMPLATE, snapshot=TEMPLATE),
+        sandbox(name="box"),
+        sandbox(name="box", template=TEMPLATE, colour="red"),
+    )
+    failed(count, "invalid", "count must be at least 0, not -1")
+    failed(name, "invalid", "1 to 64 letters")
+    assert len(name["msg"]) < 300
+    failed(twice, "invalid", "given twice")
+    failed(size, "invalid", "memory_mb")
+    failed(life, "invalid", "timeout")
+    failed(both, "invalid", "mutually exclusive")
+    failed(nothing, "not_found", "'template' or 'snapshot'")
+    failed(unknown, "invalid", "colour")
+    assert not double.sandboxes
+
+
+def test_unknown_sources(doubled: Target) -> None:
+    template, snapshot, lost = doubled.play(
+        sandbox(name="box", template="none-such"),
+        sandbox(name="box", snapshot="none-such"),
+        {"grove.sandbox.sandbox_rollback": {"sandbox": "none-such", "snapshot": TEMPLATE}},
+    )
+    failed(template, "not_found", "template 'none-such' not found")
+    failed(snapshot, "not_found", "snapshot 'none-such' not found")
+    failed(lost, "not_found", "sandbox 'none-such' not found")
+
+
+def test_a_name_that_another_kind_of_thing_has(doubled: Target, double: DoubleGateway) -> None:
+    said, done, capture = doubled.play(
+        {**sandbox(name=TEMPLATE, template=TEMPLATE), "check_mode": True},
+        sandbox(name=TEMPLATE, template=TEMPLATE),
+        {"grove.sandbox.sandbox_template": {"name": "other"}},
+    )
+    failed(said, "name_taken", "taken by a template")
+    assert said["msg"] == done["msg"]
+    assert capture["changed"]
+    assert not double.sandboxes
+
+
+def test_a_fork_that_fails_leaves_none_or_with_atomic_false_the_others(doubled: Target, double: DoubleGateway) -> None:
+    double.fail_at = "ci-3"
+    none, some = doubled.play(
+        fork(count=5, name_prefix="ci"),
+        fork(count=5, name_prefix="ci", atomic=False),
+    )
+    failed(none, "backend_failed", "'ci-3' did not answer")
+    assert not none["changed"] and none["sandboxes"] == []
+    failed(some, "backend_failed", "'ci-3' did not answer")
+    assert some["changed"] and [box["name"] for box in some["sandboxes"]] == ["ci-1", "ci-2", "ci-4", "ci-5"]
+    assert [outcome["name"] for outcome in some["outcomes"] if outcome["failed"]] == ["ci-3"]
+    double.fail_at = ""
+    (mended,) = doubled.prove(fork(count=5, name_prefix="ci"))
+    assert [outcome["name"] for outcome in mended["outcomes"] if outcome["changed"]] == ["ci-3"]
+
+
+def test_one_refusal_stops_all_unless_told_to_go_on(doubled: Target, double: DoubleGateway) -> None:
+    doubled.play(sandbox(name="b", template=TEMPLATE))
+    wanted = {"name": ["a", "b", "c"], "template": TEMPLATE, "cpus": 4, "cold_start": True}
+    stopped, went_on = doubled.play(sandbox(**wanted), sandbox(**wanted, continue_on_error=True))
+    failed(stopped, "conflict", "'b' has cpus 1, not 4")
+    assert not stopped["changed"] and stopped["sandboxes"][0]["name"] == "b"
+    failed(went_on, "conflict", "'b' has cpus 1, not 4")
+    assert went_on["changed"] and [box["name"] for box in went_on["sandboxes"]] == ["a", "b", "c"]
+    assert [(each["name"], each["changed"], each["failed"]) for each in went_on["outcomes"]] == [
+        ("a", True, False),
+        ("b", False, True),
+        ("c", True, False),
+    ]
+
+
+def test_dead_siblings_are_replaced_and_foreign_ones_refused(doubled: Target, double: DoubleGateway) -> None:
+    doubled.prove(fork(count=2, name_prefix="ci"), {"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "ci-2"}})
+    dead = next(box for box in double.sandboxes.values() if box["name"] == "ci-1")
+    dead.update(state="paused", reason="its machine ended")
+    (alive,) = doubled.prove(fork(count=2, name_prefix="ci"))
+    assert alive["sandboxes"][0]["id"] != dead["id"] and dead["id"] not in double.sandboxes
+    task = {"grove.sandbox.sandbox_fork": {"snapshot": "s", "names": ["ci-1", "x"]}}
+    (foreign,) = doubled.play(task)
+    failed(foreign, "conflict", "'ci-1' exists and is no fork of snapshot 's'", "recreate: true")
+    assert not foreign["changed"]
+    task["grove.sandbox.sandbox_fork"]["recreate"] = True
+    (replaced,) = doubled.prove(task)
+    assert {box["forked_from"] for box in replaced["sandboxes"]} == {
+        snapshot["id"] for snapshot in double.snapshots.values() if "s" in snapshot["names"]
+    }
+
+
+def test_the_old_one_keeps_its_name_where_its_successor_fails(doubled: Target, double: DoubleGateway) -> None:
+    (first,) = doubled.play(sandbox(name="box", template=TEMPLATE))
+    double.fail_at = "box"
+    (broken,) = doubled.play(
+        sandbox(name="box", template=TEMPLATE, memory_mb=512, cold_start=True, recreate=True)
+    )
+    failed(broken, "backend_failed", "did not answer")
+    assert [(box["id"], box["name"]) for box in double.sandboxes.values()] == [(first["sandbox"]["id"], "box")]
+
+
+def test_a_snapshot_that_vanishes_between_plan_and_apply(doubled: Target, double: DoubleGateway) -> None:
+    doubled.play(
+        sandbox(name="box", template=TEMPLATE), {"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "box"}}
+    )
+    double.vanish = {snapshot["id"] for snapshot in double.snapshots.values() if "s" in snapshot["names"]}
+    (lost,) = doubled.play({"grove.sandbox.sandbox_fork": {"snapshot": "s", "names": ["x"]}})
+    failed(lost, "not_found", "not found")
+    assert not lost["changed"] and len(double.sandboxes) == 1
+
+
+def test_a_build_that_fails_shows_the_end_of_its_log(doubled: Target, double: DoubleGateway) -> None:
+    task = {"grove.sandbox.sandbox_template": {"name": "broken", "setup": ["false # on purpose"]}}
+    (broken,) = doubled.play(task)
+    failed(broken, "backend_failed", "the build of template 'broken' failed", "set-up command", "exit code 1")
+    assert "building the file system" in broken["msg"]
+    double.build_polls = 1000
+    (slow,) = doubled.play({"grove.sandbox.sandbox_template": {"name": "slow", "wait_timeout": 1}})
+    failed(slow, "timeout", "still being built after 1 s")
+
+
+def test_a_busy_gateway_is_asked_again(doubled: Target, double: DoubleGateway) -> None:
+    double.busy = 2
+    (made,) = doubled.play(sandbox(name="box", template=TEMPLATE))
+    assert made["changed"], made
+    double.busy = 1000
+    (busy,) = doubled.play(sandbox(name="other", template=TEMPLATE, gateway_timeout=1))
+    failed(busy, "busy")
+
+
+def test_no_secret_is_shown(tmp_path: Path, way: Any) -> None:
+    secret = "hunter2-and-then-some"
+    with serve(seeded(token=KEY)) as url:
+        there = Target(url, tmp_path, token=KEY)
+        made, refused = there.play(
+            sandbox(name="box", template=TEMPLATE, env={"PASSWORD": secret, "DEBUG": "1"}),
+            sandbox(name="other", template="none-such", env={"PASSWORD": secret}),
+            options=("-vvv", "--diff"),
+            keywords=way,
+        )
+    assert made["changed"] and refused["failed"]
+    assert made["sandbox"]["cpus"] == 1
+    shown = there.output + str(made) + str(refused)
+    assert KEY not in shown and secret not in shown and "nobody-should-see" not in shown

@@ -1,0 +1,204 @@
+"""Every module and state: check mode says what a run does, and a second run does nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.collection.runner import Target, Task, foretold
+
+
+def sandbox(target: Target, name: str, **options: Any) -> Task:
+    return {"grove.sandbox.sandbox": {"name": target.name(name), **options}}
+
+
+def fork(**options: Any) -> Task:
+    return {"grove.sandbox.sandbox_fork": options}
+
+
+def snapshot(**options: Any) -> Task:
+    return {"grove.sandbox.sandbox_snapshot": options}
+
+
+def rollback(**options: Any) -> Task:
+    return {"grove.sandbox.sandbox_rollback": options}
+
+
+def write(target: Target, name: str, what: str = "something") -> None:
+    """Change the file system of a sandbox."""
+    script = f"echo {what} >/root/written; sync"
+    target.client.post(f"/sandboxes/{target.name(name)}/exec", {"args": ["/bin/sh", "-c", script]})
+
+
+@pytest.fixture(params=["in process", "as a module"])
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Keywords of a play: by the action plugin alone, or (``environment`` needs it) by the module."""
+    return {} if request.param == "in process" else {"environment": {"ANY": "thing"}}
+
+
+def test_a_sandbox_is_made_changed_paused_resumed_and_removed(target: Target, way: dict[str, Any]) -> None:
+    made, changed, limited, paused, resumed, gone = target.prove(
+        sandbox(target, "box", template=target.template, metadata={"team": "blue", "size": 3}, env={"GREETING": "hi"}),
+        sandbox(target, "box", metadata={"team": "red"}, network={"allow_internet": False, "allow_out": ["10.0.0.1"]}),
+        sandbox(target, "box", timeout=3600),
+        sandbox(target, "box", state="paused"),
+        sandbox(target, "box", state="running", timeout=-1),
+        sandbox(target, "box", state="absent"),
+        keywords=way,
+    )
+    assert made["sandbox"]["metadata"] == {"team": "blue", "size": "3"}
+    assert changed["sandbox"]["id"] == made["sandbox"]["id"]
+    assert changed["sandbox"]["network"]["allow_internet"] is False
+    assert limited["sandbox"]["end_at"]
+    assert paused["sandbox"]["state"] == "paused"
+    assert resumed["sandbox"]["state"] == "running"
+    assert resumed["sandbox"]["end_at"] is None
+    assert gone["sandbox"] is None
+    assert gone["diff"]["after"] == {}
+
+
+def test_many_sandboxes_in_one_task(target: Target) -> None:
+    names = [target.name(name) for name in ("a", "b", "c", "d", "e")]
+    made, paused, gone = target.prove(
+        {"grove.sandbox.sandbox": {"name": names, "template": target.template, "state": "paused"}},
+        {"grove.sandbox.sandbox": {"name": names[:2], "state": "running"}},
+        {"grove.sandbox.sandbox": {"name": names, "state": "absent"}},
+    )
+    assert [box["name"] for box in made["sandboxes"]] == names
+    assert [outcome["actions"] for outcome in paused["outcomes"]] == [["resume"], ["resume"]]
+    assert gone["sandboxes"] == []
+
+
+def test_a_sandbox_is_replaced_only_when_asked(target: Target) -> None:
+    sizes = target.client.get(f"/templates/{target.template}")["memoryMB"]
+    first, second, refused = target.play(
+        sandbox(target, "box", template=target.template, metadata={"keep": "me"}),
+        sandbox(target, "box", template=target.template, metadata={"keep": "me"}),
+        sandbox(target, "box", template=target.template, memory_mb=sizes * 2),
+    )
+    assert first["changed"] and not second["changed"]
+    assert refused["failed"] and refused["failure"]["kind"] == "conflict"
+    assert f"has memory_mb {sizes}, not {sizes * 2}" in refused["msg"] and "recreate" in refused["msg"]
+    (replaced,) = target.prove(
+        sandbox(target, "box", template=target.template, memory_mb=sizes * 2, cold_start=True, recreate=True)
+    )
+    assert replaced["sandbox"]["id"] != first["sandbox"]["id"]
+    assert replaced["sandbox"]["memory_mb"] == sizes * 2
+    assert len(list(target.client.pages("/sandboxes", name=target.name("box")))) == 1
+
+
+def test_snapshot_fork_more_fork_fewer_clone_and_remove(target: Target, way: dict[str, Any]) -> None:
+    golden, prefix = target.name("golden"), target.name("ci")
+    target.prove(sandbox(target, "box", template=target.template), keywords=way)
+    taken, three, more, fewer, marked, rest = target.prove(
+        snapshot(name=golden, sandbox=target.name("box"), description="a fork point"),
+        fork(snapshot=golden, count=3, name_prefix=prefix),
+        fork(snapshot=golden, count=5, name_prefix=prefix, exact=True, concurrency=2),
+        fork(snapshot=golden, count=2, name_prefix=prefix, exact=True),
+        fork(snapshot=golden, count=2, name_prefix=prefix, metadata={"run": "7"}, paused=True),
+        fork(snapshot=golden, name_prefix=prefix, state="absent"),
+        keywords=way,
+    )
+    assert taken["snapshot"]["source_sandbox_id"]
+    assert [box["name"] for box in three["sandboxes"]] == [f"{prefix}-{number}" for number in (1, 2, 3)]
+    assert {box["forked_from"] for box in three["sandboxes"]} == {taken["snapshot"]["id"]}
+    assert [outcome["name"] for outcome in more["outcomes"] if outcome["changed"]] == [f"{prefix}-4", f"{prefix}-5"]
+    assert [outcome["name"] for outcome in fewer["outcomes"] if outcome["actions"] == ["remove"]] == [
+        f"{prefix}-{number}" for number in (3, 4, 5)
+    ]
+    assert all(box["state"] == "paused" for box in marked["sandboxes"])
+    assert rest["sandboxes"] == [] and len(rest["outcomes"]) == 2
+
+
+def test_clones_of_a_sandbox_and_forks_of_its_snapshots_are_told_apart(target: Target) -> None:
+    golden, prefix, box = target.name("golden"), target.name("copy"), target.name("box")
+    *_, cloned, fewer = target.prove(
+        sandbox(target, "box", template=target.template),
+        snapshot(name=golden, sandbox=box),
+        fork(snapshot=golden, names=[f"{prefix}-9"]),
+        fork(sandbox=box, count=2, name_prefix=prefix),
+        fork(sandbox=box, count=1, name_prefix=prefix, exact=True),
+    )
+    assert {each["parent_sandbox_id"] for each in cloned["sandboxes"]} == {cloned["sandboxes"][0]["parent_sandbox_id"]}
+    assert [outcome["name"] for outcome in fewer["outcomes"] if outcome["changed"]] == [f"{prefix}-2"]
+    (foreign,) = target.play(fork(sandbox=box, names=[f"{prefix}-9"]))
+    assert foreign["failed"] and f"{prefix}-9" in foreign["msg"] and foreign["failure"]["kind"] == "conflict"
+
+
+def test_rollback_with_a_backup_and_when_clean(target: Target, way: dict[str, Any]) -> None:
+    box, before, backup = target.name("box"), target.name("before"), target.name("backup")
+    target.prove(
+        sandbox(target, "box", template=target.template), snapshot(name=before, sandbox=box), keywords=way
+    )
+    (clean,) = target.play(rollback(sandbox=box, snapshot=before), keywords=way)
+    assert not clean["changed"], clean
+    write(target, "box")
+    (back,) = target.prove(rollback(sandbox=box, snapshot=before, backup_name=backup), keywords=way)
+    assert back["diff"]["before"][box]["diverged"] is True
+    assert back["diff"]["after"][box]["diverged"] is False
+    assert back["backups"][0]["name"] == backup
+    assert back["backups"][0]["description"] == f"before the rollback to {before}"
+    said, done, again = target.play(
+        {**rollback(sandbox=box, snapshot=before, unless_clean=False), "check_mode": True},
+        rollback(sandbox=box, snapshot=before, unless_clean=False),
+        rollback(sandbox=box, snapshot=before, unless_clean=False),
+        options=("--diff",),
+        keywords=way,
+    )
+    foretold(said, done)
+    assert done["changed"] and again["changed"]
+
+
+def test_a_snapshot_is_taken_when_something_changed(target: Target) -> None:
+    box, first, second, third = (target.name(name) for name in ("box", "first", "second", "third"))
+    target.prove(
+        sandbox(target, "box", template=target.template), snapshot(name=first, sandbox=box, when_changed=True)
+    )
+    (nothing,) = target.play(snapshot(name=second, sandbox=box, when_changed=True))
+    assert not nothing["changed"] and nothing["snapshot"]["name"] == first
+    write(target, "box")
+    (taken,) = target.prove(snapshot(name=third, sandbox=box, when_changed=True))
+    assert taken["snapshot"]["name"] == third
+
+
+def test_a_snapshot_in_use_is_refused_with_its_users_or_hidden(target: Target) -> None:
+    box, golden, twin = target.name("box"), target.name("golden"), target.name("twin")
+    target.prove(
+        sandbox(target, "box", template=target.template),
+        snapshot(name=golden, sandbox=box),
+        fork(snapshot=golden, names=[twin]),
+    )
+    said, refused = target.play(
+        {**snapshot(name=golden, state="absent"), "check_mode": True}, snapshot(name=golden, state="absent")
+    )
+    assert said["failed"] and said["msg"] == refused["msg"]
+    assert refused["failure"]["kind"] == "in_use" and refused["failure"]["blockers"] == [twin]
+    target.prove(snapshot(name=golden, state="absent", when_unused=True), sandbox(target, "twin", state="absent"))
+
+
+def test_check_mode_changes_nothing(doubled: Target, double: Any) -> None:
+    doubled.play(
+        {"grove.sandbox.sandbox_template": {"name": "other", "packages": ["curl"]}},
+        sandbox(doubled, "box", template="base"),
+        fork(snapshot="base", count=3, name_prefix="ci"),
+        options=("--check",),
+    )
+    assert {method for method, _ in double.calls[3:]} == {"GET"}
+
+
+def test_a_template_is_built_kept_rebuilt_and_removed(doubled: Target, way: dict[str, Any]) -> None:
+    def template(**options: Any) -> Task:
+        return {"grove.sandbox.sandbox_template": {"name": "web", **options}}
+
+    built, rebuilt, gone = doubled.prove(
+        template(packages=["curl", "nginx", "curl"], start_command="nginx", memory_mb=512),
+        template(packages=["nginx", "curl"], setup=["echo hello"], memory_mb=512),
+        template(state="absent"),
+        keywords=way,
+    )
+    assert built["template"]["recipe"]["packages"] == ["curl", "nginx"]
+    assert built["template"]["memory_mb"] == 512
+    assert rebuilt["template"]["id"] != built["template"]["id"]
+    assert rebuilt["template"]["recipe"]["start_command"] == ""
+    assert gone["template"] is None

@@ -1,0 +1,67 @@
+"""The engine's suite runs on every kind of host: what a host cannot do it declares in ``abilities``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import session
+from tests.support.live import Live
+from tests.support.worlds import KvmXfsWorld, World
+
+KINDS = ("kvm_xfs",)
+
+
+@pytest.fixture(scope="session")
+def kvm_xfs_world(xfs_root: Path) -> KvmXfsWorld:
+    return KvmXfsWorld(xfs_root, session.cache_dir())
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def world(request: pytest.FixtureRequest) -> World:
+    found: World = request.getfixturevalue(f"{request.param}_world")
+    return found
+
+
+@pytest.fixture(scope="session")
+def _shared(world: World) -> Iterator[Live]:
+    live = Live(world.host(config := world.config()), config)
+    yield live
+    live.empty()
+    live.close()
+
+
+@pytest.fixture
+def live(_shared: Live, world: World) -> Iterator[Live]:
+    """The engine that tests share, empty before and after each; what a test leaves on the machine fails it."""
+    before = world.traces(_shared.config)
+    yield _shared
+    _shared.empty()
+    assert world.traces(_shared.config) == before
+
+
+@pytest.fixture
+def fresh(world: World) -> Iterator[Callable[..., Live]]:
+    """``fresh(limits={…})`` opens an engine with a state of its own; ``fresh(config=config)`` opens a state again."""
+    made: list[Live] = []
+
+    def start(config: Any = None, **sections: dict[str, Any]) -> Live:
+        config = config or world.config(**sections)
+        made.append(Live(world.host(config), config))
+        return made[-1]
+
+    yield start
+    for live in made:
+        if not live.closed:
+            live.empty()
+            live.close()
+
+
+@pytest.fixture
+def with_memory(world: World) -> None:
+    """For tests of live memory."""
+    if not world.abilities.memory:
+        pytest.skip(f"{world.kind} declares that it captures no memory")

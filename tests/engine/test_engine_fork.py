@@ -1,0 +1,229 @@
+"""Fork: siblings that share a past and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.errors import BackendFailed, Conflict, Invalid, NameTaken, NotFound, OverQuota, Unsupported
+from sandbox_gateway.records import SandboxState
+from tests.support.live import Live
+from tests.support.worlds import TEMPLATE, World
+
+# One process that counts in its memory and tells on request: cheap, where every instruction is emulated.
+COUNTER = """
+import os, time
+count = 0
+while True:
+    count += 1
+    with open("/run/counter.new", "w") as file:
+        file.write(str(count))
+    os.replace("/run/counter.new", "/run/counter")
+    time.sleep(0.1)
+"""
+START_COUNTER = f"python3 -c '{COUNTER}' </dev/null >/dev/null 2>&1 & while ! [ -e /run/counter ]; do sleep 0.1; done"
+
+
+def counter(live: Live, ref: str) -> int:
+    return int(live.shell(ref, "cat /run/counter"))
+
+
+def test_created_sandbox_answers_under_its_name(live: Live) -> None:
+    sandbox = live.do(live.engine.create(TEMPLATE, ForkSpec(names=["first"], metadata={"team": "a"})))
+    assert live.shell("first", "hostname").strip() == "first"
+    assert live.shell(sandbox.id, "id -u").strip() == "0"
+    assert live.sandbox("first").metadata == {"team": "a"}
+    assert live.sandbox("first").template_id == live.engine.template(TEMPLATE).id
+
+
+def test_name_defaults_to_the_id(live: Live) -> None:
+    sandbox = live.do(live.engine.create(TEMPLATE, ForkSpec()))
+    assert sandbox.name == sandbox.id
+
+
+@pytest.mark.usefixtures("with_memory")
+def test_forks_go_on_from_the_source_s_memory_and_the_source_never_stops(live: Live) -> None:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
+    live.shell("source", START_COUNTER)
+    before = counter(live, "source")
+    live.do(live.engine.capture("source", name="mark"))
+    at_capture = counter(live, "source")
+    time.sleep(1)
+    forks = live.do(live.engine.fork("mark", ForkSpec(count=3)))
+    assert counter(live, "source") > at_capture
+    for fork in forks:
+        assert before <= counter(live, fork.id)
+    first = counter(live, forks[0].id)
+    time.sleep(0.5)
+    assert counter(live, forks[0].id) > first
+
+
+def test_siblings_differ_where_they_must(live: Live) -> None:
+    forks = live.do(live.engine.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
+    for command in ("hostname", "cat /etc/machine-id", "head -c 16 /dev/urandom | od -An -tx1"):
+        one, other = (live.shell(fork.id, command) for fork in forks)
+        assert one != other, command
+    assert abs(float(live.shell("a", "date +%s")) - time.time()) < 3
+
+
+def test_a_file_written_in_one_fork_is_in_no_other(live: Live) -> None:
+    live.do(live.engine.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
+    live.shell("a", "echo mine >/root/mine && sync")
+    assert live.shell("b", "ls /root/mine 2>/dev/null || echo absent").strip() == "absent"
+    assert live.do(live.engine.diverged("a"))
+    assert not live.do(live.engine.diverged("b"))
+
+
+def test_environment_is_given_to_every_command(live: Live) -> None:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["e"], env={"COLOUR": "green"})))
+    assert live.shell("e", "echo $COLOUR").strip() == "green"
+
+
+def test_paused_sandbox_starts_when_it_is_resumed(live: Live) -> None:
+    sandbox = live.do(live.engine.create(TEMPLATE, ForkSpec(names=["later"], paused=True)))
+    assert sandbox.state is SandboxState.PAUSED
+    with pytest.raises(Conflict, match="resume it first"):
+        live.shell("later", "true")
+    live.do(live.engine.resume("later"))
+    assert live.shell("later", "hostname").strip() == "later"
+
+
+@pytest.mark.usefixtures("with_memory")
+def test_other_resources_need_a_cold_start(live: Live, world: World) -> None:
+    if world.abilities.resize_on_fork:
+        pytest.skip(f"{world.kind} declares that forks may have other resources")
+    with pytest.raises(Unsupported, match="coldStart"):
+        live.do(live.engine.create(TEMPLATE, ForkSpec(cpus=2)))
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["big"], cpus=2, memory_mb=320, disk_mb=2500, cold_start=True)))
+    assert live.shell("big", "nproc").strip() == "2"
+    assert int(live.shell("big", "awk '/MemTotal/ {print $2}' /proc/meminfo")) > 256 * 1024
+    assert int(live.shell("big", "df -m --output=size / | tail -1")) > 2100
+
+
+def test_smaller_disk_is_refused(live: Live) -> None:
+    with pytest.raises(Invalid, match="smaller"):
+        live.do(live.engine.create(TEMPLATE, ForkSpec(disk_mb=100, cold_start=True)))
+
+
+@pytest.mark.parametrize("count", [0, -1, 1001])
+def test_impossible_counts_are_refused(live: Live, count: int) -> None:
+    with pytest.raises(Invalid, match="1 to 1000"):
+        live.do(live.engine.fork(TEMPLATE, ForkSpec(count=count)))
+
+
+@pytest.mark.parametrize("name", ["", "-a", "a b", "ü", "x" * 65, "x" * 10_000, "a/b", "../a"])
+def test_impossible_names_are_refused(live: Live, name: str) -> None:
+    with pytest.raises(Invalid, match="is not allowed") as refusal:
+        live.do(live.engine.fork(TEMPLATE, ForkSpec(names=[name])))
+    assert len(refusal.value.message) < 300
+
+
+def test_taken_names_are_refused_before_any_work(live: Live) -> None:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["taken"])))
+    for names in (["taken"], ["new", "taken"], ["twin", "twin"], [TEMPLATE]):
+        with pytest.raises(NameTaken):
+            live.do(live.engine.fork(TEMPLATE, ForkSpec(count=len(names), names=names)))
+    assert [sandbox.name for sandbox in live.engine.sandboxes()] == ["taken"]
+
+
+def test_missing_template_is_said_to_be_missing(live: Live) -> None:
+    with pytest.raises(NotFound, match="not found"):
+        live.do(live.engine.create("nowhere", ForkSpec()))
+
+
+def test_idempotency_key_makes_one_sandbox(live: Live) -> None:
+    one = live.do(live.engine.create(TEMPLATE, ForkSpec(idempotency_key="k1")))
+    two = live.do(live.engine.create(TEMPLATE, ForkSpec(idempotency_key="k1")))
+    assert one.id == two.id
+
+
+def test_a_cap_on_sandboxes_is_kept(fresh: Any) -> None:
+    live = fresh(limits={"sandboxes": 2})
+    live.do(live.engine.fork(TEMPLATE, ForkSpec(count=2)))
+    with pytest.raises(OverQuota, match="at most 2"):
+        live.do(live.engine.create(TEMPLATE, ForkSpec()))
+
+
+def fail_on(live: Live, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the host's n-th fork fail after it has made its machine."""
+    real = live.engine.host.fork
+    calls = 0
+
+    async def failing(*args: Any, **kwargs: Any) -> None:
+        nonlocal calls
+        calls += 1
+        mine = calls
+        await real(*args, **kwargs)
+        if mine == nth:
+            raise BackendFailed("forced")
+
+    monkeypatch.setattr(live.engine.host, "fork", failing)
+
+
+def test_clone_of_ten_with_a_failure_in_the_seventh_leaves_nothing(
+    live: Live, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
+    before = world.traces(live.config)
+    fail_on(live, 7, monkeypatch)
+    with pytest.raises(BackendFailed, match="forced"):
+        live.do(live.engine.clone("source", ForkSpec(count=10)))
+    live.do(live.engine.collect())
+    assert [sandbox.name for sandbox in live.engine.sandboxes()] == ["source"]
+    assert world.traces(live.config) == before
+    assert live.shell("source", "echo alive").strip() == "alive"
+
+
+def test_best_effort_gives_what_could_be_made(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_on(live, 2, monkeypatch)
+    answers = live.do(live.engine.fork(TEMPLATE, ForkSpec(count=3, atomic=False)))
+    assert sum(isinstance(answer, BackendFailed) for answer in answers) == 1
+    assert len(live.engine.sandboxes()) == 2
+
+
+def test_cancelled_fork_leaves_nothing(live: Live, world: World) -> None:
+    before = world.traces(live.config)
+
+    async def give_up() -> None:
+        task = asyncio.create_task(live.engine.fork(TEMPLATE, ForkSpec(count=4)))
+        await asyncio.sleep(0.15)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    live.do(give_up())
+    assert live.engine.sandboxes() == []
+    assert world.traces(live.config) == before
+
+
+def test_clone_shares_the_present_and_its_capture_goes_with_the_last_clone(live: Live, world: World) -> None:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
+    live.shell("source", "echo now >/root/now")
+    snapshots = world.traces(live.config)["snapshots"]
+    clones = live.do(live.engine.clone("source", ForkSpec(count=2)))
+    assert [live.shell(clone.id, "cat /root/now").strip() for clone in clones] == ["now", "now"]
+    assert {clone.parent_sandbox for clone in clones} == {live.sandbox("source").id}
+    live.do(live.engine.kill("source"))
+    for clone in clones:
+        live.do(live.engine.kill(clone.id))
+    assert world.traces(live.config)["snapshots"] == snapshots
+
+
+def test_progress_is_told(live: Live) -> None:
+    async def watch() -> list[int]:
+        events = live.engine.events.subscribe()
+        told = []
+        fork = asyncio.create_task(live.engine.fork(TEMPLATE, ForkSpec(count=2, operation="abc")))
+        async for event in events:
+            if event.type == "fork.progress" and event.data["operation"] == "abc":
+                told.append(event.data["done"])
+                if len(told) == 2:
+                    break
+        await fork
+        return told
+
+    assert live.do(watch()) == [1, 2]

@@ -1,0 +1,187 @@
+"""Another machine under the same identity: rollback, promote, pause, resume, timeouts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.errors import BackendFailed, Conflict, Invalid, NotFound
+from sandbox_gateway.records import NetworkPolicy, OnTimeout, SandboxState
+from tests.engine.test_engine_fork import START_COUNTER, counter
+from tests.support.live import Live
+from tests.support.worlds import TEMPLATE, World
+
+
+@pytest.fixture
+def source(live: Live) -> str:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
+    return "source"
+
+
+def test_rollback_brings_files_back_under_the_same_id(live: Live, source: str) -> None:
+    id = live.sandbox(source).id
+    live.shell(source, "echo good >/root/state")
+    live.do(live.engine.capture(source, name="good"))
+    assert not live.do(live.engine.diverged(source))
+    live.shell(source, "echo bad >/root/state")
+    assert live.do(live.engine.diverged(source))
+    rolled = live.do(live.engine.rollback(source, "good"))
+    assert rolled.id == id
+    assert live.shell(source, "cat /root/state").strip() == "good"
+    assert live.shell(source, "hostname").strip() == source
+    assert live.sandbox(source).head == live.engine.snapshot("good").id
+    assert not live.do(live.engine.diverged(source))
+
+
+@pytest.mark.usefixtures("with_memory")
+def test_rollback_brings_memory_back(live: Live, source: str) -> None:
+    live.shell(source, START_COUNTER)
+    live.do(live.engine.capture(source, name="early"))
+    at_capture = counter(live, source)
+    time.sleep(2)
+    late = counter(live, source)
+    live.do(live.engine.rollback(source, "early"))
+    assert counter(live, source) < late
+    assert counter(live, source) >= at_capture - 20
+
+
+def test_rollback_to_an_older_snapshot_keeps_the_newer_ones(live: Live, source: str) -> None:
+    live.shell(source, "echo 1 >/root/n")
+    live.do(live.engine.capture(source, name="old"))
+    live.shell(source, "echo 2 >/root/n")
+    live.do(live.engine.capture(source, name="new"))
+    live.do(live.engine.rollback(source, "old"))
+    assert live.shell(source, "cat /root/n").strip() == "1"
+    live.do(live.engine.rollback(source, "new"))
+    assert live.shell(source, "cat /root/n").strip() == "2"
+    live.do(live.engine.rollback(source, "old"))
+    live.do(live.engine.capture(source, name="again"))
+    assert live.engine.snapshot("again").parent == live.engine.snapshot("old").id
+
+
+def test_rollback_to_another_sandbox_s_snapshot(live: Live, source: str) -> None:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["other"])))
+    live.shell("other", "echo theirs >/root/theirs")
+    live.do(live.engine.capture("other", name="theirs"))
+    live.do(live.engine.rollback(source, "theirs"))
+    assert live.shell(source, "cat /root/theirs; hostname").split() == ["theirs", source]
+
+
+def test_rollback_to_nothing_says_so_and_changes_nothing(live: Live, source: str) -> None:
+    with pytest.raises(NotFound, match="not found"):
+        live.do(live.engine.rollback(source, "nowhere"))
+    assert live.shell(source, "echo alive").strip() == "alive"
+
+
+def test_failed_rollback_leaves_the_old_machine_running(
+    live: Live, source: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live.do(live.engine.capture(source, name="mark"))
+    live.shell(source, "echo later >/root/later")
+    before = world.traces(live.config)
+
+    async def refuse(*args: Any, **kwargs: Any) -> None:
+        raise BackendFailed("forced")
+
+    for step, owner in (("identify", live.engine), ("save", live.engine.host)):
+        monkeypatch.setattr(owner, step, refuse)
+        with pytest.raises(BackendFailed, match="forced"):
+            live.do(live.engine.rollback(source, "mark"))
+        monkeypatch.undo()
+        assert live.shell(source, "cat /root/later").strip() == "later"
+        assert world.traces(live.config) == before
+
+
+def test_promote_makes_the_source_what_its_fork_became(live: Live, source: str) -> None:
+    id = live.sandbox(source).id
+    (fork,) = live.do(live.engine.clone(source, ForkSpec(names=["winner"])))
+    live.shell(fork.id, "echo won >/root/result")
+    promoted = live.do(live.engine.promote("winner"))
+    assert promoted.id == id
+    assert live.shell(source, "cat /root/result; hostname").split() == ["won", source]
+    assert live.shell("winner", "cat /root/result").strip() == "won"
+
+
+def test_promote_over_itself_is_refused(live: Live, source: str) -> None:
+    with pytest.raises(Invalid, match="itself"):
+        live.do(live.engine.promote(source, source))
+
+
+def test_pause_and_resume(live: Live, source: str, world: World) -> None:
+    live.shell(source, "echo kept >/root/kept")
+    if world.abilities.memory:
+        live.shell(source, START_COUNTER)
+    live.do(live.engine.pause(source))
+    assert live.sandbox(source).state is SandboxState.PAUSED
+    with pytest.raises(Conflict):
+        live.do(live.engine.pause(source))
+    assert not world.traces(live.config)["processes"]
+    live.do(live.engine.resume(source))
+    assert live.shell(source, "cat /root/kept").strip() == "kept"
+    if world.abilities.memory:
+        assert counter(live, source) > 0
+    with pytest.raises(Conflict, match="running already"):
+        live.do(live.engine.resume(source))
+
+
+def test_pause_without_memory_boots_from_the_disk(live: Live, source: str) -> None:
+    live.shell(source, "echo kept >/root/kept")
+    live.do(live.engine.pause(source, memory=False))
+    live.do(live.engine.resume(source))
+    assert live.shell(source, "cat /root/kept").strip() == "kept"
+
+
+def test_killing_a_paused_sandbox_removes_what_it_would_resume_from(live: Live, source: str, world: World) -> None:
+    before = world.traces(live.config)["snapshots"]
+    live.do(live.engine.pause(source))
+    live.do(live.engine.kill(source))
+    assert world.traces(live.config)["snapshots"] == before
+
+
+def wait_for(condition: Any, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def test_timeout_kills_or_pauses(live: Live) -> None:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["dies"], timeout=1)))
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["sleeps"], timeout=1, on_timeout=OnTimeout.PAUSE)))
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["stays"], timeout=1)))
+    live.do(live.engine.set_timeout("stays", None))
+    wait_for(lambda: {each.name for each in live.engine.sandboxes()} == {"sleeps", "stays"})
+    wait_for(lambda: live.sandbox("sleeps").state is SandboxState.PAUSED)
+    live.do(live.engine.resume("sleeps", timeout=None))
+    assert live.shell("sleeps", "hostname").strip() == "sleeps"
+
+
+def test_negative_timeout_is_refused(live: Live) -> None:
+    with pytest.raises(Invalid, match="timeout"):
+        live.do(live.engine.create(TEMPLATE, ForkSpec(timeout=-5)))
+
+
+def test_rename_and_metadata(live: Live, source: str) -> None:
+    live.do(live.engine.update(source, name="renamed", metadata={"a": "b"}))
+    assert live.sandbox("renamed").metadata == {"a": "b"}
+    with pytest.raises(NotFound):
+        live.sandbox(source)
+
+
+def test_machine_that_ends_by_itself_is_kept_and_starts_again_from_its_disk(live: Live, source: str) -> None:
+    live.shell(source, "echo kept >/root/kept && sync")
+    live.shell(source, "(sleep 0.2; echo o >/proc/sysrq-trigger) >/dev/null 2>&1 &")
+    wait_for(lambda: live.sandbox(source).state is SandboxState.PAUSED)
+    assert "ended" in live.sandbox(source).state_reason
+    live.do(live.engine.resume(source))
+    assert live.shell(source, "cat /root/kept").strip() == "kept"
+
+
+def test_network_policy_is_kept_over_a_rollback(live: Live, source: str) -> None:
+    live.do(live.engine.capture(source, name="mark"))
+    live.do(live.engine.set_network(source, NetworkPolicy(allow_internet=False)))
+    live.do(live.engine.rollback(source, "mark"))
+    assert not live.sandbox(source).network.allow_internet

@@ -1,0 +1,18 @@
+"""A shim of its own for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.freebsd_shim.harness import Shim, able, shim_in
+
+
+@pytest.fixture
+def shim(tmp_path: Path) -> Iterator[Shim]:
+    if not able():
+        pytest.skip("needs root, util-linux, nftables and /usr/bin/python3")
+    with shim_in(tmp_path) as made:
+        yield made

@@ -1,0 +1,403 @@
+"""mount(8), mount_nullfs(8), umount(8). Words: sbin/{mount,mount_nullfs,umount}/*.c, sys/kern/vfs_mount.c.
+
+nullfs is a bind mount, devfs a tmpfs with the nodes of ruleset 4. What FreeBSD's mount table says of them and Linux's
+does not (special, fsid, options) is recorded; a record whose mount is not there any more does not count.
+"""
+
+# ruff: noqa: PTH
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from shim import base
+
+EX_USAGE = 64
+MOUNT_USAGE = """\
+usage: mount [-adflpruvw] [-F fstab] [-o options] [-t ufs | external_type]
+       mount [-dfpruvw] special | node
+       mount [-dfpruvw] [-o options] [-t ufs | external_type] special node"""
+UMOUNT_USAGE = """\
+usage: umount [-dfNnv] special ... | node ... | fsid ...
+       umount -a | -A [-F fstab] [-fnv] [-h host] [-t type]"""
+
+# vfs_mount.c global_opts[] and vfs_donmount(); the flag is Linux's, the words are sys/mount.h MNTOPT_NAMES and
+# mount.c flags2opts().
+OPTIONS = {
+    "ro": (base.MS_RDONLY, "read-only", "ro"),
+    "nosuid": (base.MS_NOSUID, "nosuid", "nosuid"),
+    "noexec": (base.MS_NOEXEC, "noexec", "noexec"),
+    "noatime": (base.MS_NOATIME, "noatime", "noatime"),
+    "nocover": (0, "nocover", "nocover"),
+    "emptydir": (0, "emptydir", "emptydir"),
+}
+# MNTOPT_NAMES is in this order
+VERBOSE_ORDER = ("noatime", "noexec", "nosuid", "ro", "nocover", "emptydir")
+FSTAB_ORDER = ("ro", "noexec", "nosuid", "noatime", "nocover", "emptydir")
+# devfs rule 4 of /etc/defaults/devfs.rules (devfsrules_jail): basic, login
+NODES = {"null": (1, 3), "zero": (1, 5), "random": (1, 8), "urandom": (1, 9)}
+LINKS = {"stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "fd": "/proc/self/fd", "ptmx": "pts/ptmx"}
+
+
+class Mount:
+    """One line of the mount table."""
+
+    def __init__(self, identity: int, special: str, node: str, fstype: str, options: list[str], fsid: str) -> None:
+        self.identity, self.special, self.node, self.fstype = identity, special, node, fstype
+        self.options, self.fsid = options, fsid
+
+
+def unescape(text: str) -> str:
+    """/proc's octal escapes."""
+    if "\\" not in text:
+        return text
+    out, at = bytearray(), 0
+    raw = os.fsencode(text)
+    while at < len(raw):
+        if raw[at] == 92 and raw[at + 1 : at + 4].isdigit():
+            out.append(int(raw[at + 1 : at + 4], 8))
+            at += 4
+        else:
+            out.append(raw[at])
+            at += 1
+    return os.fsdecode(bytes(out))
+
+
+def kernel_table() -> list[Mount]:
+    """Linux's own mount table, oldest first."""
+    found = []
+    with open("/proc/self/mountinfo", errors="surrogateescape") as file:
+        for line in file:
+            fields = line.split()
+            dash = fields.index("-")
+            words = fields[5].split(",")
+            fstype = fields[dash + 1]
+            if fstype.startswith("fuse") and not fields[dash + 2].startswith("/"):
+                fstype = "zfs"  # zfs-fuse mounts with the dataset's name as its source
+            options = [word for word in words if word in OPTIONS]
+            number = int(fields[0])
+            fsid = number.to_bytes(4, "little").hex() + "de000000"
+            found.append(Mount(number, unescape(fields[dash + 2]), unescape(fields[4]), fstype, options, fsid))
+    return found
+
+
+def table() -> list[Mount]:
+    """The mount table as FreeBSD would show it, oldest first."""
+    records = {record["id"]: record for record in base.load("mounts", {"mounts": []})["mounts"]}
+    found, hidden = [], []
+    for each in kernel_table():
+        record = records.get(each.identity)
+        if record is not None and record["node"] == each.node:
+            each.special, each.fstype, each.fsid = record["special"], record["fstype"], record["fsid"]
+            each.options = record["options"]
+            if each.fstype == "devfs":
+                hidden.append(each.node + "/pts")
+        if not (each.fstype == "devpts" and each.node in hidden):
+            found.append(each)
+    return found
+
+
+def record(special: str, node: str, fstype: str, options: list[str]) -> None:
+    """Note the mount just made at ``node``; drops what is gone."""
+    with base.locked():
+        state = base.load("mounts", {"last": 0, "mounts": []})
+        now = kernel_table()
+        there = {each.identity: each.node for each in now}
+        state["mounts"] = [each for each in state["mounts"] if there.get(each["id"]) == each["node"]]
+        identity = next(each.identity for each in reversed(now) if each.node == node)
+        state["last"] += 1
+        # vfs_getnewfsid(): a number of its own and the file system's type number
+        fsid = (0x00FF00 + state["last"]).to_bytes(4, "little").hex() + ("29" if fstype == "nullfs" else "71") + "000000"
+        entry = {"id": identity, "special": special, "node": node, "fstype": fstype, "options": options, "fsid": fsid}
+        state["mounts"].append(entry)
+        base.save("mounts", state)
+
+
+def is_mounted(node: str, fstype: str) -> bool:
+    return any(each.node == node and each.fstype == fstype for each in table())
+
+
+# ---- mount ----------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str]) -> int:
+    argv, json = base.take_libxo(argv)
+    try:
+        options, rest = base.getopt(argv, "adF:fLlno:prt:uvw")
+    except base.BadOption:
+        raise base.usage(MOUNT_USAGE) from None
+    words: list[str] = []
+    fstype, verbose, fstab = "", False, False
+    for letter, value in options:
+        if letter == "o":
+            words += [word for word in value.split(",") if word]
+        elif letter == "t":
+            if fstype:
+                raise base.errx(1, "only one -t option may be specified")
+            fstype = value
+        elif letter == "r":
+            words.append("ro")
+        elif letter == "v":
+            verbose = True
+        elif letter == "p":
+            fstab = verbose = True
+        elif letter != "n":
+            raise base.unbuilt(f"-{letter}")
+    if not rest:
+        return show(fstype, json, verbose, fstab)
+    if len(rest) == 1:
+        if fstype:
+            raise base.usage(MOUNT_USAGE)
+        raise base.errx(1, f"{rest[0]}: unknown special file or file system")
+    if len(rest) > 2:
+        raise base.usage(MOUNT_USAGE)
+    return mount(fstype or "ufs", rest[0], rest[1], words)
+
+
+def check_path(path: str) -> str:
+    """getmntopts.c checkpath(): realpath(3), and it must be a directory. Raises OSError with the path so far."""
+    real = os.path.realpath(path)
+    try:
+        mode = os.stat(real).st_mode
+    except OSError as error:
+        raise OSError(error.errno, "", real) from None
+    if not stat.S_ISDIR(mode):
+        raise OSError(errno.ENOTDIR, "", real)
+    return real
+
+
+def mount(fstype: str, special: str, node: str, words: list[str]) -> int:
+    try:
+        node = check_path(node)
+    except OSError as error:
+        base.warn(str(error.filename), error.errno or 0)
+        return 1
+    if fstype == "nullfs":
+        own, base.PROG = base.PROG, "mount_nullfs"
+        try:
+            return mount_nullfs(special, node, words)
+        finally:
+            base.PROG = own
+    if fstype == "devfs":
+        return mount_devfs(special, node, words)
+    raise base.unbuilt(f"-t {fstype}")
+
+
+def options_of(words: list[str], own: tuple[str, ...]) -> tuple[list[str], str]:
+    """vfs_filteropt() and vfs_donmount(): (options that hold, the first word that is unknown)."""
+    on: list[str] = []
+    for word in words:
+        name = word.partition("=")[0]
+        if name in OPTIONS:
+            on = [each for each in on if each != name] + [name]
+        elif name in ("rw", "noro"):
+            on = [each for each in on if each != "ro"]
+        elif name in ("suid", "exec", "atime", "cover"):
+            on = [each for each in on if each != "no" + name]
+        elif name not in own:
+            return on, name
+    return on, ""
+
+
+def cover(node: str, on: list[str]) -> int:
+    """vfs_mount.c vfs_domount(), vfs_domount_first(): 0, or the errno for a node that must not be covered."""
+    if "nocover" in on and any(each.node == node for each in table()):
+        return errno.EBUSY
+    if "emptydir" in on and os.listdir(node):
+        return errno.ENOTEMPTY
+    return 0
+
+
+def mount_nullfs(special: str, node: str, words: list[str]) -> int:
+    """mount_nullfs.c: both paths are resolved, links and all; the errors are the kernel's."""
+    try:
+        source = check_path(special)
+    except OSError as error:
+        raise base.err(EX_USAGE, str(error.filename), error.errno or 0) from None
+    on, unknown = options_of(words, ("cache", "nocache"))
+    if unknown:
+        raise base.err(1, f"{node}: mount option <{unknown}> is unknown", errno.EINVAL)
+    number = cover(node, on)
+    if not number and any(each.fstype == "nullfs" and each.node == node and each.special == source for each in table()):
+        number = errno.EDEADLK  # nullfs_mount(): "Check multi null mount"
+    if number:
+        raise base.err(1, node, number)
+    try:
+        base.mount_syscall(source, node, "", base.MS_BIND)
+        flags = 0
+        for name in on:
+            flags |= OPTIONS[name][0]
+        if flags:
+            base.mount_syscall("none", node, "", base.MS_BIND | base.MS_REMOUNT | flags)
+    except OSError as error:
+        raise base.err(1, node, error.errno or 0) from None
+    record(source, node, "nullfs", on)
+    return 0
+
+
+def mount_devfs(special: str, node: str, words: list[str]) -> int:
+    """mount_fs.c, sys/fs/devfs/devfs_vfsops.c. Shown as "devfs" whatever the special was."""
+    on, unknown = options_of(words, ("from", "ruleset", "export"))
+    if unknown:
+        raise base.err(1, f"{special}: mount option <{unknown}> is unknown", errno.EINVAL)
+    rulesets = [word.partition("=")[2] for word in words if word.startswith("ruleset")]
+    for text in rulesets:
+        if not text.isdigit() or int(text) > 65535:
+            raise base.err(1, f"{special}: could not convert ruleset parameter", errno.EINVAL)
+        if text != "4":
+            raise base.unbuilt(f"devfs ruleset {text}")
+    if not rulesets:
+        raise base.unbuilt("devfs without a ruleset")
+    number = cover(node, on)
+    if number:
+        raise base.err(1, special, number)
+    base.mount_syscall("devfs", node, "tmpfs", base.MS_NOSUID | base.MS_NOEXEC, "mode=755,size=64k")
+    for name, device in NODES.items():
+        where = os.path.join(node, name)
+        os.mknod(where, 0o666 | stat.S_IFCHR, os.makedev(*device))
+        os.chmod(where, 0o666)
+    for name, target in LINKS.items():
+        os.symlink(target, os.path.join(node, name))
+    os.mkdir(os.path.join(node, "pts"), 0o755)
+    options = "newinstance,ptmxmode=0666,mode=620"
+    base.mount_syscall("devpts", os.path.join(node, "pts"), "devpts", base.MS_NOSUID | base.MS_NOEXEC, options)
+    record("devfs", node, "devfs", on)
+    return 0
+
+
+# ---- the list -------------------------------------------------------------------------------------------------------
+
+
+def chosen(fstype: str) -> list[Mount]:
+    """checkvfsname(): types separated by commas; "no" before them means all others."""
+    if not fstype:
+        return table()
+    names = fstype.removeprefix("no").split(",")
+    return [each for each in table() if (each.fstype in names) != fstype.startswith("no")]
+
+
+def show(fstype: str, json: bool, verbose: bool, fstab: bool) -> int:
+    mounts = chosen(fstype)
+    if json:
+        key, row = ("fstab", fstab_json) if fstab else ("mounted", lambda each: mounted_json(each, verbose))
+        rows = ",".join(row(each) for each in mounts)
+        base.say('{"mount": {' + (f'"{key}": [{rows}]' if mounts else "") + "}}")
+        return 0
+    for each in mounts:
+        base.say(fstab_line(each) if fstab else mounted_line(each, verbose))
+    return 0
+
+
+def option_words(each: Mount) -> list[str]:
+    """MNTOPT_NAMES; nullfs takes "local" over from what lies below (nullfs_mount())."""
+    local = ["local"] if each.fstype in ("nullfs", "zfs") else []
+    return local + [OPTIONS[name][1] for name in VERBOSE_ORDER if name in each.options]
+
+
+def mounted_line(each: Mount, verbose: bool) -> str:
+    """prmount()."""
+    words = [each.fstype, *option_words(each)]
+    if verbose:
+        words.append(f"fsid {each.fsid}")
+    return f"{each.special} on {each.node} ({', '.join(words)})"
+
+
+def mounted_json(each: Mount, verbose: bool) -> str:
+    q = base.quoted
+    options = ",".join(q(word) for word in option_words(each))
+    row = f'"special":{q(each.special)},"node":{q(each.node)},"fstype":{q(each.fstype)}'
+    row += f',"opts":[{options}]' if options else ""
+    return "{" + row + (f',"fsid":{q(each.fsid)}' if verbose else "") + "}"
+
+
+def fstab_options(each: Mount) -> str:
+    words = [OPTIONS[name][2] for name in FSTAB_ORDER if name in each.options]
+    return ",".join(words if "ro" in each.options else ["rw", *words])
+
+
+def padded(text: str) -> str:
+    """putfsent(): up to three tabs, or a blank."""
+    return text + ("\t" if len(text) < 8 else "") + ("\t" if len(text) < 16 else "") + ("\t" if len(text) < 24 else " ")
+
+
+def fstab_line(each: Mount) -> str:
+    options = fstab_options(each)
+    tail = "\t" if len(options) < 8 else " "
+    return f"{padded(each.special)}{padded(each.node)}{each.fstype}\t{options}{tail}\t0 0"
+
+
+def fstab_json(each: Mount) -> str:
+    q = base.quoted
+    row = f'"device":{q(each.special)},"mntpoint":{q(each.node)},"fstype":{q(each.fstype)}'
+    return "{" + row + f',"opts":{q(fstab_options(each))},"dump":0,"pass":0' + "}"
+
+
+# ---- umount ---------------------------------------------------------------------------------------------------------
+
+
+def umount_main(argv: list[str]) -> int:
+    try:
+        options, names = base.getopt(argv, "AaF:fh:Nndt:v")
+    except base.BadOption:
+        raise base.usage(UMOUNT_USAGE) from None
+    letters = {letter for letter, _ in options}
+    for letter in sorted(letters - set("fv")):
+        raise base.unbuilt(f"-{letter}")
+    if not names:
+        raise base.usage(UMOUNT_USAGE)
+    return max([unmount(name, "f" in letters, "v" in letters) for name in names])
+
+
+def unmount(name: str, force: bool, verbose: bool) -> int:
+    """checkname(): an fsid, else a node, else a special, the newest first; then what statfs(2) would say."""
+    found = look_up(name) or look_up(name.rstrip("/") or "/")
+    if found is None:
+        real = os.path.realpath(name)
+        try:
+            os.stat(name)
+        except OSError as error:
+            base.warn(f"{name}: statfs", error.errno or 0)
+            base.warnx(f"{name}: unknown file system")
+            return 1
+        found = look_up(real)
+        if found is None:
+            base.warnx(f"{name}: not a file system root directory")
+            return 1
+    try:
+        if found.fstype == "devfs":
+            unmount_devfs(found.node, force)
+        base.umount_syscall(found.node, base.MNT_DETACH if force else 0)
+    except OSError as error:
+        base.warn(f"unmount of {found.node} failed", error.errno or 0)
+        return 1
+    if verbose:
+        base.say(f"{found.special}: unmount from {found.node}")
+    return 0
+
+
+def look_up(name: str) -> Mount | None:
+    """checkmntlist()."""
+    mounts = list(reversed(table()))
+    if len(name) == 16 and all(letter in "0123456789abcdefABCDEF" for letter in name):
+        for each in mounts:
+            if each.fsid == name.lower():
+                return each
+    for each in mounts:
+        if each.node == name:
+            return each
+    return next((each for each in mounts if each.special == name), None)
+
+
+def unmount_devfs(node: str, force: bool) -> None:
+    """The stand-in's second mount goes first."""
+    pts = os.path.join(node, "pts")
+    if any(each.node == pts for each in kernel_table()):
+        base.umount_syscall(pts, base.MNT_DETACH if force else 0)
+
+
+def purge() -> None:
+    """Unmount all that was recorded, newest first."""
+    for each in reversed(table()):
+        if any(entry["id"] == each.identity for entry in base.load("mounts", {"mounts": []})["mounts"]):
+            unmount(each.node, True, False)

@@ -1,0 +1,221 @@
+"""pf's rulesets as one nftables table.
+
+pf asks its rules twice for a packet that is forwarded, ``in`` on one interface and ``out`` on the other: the hooks
+prerouting (after rdr) and postrouting (after nat). The last rule that matches decides, ``quick`` decides at once, no
+match passes: a verdict is kept in packet mark bits until the end. ``keep state`` is a bit in the connection's mark for
+the direction it was made in; only connections with it are let through without asking. Anchors stand where the main
+ruleset calls them, wildcards in alphabetical order; rules in an anchor nobody calls do nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+from shim import base, pf
+
+BLOCK, KEEP, RETURN, REDIRECTED = 0x40000000, 0x20000000, 0x10000000, 0x08000000
+STATE_IN, STATE_OUT = 0x40000000, 0x20000000
+ALL = BLOCK | KEEP | RETURN | REDIRECTED
+NFT = ("/usr/sbin/nft", "/sbin/nft", "/usr/bin/nft")
+
+
+def table() -> str:
+    """A name of its own for each state directory."""
+    return "freebsd_shim_" + "".join(letter if letter.isalnum() else "_" for letter in base.state_dir())[-40:]
+
+
+def interface(key: str, name: str) -> list[str]:
+    no, plain = ("!= ", name[2:]) if name.startswith("! ") else ("", name)
+    plain = "lo" if plain == "lo0" else plain
+    return [f'{key} {no}"{plain}"'] if name else []
+
+
+def address(rule: pf.Rule, key: str, text: str) -> list[str]:
+    if text == "any":
+        return []
+    no, plain = ("!= ", text[2:]) if text.startswith("! ") else ("", text)
+    return [f"{'ip6' if rule['af'] == 'inet6' else 'ip'} {key} {no}{plain}"]
+
+
+def port(rule: pf.Rule, key: str, text: str) -> list[str]:
+    return [f"{rule['proto']} {key} {text.removeprefix('= ').replace(':', '-')}"] if text else []
+
+
+def conditions(rule: pf.Rule, interface_key: str) -> list[str]:
+    words = interface(interface_key, rule["on"])
+    if rule["af"]:
+        words.append(f"meta nfproto {'ipv6' if rule['af'] == 'inet6' else 'ipv4'}")
+    if rule["proto"]:
+        protocol = {"icmp6": "ipv6-icmp"}.get(rule["proto"], rule["proto"])
+        words.append(f"meta l4proto {protocol}")
+    words += address(rule, "saddr", rule["source"]) + address(rule, "daddr", rule["target"])
+    return words + port(rule, "sport", rule["sport"]) + port(rule, "dport", rule["dport"])
+
+
+def called(rulesets: dict, kind: str, anchors: tuple[str, ...], path: str = "") -> list[pf.Rule]:  # type: ignore[type-arg]
+    """The ruleset's rules with those of the anchors it calls in their place."""
+    found: list[pf.Rule] = []
+    for rule in rulesets.get(path, {}).get(kind, []):
+        if "anchor" not in rule:
+            found.append(rule)
+            continue
+        if rule["what"] not in anchors:
+            continue
+        name = "/".join(part for part in (path, rule["anchor"]) if part)
+        paths = sorted(each for each in rulesets if each.rpartition("/")[0] == name[:-2]) if name[-2:] == "/*" else [name]
+        for each in paths:
+            found += called(rulesets, kind, anchors, each)
+    return found
+
+
+def filter_lines(rules: list[pf.Rule], direction: str) -> list[str]:
+    state = STATE_IN if direction == "in" else STATE_OUT
+    lines = []
+    for rule in rules:
+        if rule["direction"] not in ("", direction):
+            continue
+        start = conditions(rule, "iifname" if direction == "in" else "oifname")
+        if rule["what"] == "block":
+            if rule["drop"] == "return" and direction == "out":
+                if rule["direction"] == "out":
+                    raise base.unbuilt("block return out")
+                action = "drop" if rule["quick"] else mark(BLOCK)
+            elif rule["drop"] == "return":
+                action = reject(rule) if rule["quick"] else mark(BLOCK | RETURN)
+            else:
+                action = "drop" if rule["quick"] else mark(BLOCK)
+            lines.append(" ".join([*start, action]))
+            continue
+        if rule["quick"]:
+            action = (f"ct mark set ct mark or {state:#x} " if rule["state"] == "keep" else "") + "accept"
+        else:
+            action = mark(KEEP if rule["state"] == "keep" else 0)
+        if rule["flags"] == "S/SA" and rule["proto"] == "":
+            lines.append(" ".join([*start, "meta l4proto != tcp", action]))
+        syn = ["meta l4proto tcp tcp flags & (syn | ack) == syn"] if rule["flags"] == "S/SA" else []
+        lines.append(" ".join([*start, *syn, action]))
+    return lines
+
+
+def mark(bits: int) -> str:
+    return f"meta mark set meta mark and {~ALL & 0xFFFFFFFF:#x}" if not bits else (
+        f"meta mark set meta mark and {~ALL & 0xFFFFFFFF:#x} meta mark set meta mark or {bits:#x}"
+    )
+
+
+def reject(rule: pf.Rule) -> str:
+    return "reject with tcp reset" if rule["proto"] == "tcp" else "reject"
+
+
+def nat_lines(rules: list[pf.Rule]) -> list[str]:
+    lines = []
+    for rule in rules:
+        if rule["what"] != "nat":
+            continue
+        if rule["no"]:
+            action = "accept"
+        elif rule["to"].startswith("("):
+            if rule["to"] != f"({rule['on']})":
+                raise base.unbuilt("nat to the address of another interface")
+            action = "masquerade"
+        else:
+            action = f"snat {'ip6' if rule['af'] == 'inet6' else 'ip'} to {rule['to']}"
+        lines.append(" ".join([*conditions(rule, "oifname"), action]))
+    return lines
+
+
+def rdr_lines(rules: list[pf.Rule]) -> list[str]:
+    lines = []
+    for rule in rules:
+        if rule["what"] != "rdr":
+            continue
+        if rule["no"]:
+            action = "accept"
+        else:
+            where = rule["to"] + (f":{rule['toport']}" if rule["toport"] else "")
+            action = f"dnat {'ip6' if rule['af'] == 'inet6' else 'ip'} to {where}"
+            if rule["pass"]:
+                action = f"meta mark set meta mark or {REDIRECTED:#x} {action}"
+        lines.append(" ".join([*conditions(rule, "iifname"), action]))
+    return lines
+
+
+def ruleset(state: dict) -> str:  # type: ignore[type-arg]
+    """The nft(8) script that puts the state into force, at one blow."""
+    name = table()
+    head = f"table inet {name}\ndelete table inet {name}\n"
+    if not state["enabled"] or not any(any(each.values()) for each in state["rules"].values()):
+        return head
+    rules = called(state["rules"], "filter", ("anchor",))
+    nat = called(state["rules"], "nat", ("nat-anchor",))
+    rdr = called(state["rules"], "nat", ("rdr-anchor",))
+    chains = [
+        ("rdr", "type nat hook prerouting priority -100", rdr_lines(rdr)),
+        ("in", "type filter hook prerouting priority -90", asked(state, rules, "in")),
+        ("nat", "type nat hook postrouting priority 100", nat_lines(nat)),
+        ("out", "type filter hook postrouting priority 110", asked(state, rules, "out")),
+    ]
+    body = "".join(
+        f"  chain pf_{key} {{\n    {hook}; policy accept;\n" + "".join(f"    {line}\n" for line in lines) + "  }\n"
+        for key, hook, lines in chains
+        if lines
+    )
+    return f"{head}table inet {name} {{\n{body}}}\n" if body else head
+
+
+def asked(state: dict, rules: list[pf.Rule], direction: str) -> list[str]:  # type: ignore[type-arg]
+    """One of the two passes through the filter rules; none if there are no rules."""
+    if not rules:
+        return []
+    key, own, other = ("iifname", STATE_IN, STATE_OUT) if direction == "in" else ("oifname", STATE_OUT, STATE_IN)
+    lines = [" ".join([*interface(key, name), "accept"]) for name in state["skip"]]
+    lines += [
+        f"ct direction original ct state established,related ct mark and {own:#x} != 0 accept",
+        f"ct direction reply ct state established,related ct mark and {other:#x} != 0 accept",
+    ]
+    if direction == "in":
+        lines.append(f"meta mark and {REDIRECTED:#x} != 0 ct mark set ct mark or {own:#x} accept")
+    lines.append(f"meta mark set meta mark and {~ALL & 0xFFFFFFFF:#x}")
+    lines += filter_lines(rules, direction)
+    if direction == "in":
+        lines.append(f"meta mark and {RETURN:#x} != 0 meta l4proto tcp reject with tcp reset")
+        lines.append(f"meta mark and {RETURN:#x} != 0 reject")
+    return [
+        *lines,
+        f"meta mark and {BLOCK:#x} != 0 drop",
+        f"meta mark and {KEEP:#x} != 0 ct mark set ct mark or {own:#x}",
+    ]
+
+
+def put(state: dict) -> None:  # type: ignore[type-arg]
+    feed(ruleset(state))
+
+
+def withdraw() -> None:
+    feed(f"table inet {table()}\ndelete table inet {table()}\n")
+
+
+def feed(script: str) -> None:
+    """Give the script to nft(8). Raises RuntimeError with what it said: a bug of the translation."""
+    nft = next((path for path in NFT if os.access(path, os.X_OK)), "")
+    if not nft:
+        raise base.unbuilt("pf without nftables")
+    back, front = os.pipe()
+    said, telling = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(back, 0)
+        os.dup2(telling, 1)
+        os.dup2(telling, 2)
+        try:
+            os.execv(nft, [nft, "-f", "-"])
+        finally:
+            os._exit(127)
+    os.close(back)
+    os.close(telling)
+    with os.fdopen(front, "w") as stream:
+        stream.write(script)
+    with os.fdopen(said) as stream:
+        answer = stream.read()
+    if os.waitpid(child, 0)[1]:
+        raise RuntimeError(f"nft refused the translated rules: {answer}\n{script}")

@@ -1,0 +1,115 @@
+"""mount, umount: nullfs and devfs as FreeBSD's mount table has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.freebsd_shim.harness import Shim
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    (source / "inner").mkdir()
+    return source, target
+
+
+def mounted(shim: Shim) -> list[dict[str, object]]:
+    answer = json.loads(shim.ok("mount", "--libxo", "json", "-v", "-t", "nullfs"))
+    return [each for each in answer["mount"].get("mounted", []) if each["node"] != f"{shim.root}/usr"]
+
+
+def test_the_list(shim: Shim, places: tuple[Path, Path]) -> None:
+    source, target = places
+    shim.ok("mount", "-t", "nullfs", "-o", "ro,nosuid,nocover", str(source), str(target))
+    row = mounted(shim)[0]
+    assert (row["special"], row["node"], row["fstype"]) == (str(source), str(target), "nullfs")
+    assert row["opts"] == ["local", "nosuid", "read-only", "nocover"]
+    fsid = str(row["fsid"])
+    assert len(fsid) == 16 and int(fsid, 16)
+    lines = shim.ok("mount", "-p").splitlines()
+    fields = next(line.split() for line in lines if str(target) in line)
+    assert fields == [str(source), str(target), "nullfs", "ro,nosuid,nocover", "0", "0"]
+    text = shim.ok("mount", "-v", "-t", "nullfs")
+    assert f"{source} on {target} (nullfs, local, nosuid, read-only, nocover, fsid {fsid})\n" in text
+    shim.ok("umount", fsid)
+    assert mounted(shim) == []
+
+
+def test_options_hold(shim: Shim, places: tuple[Path, Path]) -> None:
+    source, target = places
+    shim.ok("mount", "-t", "nullfs", "-o", "ro", str(source), str(target))
+    with pytest.raises(OSError, match="Read-only"):
+        (target / "file").write_text("x")
+    (source / "file").write_text("x")
+    assert (target / "file").read_text() == "x"
+
+
+def test_nocover_and_stacking(shim: Shim, places: tuple[Path, Path]) -> None:
+    source, target = places
+    shim.ok("mount", "-t", "nullfs", str(source), str(target))
+    shim.fails(
+        1, f"mount_nullfs: {target}: Device busy", *("mount", "-t", "nullfs", "-o", "nocover", str(source), str(target))
+    )
+    shim.fails(
+        1, f"mount_nullfs: {target}: Resource deadlock avoided", *("mount", "-t", "nullfs", str(source), str(target))
+    )
+    shim.ok("mount", "-t", "nullfs", f"{source}/inner", f"{target}/inner")
+    shim.fails(1, f"umount: unmount of {target} failed: Device busy", "umount", str(target))
+    shim.ok("umount", f"{target}/inner", str(target))
+
+
+def test_links_are_resolved(shim: Shim, places: tuple[Path, Path], tmp_path: Path) -> None:
+    """The danger the host must see: a link in the target's way takes the mount elsewhere, and the table says where."""
+    source, target = places
+    (tmp_path / "link").symlink_to(target)
+    shim.ok("mount", "-t", "nullfs", "-o", "ro", str(source), str(tmp_path / "link"))
+    assert mounted(shim)[0]["node"] == str(target)
+
+
+def test_errors(shim: Shim, places: tuple[Path, Path]) -> None:
+    source, target = places
+    words = ["mount", "-t", "nullfs"]
+    shim.fails(1, f"mount: {target}/none: No such file or directory", *words, str(source), f"{target}/none")
+    shim.fails(64, f"mount_nullfs: {source}/none: No such file or directory", *words, f"{source}/none", str(target))
+    shim.fails(
+        1,
+        f"mount_nullfs: {target}: mount option <nodev> is unknown: Invalid argument",
+        *(*words, "-o", "ro,nodev", str(source), str(target)),
+    )
+    assert shim("mount", "-Z").returncode == 1
+    assert shim("mount", "-t", "ext4", str(source), str(target)).returncode == 70
+    shim.fails(1, f"umount: {target}: not a file system root directory", "umount", str(target))
+    shim.fails(
+        1,
+        "umount: /nowhere: statfs: No such file or directory\numount: /nowhere: unknown file system",
+        *("umount", "/nowhere"),
+    )
+    fsid = "00ff00ff00ff00ff"
+    shim.fails(
+        1, f"umount: {fsid}: statfs: No such file or directory\numount: {fsid}: unknown file system", "umount", fsid
+    )
+
+
+def test_umount_by_special_takes_the_newest_and_force(shim: Shim, places: tuple[Path, Path], tmp_path: Path) -> None:
+    source, target = places
+    other = tmp_path / "other"
+    other.mkdir()
+    shim.ok("mount", "-t", "nullfs", str(source), str(target))
+    shim.ok("mount", "-t", "nullfs", str(source), str(other))
+    assert shim.ok("umount", "-v", str(source)) == f"{source}: unmount from {other}\n"
+    with (target / "open").open("w"):
+        shim.fails(1, f"umount: unmount of {target} failed: Device busy", "umount", str(target))
+        shim.ok("umount", "-f", str(target))
+    assert mounted(shim) == []
+
+
+def test_a_mount_that_somebody_else_took_away_is_not_listed(shim: Shim, places: tuple[Path, Path]) -> None:
+    source, target = places
+    shim.ok("mount", "-t", "nullfs", str(source), str(target))
+    shim.ok("/usr/bin/umount", str(target))
+    assert mounted(shim) == []

@@ -1,0 +1,99 @@
+"""pfctl: what is read, what is refused, what is shown."""
+
+from __future__ import annotations
+
+import pytest
+from tests.freebsd_shim.harness import Shim
+
+NOT_LOADED = "pfctl: Syntax error in config file: pf rules not loaded"
+
+
+def test_rules_are_shown_as_pfctl_shows_them(shim: Shim) -> None:
+    rules = """\
+# a sandbox
+nat on em0 inet from 10.0.0.5 to any -> (em0)
+rdr pass on em0 inet proto tcp from any to 192.0.2.9 port 8080 -> 10.0.0.5 port 80
+block drop quick from 10.0.0.5 to { 10.0.0.0/8, 192.168.1.7/16 }
+block in proto { tcp, udp } from 10.0.0.5 to any port 53
+pass in quick on ! em0 inet proto tcp from any to 10.0.0.5 port 8000:8010
+pass out no state
+pass
+"""
+    shim.ok("pfctl", "-a", "sbx/1", "-f", "-", input=rules)
+    assert shim.ok("pfctl", "-a", "sbx/1", "-s", "nat") == (
+        "nat on em0 inet from 10.0.0.5 to any -> (em0) round-robin\n"
+        "rdr pass on em0 inet proto tcp from any to 192.0.2.9 port = http-alt -> 10.0.0.5 port 80\n"
+    )
+    assert shim.ok("pfctl", "-a", "sbx/1", "-P", "-s", "rules") == (
+        "block drop quick inet from 10.0.0.5 to 10.0.0.0/8\n"
+        "block drop quick inet from 10.0.0.5 to 192.168.0.0/16\n"
+        "block drop in inet proto tcp from 10.0.0.5 to any port = 53\n"
+        "block drop in inet proto udp from 10.0.0.5 to any port = 53\n"
+        "pass in quick on ! em0 inet proto tcp from any to 10.0.0.5 port 8000:8010 flags S/SA keep state\n"
+        "pass out all no state\n"
+        "pass all flags S/SA keep state\n"
+    )
+    assert shim.ok("pfctl", "-a", "sbx", "-s", "Anchors") == "  sbx/1\n"
+    shim("pfctl", "-q", "-a", "sbx/1", "-F", "all")
+    assert shim.ok("pfctl", "-s", "Anchors") == ""
+    shim.fails(1, "pfctl: DIOCGETRULES: Invalid argument", "pfctl", "-a", "sbx/1", "-s", "rules")
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "block drop quick in from any to any",  # direction before quick
+        "pass from 10.0.0.1",  # from without an end is well; see below
+        "blok drop",
+        "pass in inet on em0 from any to any",
+        "nat on em0 from any to any",
+        "rdr on em0 inet proto tcp from any to any port 80 ->",
+        "pass from 10.0.0.0/33 to any",
+        "pass proto tcp from any to any port 70000",
+        "pass from any to any port 80",  # a port without a protocol
+        "pass inet from ::1 to any",
+        'anchor "sbx',
+        "pass from { 10.0.0.1, 10.0.0.2 to any",
+        "pass $nope",
+    ],
+)
+def test_what_pf_refuses(shim: Shim, rule: str) -> None:
+    done = shim("pfctl", "-a", "sbx/1", "-f", "-", input=rule + "\n")
+    if rule == "pass from 10.0.0.1":
+        assert done.returncode == 0
+        return
+    assert done.returncode == 1 and done.stderr.startswith("stdin:1: ") and done.stderr.endswith(NOT_LOADED + "\n")
+    assert shim("pfctl", "-a", "sbx/1", "-nf", "-", input=rule + "\n").stderr.startswith("stdin:1: ")
+
+
+def test_order(shim: Shim) -> None:
+    words = "Rules must be in order: options, ethernet, normalization, queueing, translation, filtering"
+    text = "pass\nnat on em0 inet from any to any -> (em0)\n"
+    shim.fails(1, f"stdin:2: {words}\n{NOT_LOADED}", "pfctl", "-a", "sbx/1", "-f", "-", input=text)
+    shim.fails(1, f"stdin:2: {words}", "pfctl", "-n", "-a", "sbx/1", "-f", "-", input=text)
+
+
+def test_what_is_not_built_is_no_syntax_error(shim: Shim) -> None:
+    for rule in ("table <bad> { 10.0.0.1 }", "pass log all", "match in all", "pass route-to (em0 10.0.0.1) all"):
+        assert shim("pfctl", "-a", "sbx/1", "-f", "-", input=rule + "\n").returncode == 70
+
+
+def test_a_bad_file_changes_nothing(shim: Shim) -> None:
+    shim.ok("pfctl", "-a", "sbx/1", "-f", "-", input="block drop quick from 10.0.0.5 to any\n")
+    shim("pfctl", "-a", "sbx/1", "-f", "-", input="pass\nnonsense\n")
+    assert shim.ok("pfctl", "-a", "sbx/1", "-s", "rules") == "block drop quick inet from 10.0.0.5 to any\n"
+
+
+def test_enable_and_module(shim: Shim) -> None:
+    shim.fails(1, "pfctl: pf already enabled", "pfctl", "-e")
+    assert shim("pfctl", "-d").stderr == "pf disabled\n"
+    shim.fails(1, "pfctl: pf not enabled", "pfctl", "-d")
+    shim.ok("freebsd-shim", "set", "pf.loaded", "0")
+    shim.fails(1, "pfctl: /dev/pf: No such file or directory", "pfctl", "-s", "rules")
+    shim.ok("freebsd-shim", "set", "pf.loaded", "1")
+    shim.fails(
+        1,
+        "pfctl: /nowhere: No such file or directory\n"
+        f"pfctl: cannot open the main config file!: No such file or directory\n{NOT_LOADED}",
+        *("pfctl", "-f", "/nowhere"),
+    )

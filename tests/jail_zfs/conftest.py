@@ -1,0 +1,49 @@
+"""Real ZFS: one pool for the run, a root dataset for each test."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.hosts.jail_zfs.storage import ZfsStorage
+from tests.jail_zfs import pools
+from tests.support import session
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def zpool(need_root: None) -> Iterator[pools.Pool]:
+    with pools.pool(f"t{session.run_id()}z", session.run_dir()) as pool:
+        yield pool
+
+
+@pytest.fixture
+def root(zpool: pools.Pool) -> Iterator[str]:
+    """A dataset to work in, mounted; gone with all below it after the test."""
+    name = f"{zpool.name}/r{next(_numbers)}"
+    pools.run("zfs", "create", name)
+    yield name
+    pools.destroy_all(name)
+
+
+@pytest.fixture
+def root_path(zpool: pools.Pool, root: str) -> Path:
+    return zpool.mount_point / root.partition("/")[2]
+
+
+@pytest.fixture
+def locks(tmp_path: Path) -> Path:
+    return tmp_path / "locks"
+
+
+@pytest.fixture
+def storage(root: str, locks: Path) -> Iterator[ZfsStorage]:
+    storage = ZfsStorage(root, lock_directory=locks)
+    storage.open()
+    storage.scan()
+    yield storage
+    storage.close()

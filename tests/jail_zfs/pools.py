@@ -1,0 +1,117 @@
+"""Pools of one's own on real ZFS: zfs-fuse's daemon is started if none runs, and ended if no pool is left."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support import session
+
+
+@dataclass(frozen=True)
+class Pool:
+    name: str
+    mount_point: Path
+
+
+def run(*argv: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "LC_ALL": "C", "PATH": f"{os.environ['PATH']}:/sbin:/usr/sbin"}
+    done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=timeout, env=env, check=False)
+    assert not check or done.returncode == 0, f"{argv}: {done.stderr}"
+    return done
+
+
+def daemon_answers() -> bool:
+    return run("zpool", "list", "-H", "-o", "name", check=False).returncode == 0
+
+
+def start_daemon(pid_file: Path) -> None:
+    """Start zfs-fuse. It refuses to start where its pid file exists. It may outlive this run, so it does not bear
+    this run's mark."""
+    env = {key: value for key, value in os.environ.items() if key != session.MARK}
+    program = shutil.which("zfs-fuse", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    assert program, "neither does ZFS answer, nor is zfs-fuse installed"
+    deadline = time.monotonic() + 20
+    while not daemon_answers():
+        assert time.monotonic() < deadline, "zfs-fuse does not start"
+        pid_file.unlink(missing_ok=True)
+        # it also refuses for a moment after another has ended
+        argv = [program, "--no-kstat-mount", "-p", str(pid_file)]
+        subprocess.run(argv, stdin=subprocess.DEVNULL, env=env, timeout=30, check=False)
+        time.sleep(0.2)
+
+
+def stop_daemon(pid_file: Path) -> None:
+    pid = int(pid_file.read_text())
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + 20
+    while _lives(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    pid_file.unlink(missing_ok=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def destroy_all(dataset: str) -> None:
+    """The dataset and everything below it. zfs-fuse says "busy" once for each that is mounted."""
+    deadline = time.monotonic() + 20
+    while (done := run("zfs", "destroy", "-R", dataset, check=False)).returncode != 0:
+        if "does not exist" in done.stderr:
+            return
+        assert time.monotonic() < deadline, done.stderr
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[Path]:
+    """Runs that start and end the daemon take turns; yields where its pid is written."""
+    directory = session.state_dir()
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "zfs-fuse.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield directory / "zfs-fuse.pid"
+
+
+@contextlib.contextmanager
+def pool(name: str, directory: Path, *, megabytes: int = 1024) -> Iterator[Pool]:
+    """A pool on a sparse file in ``directory``, mounted there; destroyed at the end, with all that is in it."""
+    image, mount_point = directory / f"{name}.img", directory / name
+    with _alone() as pid_file:
+        if not daemon_answers():
+            start_daemon(pid_file)
+        with image.open("wb") as file:
+            file.truncate(megabytes << 20)
+        run("zpool", "create", "-O", "atime=off", "-m", str(mount_point), name, str(image))
+    try:
+        yield Pool(name, mount_point)
+    finally:
+        with _alone() as pid_file:
+            _destroy(name)
+            image.unlink()
+            shutil.rmtree(mount_point, ignore_errors=True)
+            if pid_file.exists() and not run("zpool", "list", "-H", "-o", "name").stdout.strip():
+                stop_daemon(pid_file)
+
+
+def _destroy(name: str) -> None:
+    for _ in range(20):
+        done = run("zpool", "destroy", "-f", name, check=False)
+        if done.returncode == 0 or "no such pool" in done.stderr:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"the pool {name} cannot be destroyed: {done.stderr}")

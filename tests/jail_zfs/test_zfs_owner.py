@@ -1,0 +1,72 @@
+"""One gateway to a root dataset."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.errors import Conflict
+from sandbox_gateway.hosts.jail_zfs import zfs, zfs_owner
+from sandbox_gateway.hosts.jail_zfs.storage import ZfsStorage
+
+
+def _owner(root: str, **changes: object) -> None:
+    zfs.lzc_set_prop(root, zfs_owner.OWNER, json.dumps(json.loads(zfs_owner._myself()) | changes))
+
+
+def test_two_gateways_on_one_root_refuse_each_other(storage: ZfsStorage, root: str, locks: Path) -> None:
+    with pytest.raises(Conflict, match="another gateway on this machine"):
+        ZfsStorage(root, lock_directory=locks).open()
+    assert storage.scan().repaired == [], "the first goes on"
+    storage.close()
+    second = ZfsStorage(root, lock_directory=locks)
+    assert second.open() == []
+    second.close()
+    assert zfs.local_props(root) == {}
+
+
+def test_where_the_lock_is_not_shared_the_property_tells(root: str, tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib\n"
+        "from sandbox_gateway.hosts.jail_zfs.storage import ZfsStorage\n"
+        "ZfsStorage(sys.argv[1], lock_directory=pathlib.Path(sys.argv[2])).open()\n"
+        "print('open', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    argv = [sys.executable, "-c", program, root, str(tmp_path / "one")]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "open\n"
+        with pytest.raises(Conflict, match=f"still runs .process {other.pid} of host"):
+            ZfsStorage(root, lock_directory=tmp_path / "two").open()
+        other.kill()
+    storage = ZfsStorage(root, lock_directory=tmp_path / "two")
+    assert storage.open() == [
+        f"{root}: taken over from process {other.pid} of host {os.uname().nodename}, which is gone"
+    ]
+    storage.close()
+
+
+def test_an_owner_of_an_earlier_boot_is_succeeded(root: str, locks: Path) -> None:
+    _owner(root, kernel="another", pid=1, host="elsewhere")
+    storage = ZfsStorage(root, lock_directory=locks)
+    assert "ended with its machine" in storage.open()[0]
+    storage.close()
+
+
+def test_an_owner_in_another_container_is_believed(root: str, locks: Path) -> None:
+    _owner(root, host="elsewhere", pid=1)
+    with pytest.raises(Conflict, match=f"zfs inherit sandbox:owner {root}"):
+        ZfsStorage(root, lock_directory=locks).open()
+
+
+@pytest.mark.parametrize("text", ["nonsense", "[]", "{}", '{"pid": "x"}'])
+def test_an_owner_that_makes_no_sense_is_replaced(root: str, locks: Path, text: str) -> None:
+    zfs.lzc_set_prop(root, zfs_owner.OWNER, text)
+    storage = ZfsStorage(root, lock_directory=locks)
+    assert "makes no sense" in storage.open()[0]
+    storage.close()

@@ -1,0 +1,234 @@
+"""The texts of `zfs`, wild ones: whatever comes, it is read rightly or refused with our own exceptions."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from sandbox_gateway.hosts.jail_zfs import zfs_parse
+from sandbox_gateway.hosts.jail_zfs.zfs_errors import (
+    Cause,
+    NameInvalid,
+    NameTooLong,
+    PropertyInvalid,
+    ZFSOutputError,
+    cause_of,
+    listed_names,
+    sentence,
+)
+from sandbox_gateway.hosts.jail_zfs.zfs_parse import Property
+
+_names = st.text(
+    st.characters(exclude_characters="\t\n\0'", exclude_categories=["Cs"]), min_size=1, max_size=300
+) | st.sampled_from(["pool/a b", "pool/-x", "-pool", "pool/ä€", "pool/" + "n" * 300, "pool/a@b c", "pool/x@"])
+_props = st.from_regex(r"[a-z][a-z0-9]{0,10}(:[a-z0-9._-]{1,20})?", fullmatch=True)
+_values = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=60)
+_sources = st.sampled_from(["local", "received", "default", "-", "none", "temporary"]) | _names.map(
+    lambda name: f"inherited from {name}"
+)
+_lines = st.lists(st.builds(Property, _names, _props, _values, _sources), max_size=8)
+
+
+def _looks_like_a_line(value: str) -> bool:
+    """A value that holds what ends a line of `zfs get`; nobody could tell."""
+    return any(
+        zfs_parse._SOURCE.fullmatch(line.rpartition("\t")[2])
+        for line in value.split("\n")[:-1]
+        if "\t" in line or value.startswith(line)
+    )
+
+
+def _get_text(lines: list[Property]) -> str:
+    return "".join(f"{line.name}\t{line.prop}\t{line.value}\t{line.source}\n" for line in lines)
+
+
+@given(_lines)
+def test_what_zfs_get_writes_is_read_back(lines: list[Property]) -> None:
+    assume(not any(_looks_like_a_line(line.value) for line in lines))
+    assert zfs_parse.parse_get(_get_text(lines)) == lines
+
+
+@given(_lines, st.data())
+def test_output_cut_anywhere_is_noticed(lines: list[Property], data: st.DataObject) -> None:
+    assume(lines and not any(_looks_like_a_line(line.value) for line in lines))
+    text = _get_text(lines)
+    cut = data.draw(st.integers(0, len(text) - 1))
+    with pytest.raises(ZFSOutputError):
+        found = zfs_parse.parse_get(text[:cut])
+        assert found == lines[: len(found)]
+        wanted = {(line.name, line.prop) for line in lines}
+        if {(line.name, line.prop) for line in found} == wanted:
+            raise ZFSOutputError(None)  # the same lines again were cut off: nothing is missing
+        for name, prop in wanted:
+            zfs_parse.check_complete(found, [name], [prop])
+
+
+@given(st.text())
+def test_any_text_is_read_or_refused(text: str) -> None:
+    for read in (zfs_parse.parse_get, lambda text: zfs_parse.parse_table(text, 2)):
+        try:
+            read(text)
+        except ZFSOutputError as error:
+            assert str(error)
+
+
+@given(st.lists(st.tuples(_names, _values.filter(lambda value: not {"\t", "\n"} & set(value)))))
+def test_tables_are_read_back(rows: list[tuple[str, str]]) -> None:
+    text = "".join(f"{name}\t{value}\n" for name, value in rows)
+    assert zfs_parse.parse_table(text, 2) == rows
+
+
+@given(_names | st.text() | st.binary())
+def test_a_name_is_taken_or_refused_and_never_an_option(name: str | bytes) -> None:
+    for check in (
+        zfs_parse.existing_name,
+        zfs_parse.new_filesystem_name,
+        zfs_parse.filesystem_name,
+        zfs_parse.snapshot_name,
+        zfs_parse.new_snapshot_name,
+    ):
+        try:
+            text = check(name)
+        except (NameInvalid, NameTooLong) as error:
+            assert str(error)
+        else:
+            assert text and not text.startswith("-") and "\n" not in text and len(text.encode()) <= 255
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("", NameInvalid),
+        ("-pool/a", NameInvalid),
+        ("pool/-a", NameInvalid),
+        ("pool/a b", NameInvalid),
+        ("pool/ä", NameInvalid),
+        ("pool//a", NameInvalid),
+        ("pool/..", NameInvalid),
+        ("pool/a@b", NameInvalid),
+        ("pool/a\nb", NameInvalid),
+        ("1pool/a", NameInvalid),
+        (b"pool/\xff", NameInvalid),
+        ("pool/" + "n" * 251, NameTooLong),
+    ],
+)
+def test_names_that_are_not_made(name: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        zfs_parse.new_filesystem_name(name)
+
+
+def test_names_that_are_made() -> None:
+    for name in ("pool/a", "pool/_template-0123@base", "pool/A.b:c-d_e", "pool/" + "n" * 250):
+        (zfs_parse.new_snapshot_name if "@" in name else zfs_parse.new_filesystem_name)(name)
+
+
+@given(st.text() | _props, st.text() | st.binary() | st.integers() | st.booleans())
+def test_a_property_is_taken_or_refused(key: str, value: str | bytes | int | bool) -> None:
+    try:
+        text = zfs_parse.property_value(key, value)
+    except PropertyInvalid as error:
+        assert str(error)
+    else:
+        assert text.startswith(f"{key}=") and not text.startswith("-") and "\0" not in text
+
+
+def test_the_longest_property_value() -> None:
+    zfs_parse.property_value("a:b", "x" * 8191)
+    with pytest.raises(PropertyInvalid, match="8192 bytes, 8191 is the most"):
+        zfs_parse.property_value("a:b", "x" * 8192)
+
+
+_SAMPLES = [
+    (Cause.EXISTS, "cannot create '{0}': dataset already exists"),
+    (Cause.EXISTS, "cannot create snapshot '{0}': dataset already exists\nno snapshots were created"),
+    (Cause.NO_PARENT, "cannot create '{0}': parent does not exist"),
+    (Cause.NO_POOL, "cannot create '{0}': no such pool 'p'"),
+    (Cause.MISSING, "cannot open '{0}': dataset does not exist"),
+    (Cause.MISSING, "could not find any snapshots to destroy; check snapshot names."),
+    (Cause.POOLS_DIFFER, "cannot create '{0}': source and target pools differ"),
+    (Cause.POOLS_DIFFER, "cannot rename to '{0}': datasets must be within same pool"),
+    (
+        Cause.NOT_LATEST,
+        "cannot rollback to '{0}': more recent snapshots or bookmarks exist\n"
+        "use '-r' to force deletion of the following snapshots and bookmarks:\n{0}\nand 3 more",
+    ),
+    (Cause.NOT_LATEST, "cannot rollback to '{0}': clones of previous snapshots exist\nuse '-R' to force deletion"),
+    (
+        Cause.HAS_CLONES,
+        "cannot destroy '{0}': snapshot has dependent clones\n"
+        "use '-R' to destroy the following datasets:\np/dataset is busy\n{0}",
+    ),
+    (Cause.HAS_CLONES, "cannot destroy snapshot {0}: snapshot is cloned"),
+    (
+        Cause.HAS_CHILDREN,
+        "cannot destroy '{0}': filesystem has children\nuse '-r' to destroy the following datasets:\n{0}@a\n{0}@b",
+    ),
+    (Cause.BUSY, "cannot destroy '{0}': dataset is busy"),
+    (Cause.HELD, "cannot destroy snapshot {0}: it's being held. Run 'zfs holds -r x' to see holders."),
+    (Cause.BUSY, "cannot unmount '{0}': pool or dataset is busy"),
+    (
+        Cause.BUSY,
+        "umount: /x: target is busy.\ncannot unmount '{0}': umount failed: umount child process failed",
+    ),
+    (Cause.NOT_CLONE, "cannot promote '{0}': not a cloned filesystem"),
+    (Cause.SNAPSHOT_CONFLICT, "cannot promote '{0}': conflicting snapshot 'a' from parent 'b'"),
+    (Cause.TOO_SMALL, "cannot set property for '{0}': size is less than current used or reserved space"),
+    (Cause.NO_SPACE, "cannot create '{0}': out of space"),
+    (Cause.EXISTS, "cannot receive new filesystem stream: destination '{0}' exists\nmust specify -F to overwrite it"),
+    (
+        Cause.MODIFIED,
+        "cannot receive incremental stream: destination {0} has been modified\nsince most recent snapshot",
+    ),
+    (
+        Cause.STREAM_MISMATCH,
+        "cannot receive incremental stream: most recent snapshot of {0} does not\nmatch incremental source",
+    ),
+    (Cause.BAD_STREAM, "cannot receive new filesystem stream: invalid backup stream"),
+    (Cause.STREAM_TRUNCATED, "cannot receive new filesystem stream: incomplete stream"),
+    (
+        Cause.UNREACHABLE,
+        "connect: No such file or directory\nPlease make sure that the zfs-fuse daemon is running.\n"
+        "internal error: failed to initialize ZFS library",
+    ),
+    (Cause.UNREACHABLE, "zfsfuse_ioctl_read_loop(): file descriptor closed\ncannot create '{0}': I/O error"),
+    (Cause.UNREACHABLE, "The ZFS modules cannot be auto-loaded.\nTry running 'modprobe zfs' as root to load them."),
+    (Cause.MOUNT_FAILED, "cannot mount '{0}': directory is not empty\nfilesystem successfully created, but not mounted"),
+    (Cause.ALREADY_MOUNTED, "cannot mount '{0}': filesystem already mounted"),
+    (Cause.NOT_MOUNTED, "cannot unmount '{0}': not currently mounted"),
+    (Cause.TAG_EXISTS, "cannot hold '{0}': tag already exists on this dataset"),
+    (Cause.TAG_MISSING, "cannot release 'x' from '{0}': no such tag on this dataset"),
+    (Cause.NAME_TOO_LONG, "cannot create '{0}': name is too long"),
+    (Cause.NAME_INVALID, "cannot create '{0}': invalid character ' ' in name"),
+    (Cause.NAME_INVALID, "cannot create '{0}': snapshot delimiter '@' in filesystem name"),
+    (Cause.NAME_INVALID, "cannot create '{0}': empty component in name"),
+    (Cause.PROPERTY, "cannot create '{0}': bad numeric value 'banana'"),
+    (Cause.PROPERTY, "bad property list: invalid property '{0}'\nusage:\n\tget [-rHp] (dataset does not exist)"),
+    (Cause.SUSPENDED, "cannot open '{0}': pool I/O is currently suspended"),
+    (Cause.OTHER, ""),
+]
+
+
+@pytest.mark.parametrize(("cause", "words"), _SAMPLES)
+def test_the_reason_is_found(cause: Cause, words: str) -> None:
+    assert cause_of(words.format("tank/grove/x@y")) is cause
+
+
+@given(st.sampled_from([sample for sample in _SAMPLES if "'{0}'" in sample[1] and "\n{0}" not in sample[1]]), _names)
+def test_no_name_is_taken_for_a_reason(sample: tuple[Cause, str], name: str) -> None:
+    cause, words = sample
+    assert cause_of(words.format(name)) is cause
+    assert cause_of(words.format("dataset is busy, out of space, already exists")) is cause
+
+
+def test_the_listed_names() -> None:
+    said = "cannot destroy 'a@b': snapshot has dependent clones\nuse '-R' to destroy the following datasets:\nc@d\nc\n"
+    assert listed_names(said) == ["c@d", "c"]
+    assert listed_names("dataset is busy") == []
+
+
+@given(st.text())
+def test_any_refusal_becomes_one_line(said: str) -> None:
+    assert isinstance(cause_of(said), Cause)
+    assert len(sentence(said).splitlines()) <= 1
+    listed_names(said)

@@ -1,0 +1,120 @@
+"""Records as user properties, and what a tree of them means, whatever became of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sandbox_gateway.errors import Invalid
+from sandbox_gateway.hosts.jail_zfs import storage_scan
+from sandbox_gateway.hosts.jail_zfs.zfs_parse import VALUE_MAX, Property, property_value
+from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD, QUARANTINE, decode, encode, stale_parts
+from sandbox_gateway.records import Sandbox, Snapshot
+
+_texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=3000)
+_sandboxes = st.builds(
+    Sandbox, name=st.just("web"), metadata=st.dictionaries(_texts, _texts, max_size=4), state_reason=_texts
+)
+_snapshots = st.builds(Snapshot, description=_texts, recipe=st.dictionaries(_texts, _texts, max_size=8))
+
+
+@given(_sandboxes | _snapshots, st.integers(1, 10**9))
+def test_a_record_is_read_back(record: Sandbox | Snapshot, generation: int) -> None:
+    props = encode(record, generation)
+    assert list(props)[-1] == HEAD
+    for prop, value in props.items():
+        assert property_value(prop, value).isascii() and len(value) <= VALUE_MAX and "\n" not in value
+    assert decode(props, "sandbox" if isinstance(record, Sandbox) else "snapshot") == (generation, record)
+    assert stale_parts(props) == []
+
+
+def test_a_long_record_lies_in_parts_and_a_short_one_does_not() -> None:
+    assert list(encode(Snapshot(), 1)) == [HEAD]
+    props = encode(Snapshot(id="0" * 12, recipe={"setup": ["x" * 20_000]}), 7)
+    assert list(props) == [f"{HEAD}.7.0", f"{HEAD}.7.1", f"{HEAD}.7.2", HEAD]
+
+
+def test_parts_of_another_generation_are_stale_and_missing_ones_are_noticed() -> None:
+    old = encode(Snapshot(recipe={"setup": ["x" * 20_000]}), 7)
+    new = encode(Snapshot(), 8)
+    assert sorted(stale_parts(old | new)) == [f"{HEAD}.7.{n}" for n in range(3)]
+    del old[f"{HEAD}.7.1"]
+    with pytest.raises(ValueError, match=r"sandbox:record\.7\.1 is missing"):
+        decode(old, "snapshot")
+
+
+def test_parts_that_were_changed_are_noticed() -> None:
+    props = encode(Snapshot(recipe={"setup": ["x" * 20_000]}), 1)
+    props[f"{HEAD}.1.1"] = "y" * 8000
+    with pytest.raises(ValueError, match="checksum"):
+        decode(props, "snapshot")
+
+
+def test_a_record_beyond_measure_is_refused_with_the_remedy() -> None:
+    with pytest.raises(Invalid, match="shorten its metadata"):
+        encode(Sandbox(name="a", env={"A": "x" * 300_000}), 1)
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=10), inner, max_size=3),
+    max_leaves=10,
+)
+_heads = (
+    st.text(max_size=100)
+    | _json.map(json.dumps)
+    | st.fixed_dictionaries(
+        {"v": st.just(1) | _json, "kind": st.sampled_from(["sandbox", "snapshot"]) | _json, "generation": _json},
+        optional={"record": _json, "parts": _json, "sha256": _json},
+    ).map(json.dumps)
+    | st.tuples(_snapshots | _sandboxes, st.integers(0, 400)).map(lambda it: encode(it[0], 1)[HEAD][: it[1]])
+)
+
+
+@given(_heads, st.sampled_from(["sandbox", "snapshot"]))
+def test_a_damaged_record_is_named_so(head: str, kind: str) -> None:
+    try:
+        decode({HEAD: head}, kind)  # type: ignore[arg-type]
+    except ValueError as error:
+        assert str(error)
+    stale_parts({HEAD: head, f"{HEAD}.1.0": "x"})
+
+
+_ROOT = "p/r"
+_names = st.sampled_from(
+    [
+        *[f"{_ROOT}/sandboxes/{i}" for i in ("0" * 12, "1" * 12, "odd one", "")],
+        *[f"{_ROOT}/sandboxes/{'0' * 12}@{s}" for s in ("2" * 12, "3" * 12, "ä")],
+        *[f"{_ROOT}/retired/{i}{s}" for i in "ab" for s in ("", "@x")],
+        *[f"{_ROOT}/_template-{'4' * 12}{s}" for s in ("", "@base")],
+        f"{_ROOT}/other/child@s",
+        _ROOT,
+    ]
+)
+_good = (
+    st.builds(Sandbox, id=st.just("a" * 12), name=st.just("n"), instance=st.sampled_from(["0" * 12, "1" * 12]))
+    | st.builds(Snapshot, id=st.sampled_from(["b" * 12, "c" * 12]))
+).flatmap(lambda record: st.integers(1, 3).map(lambda generation: encode(record, generation)))
+_props = _good | st.fixed_dictionaries({}, optional={HEAD: _heads, QUARANTINE: st.text(max_size=20)})
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(_names, _props, max_size=10), st.booleans(), st.integers(0, 10))
+def test_no_damage_stops_a_scan(local: dict[str, dict[str, str]], deferred: bool, txg: int) -> None:
+    facts = {
+        name: {
+            "createtxg": Property(name, "createtxg", str(txg), "-"),
+            "defer_destroy": Property(name, "defer_destroy", "on" if deferred and "@" in name else "off", "-"),
+        }
+        for name in local
+    }
+    found = storage_scan.interpret(_ROOT, facts, local)
+    ids = [record.id for record in (*found.snapshots, *found.sandboxes)]
+    assert len(ids) == len(set(ids))
+    assert not set(found.uncommitted) & {sandbox.instance for sandbox in found.sandboxes}
+    for name, why in found.to_mark.items():
+        property_value(QUARANTINE, why or "x")
+        assert name.rpartition("/")[2] not in found.uncommitted

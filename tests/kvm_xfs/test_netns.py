@@ -1,0 +1,666 @@
+"""Network slots, with real packets: the guest is a network namespace whose frames go through the slot's own tap,
+carried by a thread that does what QEMU does; "elsewhere" is another namespace behind the host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import os
+import select
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from sandbox_gateway.config import Network
+from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid
+from sandbox_gateway.hosts.kvm_xfs import netns
+from sandbox_gateway.hosts.kvm_xfs.netns import AGENT_PORT, GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_MAC, Slot, SlotPool
+from sandbox_gateway.records import NetworkPolicy
+from tests.support import session
+
+pytestmark = pytest.mark.usefixtures("need_root")
+
+T = TypeVar("T")
+OPEN = NetworkPolicy()
+CLOSED = NetworkPolicy(allow_internet=False)
+METADATA = "100.100.100.200"
+NOBODY = 65534
+REFUSED = (ConnectionError, OSError)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+# --- the world around the slots --------------------------------------------------------------------------------
+
+
+def inside(path: Path, work: Callable[[], T]) -> T:
+    """Run ``work`` in the network namespace at ``path``; sockets and taps it opens stay of that namespace."""
+    result: list[T] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            with path.open("rb") as file:
+                assert _libc.setns(file.fileno(), 0x40000000) == 0, os.strerror(ctypes.get_errno())
+            result.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return result[0]
+
+
+def open_tap(name: str) -> int:
+    tap = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    fcntl.ioctl(tap, netns._TUNSETIFF, struct.pack("16sH22x", name.encode(), netns._IFF_TAP | netns._IFF_NO_PI))
+    return tap
+
+
+def ip(*argv: str, check: bool = True) -> None:
+    subprocess.run(["ip", *argv], check=check, capture_output=True, timeout=20)
+
+
+class Space:
+    """A network namespace in which tests open sockets."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.path = Path("/run/netns") / name
+        ip("netns", "add", name)
+        self.ip("link", "set", "lo", "up")
+
+    def ip(self, *argv: str) -> None:
+        ip("-n", self.name, *argv)
+
+    def listen(self, port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
+        return inside(self.path, lambda: listen(port, kind))
+
+    def connect(self, address: str, port: int, *, timeout: float = 3) -> socket.socket:
+        return inside(self.path, lambda: socket.create_connection((address, port), timeout))
+
+    def reaches(self, address: str, port: int) -> bool:
+        try:
+            self.connect(address, port, timeout=0.8).close()
+        except REFUSED:
+            return False
+        return True
+
+    def end(self) -> None:
+        ip("netns", "delete", self.name, check=False)
+
+
+class Guest(Space):
+    """A machine on a slot's tap. ``attach`` moves it to another slot as a fork does: it notices nothing."""
+
+    def __init__(self, slot: Slot) -> None:
+        super().__init__(slot.name.replace("-", "g"))
+        self._own = inside(self.path, lambda: open_tap("eth0"))
+        self.ip("link", "set", "eth0", "address", GUEST_MAC, "up")
+        self.ip("address", "add", f"{GUEST_ADDRESS}/30", "dev", "eth0")
+        self.ip("route", "add", "default", "via", GATEWAY_ADDRESS)
+        self._slot_tap = -1
+        self._stop, self._stopped = os.pipe()
+        self._thread: threading.Thread | None = None
+        self.attach(slot)
+
+    def attach(self, slot: Slot) -> None:
+        self._detach()
+        self._slot_tap = inside(slot.path, lambda: open_tap(slot.tap))
+        self._thread = threading.Thread(target=self._carry)
+        self._thread.start()
+
+    def _carry(self) -> None:
+        other = {self._own: self._slot_tap, self._slot_tap: self._own}
+        while True:
+            ready, _, _ = select.select([*other, self._stop], [], [])
+            if self._stop in ready:
+                os.read(self._stop, 1)
+                return
+            for source in ready:
+                with contextlib.suppress(OSError):
+                    os.write(other[source], os.read(source, 65536))
+
+    def _detach(self) -> None:
+        if self._thread is not None:
+            os.write(self._stopped, b"x")
+            self._thread.join()
+            os.close(self._slot_tap)
+
+    def end(self) -> None:
+        self._detach()
+        for descriptor in (self._own, self._stop, self._stopped):
+            os.close(descriptor)
+        super().end()
+
+
+class Elsewhere(Space):
+    """What is beyond the host: a machine at ``address``, which also has the address of a metadata service."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__(f"{prefix}out")
+        block = int(session.run_id(), 36) % 16384
+        near, self.address = (f"198.18.{block // 64}.{block % 64 * 4 + host}" for host in (1, 2))
+        self.host_address = near
+        host_end = f"{prefix}o"
+        ip("link", "add", host_end, "type", "veth", "peer", "name", "eth0", "netns", self.name)
+        ip("address", "add", f"{near}/30", "dev", host_end)
+        ip("link", "set", host_end, "up")
+        self.ip("link", "set", "eth0", "up")
+        self.ip("address", "add", f"{self.address}/30", "dev", "eth0")
+        self.ip("address", "add", f"{METADATA}/32", "dev", "eth0")
+        ip("route", "add", f"{METADATA}/32", "via", self.address)
+        self._link = host_end
+
+    def end(self) -> None:
+        ip("link", "delete", self._link, check=False)
+        super().end()
+
+
+def listen(port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
+    server = socket.socket(socket.AF_INET, kind)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.bind(("0.0.0.0", port))
+    server.settimeout(3)
+    if kind is socket.SOCK_STREAM:
+        server.listen()
+    return server
+
+
+class World:
+    """A pool with everything around it, taken away at the end."""
+
+    def __init__(self, pool: SlotPool, prefix: str) -> None:
+        self.pool = pool
+        self.prefix = prefix
+        self._spaces: list[Space] = []
+        self._sockets: list[socket.socket] = []
+
+    def guest(self, slot: Slot) -> Guest:
+        self._spaces.append(guest := Guest(slot))
+        return guest
+
+    def elsewhere(self) -> Elsewhere:
+        self._spaces.append(elsewhere := Elsewhere(self.prefix))
+        return elsewhere
+
+    def keep(self, endpoint: socket.socket) -> socket.socket:
+        self._sockets.append(endpoint)
+        return endpoint
+
+    def end(self) -> None:
+        for endpoint in self._sockets:
+            endpoint.close()
+        for space in self._spaces:
+            space.end()
+
+
+@contextlib.asynccontextmanager
+async def world(*, ready: int = 0, **settings: Any) -> AsyncIterator[World]:
+    network = Network(**{**session.network(), "pool": ready, **settings})
+    pool = SlotPool(network)
+    around = World(pool, network.prefix)
+    await pool.open(set())
+    try:
+        yield around
+    finally:
+        around.end()
+        await pool.destroy()
+        assert traces(network.prefix) == []
+
+
+def traces(prefix: str) -> list[str]:
+    """Names of all that slots of ``prefix`` have on the machine."""
+    names = [path.name for path in Path("/run/netns").iterdir()]
+    names += [path.name for path in Path("/sys/class/net").iterdir()]
+    tables = subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, check=True, timeout=20).stdout
+    names += [line.split()[-1] for line in tables.splitlines()]
+    mounts = Path("/proc/self/mounts").read_text().splitlines()
+    names += [line.split()[1] for line in mounts if f"/run/netns/{prefix}" in line]
+    return [name for name in names if prefix in name]
+
+
+def run(test: Callable[[], Any]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+async def ready_slots(pool: SlotPool, count: int) -> None:
+    for _ in range(500):
+        if len(pool._ready) >= count:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("no slots were made ready")
+
+
+# --- packets ---------------------------------------------------------------------------------------------------
+
+
+def test_the_host_reaches_every_port_of_the_guest() -> None:
+    async def test() -> None:
+        async with world() as w:
+            slot = await w.pool.take(OPEN)
+            guest = w.guest(slot)
+            for port in (22, 8000, AGENT_PORT):
+                server = w.keep(guest.listen(port))
+                client = w.keep(socket.create_connection((slot.host_address, port), 3))
+                accepted, peer = server.accept()
+                client.sendall(b"ping")
+                assert w.keep(accepted).recv(4) == b"ping"
+                assert peer[0] == GATEWAY_ADDRESS
+            server = w.keep(guest.listen(5300, socket.SOCK_DGRAM))
+            client = w.keep(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            client.settimeout(3)
+            client.sendto(b"ping", (slot.host_address, 5300))
+            data, back = server.recvfrom(10)
+            server.sendto(data + b"pong", back)
+            assert client.recvfrom(10)[0] == b"pingpong"
+
+    run(test)
+
+
+def test_agents_obey_the_gateways_user_alone() -> None:
+    async def test() -> None:
+        async with world() as w:
+            slot = await w.pool.take(OPEN)
+            guest = w.guest(slot)
+            for port in (8000, AGENT_PORT):
+                w.keep(guest.listen(port))
+            assert connects_as(NOBODY, slot.host_address, 8000)
+            assert not connects_as(NOBODY, slot.host_address, AGENT_PORT)
+            assert connects_as(0, slot.host_address, AGENT_PORT)
+
+    run(test)
+
+
+def connects_as(uid: int, address: str, port: int) -> bool:
+    program = f"import socket; socket.create_connection(({address!r}, {port}), 3)"
+    return python_as(uid, program).returncode == 0
+
+
+def python_as(uid: int, program: str, **settings: Any) -> subprocess.CompletedProcess[bytes]:
+    # Debian's interpreter: the one that runs the tests may live where only root may look.
+    argv = ["/usr/bin/python3", "-I", "-c", program]
+    return subprocess.run(argv, user=uid, group=uid, cwd="/", capture_output=True, timeout=20, **settings)
+
+
+def test_the_guest_reaches_elsewhere_under_the_hosts_address() -> None:
+    async def test() -> None:
+        async with world() as w:
+            guest = w.guest(await w.pool.take(OPEN))
+            elsewhere = w.elsewhere()
+            server = w.keep(elsewhere.listen(443))
+            client = w.keep(guest.connect(elsewhere.address, 443))
+            accepted, peer = server.accept()
+            w.keep(accepted).sendall(b"hello")
+            assert client.recv(5) == b"hello"
+            assert peer[0] == elsewhere.host_address
+            assert client.getsockname()[0] == GUEST_ADDRESS
+
+    run(test)
+
+
+def test_the_hosts_services_and_other_sandboxes_are_out_of_reach() -> None:
+    async def test() -> None:
+        async with world() as w:
+            slot, other = await w.pool.take(OPEN), await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0"]))
+            guest, neighbour = w.guest(slot), w.guest(other)
+            elsewhere = w.elsewhere()
+            w.keep(listen(48123))
+            w.keep(guest.listen(48124))
+            w.keep(neighbour.listen(48124))
+            assert not guest.reaches(slot.veth_address, 48123)
+            assert not guest.reaches(GATEWAY_ADDRESS, 48123)
+            assert not guest.reaches(elsewhere.host_address, 48123)
+            # Not even a policy that allows everything opens these.
+            for sandbox, target in ((guest, other), (neighbour, slot)):
+                assert not sandbox.reaches(target.host_address, 48124)
+                assert not sandbox.reaches(target.veth_address, 48123)
+            assert not neighbour.reaches(elsewhere.host_address, 48123)
+            assert not elsewhere.reaches(slot.host_address, 48124)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("policy", "reached"),
+    [
+        (OPEN, True),
+        (CLOSED, False),
+        (NetworkPolicy(allow_internet=False, allow_out=["198.18.0.0/15"]), True),
+        (NetworkPolicy(allow_internet=False, allow_out=["203.0.113.7"]), False),
+        (NetworkPolicy(deny_out=["198.18.0.0/15", "198.18.0.0/16"]), False),
+        (NetworkPolicy(allow_out=["198.18.0.0/16"], deny_out=["0.0.0.0/0"]), True),
+    ],
+)
+def test_the_policy_holds(policy: NetworkPolicy, reached: bool) -> None:
+    async def test() -> None:
+        async with world() as w:
+            guest = w.guest(await w.pool.take(policy))
+            elsewhere = w.elsewhere()
+            w.keep(elsewhere.listen(80))
+            for _ in range(1 if reached else 8):
+                assert guest.reaches(elsewhere.address, 80) is reached
+            if not reached:
+                with pytest.raises(OSError, match="No route to host"):
+                    guest.connect(elsewhere.address, 80, timeout=5)
+
+    run(test)
+
+
+def test_a_new_policy_holds_for_open_connections_and_leaves_the_hosts_alone() -> None:
+    async def test() -> None:
+        async with world() as w:
+            slot = await w.pool.take(OPEN)
+            guest = w.guest(slot)
+            elsewhere = w.elsewhere()
+            server, service = w.keep(elsewhere.listen(80)), w.keep(guest.listen(8000))
+            out = w.keep(guest.connect(elsewhere.address, 80))
+            far = w.keep(server.accept()[0])
+            inwards = w.keep(socket.create_connection((slot.host_address, 8000), 3))
+            near = w.keep(service.accept()[0])
+            far.settimeout(0.6)
+
+            await w.pool.apply(slot, CLOSED)
+            with contextlib.suppress(OSError):
+                out.sendall(b"secret")
+            with pytest.raises(TimeoutError):
+                far.recv(6)
+            near.sendall(b"still")
+            assert inwards.recv(5) == b"still"
+
+            await w.pool.apply(slot, OPEN)
+            far.settimeout(5)
+            assert far.recv(6) == b"secret"
+
+    run(test)
+
+
+def test_metadata_services_need_to_be_allowed_by_address() -> None:
+    async def test() -> None:
+        async with world(dns=[METADATA]) as w:
+            slot = await w.pool.take(OPEN)
+            guest = w.guest(slot)
+            elsewhere = w.elsewhere()
+            for port in (80, 53):
+                w.keep(elsewhere.listen(port))
+            assert not guest.reaches(METADATA, 80)
+            assert not guest.reaches("169.254.169.254", 80)
+            assert guest.reaches(METADATA, 53), "some clouds' name server is at that address"
+            await w.pool.apply(slot, NetworkPolicy(allow_out=[METADATA]))
+            assert guest.reaches(METADATA, 80)
+            await w.pool.apply(slot, CLOSED)
+            assert not guest.reaches(METADATA, 53)
+
+    run(test)
+
+
+def test_only_the_guests_own_address_leaves() -> None:
+    async def test() -> None:
+        async with world() as w:
+            slot = await w.pool.take(OPEN)
+            guest = w.guest(slot)
+            elsewhere = w.elsewhere()
+            server = w.keep(elsewhere.listen(5000, socket.SOCK_DGRAM))
+            guest.ip("address", "add", "10.99.99.99/32", "dev", "eth0")
+            guest.ip("-6", "address", "add", "fd99::1/64", "dev", "eth0", "nodad")
+
+            def send(source: str) -> None:
+                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+                    client.bind((source, 0))
+                    client.sendto(source.encode(), (elsewhere.address, 5000))
+
+            inside(guest.path, lambda: send("10.99.99.99"))
+            inside(guest.path, lambda: send(GUEST_ADDRESS))
+            assert server.recvfrom(20)[0] == GUEST_ADDRESS.encode()
+            server.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                server.recvfrom(20)
+            assert inside(slot.path, lambda: ipv6_of(slot.tap)) in ("1", ""), "the slot speaks no IPv6"
+
+    run(test)
+
+
+def ipv6_of(name: str) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/sys/net/ipv6/conf/{name}/disable_ipv6").read_text().strip()
+    return ""
+
+
+def test_a_fork_finds_its_inherited_connections_ended_not_hanging() -> None:
+    async def test() -> None:
+        async with world() as w:
+            first, second = await w.pool.take(OPEN), await w.pool.take(OPEN)
+            guest = w.guest(first)
+            elsewhere = w.elsewhere()
+            server = w.keep(elsewhere.listen(80))
+            client = w.keep(guest.connect(elsewhere.address, 80))
+            w.keep(server.accept()[0])
+            guest.attach(second)
+            start = time.monotonic()
+            client.sendall(b"x")
+            with pytest.raises(ConnectionResetError):
+                client.recv(1)
+            assert time.monotonic() - start < 1
+            assert guest.reaches(elsewhere.address, 80), "and what it opens anew works, with its old ARP cache"
+
+    run(test)
+
+
+# --- slots -----------------------------------------------------------------------------------------------------
+
+
+def test_a_ready_slot_costs_nothing_to_take() -> None:
+    async def test() -> None:
+        async with world(ready=2) as w:
+            await ready_slots(w.pool, 2)
+            start = time.perf_counter()
+            slot = await w.pool.take(OPEN)
+            assert time.perf_counter() - start < 0.01
+            assert slot.path.exists()
+            await ready_slots(w.pool, 2)
+
+    run(test)
+
+
+def test_a_slot_given_back_is_gone_and_its_number_rests() -> None:
+    async def test() -> None:
+        async with world() as w:
+            slot = await w.pool.take(OPEN)
+            await w.pool.release(slot)
+            await w.pool.release(slot)
+            assert (await w.pool.take(OPEN)).number == slot.number + 1
+            for _ in range(300):
+                if not slot.path.exists():
+                    break
+                await asyncio.sleep(0.01)
+            assert not slot.path.exists()
+
+    run(test)
+
+
+def test_when_all_addresses_are_taken_it_says_so() -> None:
+    async def test() -> None:
+        subnet = session.network()["subnet"].split("/")[0] + "/28"
+        async with world(subnet=subnet, ready=1) as w:
+            slots = [await w.pool.take(OPEN) for _ in range(3)]
+            await ready_slots(w.pool, 1)
+            slots.append(await w.pool.take(OPEN))
+            assert len({slot.number for slot in slots}) == 4
+            with pytest.raises(Busy, match="all 4 network slots"):
+                await w.pool.take(OPEN)
+            await w.pool.release(slots[2])
+            await ready_slots(w.pool, 1)
+            assert (await w.pool.take(OPEN)).number == slots[2].number
+
+    run(test)
+
+
+@pytest.mark.parametrize("bad", ["example.org", "::/0", "10.0.0.0/33", ""])
+def test_a_policy_that_is_none_is_refused_before_anything_is_taken(bad: str) -> None:
+    async def test() -> None:
+        async with world() as w:
+            for policy in (NetworkPolicy(allow_out=[bad]), NetworkPolicy(deny_out=[bad])):
+                with pytest.raises(Invalid, match="not an IPv4 address or CIDR"):
+                    await w.pool.take(policy)
+            slot = await w.pool.take(OPEN)
+            with pytest.raises(Invalid):
+                await w.pool.apply(slot, NetworkPolicy(allow_out=[bad]))
+
+    run(test)
+
+
+def test_a_cancelled_taker_leaves_a_slot_for_the_next() -> None:
+    async def test() -> None:
+        async with world() as w:
+            for delay in (0, 0.005, 0.02, 0.03):
+                taker = asyncio.ensure_future(w.pool.take(OPEN))
+                await asyncio.sleep(delay)
+                taker.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await taker
+            await w.pool.close()
+
+    run(test)
+
+
+def test_the_tap_opens_for_the_slots_user_alone() -> None:
+    async def test() -> None:
+        network = Network(**{**session.network(), "pool": 0})
+        pool = SlotPool(network, uid_base=2_000_000)
+        await pool.open(set())
+        try:
+            slot = await pool.take(OPEN)
+            assert slot.uid == 2_000_000 + slot.number
+            assert inside(slot.path, lambda: opens_tap_as(slot.uid))
+            assert not inside(slot.path, lambda: opens_tap_as(slot.uid + 1))
+        finally:
+            await pool.destroy()
+
+    run(test)
+
+
+def opens_tap_as(uid: int) -> bool:
+    program = (
+        "import fcntl, struct, sys; "
+        f"fcntl.ioctl(0, {netns._TUNSETIFF}, struct.pack('16sH22x', b'tap0', {netns._IFF_TAP | netns._IFF_NO_PI}))"
+    )
+    with Path("/dev/net/tun").open("r+b", buffering=0) as tun:
+        return python_as(uid, program, stdin=tun).returncode == 0
+
+
+# --- restarts --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    chosen = Network(**{**session.network(), "pool": 1})
+    yield chosen
+    asyncio.run(SlotPool(chosen).destroy())
+    assert traces(chosen.prefix) == []
+
+
+async def crash(pool: SlotPool) -> None:
+    """What is left of a pool whose process ended by SIGKILL: all that is in the kernel, nothing else."""
+    assert pool._refiller is not None
+    pool._refiller.cancel()
+    await asyncio.wait([pool._refiller])
+
+
+def test_a_restarted_gateway_adopts_what_runs_and_removes_the_rest(network: Network) -> None:
+    async def test() -> None:
+        first = SlotPool(network)
+        await first.open(set())
+        slot, unused = await first.take(CLOSED), await first.take(OPEN)
+        guest = Guest(slot)
+        server = guest.listen(8000)
+        client = socket.create_connection((slot.host_address, 8000), 3)
+        accepted = server.accept()[0]
+        await crash(first)
+
+        second = SlotPool(network)
+        await second.open({slot.number})
+        try:
+            assert second.adopt(slot.number) == slot
+            client.sendall(b"on")
+            assert accepted.recv(2) == b"on", "connections go on"
+            assert not unused.path.exists()
+            with pytest.raises(BackendFailed, match="is gone"):
+                second.adopt(unused.number)
+            taken = await second.take(OPEN)
+            assert taken.number != slot.number
+            await second.apply(slot, OPEN)
+        finally:
+            for endpoint in (client, accepted, server):
+                endpoint.close()
+            guest.end()
+        await second.close()
+        assert slot.path.exists(), "what is in use outlives the gateway"
+
+    run(test)
+
+
+def test_slots_that_were_never_finished_are_removed(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the steps of making a slot is the last one a gateway lived to do."""
+
+    def dies(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    async def half(number: int, patch: str) -> None:
+        pool = SlotPool(network)
+        slot = pool._slot(number)
+        with monkeypatch.context() as patched:
+            patched.setattr(netns, patch, dies)
+            with contextlib.suppress(BaseException):
+                inside(Path("/proc/self/ns/net"), lambda: netns._make_namespace(slot))
+
+    async def test() -> None:
+        netns._share_run_netns()
+        await half(0, "_mount")
+        await half(1, "_sysctl")
+        await half(2, "_make_tap")
+        await half(3, "_host_namespace")
+        await half(4, "_index")
+        whole_but_down = SlotPool(network)._slot(5)
+        inside(Path("/proc/self/ns/net"), lambda: netns._make_namespace(whole_but_down))
+        assert len([name for name in traces(network.prefix) if "/" not in name]) >= 6
+        pool = SlotPool(network.model_copy(update={"pool": 0}))
+        await pool.open({0, 1, 2, 3, 4, 5})
+        for number in range(6):
+            with pytest.raises(GatewayError):
+                pool.adopt(number)
+        assert traces(network.prefix) == [f"{network.prefix}_sandbox"]
+        await pool.close()
+        assert traces(network.prefix) == []
+
+    run(test)
+
+
+def test_a_pool_that_was_never_opened_leaves_anothers_rules_alone(network: Network) -> None:
+    async def test() -> None:
+        running = SlotPool(network.model_copy(update={"pool": 0}))
+        await running.open(set())
+        await SlotPool(network).close()
+        assert f"{network.prefix}_sandbox" in traces(network.prefix)
+        await running.close()
+
+    run(test)
+
+
+# --- name servers ----------------------------------------------------------------------------------------------
+
+
+def test_configured_name_servers_are_used_without_what_no_sandbox_could_reach() -> None:
+    servers = netns.name_servers(Network(dns=["9.9.9.9", "127.0.0.53", "fd00::53", "9.9.9.9", "nonsense", "1.1.1.1"]))
+    assert servers == ["9.9.9.9", "1.1.1.1"]

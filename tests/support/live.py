@@ -1,0 +1,75 @@
+"""A real engine on a real host inside the test's process, driven from ordinary (not async) tests."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from sandbox_gateway.config import Config
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.hosts.base import Host
+from sandbox_gateway.records import Sandbox
+
+T = TypeVar("T")
+
+
+class Live:
+    """An open engine on an event loop of its own; ``do`` runs a coroutine there and waits for it."""
+
+    def __init__(self, host: Host, config: Config) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.config = config
+        self.closed = False
+        try:
+            self.engine = self.do(_opened(host, config))
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def do(self, work: Coroutine[Any, Any, T], *, timeout: float = 180) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
+
+    def shell(self, ref: str, command: str, *, timeout: float = 60) -> str:
+        """Standard output of a command inside a sandbox; the command must succeed."""
+        result = self.do(self.engine.exec(ref, ["sh", "-c", command], timeout=timeout))
+        assert result.exit_code == 0, (command, result)
+        return result.stdout.decode()
+
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a plain function on the loop's thread."""
+
+        async def on_loop() -> Any:
+            return function(*args, **kwargs)
+
+        return self.do(on_loop())
+
+    def empty(self) -> None:
+        """Remove every sandbox and every snapshot that is not a template."""
+        for sandbox in self.engine.sandboxes():
+            self.do(self.engine.kill(sandbox.id))
+        for snapshot in self.engine.snapshots():
+            self.do(self.engine.delete_snapshot(snapshot.id))
+        self.do(self.engine.collect())
+
+    def sandbox(self, ref: str) -> Sandbox:
+        return self.engine.sandbox(ref)
+
+    def close(self) -> None:
+        self.closed = True
+        self.do(self.engine.close())
+        self._end_loop()
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+
+async def _opened(host: Host, config: Config) -> Engine:
+    engine = Engine(host, config)
+    await engine.open()
+    return engine

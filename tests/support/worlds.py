@@ -1,0 +1,144 @@
+"""Kinds of host for the engine's suite: how to set one up, how to look at it from outside, how to hurt it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from sandbox_gateway.config import Config
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.base import Abilities, Host
+from sandbox_gateway.hosts.kvm_xfs import qemu
+from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import Resources, Snapshot
+from tests.support import session
+from tests.support.live import Live
+
+TEMPLATE = "plain"
+_numbers = itertools.count(1)
+
+
+class World(Protocol):
+    """One kind of host, with a template that is built once for the run."""
+
+    kind: str
+    abilities: Abilities
+
+    def config(self, **sections: Any) -> Config:
+        """A configuration with a state of its own, which already holds the template TEMPLATE."""
+
+    def host(self, config: Config) -> Host: ...
+
+    def traces(self, config: Config) -> dict[str, set[str]]:
+        """What the gateway of ``config`` has on the machine, by kind of thing: files, processes, networks, …"""
+
+    def break_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let the next captures fail ("forced") after the machine was stopped."""
+
+    def power_cut(self, config: Config) -> None:
+        """End every machine of a gateway that does not run, as when the host goes down."""
+
+    def damage(self, config: Config, *, torn: str, short: str, empty: str) -> None:
+        """Tear the record of a snapshot, cut an image (or what stands for it) of another, empty a third."""
+
+    def rewrite(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
+        """Change fields of a snapshot's record behind the gateway's back."""
+
+
+class KvmXfsWorld:
+    """QEMU on an XFS: a state root per test, the template's files copied by reflink."""
+
+    kind = "kvm_xfs"
+    abilities = KvmXfsHost.abilities
+
+    def __init__(self, xfs: Path, cache: Path) -> None:
+        self._xfs = xfs
+        self._cache = cache
+        self._seed = xfs / "engine-seed"
+        live = Live(self.host(seed := self._config(self._seed, {})), seed)
+        try:
+            recipe = Recipe(resources=Resources(memory_mb=256, disk_mb=2048))
+            build = live.do(live.engine.build_template(TEMPLATE, recipe))
+            lines = live.do(_all(build.follow()), timeout=900)
+            assert build.status == "ready", "\n".join(lines)
+        finally:
+            live.close()
+
+    def config(self, **sections: Any) -> Config:
+        root = self._xfs / f"engine-{next(_numbers)}"
+        root.mkdir(mode=0o711)
+        for name in ("templates", "accelerator.json"):
+            if (self._seed / name).exists():
+                subprocess.run(
+                    ["cp", "-a", "--reflink=always", str(self._seed / name), str(root)], check=True, timeout=60
+                )
+        return self._config(root, sections)
+
+    def _config(self, root: Path, sections: dict[str, Any]) -> Config:
+        own: dict[str, dict[str, Any]] = {
+            "host": {"kind": "kvm_xfs", "state_root": root, "cache_root": self._cache},
+            "kvm_xfs": {"uid_base": 700_000},
+            "network": {**session.network(), "pool": 1},
+        }
+        plain = {key: value for key, value in sections.items() if not isinstance(value, dict)}
+        merged = {key: own.get(key, {}) | sections.get(key, {}) for key in {*own, *sections} - {*plain}}
+        return Config.model_validate(merged | plain)
+
+    def host(self, config: Config) -> KvmXfsHost:
+        return KvmXfsHost(config)
+
+    def break_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*args: Any) -> None:
+            raise BackendFailed("forced")
+
+        monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.Ram.read", refuse)
+
+    def power_cut(self, config: Config) -> None:
+        for pid, _, _ in qemu.running(str(config.host.state_root / "sandboxes")):
+            descriptor = os.pidfd_open(pid)
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            assert select.select([descriptor], [], [], 10)[0]
+            os.close(descriptor)
+
+    def damage(self, config: Config, *, torn: str, short: str, empty: str) -> None:
+        snapshots = config.host.state_root / "snapshots"
+        manifest = snapshots / torn / "manifest.json"
+        manifest.write_text(manifest.read_text()[:100])
+        os.truncate(snapshots / short / "memory.img", 4096)
+        shutil.rmtree(snapshots / empty)
+        (snapshots / empty).mkdir()
+
+    def rewrite(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
+        manifest = config.host.state_root / "snapshots" / snapshot.id / "manifest.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | fields))
+
+    def traces(self, config: Config) -> dict[str, set[str]]:
+        root, prefix = config.host.state_root, config.network.prefix
+        return {
+            "sandboxes": {str(path.relative_to(root)) for path in (root / "sandboxes").glob("*/*")},
+            "snapshots": {str(path.relative_to(root)) for path in (root / "snapshots").glob("*")},
+            "templates": {str(path.relative_to(root)) for path in (root / "templates").glob("*")},
+            "processes": {path.name for path in Path("/proc").iterdir() if _names(path, f"{root}/")},
+            "cgroups": {str(path) for path in Path("/sys/fs/cgroup").glob(f"**/*{prefix}*/*") if path.is_dir()},
+        }
+
+
+def _names(process: Path, text: str) -> bool:
+    try:
+        return process.name.isdigit() and text in (process / "cmdline").read_text(errors="replace")
+    except OSError:
+        return False
+
+
+async def _all(lines: Any) -> list[str]:
+    return [line async for line in lines]

@@ -1,0 +1,161 @@
+"""Laws of every plan, tried on made-up states and wishes: said is done, and done once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ansible_collections.grove.sandbox.plugins.module_utils import _fork, _rollback, _sandbox, _snapshot, _template
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+from ansible_collections.grove.sandbox.plugins.module_utils._run import run
+from tests.collection.double_gateway import DoubleGateway
+from tests.collection.runner import foretold
+
+THINGS = {"sandbox": _sandbox, "fork": _fork, "snapshot": _snapshot, "rollback": _rollback, "template": _template}
+
+
+class Direct(Client):
+    """Speaks to a stand-in without a network between."""
+
+    def __init__(self, gateway: DoubleGateway) -> None:
+        super().__init__("http://gateway")
+        self.gateway = gateway
+
+    def _send(self, method: str, path: str, query: dict[str, Any] | None, body: Any) -> tuple[int, Any, bytes]:
+        from urllib.parse import urlencode
+
+        asked = {key: value for key, value in (query or {}).items() if value not in (None, "")}
+        target = path + ("?" + urlencode(asked) if asked else "")
+        status, data, headers = self.gateway.answer(method, target, body)
+        return status, headers, b"" if data is None else json.dumps(data).encode()
+
+
+def defaults(thing: Any) -> dict[str, Any]:
+    return {name: option.get("default") for name, option in thing.ARGUMENTS.items()}
+
+
+BOXES = ["a", "b", "ci-1", "ci-2", "ci-3"]
+SNAPSHOTS = ["s", "t", "u"]
+TEMPLATES = ["base", "web"]
+names = st.lists(st.sampled_from(BOXES), min_size=1, max_size=3, unique=True)
+metadata = st.none() | st.dictionaries(st.sampled_from(["k", "l"]), st.sampled_from(["1", 2, True]), max_size=2)
+sizes = {"cpus": st.none() | st.sampled_from([1, 2]), "memory_mb": st.none() | st.sampled_from([256, 512])}
+network = st.none() | st.fixed_dictionaries(
+    {
+        "allow_internet": st.none() | st.booleans(),
+        "allow_out": st.none() | st.lists(st.sampled_from(["10.0.0.1", "10.0.0.1/32", "10.1.2.3/8"]), max_size=2),
+        "deny_out": st.none() | st.lists(st.sampled_from(["0.0.0.0/0", "fd00::1"]), max_size=1),
+    }
+)
+source = st.sampled_from(
+    [{"template": "base"}, {"template": "web"}, {"snapshot": "s"}, {"snapshot": "t"}, {}],
+)
+wishes = {
+    "sandbox": st.builds(
+        lambda fixed, origin: {**fixed, **origin},
+        st.fixed_dictionaries(
+            {
+                "name": names,
+                "state": st.sampled_from(["present", "running", "paused", "absent"]),
+                "metadata": metadata,
+                "network": network,
+                "timeout": st.sampled_from([None, -1, 3600, 7200]),
+                "cold_start": st.booleans(),
+                "recreate": st.booleans(),
+                "continue_on_error": st.booleans(),
+                **sizes,
+            }
+        ),
+        source,
+    ),
+    "fork": st.builds(
+        lambda fixed, origin, which: {**fixed, **origin, **which},
+        st.fixed_dictionaries(
+            {
+                "state": st.sampled_from(["present", "present", "absent"]),
+                "exact": st.booleans(),
+                "atomic": st.booleans(),
+                "metadata": metadata,
+                "paused": st.booleans(),
+                "cold_start": st.booleans(),
+                "recreate": st.booleans(),
+                "continue_on_error": st.booleans(),
+                **sizes,
+            }
+        ),
+        st.sampled_from([{"snapshot": "s"}, {"snapshot": "base"}, {"sandbox": "a"}]),
+        st.builds(lambda count: {"name_prefix": "ci", "count": count}, st.integers(0, 4))
+        | st.builds(lambda given: {"names": given}, names),
+    ),
+    "snapshot": st.fixed_dictionaries(
+        {
+            "name": st.lists(st.sampled_from(SNAPSHOTS), min_size=1, max_size=2, unique=True),
+            "sandbox": st.lists(st.sampled_from(BOXES), min_size=1, max_size=1),
+            "state": st.sampled_from(["present", "present", "absent"]),
+            "when_changed": st.booleans(),
+            "when_unused": st.booleans(),
+            "memory": st.sampled_from(["auto", "none"]),
+            "description": st.sampled_from([None, "one", "two"]),
+            "continue_on_error": st.booleans(),
+        }
+    ),
+    "rollback": st.builds(
+        lambda fixed, backups: {**fixed, "backup_name": [f"{each}-old" for each in fixed["sandbox"]] if backups else []},
+        st.fixed_dictionaries({"sandbox": names, "snapshot": st.sampled_from(["s", "t", "base"])}),
+        st.booleans(),
+    ),
+    "template": st.fixed_dictionaries(
+        {
+            "name": st.lists(st.sampled_from(TEMPLATES), min_size=1, max_size=2, unique=True),
+            "state": st.sampled_from(["present", "present", "absent"]),
+            "packages": st.none() | st.lists(st.sampled_from(["curl", "nginx"]), max_size=3),
+            "setup": st.none() | st.lists(st.sampled_from(["echo", "true"]), max_size=1),
+            "when_unused": st.booleans(),
+            "memory_mb": st.none() | st.just(512),
+        }
+    ),
+}
+one_wish = st.sampled_from(sorted(wishes)).flatmap(lambda kind: st.tuples(st.just(kind), wishes[kind]))
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_template, "POLL_SECONDS", (0, 0))
+
+
+@settings(max_examples=4000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(one_wish, max_size=6), st.lists(st.sampled_from(BOXES), max_size=3), one_wish)
+def test_said_is_done_and_done_once(
+    history: list[tuple[str, dict[str, Any]]], written: list[str], wish: tuple[str, dict[str, Any]]
+) -> None:
+    gateway = DoubleGateway()
+    gateway.build_polls = 0
+    client = Direct(gateway)
+    carry_out(client, "template", {"name": ["base"]})
+    carry_out(client, "sandbox", {"name": ["a"], "template": "base"})
+    carry_out(client, "snapshot", {"name": ["s"], "sandbox": ["a"]})
+    for kind, params in history:
+        carry_out(client, kind, params)
+    for box in gateway.sandboxes.values():
+        box["diverged"] = box["diverged"] or box["name"] in written
+    kind, params = wish
+    gateway.calls.clear()
+    said = carry_out(client, kind, params, check=True)
+    assert {method for method, _ in gateway.calls} <= {"GET"}
+    done = carry_out(client, kind, params)
+    assert said.get("failed") == done.get("failed"), (said.get("msg"), done.get("msg"))
+    assert said.get("failure") == done.get("failure")
+    if "diff" not in done:
+        return
+    foretold(said, done)
+    again = carry_out(client, kind, params)
+    assert not again["changed"], (again["outcomes"], again["diff"])
+    assert again.get("failure") == done.get("failure")
+
+
+def carry_out(client: Client, kind: str, params: dict[str, Any], *, check: bool = False) -> dict[str, Any]:
+    return run(THINGS[kind], {**defaults(THINGS[kind]), **params}, check=check, client=client)
