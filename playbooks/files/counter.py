@@ -1,10 +1,11 @@
 """A counter that lives in memory alone.
 
 `counter.py ensure` starts it where it does not run; `counter.py status` prints, as JSON,
-    value   how far it has counted, two a second
-    mark    drawn at random when it started: two that say the same are copies of one running process
-    woke    [[host name, value], …]: where it began, and each time it found itself in another machine or another time
-    files   names of the notes beside it
+    value     how far it has counted, two a second
+    mark      drawn at random when it started: two that say the same are copies of one running process
+    history   a stamp for each of its first counts, taken from how the clock trembled just then: two copies have the
+              same stamps up to the count at which they were parted, and other ones ever after
+    files     names of the notes beside it
 """
 
 import json
@@ -12,11 +13,13 @@ import os
 import socket
 import sys
 import time
+import zlib
 
 ADDRESS = "\0counter"
+PID_FILE = "/run/counter.pid"
 NOTES = "/root/notes"
 TICK = 0.5
-JUMP = 0.3
+REMEMBERED = 240
 
 
 def main():
@@ -48,7 +51,7 @@ def start():
     if os.fork():
         return
     os.setsid()
-    with open("/run/counter.pid", "w") as file:
+    with open(PID_FILE, "w") as file:
         file.write(str(os.getpid()))
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
@@ -57,10 +60,7 @@ def start():
 
 
 def count(listener):
-    value, mark = 0, os.urandom(4).hex()
-    place, offset = where()
-    woke = [[place, value]]
-    listener.settimeout(0)
+    value, mark, history = 0, os.urandom(4).hex(), []
     due = time.monotonic()
     while True:
         due += TICK
@@ -68,25 +68,17 @@ def count(listener):
             listener.settimeout(left)
             try:
                 with listener.accept()[0] as channel:
-                    channel.sendall(json.dumps({"value": value, "mark": mark, "woke": woke}).encode())
-            except (TimeoutError, BlockingIOError):
-                break
+                    channel.sendall(json.dumps({"value": value, "mark": mark, "history": history}).encode())
             except OSError:
                 continue
         value += 1
-        before = place, offset
-        place, offset = where()
-        if place == before[0] and abs(offset - before[1]) < JUMP:
-            continue
-        if value - woke[-1][1] < 1 / TICK and len(woke) > 1:
-            woke[-1][0] = place
-        else:
-            woke.append([place, value])
+        if value <= REMEMBERED:
+            history.append(stamp())
 
 
-def where():
-    """(host name, clock less the time since boot): the second jumps when a machine goes on from an earlier instant."""
-    return os.uname().nodename, time.time() - time.monotonic()
+def stamp():
+    readings = [time.perf_counter_ns() for _ in range(64)]
+    return "%08x" % zlib.crc32(repr(readings).encode())
 
 
 if __name__ == "__main__":

@@ -31,11 +31,11 @@ from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import (
     size_words,
     view,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import check_awake
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     sandbox_shape,
     snapshot_shape,
 )
+from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import check_awake
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
@@ -118,9 +118,7 @@ def desired(params: Mapping[str, Any]) -> Desired:
         metadata=words(params.get("metadata"), "metadata"),
         paused=bool(params.get("paused")),
         cold_start=bool(params.get("cold_start")),
-        sizes={
-            word: at_least(params[word], 1, word) for word in ("cpus", "memory_mb") if params.get(word) is not None
-        },
+        sizes={word: at_least(params[word], 1, word) for word in ("cpus", "memory_mb") if params.get(word) is not None},
         recreate=bool(params.get("recreate")),
     )
 
@@ -256,9 +254,9 @@ def _fork(want: Desired, have: Current, fresh: list[tuple[str, Mapping[str, Any]
         check_sizes(want.sizes, source, want.cold_start)
     else:
         check_awake(want.source, source)
-    changes = tuple(
-        Change(name, None if now is None else view(now), _after(want, source, name)) for name, now in fresh
-    )
+        # A clone goes on from the memory of its source, wherever the host captures memory.
+        check_sizes(want.sizes, {**source, "memory": "auto"}, want.cold_start)
+    changes = tuple(Change(name, None if now is None else view(now), _after(want, source, name)) for name, now in fresh)
     body: dict[str, Any] = {
         "names": [name for name, _now in fresh],
         "atomic": want.atomic,
@@ -336,9 +334,11 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
 
 
 def _failed(answer: Any) -> dict[str, Failure]:
-    errors = answer.get("errors") or [] if isinstance(answer, dict) else [
-        item["error"] for item in answer or [] if item.get("error")
-    ]
+    errors = (
+        answer.get("errors") or []
+        if isinstance(answer, dict)
+        else [item["error"] for item in answer or [] if item.get("error")]
+    )
     return {
         error.get("name", ""): Failure(
             error.get("message", "the fork failed"), error.get("kind", "backend_failed"), status=error.get("code")

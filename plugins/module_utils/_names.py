@@ -39,5 +39,3 @@ def taken_by(name: str, kind: str) -> Failure:
         f"the name {name!r} is taken by a {kind}: sandboxes, snapshots and templates share their names, choose another",
         "name_taken",
     )
-
-

@@ -21,13 +21,12 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Planner,
     checked_names,
 )
+from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import SIZES
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     sandbox_shape,
     snapshot_shape,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import captured_view, check_awake, find_snapshots
-
-from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import SIZES
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client

@@ -138,7 +138,10 @@ class _Run:
 
 def secrets_of(params: Mapping[str, Any]) -> tuple[str, ...]:
     """What no result may hold: the key, and values of the environment long enough to be told from other text."""
-    values = [params.get("gateway_token"), *((params.get("env") or {}) if isinstance(params.get("env"), dict) else {}).values()]
+    values = [
+        params.get("gateway_token"),
+        *((params.get("env") or {}) if isinstance(params.get("env"), dict) else {}).values(),
+    ]
     return tuple(str(value) for value in values if value is not None and len(str(value)) >= 8)
 
 

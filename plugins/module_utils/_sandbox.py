@@ -220,13 +220,17 @@ def _create(want: Desired, have: Current, name: str) -> Action:
     if have.source is None:
         raise Failure(f"sandbox {name!r} not found, and to make it 'template' or 'snapshot' is needed", "not_found")
     check_sizes(want.sizes, have.source, want.cold_start)
-    return Action("create", (Change(name, None, _fresh(want, name, have.source)),), {"body": _body(want, name, have)})
+    return Action(
+        "create", (Change(name, None, _fresh(want, name, have.source)),), {"body": _body(want, name, have.source)}
+    )
 
 
 def _replace(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> Action:
-    source = have.source or {"id": now["forked_from"], **{key: now[key] for key in SIZES}}
+    source = have.source
+    if source is None:
+        raise Failure(f"to replace sandbox {name!r}, 'template' or 'snapshot' must say what to make it from")
     check_sizes(want.sizes, source, want.cold_start)
-    request = {"id": now["id"], "aside": aside(now["name"], now["id"]), "body": _body(want, now["name"], have, source)}
+    request = {"id": now["id"], "aside": aside(now["name"], now["id"]), "body": _body(want, now["name"], source)}
     return Action("replace", (Change(name, view(now), _fresh(want, now["name"], source)),), request)
 
 
@@ -245,8 +249,7 @@ def _fresh(want: Desired, name: str, source: Mapping[str, Any]) -> dict[str, Any
     return after
 
 
-def _body(want: Desired, name: str, have: Current, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    source = source or have.source or {}
+def _body(want: Desired, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
     body: dict[str, Any] = {"templateID": source["id"], "name": name, "metadata": dict(want.metadata or {})}
     body.update(size_words(want.sizes))
     if want.env:

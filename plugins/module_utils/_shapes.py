@@ -92,7 +92,6 @@ RECIPE_WORDS = {
 """Our option → the gateway's field."""
 
 
-
 def sandbox_shape(detail: dict[str, Any]) -> dict[str, Any]:
     network = detail.get("network") or {}
     return {

@@ -35,26 +35,24 @@ ARGUMENTS: dict[str, Any] = {
     "name": {"type": "list", "elements": "str", "required": True, "aliases": ["names"]},
     "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
     "from": {"type": "str", "choices": ["debootstrap", "rootfs"], "default": "debootstrap"},
-    "suite": {"type": "str"},
-    "mirror": {"type": "str"},
-    "packages": {"type": "list", "elements": "str"},
-    "path": {"type": "str"},
-    "setup": {"type": "list", "elements": "str"},
-    "start_command": {"type": "str"},
-    "ready_probe": {"type": "str"},
-    "ready_timeout": {"type": "float"},
-    "setup_timeout": {"type": "float"},
-    "cpus": {"type": "int"},
-    "memory_mb": {"type": "int"},
-    "disk_mb": {"type": "int"},
+    "suite": {"type": "str", "default": "bookworm"},
+    "mirror": {"type": "str", "default": ""},
+    "packages": {"type": "list", "elements": "str", "default": []},
+    "path": {"type": "str", "default": ""},
+    "setup": {"type": "list", "elements": "str", "default": []},
+    "start_command": {"type": "str", "default": ""},
+    "ready_probe": {"type": "str", "default": ""},
+    "ready_timeout": {"type": "float", "default": 60},
+    "setup_timeout": {"type": "float", "default": 1800},
+    "cpus": {"type": "int", "default": 1},
+    "memory_mb": {"type": "int", "default": 256},
+    "disk_mb": {"type": "int", "default": 2048},
     "wait_timeout": {"type": "int", "default": 3600},
     "when_unused": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
 }
 RULES: dict[str, Any] = {"required_if": [("from", "rootfs", ("path",))]}
 
-EMPTY: dict[str, Any] = {"mirror": "", "packages": [], "path": "", "setup": [], "start_command": "", "ready_probe": ""}
-"""A recipe is a whole: what it does not say here, it has not."""
 TAIL = 20
 """Lines of a failed build's log that its failure shows."""
 POLL_SECONDS = (0.1, 2.0)
@@ -62,7 +60,7 @@ POLL_SECONDS = (0.1, 2.0)
 
 @dataclass(frozen=True)
 class Desired:
-    """``recipe`` in our options' words; what is left to the gateway's defaults is not in it."""
+    """``recipe`` in our options' words; it is a whole: what a task leaves out has its default."""
 
     names: tuple[str, ...]
     state: str
@@ -79,11 +77,10 @@ class Current:
 
 
 def desired(params: Mapping[str, Any]) -> Desired:
-    given = {word: params[word] for word in RECIPE_WORDS if params.get(word) is not None}
-    recipe = {**EMPTY, **given}
+    recipe = {word: params[word] for word in RECIPE_WORDS}
     recipe["packages"] = sorted(set(recipe["packages"]))
-    for word in ("cpus", "memory_mb", "disk_mb"):
-        at_least(recipe.get(word), 1, word)
+    for word in ("cpus", "memory_mb", "disk_mb", "ready_timeout", "setup_timeout"):
+        at_least(recipe[word], 1, word)
     return Desired(
         names=checked_names(params["name"], "template"),
         state=params["state"],
@@ -127,11 +124,10 @@ def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
     if now is not None and _same(want, now):
         return []
     before = None if now is None else view(now)
-    recipe = {**(now["recipe"] if now else {}), **want.recipe}
-    after: dict[str, Any] = {"name": name, "recipe": recipe}
+    after: dict[str, Any] = {"name": name, "recipe": dict(want.recipe)}
     if want.wait_timeout:
         after["status"] = "ready"
-    body = {"name": name, **{RECIPE_WORDS[word]: value for word, value in want.recipe.items() if value not in ("", [])}}
+    body = {"name": name, **{RECIPE_WORDS[word]: value for word, value in want.recipe.items()}}
     return [Action("build", (Change(name, before, after, TEMPLATE),), {"body": body, "wait": want.wait_timeout})]
 
 

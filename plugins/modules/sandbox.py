@@ -12,8 +12,8 @@ short_description: Declare sandboxes
 version_added: "0.1.0"
 description:
   - Sandboxes of the given names exist, in the given state and with the given properties, or do not exist.
-  - Only what is set is compared with what is there. What cannot change while a sandbox lives (its source, its cpus, memory
-    and disk) is refused if it differs, unless O(recreate=true).
+  - Only what is set is compared with what is there. What cannot change while a sandbox lives (its source, its cpus,
+    memory and disk) is refused if it differs, unless O(recreate=true).
 options:
   name:
     description:
@@ -25,8 +25,8 @@ options:
     aliases: [names]
   state:
     description:
-      - V(present), it exists, running or paused; V(running) and V(paused), it exists in that state; V(absent), it does not
-        exist.
+      - V(present), it exists, running or paused; V(running) and V(paused), it exists in that state; V(absent), it
+        does not exist.
       - A sandbox that is made with V(present) runs.
     type: str
     choices: [present, running, paused, absent]
@@ -71,7 +71,8 @@ options:
   timeout:
     description:
       - How long it may live, in seconds from when it was made; V(-1) for ever. Afterwards the gateway ends it.
-      - If not set, a new sandbox lives as long as the gateway's configuration says. A difference of up to ten seconds is none.
+      - If not set, a new sandbox lives as long as the gateway's configuration says. A difference of up to ten seconds
+        is none.
     type: int
   network:
     description:
@@ -94,14 +95,14 @@ options:
         elements: str
   recreate:
     description:
-      - If V(true), a sandbox that differs in what cannot change is replaced, which loses what is in it. The old one goes
-        when the new one lives.
+      - If V(true), a sandbox that differs in what cannot change is replaced, which loses what is in it. The old one
+        goes when the new one lives. O(template) or O(snapshot) must say what to make it from.
     type: bool
     default: false
   continue_on_error:
     description:
-      - Normally, if anything stands in the way of one name, nothing is done at all; and if something fails on the way, what
-        comes after it is not tried.
+      - Normally, if anything stands in the way of one name, nothing is done at all; and if something fails on the
+        way, what comes after it is not tried.
       - If V(true), every name is tried, RV(outcomes) says how each went, and the task fails at its end if one did.
     type: bool
     default: false
@@ -171,7 +172,9 @@ sandboxes:
     forked_from: {description: The snapshot or template it was made from; it never changes., type: str}
     snapshot_id: {description: "Its head: the snapshot it descends from now.", type: str}
     parent_sandbox_id: {description: The sandbox it was forked from; empty for one made from a template., type: str}
-    diverged: {description: Whether its file system changed since its head; V(null) where that was not looked at., type: bool}
+    diverged:
+      description: Whether its file system changed since its head; V(null) where that was not looked at.
+      type: bool
     cpus: {description: Virtual CPUs., type: int}
     memory_mb: {description: Memory in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}
@@ -210,8 +213,8 @@ failure:
   contains:
     kind:
       description: >-
-        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space), V(busy),
-        V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
+        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space),
+        V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
         V(not_a_gateway) or V(too_old).
       type: str
     message: {description: The same sentence as in RV(msg)., type: str}

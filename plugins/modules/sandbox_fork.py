@@ -11,9 +11,9 @@ module: sandbox_fork
 short_description: Fork a snapshot, or clone a sandbox, into siblings
 version_added: "0.1.0"
 description:
-  - Exactly the siblings that are asked for run; missing ones are forked, all in one request and by default all or none; dead
-    ones (paused though nobody asked for it, because the machine ended) are replaced; with O(exact=true) surplus ones are
-    removed.
+  - Exactly the siblings that are asked for run; missing ones are forked, all in one request and by default all or
+    none; dead ones (paused though nobody asked for it, because the machine ended) are replaced; with O(exact=true)
+    surplus ones are removed.
   - A sandbox of one of the names that is no such sibling is refused, unless O(recreate=true).
 options:
   snapshot:
@@ -23,8 +23,8 @@ options:
     type: str
   sandbox:
     description:
-      - The sandbox to clone, by name or id. It is captured, as it is now, if siblings are missing; the capture goes with the
-        last of them.
+      - The sandbox to clone, by name or id. It is captured, as it is now, if siblings are missing; the capture goes
+        with the last of them.
     type: str
   state:
     description:
@@ -49,8 +49,8 @@ options:
     type: str
   exact:
     description:
-      - Whether siblings that were not asked for are removed. With O(name_prefix) these are the siblings named with the prefix
-        and a number; with O(names), all siblings of the snapshot, or all clones of the sandbox.
+      - Whether siblings that were not asked for are removed. With O(name_prefix) these are the siblings named with
+        the prefix and a number; with O(names), all siblings of the snapshot, or all clones of the sandbox.
     type: bool
     default: false
   concurrency:
@@ -59,8 +59,8 @@ options:
     type: int
   atomic:
     description:
-      - Whether missing siblings are forked all or none. If V(false), as many as can be are; the task still fails if one could
-        not.
+      - Whether missing siblings are forked all or none. If V(false), as many as can be are; the task still fails if
+        one could not.
       - Where a sibling takes the place of an old one, it is all or none in any case.
     type: bool
     default: true
@@ -90,14 +90,14 @@ options:
     type: int
   recreate:
     description:
-      - If V(true), a sandbox that differs in what cannot change is replaced, which loses what is in it. The old one goes
-        when the new one lives.
+      - If V(true), a sandbox that differs in what cannot change is replaced, which loses what is in it. The old one
+        goes when the new one lives.
     type: bool
     default: false
   continue_on_error:
     description:
-      - Normally, if anything stands in the way of one name, nothing is done at all; and if something fails on the way, what
-        comes after it is not tried.
+      - Normally, if anything stands in the way of one name, nothing is done at all; and if something fails on the
+        way, what comes after it is not tried.
       - If V(true), every name is tried, RV(outcomes) says how each went, and the task fails at its end if one did.
     type: bool
     default: false
@@ -159,7 +159,9 @@ sandboxes:
     forked_from: {description: The snapshot or template it was made from; it never changes., type: str}
     snapshot_id: {description: "Its head: the snapshot it descends from now.", type: str}
     parent_sandbox_id: {description: The sandbox it was forked from; empty for one made from a template., type: str}
-    diverged: {description: Whether its file system changed since its head; V(null) where that was not looked at., type: bool}
+    diverged:
+      description: Whether its file system changed since its head; V(null) where that was not looked at.
+      type: bool
     cpus: {description: Virtual CPUs., type: int}
     memory_mb: {description: Memory in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}
@@ -198,8 +200,8 @@ failure:
   contains:
     kind:
       description: >-
-        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space), V(busy),
-        V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
+        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space),
+        V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
         V(not_a_gateway) or V(too_old).
       type: str
     message: {description: The same sentence as in RV(msg)., type: str}

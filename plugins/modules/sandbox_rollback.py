@@ -40,8 +40,8 @@ options:
     elements: str
   continue_on_error:
     description:
-      - Normally, if anything stands in the way of one name, nothing is done at all; and if something fails on the way, what
-        comes after it is not tried.
+      - Normally, if anything stands in the way of one name, nothing is done at all; and if something fails on the
+        way, what comes after it is not tried.
       - If V(true), every name is tried, RV(outcomes) says how each went, and the task fails at its end if one did.
     type: bool
     default: false
@@ -93,7 +93,9 @@ sandboxes:
     forked_from: {description: The snapshot or template it was made from; it never changes., type: str}
     snapshot_id: {description: "Its head: the snapshot it descends from now.", type: str}
     parent_sandbox_id: {description: The sandbox it was forked from; empty for one made from a template., type: str}
-    diverged: {description: Whether its file system changed since its head; V(null) where that was not looked at., type: bool}
+    diverged:
+      description: Whether its file system changed since its head; V(null) where that was not looked at.
+      type: bool
     cpus: {description: Virtual CPUs., type: int}
     memory_mb: {description: Memory in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}
@@ -161,8 +163,8 @@ failure:
   contains:
     kind:
       description: >-
-        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space), V(busy),
-        V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
+        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space),
+        V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
         V(not_a_gateway) or V(too_old).
       type: str
     message: {description: The same sentence as in RV(msg)., type: str}

@@ -11,14 +11,14 @@ module: sandbox_snapshot
 short_description: Capture sandboxes
 version_added: "0.1.0"
 description:
-  - Snapshots of the given names exist, or do not exist. A snapshot is taken of a sandbox while it runs, and holds its file
-    system and, where the host can, its memory.
+  - Snapshots of the given names exist, or do not exist. A snapshot is taken of a sandbox while it runs, and holds its
+    file system and, where the host can, its memory.
   - A name is taken once; if there is a snapshot of that name of the same sandbox, nothing is changed.
 options:
   name:
     description:
-      - The name or names of the snapshots. Names are 1 to 64 letters, digits, C(_), C(.) or C(-), starting with a letter
-        or digit; sandboxes, snapshots and templates share them.
+      - The name or names of the snapshots. Names are 1 to 64 letters, digits, C(_), C(.) or C(-), starting with a
+        letter or digit; sandboxes, snapshots and templates share them.
     type: list
     elements: str
     required: true
@@ -60,8 +60,8 @@ options:
     default: false
   continue_on_error:
     description:
-      - Normally, if anything stands in the way of one name, nothing is done at all; and if something fails on the way, what
-        comes after it is not tried.
+      - Normally, if anything stands in the way of one name, nothing is done at all; and if something fails on the
+        way, what comes after it is not tried.
       - If V(true), every name is tried, RV(outcomes) says how each went, and the task fails at its end if one did.
     type: bool
     default: false
@@ -99,7 +99,8 @@ RETURN = r"""
 ---
 snapshots:
   description:
-    - The snapshots of the given names that exist, in the order of the names. With O(when_changed=true) the last snapshot stands for one that was not needed.
+    - The snapshots of the given names that exist, in the order of the names. With O(when_changed=true) the last
+      snapshot stands for one that was not needed.
     - In check mode, what exists only after the run (ids, dates, addresses) is V(null).
   returned: always, unless the gateway could not be asked
   type: list
@@ -148,8 +149,8 @@ failure:
   contains:
     kind:
       description: >-
-        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space), V(busy),
-        V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
+        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space),
+        V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
         V(not_a_gateway) or V(too_old).
       type: str
     message: {description: The same sentence as in RV(msg)., type: str}

@@ -12,8 +12,9 @@ short_description: Build templates of sandboxes
 version_added: "0.1.0"
 description:
   - Templates of the given names exist and are built from the given recipe, or do not exist.
-  - The same recipe again changes nothing. Another recipe builds a new template, which then takes the name over;
-    sandboxes made from the old one live on, and it goes with the last of them.
+  - A recipe is a whole; what a task does not set of it has the default given here. The same recipe again changes
+    nothing. Another recipe builds a new template, which then takes the name over; sandboxes made from the old one
+    live on, and it goes with the last of them.
   - The module waits for the build; if it fails, the message shows the end of its log.
 options:
   name:
@@ -32,61 +33,74 @@ options:
     default: present
   from:
     description:
-      - What the file system is built from; V(debootstrap), Debian packages; V(rootfs), the directory or tarball O(path).
+      - What the file system is built from; V(debootstrap), Debian packages; V(rootfs), the directory or tarball
+        O(path).
     type: str
     choices: [debootstrap, rootfs]
     default: debootstrap
   suite:
     description:
-      - Debian suite. If not set, the gateway's default.
+      - Debian suite.
     type: str
+    default: bookworm
   mirror:
     description:
-      - APT mirror to build from. If not set, the sources of the gateway's host.
+      - APT mirror to build from. If empty, the sources of the gateway's host.
     type: str
+    default: ""
   packages:
     description:
       - Debian packages to install. Their order does not matter.
     type: list
     elements: str
+    default: []
   path:
     description:
       - Absolute path of a directory or (also compressed) tarball on the gateway's host.
       - Required if O(from=rootfs). That the content at the path changed is not noticed if the path stays the same.
     type: str
+    default: ""
   setup:
     description:
       - Commands that are run in the booted sandbox, as root through C(/bin/sh -c), one after another.
     type: list
     elements: str
+    default: []
   start_command:
     description:
       - A command that is started after O(setup) and runs on when the template is captured.
     type: str
+    default: ""
   ready_probe:
     description:
       - A command that is run every half second until it exits with 0; then the template is captured.
     type: str
+    default: ""
   ready_timeout:
     description:
-      - How long O(ready_probe) may take to succeed, in seconds. If not set, the gateway's default.
+      - How long O(ready_probe) may take to succeed, in seconds.
     type: float
+    default: 60
   setup_timeout:
     description:
-      - How long O(setup) may take, in seconds. If not set, the gateway's default.
+      - How long O(setup) may take, in seconds.
     type: float
+    default: 1800
   cpus:
     description:
-      - Virtual CPUs of a sandbox made from it. If not set, the gateway's default.
+      - Virtual CPUs of a sandbox made from it.
     type: int
+    default: 1
   memory_mb:
     description:
-      - Memory of a sandbox made from it, in MiB. If not set, the gateway's default.
+      - Memory of a sandbox made from it, in MiB.
     type: int
+    default: 256
   disk_mb:
     description:
-      - Size of the disk of a sandbox made from it, in MiB. If not set, the gateway's default.
+      - Size of the disk of a sandbox made from it, in MiB.
     type: int
+    default: 2048
   wait_timeout:
     description:
       - How long to wait for the build, in seconds; V(0), do not wait.
@@ -100,8 +114,8 @@ options:
     default: false
   continue_on_error:
     description:
-      - Normally, if anything stands in the way of one name, nothing is done at all; and if something fails on the way, what
-        comes after it is not tried.
+      - Normally, if anything stands in the way of one name, nothing is done at all; and if something fails on the
+        way, what comes after it is not tried.
       - If V(true), every name is tried, RV(outcomes) says how each went, and the task fails at its end if one did.
     type: bool
     default: false
@@ -187,8 +201,8 @@ failure:
   contains:
     kind:
       description: >-
-        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space), V(busy),
-        V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
+        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space),
+        V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
         V(not_a_gateway) or V(too_old).
       type: str
     message: {description: The same sentence as in RV(msg)., type: str}

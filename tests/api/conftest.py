@@ -11,8 +11,8 @@ from tests.api.served import Served
 @pytest.fixture(scope="session")
 def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served = Served(tmp_path_factory.mktemp("memory"))
-    served.build_template("base", packages=["python3"], description="what tests start from")
     try:
+        served.build_template("base", packages=["python3"], description="what tests start from")
         yield served
     finally:
         served.end()

@@ -256,6 +256,9 @@ class MemoryHost:
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         pass
 
+    def name_servers(self) -> list[str]:
+        return []
+
     def endpoint(self, sandbox: Sandbox) -> Endpoint:
         return Endpoint(self.machines[sandbox.instance].address)
 

@@ -47,7 +47,7 @@ class Served:
         self.loop = asyncio.new_event_loop()
         self.stop = asyncio.Event()
         self.failure: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, name="gateway")
+        self.thread = threading.Thread(target=self._run, name="gateway", daemon=True)
         self.thread.start()
         self._wait()
 

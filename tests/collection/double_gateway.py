@@ -139,7 +139,9 @@ class DoubleGateway:
                 return self._delete(self._template(ref), query)
             case ("GET", "templates", _, "builds", build, "status"):
                 return 200, self._build_status(self.builds[build], int(query.get("logsOffset", 0))), {}
-        raise Refused(404, "not_found", f"route {method} /{'/'.join(path)} not found: GET /openapi.json lists the routes")
+        raise Refused(
+            404, "not_found", f"route {method} /{'/'.join(path)} not found: GET /openapi.json lists the routes"
+        )
 
     # Finding
 
@@ -305,7 +307,9 @@ class DoubleGateway:
                 return 200, shape, {}
             case ("POST", "clone"):
                 return self._fork(self._capture(box, {}, kind="transient"), body)
-        raise Refused(404, "not_found", f"route {method} /sandboxes/…/{verb} not found: GET /openapi.json lists the routes")
+        raise Refused(
+            404, "not_found", f"route {method} /sandboxes/…/{verb} not found: GET /openapi.json lists the routes"
+        )
 
     # Snapshots and templates
 
@@ -384,7 +388,9 @@ class DoubleGateway:
         recipe = {**RECIPE, **{key: value for key, value in body.items() if key in RECIPE}}
         recipe["packages"] = sorted(set(recipe["packages"]))
         for build in self.builds.values():
-            if build["name"] == body["name"] and build["recipe"] == recipe and build["status"] != "error":
+            there = next((t for t in self._visible("template") if t["id"] == build["template"]), {"names": []})
+            named = build["status"] == "building" or build["name"] in there["names"]
+            if build["name"] == body["name"] and build["recipe"] == recipe and named:
                 return (200 if build["status"] == "ready" else 202), _started(build), {}
         build = {
             "id": secrets.token_hex(6),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+
 from tests.support import session
 
 HERE = Path(__file__).parent

@@ -166,9 +166,7 @@ def test_dead_siblings_are_replaced_and_foreign_ones_refused(doubled: Target, do
 def test_the_old_one_keeps_its_name_where_its_successor_fails(doubled: Target, double: DoubleGateway) -> None:
     (first,) = doubled.play(sandbox(name="box", template=TEMPLATE))
     double.fail_at = "box"
-    (broken,) = doubled.play(
-        sandbox(name="box", template=TEMPLATE, memory_mb=512, cold_start=True, recreate=True)
-    )
+    (broken,) = doubled.play(sandbox(name="box", template=TEMPLATE, memory_mb=512, cold_start=True, recreate=True))
     failed(broken, "backend_failed", "did not answer")
     assert [(box["id"], box["name"]) for box in double.sandboxes.values()] == [(first["sandbox"]["id"], "box")]
 

@@ -128,9 +128,7 @@ def test_clones_of_a_sandbox_and_forks_of_its_snapshots_are_told_apart(target: T
 
 def test_rollback_with_a_backup_and_when_clean(target: Target, way: dict[str, Any]) -> None:
     box, before, backup = target.name("box"), target.name("before"), target.name("backup")
-    target.prove(
-        sandbox(target, "box", template=target.template), snapshot(name=before, sandbox=box), keywords=way
-    )
+    target.prove(sandbox(target, "box", template=target.template), snapshot(name=before, sandbox=box), keywords=way)
     (clean,) = target.play(rollback(sandbox=box, snapshot=before), keywords=way)
     assert not clean["changed"], clean
     write(target, "box")
@@ -152,9 +150,7 @@ def test_rollback_with_a_backup_and_when_clean(target: Target, way: dict[str, An
 
 def test_a_snapshot_is_taken_when_something_changed(target: Target) -> None:
     box, first, second, third = (target.name(name) for name in ("box", "first", "second", "third"))
-    target.prove(
-        sandbox(target, "box", template=target.template), snapshot(name=first, sandbox=box, when_changed=True)
-    )
+    target.prove(sandbox(target, "box", template=target.template), snapshot(name=first, sandbox=box, when_changed=True))
     (nothing,) = target.play(snapshot(name=second, sandbox=box, when_changed=True))
     assert not nothing["changed"] and nothing["snapshot"]["name"] == first
     write(target, "box")

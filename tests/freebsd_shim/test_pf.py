@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.freebsd_shim.harness import Shim
 
 NOT_LOADED = "pfctl: Syntax error in config file: pf rules not loaded"

@@ -6,6 +6,7 @@ import os
 import time
 
 import pytest
+
 from tests.freebsd_shim.harness import Shim
 
 DISABLED = "rctl: RACCT/RCTL present, but disabled; enable using kern.racct.enable=1 tunable"
@@ -19,7 +20,7 @@ FORKS = (
     "for each in got: each.kill()\n"
 )
 
-pytestmark = pytest.mark.skipif(not os.path.isdir("/sys/fs/cgroup/pids"), reason="needs cgroups version 1")  # noqa: PTH112
+pytestmark = pytest.mark.skipif(not os.path.isdir("/sys/fs/cgroup/pids"), reason="needs cgroups version 1")
 
 
 def test_rules(shim: Shim) -> None:
@@ -92,6 +93,7 @@ def test_sysctl(shim: Shim) -> None:
     assert shim.ok("sysctl", "-n", "kern.osreldate", "kern.osrelease") == "1403000\n14.3-RELEASE\n"
     assert shim.ok("sysctl", "net.link.bridge.pfil_member=0") == "net.link.bridge.pfil_member: 1 -> 0\n"
     assert shim.ok("sysctl", "-n", "net.link.bridge.pfil_member") == "0\n"
+    shim.ok("sysctl", "net.inet.ip.forwarding=0")
     assert shim.ok("sysctl", "-n", "net.inet.ip.forwarding=1") == "0 -> 1\n"
     shim.fails(1, "sysctl: unknown oid 'no.such'", "sysctl", "-n", "no.such")
     shim.fails(1, "sysctl: oid 'kern.ostype' is read only", "sysctl", "kern.ostype=Linux")

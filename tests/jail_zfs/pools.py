@@ -109,9 +109,9 @@ def pool(name: str, directory: Path, *, megabytes: int = 1024) -> Iterator[Pool]
 
 
 def _destroy(name: str) -> None:
-    for _ in range(20):
-        done = run("zpool", "destroy", "-f", name, check=False)
-        if done.returncode == 0 or "no such pool" in done.stderr:
+    deadline = time.monotonic() + 30
+    while (done := run("zpool", "destroy", "-f", name, check=False)).returncode != 0:
+        if "no such pool" in done.stderr:
             return
+        assert time.monotonic() < deadline, f"the pool {name} cannot be destroyed: {done.stderr}"
         time.sleep(0.1)
-    raise AssertionError(f"the pool {name} cannot be destroyed: {done.stderr}")

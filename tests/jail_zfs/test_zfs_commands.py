@@ -250,7 +250,10 @@ def test_properties_of_one_dataset_only(root: str) -> None:
     zfs.lzc_create(f"{root}/a/b")
     zfs.lzc_snapshot([f"{root}/a/b@1"], {"sandbox:y": "line\nend\tlocal\nand \x7f more"})
     tree = zfs.local_tree(root)
-    assert tree == {f"{root}/a": {"sandbox:x": "parent"}, f"{root}/a/b@1": {"sandbox:y": "line\nend\tlocal\nand \x7f more"}}
+    assert tree == {
+        f"{root}/a": {"sandbox:x": "parent"},
+        f"{root}/a/b@1": {"sandbox:y": "line\nend\tlocal\nand \x7f more"},
+    }
     inherited = zfs.get_props([f"{root}/a/b@1"], ["sandbox:x", "sandbox:no"])[f"{root}/a/b@1"]
     assert (inherited["sandbox:x"].value, inherited["sandbox:x"].local) == ("parent", False)
     assert inherited["sandbox:no"].value == "-"

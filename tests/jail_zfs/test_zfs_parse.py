@@ -166,9 +166,9 @@ _SAMPLES = [
     ),
     (Cause.BUSY, "cannot destroy '{0}': dataset is busy"),
     (Cause.HELD, "cannot destroy snapshot {0}: it's being held. Run 'zfs holds -r x' to see holders."),
-    (Cause.BUSY, "cannot unmount '{0}': pool or dataset is busy"),
+    (Cause.IN_USE, "cannot unmount '{0}': pool or dataset is busy"),
     (
-        Cause.BUSY,
+        Cause.IN_USE,
         "umount: /x: target is busy.\ncannot unmount '{0}': umount failed: umount child process failed",
     ),
     (Cause.NOT_CLONE, "cannot promote '{0}': not a cloned filesystem"),
@@ -193,7 +193,10 @@ _SAMPLES = [
     ),
     (Cause.UNREACHABLE, "zfsfuse_ioctl_read_loop(): file descriptor closed\ncannot create '{0}': I/O error"),
     (Cause.UNREACHABLE, "The ZFS modules cannot be auto-loaded.\nTry running 'modprobe zfs' as root to load them."),
-    (Cause.MOUNT_FAILED, "cannot mount '{0}': directory is not empty\nfilesystem successfully created, but not mounted"),
+    (
+        Cause.MOUNT_FAILED,
+        "cannot mount '{0}': directory is not empty\nfilesystem successfully created, but not mounted",
+    ),
     (Cause.ALREADY_MOUNTED, "cannot mount '{0}': filesystem already mounted"),
     (Cause.NOT_MOUNTED, "cannot unmount '{0}': not currently mounted"),
     (Cause.TAG_EXISTS, "cannot hold '{0}': tag already exists on this dataset"),

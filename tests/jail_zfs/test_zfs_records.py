@@ -107,6 +107,7 @@ def test_no_damage_stops_a_scan(local: dict[str, dict[str, str]], deferred: bool
     facts = {
         name: {
             "createtxg": Property(name, "createtxg", str(txg), "-"),
+            "canmount": Property(name, "canmount", "noauto" if txg % 2 else "on", "local"),
             "defer_destroy": Property(name, "defer_destroy", "on" if deferred and "@" in name else "off", "-"),
         }
         for name in local
@@ -115,6 +116,7 @@ def test_no_damage_stops_a_scan(local: dict[str, dict[str, str]], deferred: bool
     ids = [record.id for record in (*found.snapshots, *found.sandboxes)]
     assert len(ids) == len(set(ids))
     assert not set(found.uncommitted) & {sandbox.instance for sandbox in found.sandboxes}
+    assert not set(found.to_move) & set(found.empty)
     for name, why in found.to_mark.items():
         property_value(QUARANTINE, why or "x")
         assert name.rpartition("/")[2] not in found.uncommitted

@@ -83,6 +83,7 @@ def test_a_snapshot_outlives_its_sandbox_and_everything_goes_with_the_last(stora
     (storage.instance_root(source.instance) / "file").write_text("later")
     storage.forget(source.instance)
     assert not storage.discard(source.instance)
+    storage.scan()
     assert storage.snapshot_dataset(snapshot.id) == f"{storage.root}/retired/{source.instance}@{snapshot.id}"
     assert not zfs.mounted(f"{storage.root}/retired/{source.instance}")
     found = _again(storage).scan()
@@ -158,6 +159,28 @@ def test_rollback_is_a_fork_that_takes_the_identity_over(storage: ZfsStorage) ->
     assert found.sandboxes == [rolled]
     assert found.repaired == [f"{storage.dataset(old)}: retired, sandbox {sandbox.id} is {instance} by now"]
     assert [record.id for record in found.snapshots] == [base.id, first.id, second.id], "newer ones are kept"
+
+
+def test_what_cannot_be_moved_away_is_retired_where_it_is(storage: ZfsStorage) -> None:
+    """zfs-fuse refuses to rename what has mounted clones, most of the time."""
+    base = _base(storage)
+    source = _sandbox(storage, base)
+    snapshot = storage.snapshot(source.instance, Snapshot())
+    forks = [_sandbox(storage, snapshot, f"fork-{n}") for n in range(3)]
+    assert not storage.discard(source.instance)
+    assert not storage.instance_root(source.instance).exists()
+    for _ in range(2):
+        found = _again(storage).scan()
+        assert ([s.id for s in found.sandboxes], found.repaired) == ([fork.id for fork in forks], [])
+    place = storage.snapshot_dataset(snapshot.id)
+    assert place.partition("@")[0] in (
+        f"{storage.root}/{where}/{source.instance}" for where in ("retired", "sandboxes")
+    )
+    assert not storage.destroy_snapshot(base.id), "a retired clone is no reason to refuse"
+    for fork in forks:
+        storage.discard(fork.instance)
+    assert storage.destroy_snapshot(snapshot.id)
+    assert _names(storage) == _EMPTY
 
 
 def test_what_was_never_committed_is_swept(storage: ZfsStorage) -> None:
@@ -296,9 +319,7 @@ def test_quotas(storage: ZfsStorage) -> None:
     usage = storage.usage(instance)
     assert usage.referenced > 25 << 20 and 20 << 20 < usage.unique < 24 << 20
     assert storage.snapshot_bytes(base.id) < 1 << 20
-    assert sorted(_names(storage, "filesystem")) == sorted(
-        [*_EMPTY, f"/_template-{base.id}", f"/sandboxes/{instance}"]
-    )
+    assert sorted(_names(storage, "filesystem")) == sorted([*_EMPTY, f"/_template-{base.id}", f"/sandboxes/{instance}"])
 
 
 def _fill(path: Path, megabytes: int) -> None:

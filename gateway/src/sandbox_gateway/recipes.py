@@ -9,9 +9,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import sandbox_agent
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+import sandbox_agent
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.records import Resources
 
@@ -93,7 +93,9 @@ def source_digest(recipe: Recipe) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise Invalid(f"the root file system {recipe.path} cannot be read on the gateway's host: {error.strerror}") from None
+        raise Invalid(
+            f"the root file system {recipe.path} cannot be read on the gateway's host: {error.strerror}"
+        ) from None
 
 
 def agent_digest() -> str:

@@ -4,14 +4,12 @@ Imports are few on purpose: a command must be done in about 10 ms, and ``re``, `
 cost half of that each.
 """
 
-# ruff: noqa: PTH, SIM115
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
 import sys
-
 from _json import encode_basestring_ascii, make_scanner  # type: ignore[import-not-found]
 
 PROG = "freebsd-shim"
@@ -150,7 +148,7 @@ class _Scan:
 
 
 def from_json(text: str) -> object:
-    return make_scanner(_Scan)(text.strip(), 0)[0]
+    return make_scanner(_Scan)(text.strip(), 0)[0]  # type: ignore[arg-type]
 
 
 def quoted(text: str) -> str:
@@ -177,7 +175,7 @@ def state_dir() -> str:
     return os.environ.get("FREEBSD_SHIM_STATE") or "/run/freebsd-shim"
 
 
-class locked:  # noqa: N801
+class locked:
     """``with locked():`` one shim command at a time changes the state; nests inside one process."""
 
     depth = 0

@@ -1,6 +1,5 @@
 """``freebsd-shim``: what a test needs and FreeBSD has not: knobs, and putting everything back."""
 
-# ruff: noqa: PTH
 from __future__ import annotations
 
 import os

@@ -1,12 +1,10 @@
 """ifconfig(8) for epair(4), bridge(4), lo(4) and what else is there. Words: sbin/ifconfig/*.c of FreeBSD 14."""
 
-# ruff: noqa: PTH
 from __future__ import annotations
 
+import _socket
 import errno
 import os
-
-import _socket
 
 from shim import base, net, prison
 
@@ -42,14 +40,13 @@ TAKES_ONE = {
     "-vnet",
     "prefixlen",
 }
-TAKES_NONE = {"up", "down", "destroy", "alias", "add", "-alias", "delete", "remove", "-description", "-descr", "unplumb"}
 # FreeBSD has these; they would be taken for an address here.
 KNOWN = (
     "arp -arp debug -debug promisc -promisc monitor -monitor staticarp -staticarp rxcsum -rxcsum txcsum -txcsum tso "
-    "-tso lro -lro metric pcp -pcp tunnel deletetunnel fib stp -stp edge -edge autoedge -autoedge ptp -ptp learn -learn "
-    "discover -discover sticky -sticky span -span flush flushall maxage maxaddr priority proto timeout hellotime "
-    "fwddelay static deladdr addr ifpriority ifpathcost ifmaxaddr holdcnt media mediaopt vlan vlandev vlanfilter "
-    "untagged tagged linkstate no_radr accept_rtadv -accept_rtadv auto_linklocal -auto_linklocal ifdisabled "
+    "-tso lro -lro metric pcp -pcp tunnel deletetunnel fib stp -stp edge -edge autoedge -autoedge ptp -ptp learn "
+    "-learn discover -discover sticky -sticky span -span flush flushall maxage maxaddr priority proto timeout "
+    "hellotime fwddelay static deladdr addr ifpriority ifpathcost ifmaxaddr holdcnt media mediaopt vlan vlandev "
+    "vlanfilter untagged tagged linkstate no_radr accept_rtadv -accept_rtadv auto_linklocal -auto_linklocal ifdisabled "
     "-ifdisabled eui64 anycast tentative pltime vltime link0 link1 link2 -link0 -link1 -link2 wol nomap txtls"
 ).split()
 
@@ -80,7 +77,7 @@ def main(argv: list[str]) -> int:
     letters = {letter for letter, _ in options}
     for letter in sorted(letters - set("aCdgjlu")):
         raise base.unbuilt(f"-{letter}")
-    if "l" in letters and "a" in letters or {"u", "d"} <= letters:
+    if ("l" in letters and "a" in letters) or {"u", "d"} <= letters:
         raise base.usage(USAGE)
     values = dict(options)
     conversation = inside(values["j"]) if "j" in letters else net.Net()
@@ -469,8 +466,9 @@ def parse_address(change: Change, family: int, size: int) -> tuple[bytes, int]:
     if change.netmask:
         prefix = parse_mask(change.netmask)
     if prefix is None and family == _socket.AF_INET:
-        base.warnx("WARNING: setting interface address without mask is deprecated,")
-        base.warnx("default mask may not be correct.")
+        if change.alias >= 0:  # in_postproc(): "newaddr"
+            words = "WARNING: setting interface address without mask is deprecated,\ndefault mask may not be correct."
+            base.warnx(words)
         prefix = 8 if address[0] < 128 else 16 if address[0] < 192 else 24
     if prefix is None:
         prefix = 64  # in6_getprefix() never called: the kernel's default for inet6

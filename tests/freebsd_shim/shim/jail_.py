@@ -1,12 +1,10 @@
 """jail(8). Order and words: usr.sbin/jail/{jail,config,command,state}.c; there is no jail.conf."""
 
-# ruff: noqa: PTH
 from __future__ import annotations
 
 import os
 import stat
 import sys
-
 
 from shim import base, prison
 
@@ -341,10 +339,8 @@ def command(work: Work, line: str, *, inside: bool) -> None:
     """command.c run_command(), default_command: through the shell only if it must be; a last "&" is background."""
     at = next((place for place, letter in enumerate(line) if letter in SHELL), -1)
     background = at >= 0 and line[at:] == "&"
-    if at >= 0 and not background:
-        words = ["/bin/sh", "-c", line]
-    else:
-        words = (line[:at] if background else line).split()
+    plain = (line[:at] if background else line).split()
+    words = ["/bin/sh", "-c", line] if at >= 0 and not background else plain
     if words:
         execute(work, words, inside=inside, background=background)
 
@@ -397,11 +393,11 @@ def work_in_child(work: Work, words: list[str], inside: bool, background: bool) 
             os.setsid()
         if inside:
             assert work.jail is not None
-            child = prison.attach(work.jail)
-            if child and background:
-                os._exit(0)
+            child = prison.attach(work.jail, bound=not background)
             if child:
                 jexec_.stand_for(child)
+            if background and os.fork():
+                os._exit(0)  # so that the command is the holder's child, not one of the host's init
         if work.flag("exec.clean"):
             environ = {"PATH": "/bin:/usr/bin", "USER": "root", "HOME": "/root", "SHELL": "/bin/sh"}
             if "TERM" in os.environ:

@@ -1,12 +1,10 @@
 """jexec(8). Words and order: usr.sbin/jexec/jexec.c."""
 
-# ruff: noqa: PTH
 from __future__ import annotations
 
+import _signal
 import os
 import sys
-
-import _signal
 
 from shim import base, prison
 

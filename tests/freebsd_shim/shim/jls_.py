@@ -36,7 +36,8 @@ def value(jail: prison.Jail, name: str) -> str:
         found = bool(jail["dying"])
     elif own in ("osrelease", "osreldate"):
         date = base.osreldate()
-        found = jail["params"].get(own, date if own == "osreldate" else f"{date // 100000}.{date // 1000 % 100}-RELEASE")
+        release = f"{date // 100000}.{date // 1000 % 100}-RELEASE"
+        found = jail["params"].get(own, date if own == "osreldate" else release)
     elif own in ("ip4", "ip6"):
         found = jail["params"].get(own, "inherit" if not jail["vnet"] else "new")
     else:

@@ -1,6 +1,5 @@
 """rctl rules made true by cgroups (version 1): one per jail in pids, memory and cpu, only while it has rules."""
 
-# ruff: noqa: PTH
 from __future__ import annotations
 
 import os
@@ -21,14 +20,22 @@ def place(controller: str, jail: str) -> str:
     return os.path.join(ROOT, controller, "freebsd_shim", base.state_dir().strip("/").replace("/", "-"), jail)
 
 
-def join(jail: str) -> None:
-    """Put the calling process under the jail's limits."""
+def doors(jail: str) -> list[int]:
+    """Descriptors by which a process comes under the jail's limits, wherever its root is then."""
+    found = []
     for controller in CONTROLLERS:
         try:
-            with open(os.path.join(place(controller, jail), "cgroup.procs"), "w") as file:
-                file.write("0")
+            found.append(os.open(os.path.join(place(controller, jail), "cgroup.procs"), os.O_WRONLY | os.O_CLOEXEC))
         except FileNotFoundError:
             continue
+    return found
+
+
+def join(doors_: list[int]) -> None:
+    """Put the calling process there."""
+    for door in doors_:
+        os.write(door, b"0")
+        os.close(door)
 
 
 def wanted(rules: list[list[str]]) -> dict[str, str]:

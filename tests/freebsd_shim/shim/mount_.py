@@ -4,7 +4,6 @@ nullfs is a bind mount, devfs a tmpfs with the nodes of ruleset 4. What FreeBSD'
 does not (special, fsid, options) is recorded; a record whose mount is not there any more does not count.
 """
 
-# ruff: noqa: PTH
 from __future__ import annotations
 
 import errno
@@ -108,7 +107,8 @@ def record(special: str, node: str, fstype: str, options: list[str]) -> None:
         identity = next(each.identity for each in reversed(now) if each.node == node)
         state["last"] += 1
         # vfs_getnewfsid(): a number of its own and the file system's type number
-        fsid = (0x00FF00 + state["last"]).to_bytes(4, "little").hex() + ("29" if fstype == "nullfs" else "71") + "000000"
+        kind = "29000000" if fstype == "nullfs" else "71000000"
+        fsid = (0x00FF00 + state["last"]).to_bytes(4, "little").hex() + kind
         entry = {"id": identity, "special": special, "node": node, "fstype": fstype, "options": options, "fsid": fsid}
         state["mounts"].append(entry)
         base.save("mounts", state)

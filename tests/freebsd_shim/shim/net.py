@@ -4,13 +4,11 @@ What FreeBSD keeps about an interface and Linux does not (driver, unit, groups, 
 interface's alias, so it goes with the interface through renames and from one network namespace to another.
 """
 
-# ruff: noqa: PTH
 from __future__ import annotations
 
+import _socket
 import os
 import struct
-
-import _socket
 
 from shim import base
 

@@ -19,6 +19,10 @@ UNBUILT = set(
     "sticky-address once divert-to divert-reply timeout limit optimization ruleset-optimization state-policy hostid "
     "require-order fingerprints debug loginterface reassemble no-df tos max max-src-nodes overload".split()
 )
+KEYWORDS = set(
+    "in out quick on inet inet6 proto from to port all any keep no state flags label pass block drop return nat rdr "
+    "anchor nat-anchor rdr-anchor set skip".split()
+)
 ORDER = {"set": 0, "nat": 3, "rdr": 3, "no": 3, "nat-anchor": 3, "rdr-anchor": 3, "anchor": 4, "pass": 4, "block": 4}
 
 
@@ -330,7 +334,9 @@ def host(words: Words) -> str:
     text, slash, length = word.partition("/")
     af = family(text)
     if not af:
-        raise words.problem() if not text[0].isalnum() else base.unbuilt(f"the host {word} (no address) in pf rules")
+        if word in KEYWORDS or not text[0].isalnum():
+            raise words.problem()
+        raise base.unbuilt(f"the host {word} (no address) in pf rules")
     if slash and not (length.isdigit() and int(length) <= (32 if af == "inet" else 128)):
         raise words.problem("illegal netmask")
     return no + (masked(text, af, int(length)) if slash else text)

@@ -62,7 +62,8 @@ def called(rulesets: dict, kind: str, anchors: tuple[str, ...], path: str = "") 
         if rule["what"] not in anchors:
             continue
         name = "/".join(part for part in (path, rule["anchor"]) if part)
-        paths = sorted(each for each in rulesets if each.rpartition("/")[0] == name[:-2]) if name[-2:] == "/*" else [name]
+        below = sorted(each for each in rulesets if each.rpartition("/")[0] == name[:-2])
+        paths = below if name.endswith("/*") else [name]
         for each in paths:
             found += called(rulesets, kind, anchors, each)
     return found

@@ -1,6 +1,5 @@
 """pfctl(8). Words and order: sbin/pfctl/pfctl.c, sbin/pfctl/parse.y."""
 
-# ruff: noqa: PTH
 from __future__ import annotations
 
 import errno

@@ -1,12 +1,10 @@
 """pkill(1) and pgrep(1). Words, order and exit status: usr.bin/pkill/pkill.c (bin/pkill since 13)."""
 
-# ruff: noqa: PTH
 from __future__ import annotations
 
+import _signal
 import os
 import sys
-
-import _signal
 
 from shim import base, prison
 

@@ -6,16 +6,14 @@ is mounted or unmounted below the path is so for the jail at once, and a path wi
 Processes of a jail are confined by chroot(2) with the capabilities taken away that would lead out of it.
 """
 
-# ruff: noqa: PTH
 from __future__ import annotations
 
+import _signal
+import _socket
 import errno
 import os
 import select
 import time
-
-import _signal
-import _socket
 
 from shim import base
 
@@ -128,10 +126,11 @@ def is_integer(text: str) -> bool:
 
 
 def born(pid: int) -> int:
-    """When the process started (clock ticks since boot), 0 if there is none: tells a pid from its successor."""
+    """When the process started (clock ticks since boot), 0 if it does not run: tells a pid from its successor."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
+            fields = file.read().rpartition(b")")[2].split()
+        return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
     except OSError:
         return 0
 
@@ -312,7 +311,7 @@ def hold(path: str, front: int) -> None:
         for number in (_signal.SIGHUP, _signal.SIGINT, _signal.SIGTERM):
             _signal.signal(number, _signal.SIG_IGN)
         _signal.pthread_sigmask(_signal.SIG_SETMASK, [])
-        os.execve("/bin/sleep", ["sleep", "infinity"], {"FREEBSD_SHIM_JAIL": path})
+        os.execve("/bin/sleep", ["sleep", "infinity"], {**os.environ, "FREEBSD_SHIM_JAIL": path})
     finally:
         os.write(front, b"!")
         os._exit(1)
@@ -341,14 +340,15 @@ def forbidden(jail: Jail) -> list[int]:
     return caps
 
 
-def attach(jail: Jail) -> int:
+def attach(jail: Jail, *, bound: bool = True) -> int:
     """jail_attach(2) of a child: returns 0 in a new process that is in the jail (at its /), the child's pid here.
 
-    The caller is spoilt by it for anything on the host: it is in the jail's namespaces and root as well.
+    The caller is spoilt by it for anything on the host: it is in the jail's namespaces and root as well. The child
+    ends with the caller if it is ``bound`` to it.
     """
     from shim import limits
 
-    limits.join(jail["name"])
+    doors = limits.doors(jail["name"])
     root = os.open(f"/proc/{jail['holder']}/cwd", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     holder = os.pidfd_open(jail["holder"])
     kinds = base.CLONE_NEWPID | base.CLONE_NEWUTS | base.CLONE_NEWIPC
@@ -359,7 +359,9 @@ def attach(jail: Jail) -> int:
     os.close(root)
     child = os.fork()
     if child == 0:
-        base.prctl(base.PR_SET_PDEATHSIG, _signal.SIGKILL)
+        if bound:
+            base.prctl(base.PR_SET_PDEATHSIG, _signal.SIGKILL)
+        limits.join(doors)
         for capability in forbidden(jail):
             try:
                 base.prctl(base.PR_CAPBSET_DROP, capability)

@@ -1,6 +1,5 @@
 """rctl(8). Words: usr.bin/rctl/rctl.c; rules: sys/kern/kern_rctl.c; usage: sys/kern/kern_racct.c."""
 
-# ruff: noqa: PTH
 from __future__ import annotations
 
 import errno

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-
 import _socket
+import errno
 
 from shim import base, net, prison
 
@@ -155,7 +154,7 @@ def change(conversation: net.Net, command: str, words: list[str], quiet: bool) -
 def get(conversation: net.Net, words: list[str]) -> int:
     """print_getmsg()."""
     request = parse(words)
-    to, prefix, host = destination(request)
+    to, _, host = destination(request)
     if request.to == "default":
         found, length = conversation.default_route(_socket.AF_INET), 0
     else:

@@ -1,6 +1,5 @@
 """sysctl(8) for the few names the gateway and its roles ask. Words: sbin/sysctl/sysctl.c."""
 
-# ruff: noqa: PTH
 from __future__ import annotations
 
 import os

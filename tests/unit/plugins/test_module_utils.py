@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Address, Client, segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, join
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (

@@ -69,7 +69,7 @@ class Capturing(Forking):
     async def _capture_frozen(self, sandbox: Sandbox, snapshot: Snapshot) -> Snapshot:
         agent = self.agent(sandbox)
         if not (await agent.call("/freeze", {"seconds": _FREEZE_SECONDS})).get("frozen"):
-            raise BackendFailed("the sandbox's file system could not be frozen: capture it with its memory, or pause it")
+            raise BackendFailed("the sandbox's file system could not be frozen: capture it with its memory")
         try:
             return await self.host.capture(sandbox, snapshot, memory=False)
         finally:

@@ -80,8 +80,8 @@ class Forking(Core):
         """Start a machine for a sandbox and tell it who it is; nothing is left of it on failure."""
         if sandbox.state is SandboxState.PAUSED:
             return
-        await self.host.fork(snapshot, sandbox, with_memory=with_memory)
         try:
+            await self.host.fork(snapshot, sandbox, with_memory=with_memory)
             await self.identify(sandbox, booted=not with_memory)
         except BaseException:
             await asyncio.shield(self.host.discard(sandbox))

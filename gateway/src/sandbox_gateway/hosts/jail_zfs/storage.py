@@ -7,7 +7,7 @@
     <root>/sandboxes/<instance>@<id>  a snapshot, with its record
     <root>/ballast                    16 MiB held back for when the pool is full
     <root>/retired/<instance>         what is left of an instance whose snapshots have to stay; unmounted, goes with
-                                      the last of them
+                                      the last of them (on zfs-fuse it may stay in sandboxes/ for a while)
 
 A snapshot exists when ZFS has it, for its record is set by the command that takes it. A sandbox exists when its
 instance's record is written (``save``). What has no record is swept by ``scan``. What has one that cannot be read is
@@ -27,7 +27,7 @@ from pathlib import Path
 from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, InUse, NotFound, OverQuota
 from sandbox_gateway.hosts.jail_zfs import zfs
 from sandbox_gateway.hosts.jail_zfs.storage_errors import translating
-from sandbox_gateway.hosts.jail_zfs.storage_scan import FACTS, TEMPLATE, Findings, interpret
+from sandbox_gateway.hosts.jail_zfs.storage_scan import FACTS, TEMPLATE, Findings, interpret, is_retired
 from sandbox_gateway.hosts.jail_zfs.zfs_owner import Ownership
 from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD, QUARANTINE, decode, encode, stale_parts
 from sandbox_gateway.records import Sandbox, Snapshot
@@ -299,17 +299,32 @@ class ZfsStorage:
             self._in_need(lambda: zfs.lzc_inherit_prop(dataset, HEAD))
 
     def _retire(self, dataset: str) -> None:
+        """From the moment it has no record and ``canmount=noauto`` it is retired, wherever it is.
+
+        zfs-fuse may refuse the renaming while clones of its snapshots are mounted; then the next scan tries again.
+        """
         self._drop_record(dataset)
         zfs.unmount(dataset)
-        instance = dataset.rpartition("/")[2]
-        retired = f"{self.root}/retired/{instance}"
         self._in_need(lambda: zfs.lzc_set_prop(dataset, "canmount", "noauto"))
-        self._in_need(lambda: zfs.lzc_rename(dataset, retired))
+        self._drop_directory(dataset.rpartition("/")[2])
+        self._move_away(dataset)
+
+    def _move_away(self, dataset: str) -> None:
+        retired = f"{self.root}/retired/{dataset.rpartition('/')[2]}"
+        try:
+            self._in_need(lambda: zfs.lzc_rename(dataset, retired, patient=False))
+        except zfs.exceptions.DatasetBusy:
+            return
         with self._guard:
             for snapshot_id, place in self._places.items():
                 if place.startswith(f"{dataset}@"):
                     self._places[snapshot_id] = retired + place.removeprefix(dataset)
-        self._drop_directory(instance)
+
+    def _is_retired(self, dataset: str) -> bool:
+        if not dataset.startswith(f"{self.root}/sandboxes/"):
+            return dataset.startswith(f"{self.root}/retired/")
+        facts = zfs.get_props([dataset], ["canmount", HEAD])[dataset]
+        return is_retired(facts["canmount"], facts[HEAD].local)
 
     def _destroy(self, dataset: str) -> None:
         """A dataset without snapshots, and what was only kept for it."""
@@ -327,11 +342,13 @@ class ZfsStorage:
                 self.instance_root(instance).rmdir()
 
     def _tidy(self, dataset: str) -> None:
-        """Remove a retired dataset, or a base's, once its last snapshot is gone; then the same for its origin's."""
-        if not dataset.startswith((f"{self.root}/retired/", f"{self.root}/{TEMPLATE}")):
-            return
+        """Remove a retired dataset, or a base's, once its last snapshot is gone; then the same for its origin's.
+
+        It has done its part in what the caller asked for; what fails here, the next scan does.
+        """
         with suppress(zfs.exceptions.ZFSError):
-            if not zfs.list_snapshots(dataset):
+            disposable = dataset.startswith(f"{self.root}/{TEMPLATE}") or self._is_retired(dataset)
+            if disposable and not zfs.list_snapshots(dataset):
                 self._destroy(dataset)
 
     @translating
@@ -368,7 +385,7 @@ class ZfsStorage:
         """Raises InUse if anything but retired datasets stands in the way."""
         blockers: dict[str, str] = {}
         for clone in zfs.clones(name):
-            if not clone.startswith(f"{self.root}/retired/"):
+            if not self._is_retired(clone):
                 blockers.update([self._sandbox_of(clone)])
         if blockers:
             forks = "fork" if len(blockers) == 1 else "forks"
@@ -462,6 +479,8 @@ class ZfsStorage:
             for name in found.empty:
                 self._tidy(name)
                 notes.append(f"{name}: removed, nothing was kept in it")
+            for name in found.to_move:
+                self._move_away(name)
             return StorageScan(found.snapshots, found.sandboxes, notes + self._take_ballast())
 
     def _mark(self, found: Findings) -> None:

@@ -10,7 +10,7 @@ from sandbox_gateway.hosts.jail_zfs.zfs_parse import Property
 from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD, QUARANTINE, Stored, decode, stale_parts
 from sandbox_gateway.records import Sandbox, Snapshot
 
-FACTS = ("createtxg", "defer_destroy")
+FACTS = ("createtxg", "defer_destroy", "canmount")
 """The properties ``interpret`` needs of every dataset and snapshot."""
 TEMPLATE = "_template-"
 
@@ -33,6 +33,8 @@ class Findings:
     """Instances to be swept, each with the reason."""
     empty: list[str] = field(default_factory=list)
     """Retired datasets and bases without snapshots."""
+    to_move: list[str] = field(default_factory=list)
+    """What is retired and still among the sandboxes, with snapshots."""
     quarantined: dict[str, str] = field(default_factory=dict)
     """What cannot be read or is claimed twice, with the reason, in ASCII."""
     to_mark: dict[str, str] = field(default_factory=dict)
@@ -52,6 +54,11 @@ class _Claim(NamedTuple):
     record: Sandbox
 
 
+def is_retired(canmount: Property, has_record: bool) -> bool:
+    """Of a dataset among the sandboxes: the last thing done to one that is retired is to forbid its mounting."""
+    return not has_record and canmount.value == "noauto"
+
+
 def interpret(root: str, facts: Facts, local: UserProperties) -> Findings:
     """``facts``: FACTS of everything below ``root``; ``local``: the user properties set on each itself."""
     return _Reading(root, facts, local).findings
@@ -62,6 +69,7 @@ class _Reading:
         self._root = root
         self._facts = facts
         self._local = local
+        self._retired_in_place: set[str] = set()
         self.findings = Findings()
         for name in self._snapshots():
             self._read_snapshot(name)
@@ -114,6 +122,8 @@ class _Reading:
     def _read_uncommitted(self, name: str, instance: str) -> None:
         if QUARANTINE in self._props(name):
             self._quarantine(name, self._props(name)[QUARANTINE])
+        elif is_retired(self._facts[name]["canmount"], has_record=False):
+            self._retired_in_place.add(name)
         else:
             self.findings.uncommitted[instance] = "it was never committed, or is being removed"
 
@@ -159,6 +169,6 @@ class _Reading:
     def _find_empty(self) -> None:
         prefixes = (f"{self._root}/retired/", f"{self._root}/{TEMPLATE}")
         kept = {name.partition("@")[0] for name in self._facts if "@" in name}
-        self.findings.empty = [
-            name for name in self._facts if name.startswith(prefixes) and "@" not in name and name not in kept
-        ]
+        away = {name for name in self._facts if name.startswith(prefixes) and "@" not in name}
+        self.findings.empty = sorted((away | self._retired_in_place) - kept)
+        self.findings.to_move = sorted(self._retired_in_place & kept)

@@ -333,8 +333,11 @@ def lzc_promote(name: Name) -> None:
     checked(run_patiently("promote", target, name=target), target, "promote", known)
 
 
-def lzc_rename(source: Name, target: Name) -> None:
+def lzc_rename(source: Name, target: Name, *, patient: bool = True) -> None:
     """Rename a filesystem. zfs-fuse does not rename what is mounted: it is unmounted, renamed, mounted again.
+
+    Nor does zfs-fuse, most of the time, while clones of its snapshots are mounted: DatasetBusy, at once if not
+    ``patient``.
 
     Raises FilesystemNotFound, FilesystemExists, ParentNotFound, PoolsDiffer, DatasetBusy, NameInvalid, NameTooLong.
     """
@@ -346,7 +349,7 @@ def lzc_rename(source: Name, target: Name) -> None:
     was_mounted = flavour().fuse and lzc_exists(old) and mounted(old)
     if was_mounted:
         unmount(old)
-    outcome = run_patiently("rename", old, new, name=old)
+    outcome = (run_patiently if patient else run)("rename", old, new, name=old)
     if was_mounted:
         mount(old if outcome.cause else new)
     known: dict[Cause, Make] = {

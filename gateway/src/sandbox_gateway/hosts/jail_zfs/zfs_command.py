@@ -40,7 +40,8 @@ SECONDS = 60.0
 TRANSFER_SECONDS = 3600.0
 """Deadline of send and receive."""
 
-_BUSY_WAITS = (0.01, 0.05, 0.05, 0.1, 0.2, 0.4)
+_PATIENCE: dict[Cause | None, float] = {Cause.BUSY: 10.0, Cause.IN_USE: 0.8}
+"""Seconds."""
 _MORE_PATH = "/sbin:/usr/sbin:/bin:/usr/bin:/usr/local/sbin:/usr/local/bin"
 _HELP = (
     "start it (Linux: modprobe zfs, or the zfs-fuse daemon; FreeBSD: kldload zfs, service zfs start), "
@@ -126,18 +127,19 @@ def _give_up(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_patiently(*args: str, name: str | None = None) -> Outcome:
-    """``run``, tried again for up to 0.8 s while the dataset is busy.
+    """``run``, tried again while the dataset is busy, for as long as that may end by itself.
 
-    zfs-fuse unmounts a dataset that is to be destroyed and then finds it busy, once; elsewhere a process that is
-    just ending, or a scan of the file system, holds it for a moment.
+    zfs-fuse unmounts a dataset that is to be destroyed and then finds it busy, until its daemon has written what it
+    still had (milliseconds; seconds on a full pool). That a process has files open ends less often.
     """
-    outcome = run(*args, name=name)
-    for wait in _BUSY_WAITS:
-        if outcome.cause is not Cause.BUSY:
-            break
-        time.sleep(wait)
+    began, wait = time.monotonic(), 0.01
+    while True:
         outcome = run(*args, name=name)
-    return outcome
+        patience = _PATIENCE.get(outcome.cause, 0.0)
+        if time.monotonic() + wait - began > patience:
+            return outcome
+        time.sleep(wait)
+        wait = min(wait * 2, 0.25)
 
 
 def first_bytes(*args: str, count: int, seconds: float = SECONDS) -> tuple[bytes, Outcome | None]:
@@ -208,6 +210,7 @@ _ANYWHERE: dict[Cause, Make] = {
     Cause.NAME_TOO_LONG: NameTooLong,
     Cause.PROPERTY: PropertyInvalid,
     Cause.BUSY: DatasetBusy,
+    Cause.IN_USE: DatasetBusy,
     Cause.MISSING: DatasetNotFound,
     Cause.EXISTS: DatasetExists,
     Cause.NO_POOL: DatasetNotFound,

@@ -288,6 +288,8 @@ class Cause(Enum):
     EXISTS = auto()
     MISSING = auto()
     BUSY = auto()
+    IN_USE = auto()
+    """A process has files of it open, or a mount is on it."""
     OTHER = auto()
 
 
@@ -310,7 +312,7 @@ _WORDS: tuple[tuple[Cause, str], ...] = (
     (Cause.NOT_MOUNTED, r"not currently mounted"),
     (Cause.ALREADY_MOUNTED, r"filesystem already mounted"),
     (Cause.HELD, r"it's being held|snapshot has .*holds?"),
-    (Cause.BUSY, r"umount failed|target is busy|[Dd]evice busy|pool or dataset is busy"),
+    (Cause.IN_USE, r"umount failed|target is busy|[Dd]evice busy|pool or dataset is busy"),
     (Cause.MOUNT_FAILED, r"but not mounted|cannot mount|mount failed|failed to mount|legacy mountpoint"),
     (Cause.TOO_SMALL, r"size is less than current used"),
     (Cause.NO_SPACE, r"out of space|No space left|size is greater than available"),

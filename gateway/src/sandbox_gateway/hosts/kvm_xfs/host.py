@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sandbox_gateway.config import Config
-from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, NoSpace, Unsupported
+from sandbox_gateway.errors import BackendFailed, Conflict, NoSpace, Unsupported
 from sandbox_gateway.hosts.base import Abilities, Endpoint, Log, Scan, Usage
 from sandbox_gateway.hosts.kvm_xfs import accel, layout, qemu, reflink
 from sandbox_gateway.hosts.kvm_xfs.capture import Capture
@@ -193,7 +193,7 @@ class KvmXfsHost:
                 await asyncio.to_thread(_lay_out, source, files, sandbox, with_memory)
                 await self._launch(sandbox, files, source / "device.state" if with_memory else None)
             except BaseException:
-                await self._undo(sandbox)
+                await self.discard(sandbox)
                 raise
 
     async def start(self, sandbox: Sandbox) -> None:
@@ -207,7 +207,7 @@ class KvmXfsHost:
             if recorded.get(key) != now:
                 raise Unsupported(
                     f"snapshot {snapshot.id} was captured with {key.replace('_', ' ')} {recorded.get(key)!r}, "
-                    f"this host has {now!r}: its memory cannot be restored here; ask for a cold start from its disk instead"
+                    f"this host has {now!r}: its memory cannot be restored here; ask for a cold start (coldStart)"
                 )
 
     async def _launch(self, sandbox: Sandbox, files: Instance, state: Path | None) -> None:
@@ -245,11 +245,6 @@ class KvmXfsHost:
     def _ended(self, instance: str) -> None:
         if instance in self._machines:
             self._exit_callback(instance)
-
-    async def _undo(self, sandbox: Sandbox) -> None:
-        with contextlib.suppress(GatewayError):
-            await self.stop(sandbox)
-        await asyncio.to_thread(_forget_instance, self._layout.instance(sandbox).directory)
 
     # -- capture ----------------------------------------------------------------------------------------------------
 
@@ -294,7 +289,7 @@ class KvmXfsHost:
 
     async def discard(self, sandbox: Sandbox) -> None:
         await self.stop(sandbox)
-        await asyncio.to_thread(layout.remove_tree, self._layout.instance(sandbox).directory)
+        await asyncio.to_thread(_forget_instance, self._layout.instance(sandbox).directory)
 
     async def remove(self, sandbox: Sandbox) -> None:
         directory = self._layout.sandbox(sandbox)

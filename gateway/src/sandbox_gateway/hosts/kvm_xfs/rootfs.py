@@ -449,7 +449,8 @@ async def _untar(tarball: Path, tree: Path) -> None:
         *("tar", "--extract", "--file", str(tarball), "--directory", str(tree)),
         *("--numeric-owner", "--same-owner", "--same-permissions", "--delay-directory-restore"),
         *("--xattrs", "--xattrs-include=*"),
-        *("--exclude=./dev/*", "--exclude=dev/*", "--anchored"),
+        # The kernel fills /dev; nodes of devices in the host's file system are best never made.
+        *("--anchored", "--exclude=./dev/*", "--exclude=dev/*"),
     ]
     await _stream(argv, lambda line: None)
 
@@ -505,10 +506,11 @@ class Tree:
 
     def mkdir(self, path: str, mode: int = 0o755, owner: int = 0) -> None:
         real = self.real(path)
-        if not real.is_dir():
-            self.mkdir(str(PurePosixPath(path).parent))
-            real.mkdir()
-            real.chmod(mode)
+        missing = [place for place in (real, *real.parents) if not place.is_dir()]
+        for place in reversed(missing):
+            place.mkdir()
+            place.chmod(mode if place == real else 0o755)  # Whatever our umask is.
+        if missing:
             os.chown(real, owner, owner)
 
     def write(self, path: str, text: str, mode: int = 0o644, owner: int = 0) -> None:
@@ -673,13 +675,11 @@ def _identity(tree: Tree) -> None:
 
 
 def _user(tree: Tree) -> None:
-    """The unprivileged user that E2B's images have; left as it is where the tree has one of that name or number."""
-    accounts = [line.split(":") for line in tree.read("/etc/passwd").splitlines() if line]
-    taken = [account for account in accounts if account[0] == "user"]
-    uid = int(taken[0][2]) if taken else 1000
-    if not taken:
-        if any(account[2:3] == ["1000"] for account in accounts):
-            return
+    """The unprivileged user that E2B's images have; left as it is where the tree has one of that name."""
+    accounts = [line.split(":") for file in ("/etc/passwd", "/etc/group") for line in tree.read(file).splitlines()]
+    if not any(account[0] == "user" for account in accounts):
+        taken = {account[2] for account in accounts if len(account) > 2}
+        uid = next(number for number in range(1000, 60000) if str(number) not in taken)
         shell = "/bin/bash" if tree.is_file("/bin/bash") else "/bin/sh"
         _append(tree, "/etc/passwd", f"user:x:{uid}:{uid}::/home/user:{shell}", 0o644)
         _append(tree, "/etc/group", f"user:x:{uid}:", 0o644)

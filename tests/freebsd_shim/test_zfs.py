@@ -1,0 +1,55 @@
+"""Jails on clones of real ZFS: they keep their dataset while they live, and no longer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.freebsd_shim.harness import Shim
+from tests.jail_zfs import pools
+from tests.support import session
+
+
+@pytest.fixture
+def pool(need_root: None, tmp_path: Path) -> Iterator[pools.Pool]:
+    with pools.pool(f"t{session.run_id()}s", tmp_path, megabytes=256) as made:
+        yield made
+
+
+def destroy(dataset: str) -> None:
+    """As the host does: zfs-fuse says "busy" once for what is mounted."""
+    for _ in range(20):
+        if pools.run("zfs", "destroy", dataset, check=False).returncode == 0:
+            return
+        time.sleep(0.05)
+    raise AssertionError(pools.run("zfs", "destroy", dataset, check=False).stderr)
+
+
+def test_a_jail_on_a_clone(pool: pools.Pool, shim: Shim) -> None:
+    template, clone = f"{pool.name}/template", f"{pool.name}/sandbox"
+    pools.run("zfs", "create", template)
+    root = pool.mount_point / "template"
+    for name in ("usr", "dev", "etc", "tmp"):
+        (root / name).mkdir()
+    for name in ("bin", "lib", "lib64"):
+        (root / name).symlink_to(f"usr/{name}")
+    (root / "etc/passwd").write_text("root:x:0:0:root:/:/bin/sh\n")
+    pools.run("zfs", "snapshot", f"{template}@base")
+    for turn in range(2):  # again under the same name, as after a rollback
+        pools.run("zfs", "clone", f"{template}@base", clone)
+        path = pool.mount_point / "sandbox"
+        shim.ok("mount", "-t", "nullfs", "-o", "ro,nocover", "/usr", str(path / "usr"))
+        shim.ok("jail", "-i", "-c", "name=z", f"path={path}", "persist", "vnet=new", "mount.devfs")
+        shim.ok("jexec", "z", "sh", "-c", f"echo {turn} > /tmp/turn; test -c /dev/null")
+        assert (path / "tmp/turn").read_text() == f"{turn}\n"
+        assert pools.run("zfs", "destroy", clone, check=False).returncode != 0  # in use
+        assert shim.ok("jexec", "z", "cat", "/tmp/turn") == f"{turn}\n"
+        shim.ok("jail", "-R", "z")
+        shim.ok("umount", str(path / "dev"), str(path / "usr"))
+        destroy(clone)
+        assert not (path / "tmp").exists()
+    mounted = shim.ok("mount", "-t", "zfs", "-p")
+    assert f"{template}\t" in mounted.replace(" ", "\t") and clone not in mounted

@@ -1,0 +1,120 @@
+"""The probe of QEMU and its accelerator, with the real QEMU and a stock kernel."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.config import KvmXfs
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.kvm_xfs import accel
+from sandbox_gateway.hosts.kvm_xfs.accel import Accel
+
+
+def probe(cache: Path, kernel: Path | None = None, **settings: Any) -> Accel:
+    return asyncio.run(accel.probe(KvmXfs(**settings), cache, kernel))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "accelerator.json"
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["tcg", "auto"])
+def test_it_says_what_it_chose_and_why(cache: Path, name: str) -> None:
+    found = probe(cache, accelerator=name)
+    assert found.name in ("kvm", "tcg")
+    assert found.cpu_model == ("host" if found.name == "kvm" else "max")
+    assert found.qemu_version[0].isdigit()
+    assert found.reason
+    if name == "tcg":
+        assert found.name == "tcg"
+        assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"qemu": "qemu-system-nowhere"}, r"is not installed: install it .*kvm_xfs_host role"),
+        ({"qemu": "/bin/echo"}, "is that QEMU"),
+        ({"machine": "pc-q35-99.9"}, r"has no machine 'pc-q35-99.9': set \[kvm_xfs\] machine to one it has \(pc-q35-"),
+    ],
+)
+def test_a_qemu_that_will_not_do_is_refused_with_a_sentence(
+    cache: Path, settings: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(BackendFailed, match=sentence):
+        probe(cache, **settings)
+
+
+def test_a_qemu_without_the_captures_command_is_refused(cache: Path, tmp_path: Path) -> None:
+    real = KvmXfs().qemu
+    reduced = script(tmp_path / "qemu", f'{real} "$@" | sed s/xen-save-devices-state/something-else/g')
+    with pytest.raises(BackendFailed, match="has no xen-save-devices-state, which captures are made with"):
+        probe(cache, qemu=reduced)
+
+
+def test_kvm_by_command_needs_the_device(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(accel, "_KVM", tmp_path / "kvm")
+    with pytest.raises(BackendFailed, match="is missing"):
+        probe(cache, accelerator="kvm")
+    assert probe(cache).name == "tcg"
+
+
+def test_a_stock_kernel_that_boots_is_proof(template_kernel: Path) -> None:
+    config = KvmXfs(probe_seconds=60)
+    assert asyncio.run(accel.boots(config, template_kernel, accelerator="tcg", cpu_model="max"))
+
+
+def test_what_does_not_boot_is_no_proof_and_leaves_nothing(tmp_path: Path, template_kernel: Path) -> None:
+    config = KvmXfs(probe_seconds=0.5)
+    start = time.monotonic()
+    assert not asyncio.run(accel.boots(config, template_kernel, accelerator="tcg", cpu_model="max"))
+    assert time.monotonic() - start < 5
+    nothing = tmp_path / "vmlinuz"
+    nothing.write_bytes(b"no kernel")
+    assert not asyncio.run(accel.boots(config, nothing, accelerator="tcg", cpu_model="max"))
+    left = subprocess.run(["pgrep", "-f", str(template_kernel)], capture_output=True, check=False)
+    assert left.returncode == 1, left.stdout
+
+
+def test_auto_tries_once_and_remembers(
+    cache: Path, template_kernel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accel, "_KVM", Path("/dev/null"))
+    runs = tmp_path / "runs"
+    counting = script(
+        tmp_path / "qemu", f'case "$*" in *-kernel*) echo run >> {runs};; esac; exec {KvmXfs().qemu} "$@"'
+    )
+    first = probe(cache, template_kernel, qemu=counting, probe_seconds=15)
+    again = probe(cache, template_kernel, qemu=counting, probe_seconds=15)
+    assert first == again
+    assert runs.read_text() == "run\n"
+    (key,) = json.loads(cache.read_text())
+    assert key.split()[:2] == [first.qemu_version, os.uname().release]
+    if first.name == "tcg":
+        assert str(cache) in first.reason, "how to have it tried again is said"
+    other = tmp_path / "vmlinuz-other"
+    other.write_bytes(b"another kernel")
+    assert probe(cache, other, qemu=counting, probe_seconds=15).name == "tcg"
+    assert runs.read_text() == "run\nrun\n", "another kernel is another question"
+
+
+def test_a_damaged_memory_is_as_none(cache: Path, template_kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accel, "_KVM", Path("/dev/null"))
+    for text in ("{", "[1]", '{"a": 3}'):
+        cache.write_text(text)
+        assert probe(cache, template_kernel, probe_seconds=15).qemu_version

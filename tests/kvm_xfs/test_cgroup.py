@@ -1,0 +1,151 @@
+"""Control groups, in the ones this machine has (version 1, 2 or both)."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.hosts.kvm_xfs.cgroup import CONTROLLERS, Cgroups
+from tests.support import session
+
+pytestmark = pytest.mark.usefixtures("need_root")
+
+ONE, TWO = "0123456789ab", "ba9876543210"
+
+
+@pytest.fixture
+def groups() -> Iterator[Cgroups]:
+    made = Cgroups(session.network()["prefix"])
+    if not made._hierarchies:
+        pytest.skip("this machine lends no cgroup controllers")
+    yield made
+    made.sweep(set())
+    assert not any(root.exists() for root in made._roots())
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def membership(pid: int) -> str:
+    return Path(f"/proc/{pid}/cgroup").read_text()
+
+
+def read(groups: Cgroups, controller: str, *files: str) -> str:
+    """The content of the first of ``files`` that the machine's group has."""
+    hierarchy = groups._hierarchies[controller]
+    for file in files:
+        path = hierarchy.mount / groups._name / ONE / file
+        if path.exists():
+            return path.read_text().strip()
+    raise AssertionError(f"none of {files} in {controller}")
+
+
+def test_a_machine_is_limited_in_all_that_the_host_can_limit(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
+    groups.place(ONE, sleeper.pid, memory_mb=320, cpus=2)
+    assert membership(sleeper.pid).count(f"/{groups._name}/{ONE}") >= 1
+    if "memory" in groups._hierarchies:
+        assert int(read(groups, "memory", "memory.max", "memory.limit_in_bytes")) == 320 << 20
+        assert isinstance(groups.memory_bytes(ONE), int)
+    if "cpu" in groups._hierarchies:
+        assert read(groups, "cpu", "cpu.max", "cpu.cfs_quota_us").split()[0] == "125000"
+    groups.place(ONE, sleeper.pid, memory_mb=640, cpus=1)
+    if "memory" in groups._hierarchies:
+        assert int(read(groups, "memory", "memory.max", "memory.limit_in_bytes")) == 640 << 20
+    sleeper.kill()
+    sleeper.wait()
+    groups.remove(ONE)
+    assert not any((root / ONE).exists() for root in groups._roots())
+
+
+def test_what_takes_more_memory_than_it_may_is_ended(groups: Cgroups) -> None:
+    if "memory" not in groups._hierarchies:
+        pytest.skip("no memory controller")
+    hungry = subprocess.Popen(
+        ["python3", "-c", "input(); x = bytearray(256 << 20); x[::4096] = b'x' * len(x[::4096])"], stdin=subprocess.PIPE
+    )
+    groups.place(ONE, hungry.pid, memory_mb=64, cpus=1)
+    hungry.communicate(b"\n", timeout=30)
+    assert hungry.returncode == -9
+    groups.remove(ONE)
+
+
+def test_a_process_that_has_ended_is_no_error(groups: Cgroups) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    groups.place(ONE, ended.pid, memory_mb=64, cpus=1)
+    groups.remove(ONE)
+
+
+def test_what_is_not_empty_goes_with_a_later_call(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
+    groups.place(ONE, sleeper.pid, memory_mb=64, cpus=1)
+    start = time.monotonic()
+    groups.remove(ONE)
+    assert time.monotonic() - start < 0.5
+    assert any((root / ONE).exists() for root in groups._roots())
+    sleeper.kill()
+    sleeper.wait()
+    groups.remove(TWO)
+    assert not any((root / ONE).exists() for root in groups._roots())
+
+
+def test_a_sweep_keeps_what_it_is_told_and_what_runs(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
+    groups.place(ONE, sleeper.pid, memory_mb=64, cpus=1)
+    for root in groups._roots():
+        (root / TWO).mkdir()
+        (root / "cccccccccccc").mkdir()
+    groups.sweep({TWO})
+    names = {path.name for root in groups._roots() for path in root.iterdir() if path.is_dir()}
+    assert names == {ONE, TWO}
+
+
+def test_two_gateways_do_not_meet(groups: Cgroups) -> None:
+    assert Cgroups(session.network()["prefix"])._roots().isdisjoint(groups._roots())
+
+
+def test_missing_controllers_are_done_without_and_named_once(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(f"25 1 0:22 / {tmp_path} rw - tmpfs tmpfs rw\n")
+    with caplog.at_level(logging.WARNING):
+        groups = Cgroups("none", mountinfo=mountinfo)
+        for _ in range(2):
+            groups.place(ONE, sleeper.pid, memory_mb=64, cpus=1)
+        groups.remove(ONE)
+        groups.sweep(set())
+    assert [record.getMessage() for record in caplog.records] == [
+        f"sandboxes run without a limit of {controller}" for controller in CONTROLLERS
+    ]
+    assert groups.memory_bytes(ONE) is None
+
+
+def test_version_2_hands_its_controllers_down(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    """The files that are written, in a directory laid out as a version 2 hierarchy; the kernel's part is not in it."""
+    mount = tmp_path / "unified"
+    root = mount / "two-sandboxes"
+    root.mkdir(parents=True)
+    (mount / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
+    for group in (mount, root):
+        (group / "cgroup.subtree_control").write_text("")
+    mountinfo = tmp_path / "mountinfo"
+    mountinfo.write_text(f"30 23 0:26 / {mount} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n")
+    Cgroups("two", mountinfo=mountinfo).place(ONE, sleeper.pid, memory_mb=128, cpus=1)
+    assert (mount / "cgroup.subtree_control").read_text().startswith("+")
+    assert (root / "cgroup.subtree_control").read_text().startswith("+")
+    group = root / ONE
+    assert {path.name: path.read_text() for path in group.iterdir()} == {
+        "memory.max": str(128 << 20),
+        "cpu.max": "75000 50000",
+        "pids.max": "512",
+        "cgroup.procs": str(sleeper.pid),
+    }

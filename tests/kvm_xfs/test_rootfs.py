@@ -1,0 +1,338 @@
+"""Root file systems: real Debian by mmdebstrap, and trees made here to look like anything else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, NoSpace
+from sandbox_gateway.hosts.kvm_xfs import rootfs
+from sandbox_gateway.hosts.kvm_xfs.netns import GATEWAY_ADDRESS, GUEST_ADDRESS
+from sandbox_gateway.hosts.kvm_xfs.rootfs import Tree, build_rootfs, host_sources
+from sandbox_gateway.recipes import Recipe, Source
+from sandbox_gateway.records import Resources
+from tests.kvm_xfs.conftest import Built, build
+from tests.support.xfs import LoopXfs
+
+pytestmark = pytest.mark.usefixtures("need_root")
+
+
+def cat(built: Built, path: str) -> str:
+    return _debugfs(built, f"cat {path}")
+
+
+def stat(built: Built, path: str) -> str:
+    """What debugfs says of a path; empty if there is none."""
+    text = _debugfs(built, f"stat {path}")
+    return text if "Inode:" in text else ""
+
+
+def _debugfs(built: Built, command: str) -> str:
+    argv = ["debugfs", "-R", command, str(built.image)]
+    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=30).stdout
+
+
+def given(path: Path, disk_mb: int = 64) -> Recipe:
+    return Recipe(source=Source.ROOTFS, path=str(path), resources=Resources(disk_mb=disk_mb))
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The least that can be a sandbox: everything that is looked at is there, nothing in it runs."""
+    root = tmp_path / "tree"
+    for directory in ("usr/bin", "usr/sbin", "usr/lib/systemd", "boot", "etc/skel", "dev", "home", "root"):
+        (root / directory).mkdir(parents=True)
+    for link, target in (("bin", "usr/bin"), ("sbin", "usr/sbin"), ("lib", "usr/lib")):
+        (root / link).symlink_to(target)
+    (root / "usr/lib/systemd/systemd").write_text("systemd")
+    (root / "usr/sbin/init").symlink_to("/lib/systemd/systemd")
+    (root / "usr/bin/python3.11").write_text("python")
+    (root / "usr/bin/python3").symlink_to("python3.11")
+    (root / "usr/bin/ip").write_text("ip")
+    for version in ("6.1.0-9-cloud", "6.1.0-10-cloud"):
+        (root / f"boot/vmlinuz-{version}").write_text(f"kernel {version}")
+        (root / f"boot/initrd.img-{version}").write_text(f"initrd {version}")
+    (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
+    (root / "etc/group").write_text("root:x:0:\n")
+    (root / "etc/shadow").write_text("root:*:1:0:99999:7:::\n")
+    return root
+
+
+# --- Debian ----------------------------------------------------------------------------------------------------
+
+
+def test_debian_has_what_a_sandbox_needs(debian: Built) -> None:
+    assert debian.kernel.read_bytes()[0x202:0x206] == b"HdrS"
+    assert debian.initrd.stat().st_size < 16 << 20
+    assert stat(debian, "/opt/sandbox_agent/__main__.py")
+    assert "cpython-3" in _debugfs(debian, "ls /opt/sandbox_agent/__pycache__")
+    wants = stat(debian, "/etc/systemd/system/multi-user.target.wants/sandbox-agent.service")
+    assert "/etc/systemd/system/sandbox-agent.service" in wants
+    assert GUEST_ADDRESS in cat(debian, "/usr/local/lib/sandbox/network")
+    assert GATEWAY_ADDRESS in cat(debian, "/usr/local/lib/sandbox/network")
+    assert "user:x:1000:1000::/home/user:/bin/bash" in cat(debian, "/etc/passwd")
+    assert "NOPASSWD" in cat(debian, "/etc/sudoers.d/sandbox")
+    assert re.search(r"User:\s+1000 ", stat(debian, "/home/user/.profile"))
+    assert "Type: regular" in stat(debian, "/etc/resolv.conf")
+    assert re.fullmatch(r"[0-9a-f]{32}\n", cat(debian, "/etc/machine-id"))
+    assert cat(debian, "/etc/hostname") == "sandbox\n"
+    assert "/dev/null" in stat(debian, "/etc/systemd/system/apt-daily.timer")
+    assert "Storage=volatile" in cat(debian, "/etc/systemd/journald.conf.d/sandbox.conf")
+    assert not stat(debian, "/dev/console")
+
+
+def test_debians_image_is_sound_sparse_and_has_nothing_left_to_initialise(debian: Built) -> None:
+    subprocess.run(["e2fsck", "-fn", str(debian.image)], check=True, capture_output=True, timeout=60)
+    status = debian.image.stat()
+    assert status.st_size == 2048 << 20
+    assert status.st_blocks * 512 < 700 << 20
+    groups = subprocess.run(["dumpe2fs", str(debian.image)], capture_output=True, text=True, check=True).stdout
+    assert all("ITABLE_ZEROED" in line for line in groups.splitlines() if re.match(r"Group \d", line))
+
+
+def test_no_build_leaves_anything_beside_its_three_files(debian: Built) -> None:
+    assert {path.name for path in debian.image.parent.iterdir()} == {"rootfs.img", "kernel", "initrd"}
+
+
+def test_the_second_build_of_a_debian_fetches_nothing(debian: Built, tmp_path: Path) -> None:
+    from tests.support import session
+
+    again = build(Recipe(), tmp_path, session.cache_dir())
+    assert again.lines[0].startswith("using the root file system built earlier")
+    assert cat(again, "/etc/machine-id") != cat(debian, "/etc/machine-id")
+
+
+def test_what_apt_complains_of_is_what_the_caller_reads() -> None:
+    tail = ["I: installing", "Reading package lists...", "E: Unable to locate package nonesuch", "W: later"]
+    error = rootfs._failure(["unshare", "mmdebstrap"], 25, tail)
+    assert str(error) == "mmdebstrap failed (25): E: Unable to locate package nonesuch"
+
+
+def test_a_mirror_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="give a URI"):
+        build(Recipe(mirror="--setup-hook=reboot"), tmp_path)
+    with pytest.raises(BackendFailed, match="mmdebstrap failed"):
+        build(Recipe(mirror="http://127.0.0.1:9/debian"), tmp_path)
+
+
+@pytest.mark.parametrize("delay", [0.5, 4])
+def test_a_cancelled_build_leaves_no_process_no_mount_and_no_file(tmp_path: Path, delay: float) -> None:
+    async def test() -> None:
+        images = (tmp_path / name for name in ("rootfs.img", "kernel", "initrd"))
+        task = asyncio.ensure_future(
+            build_rootfs(Recipe(packages=["cpp"]), *images, cache_root=tmp_path / "cache", log=lambda line: None)
+        )
+        await asyncio.sleep(delay)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(test())
+    assert not [path.name for path in tmp_path.iterdir() if path.name != "cache"]
+    assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
+    assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, check=False).returncode == 1
+
+
+# --- given trees -----------------------------------------------------------------------------------------------
+
+
+def test_a_directory_becomes_an_image_and_stays_as_it_was(tree: Path, tmp_path: Path) -> None:
+    before = sorted(str(path) for path in tree.rglob("*"))
+    built = build(given(tree), tmp_path)
+    assert built.kernel.read_text() == "kernel 6.1.0-10-cloud", "the newest"
+    assert built.initrd.read_text() == "initrd 6.1.0-10-cloud"
+    assert cat(built, "/usr/bin/python3.11") == "python"
+    assert stat(built, "/opt/sandbox_agent/__main__.py")
+    assert "user:x:1000:1000::/home/user:/bin/sh" in cat(built, "/etc/passwd")
+    assert not stat(built, "/etc/sudoers.d/sandbox"), "no sudo, no rule for it"
+    assert sorted(str(path) for path in tree.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("suffix", "options"), [(".tar", []), (".tar.gz", ["-z"]), (".tar.xz", ["-J"]), (".tar.zst", ["--zstd"])]
+)
+@pytest.mark.parametrize("root", [".", "*"])
+def test_tarballs_are_taken_however_compressed(
+    tree: Path, tmp_path: Path, suffix: str, options: list[str], root: str
+) -> None:
+    os.chown(tree / "home", 1234, 1235)
+    os.mknod(tree / "dev/zero", 0o600 | 0o020000, os.makedev(1, 5))
+    tarball = tmp_path / f"tree{suffix}"
+    members = [root] if root == "." else sorted(path.name for path in tree.iterdir())
+    subprocess.run(["tar", *options, "-C", str(tree), "-cf", str(tarball), *members], check=True, timeout=60)
+    built = build(given(tarball), tmp_path)
+    assert cat(built, "/usr/bin/python3.11") == "python"
+    assert re.search(r"User:\s+1234 +Group:\s+1235", stat(built, "/home"))
+    assert not stat(built, "/dev/zero")
+
+
+MISSING = {
+    "usr/bin/python3": "has no /usr/bin/python3: install Python 3.9",
+    "usr/sbin/init": "has no /sbin/init: install systemd",
+    "usr/bin/ip": "has no 'ip' command: install iproute2",
+    "boot/vmlinuz-*": "has no /boot/vmlinuz-",
+    "boot/initrd.img-*": r"has a kernel 6.1.0-\d+-cloud but no /boot/initrd.img-6.1.0-\d+-cloud",
+}
+
+
+@pytest.mark.parametrize("pattern", MISSING)
+def test_what_a_tree_lacks_is_said(tree: Path, tmp_path: Path, pattern: str) -> None:
+    for path in tree.glob(pattern):
+        path.unlink()
+    with pytest.raises(Invalid, match=MISSING[pattern]):
+        build(given(tree), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"tree"}
+
+
+def test_other_inits_and_old_pythons_are_refused(tree: Path, tmp_path: Path) -> None:
+    (tree / "usr/bin/python3").unlink()
+    (tree / "usr/bin/python3").symlink_to("python3.11")
+    (tree / "usr/bin/python3.11").rename(tree / "usr/bin/python3.8")
+    (tree / "usr/bin/python3").unlink()
+    (tree / "usr/bin/python3").symlink_to("python3.8")
+    with pytest.raises(Invalid, match=r"is 3.8: the agent needs Python 3.9"):
+        build(given(tree), tmp_path)
+    (tree / "usr/bin/busybox").write_text("")
+    (tree / "usr/sbin/init").unlink()
+    (tree / "usr/sbin/init").symlink_to("../bin/busybox")
+    with pytest.raises(Invalid, match="is busybox: install systemd"):
+        build(given(tree), tmp_path)
+
+
+def test_a_path_that_is_not_there_or_no_tarball(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="is not there"):
+        build(given(tmp_path / "nothing"), tmp_path)
+    (tmp_path / "text").write_text("not a tarball" * 100)
+    with pytest.raises(BackendFailed, match="tar failed"):
+        build(given(tmp_path / "text"), tmp_path)
+
+
+def test_a_tree_that_holds_the_gateways_state_is_not_copied_into_itself(tree: Path) -> None:
+    with pytest.raises(Invalid, match="contains the gateway's own state"):
+        build(given(tree), tree)
+
+
+def test_links_of_a_hostile_tree_lead_nowhere_outside(tree: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for victim in ("passwd", "resolv.conf", "hostname"):
+        (outside / victim).write_text("mine")
+    (tree / "etc/passwd").unlink()
+    (tree / "etc/passwd").symlink_to(outside / "passwd")
+    (tree / "etc/resolv.conf").symlink_to(outside / "resolv.conf")
+    (tree / "etc/hostname").symlink_to("../" * 20 + str(outside / "hostname"))
+    (tree / "etc/systemd").symlink_to(outside)
+    (tree / "opt").symlink_to("../" * 20 + str(outside))
+    (tree / "boot/vmlinuz-9.9").symlink_to("/etc/hostname")
+    (tree / "boot/initrd.img-9.9").symlink_to(outside / "hostname")
+    built = build(given(tree), tmp_path)
+    assert sorted(path.name for path in outside.iterdir()) == ["hostname", "passwd", "resolv.conf"]
+    assert all(path.read_text() == "mine" for path in outside.iterdir())
+    assert built.kernel.read_text() == "kernel 6.1.0-10-cloud"
+
+
+def test_a_hostile_tarball_writes_nothing_outside(tree: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    extra = tmp_path / "extra"
+    (extra / "way").mkdir(parents=True)
+    (extra / "way/in").write_text("evil")
+    link = tmp_path / "link"
+    link.mkdir()
+    (link / "way").symlink_to(outside)
+    tarball = tmp_path / "evil.tar"
+    subprocess.run(["tar", "-C", str(tree), "-cf", str(tarball), "."], check=True)
+    subprocess.run(["tar", "-C", str(link), "-rf", str(tarball), "way"], check=True)
+    subprocess.run(["tar", "-C", str(extra), "-rf", str(tarball), "way/in"], check=True)
+    subprocess.run(
+        ["tar", "-P", "-C", str(extra), "--transform", f"s,^way/in,{outside}/absolute,", "-rf", str(tarball), "way/in"],
+        check=True,
+    )
+    with contextlib.suppress(GatewayError):
+        build(given(tarball), tmp_path)
+    assert list(outside.iterdir()) == []
+
+
+def test_a_tree_too_large_for_its_disk_says_how_large(tree: Path, tmp_path: Path) -> None:
+    (tree / "usr/large").write_bytes(os.urandom(80 << 20))
+    with pytest.raises(Invalid, match=r"\(\d\d MiB\) does not fit on a disk of 64 MiB: give diskSizeMB (\d+) or more"):
+        build(given(tree), tmp_path)
+    with pytest.raises(Invalid) as refused:
+        build(given(tree), tmp_path)
+    match = re.search(r"give diskSizeMB (\d+)", refused.value.message)
+    assert match
+    build(given(tree, int(match[1])), tmp_path)
+
+
+def test_a_full_host_says_so_and_is_cleaned(tree: Path, tmp_path: Path) -> None:
+    with LoopXfs(tmp_path / "small.xfs", tmp_path / "small", size_mb=320) as small:
+        (tree / "usr/large").write_bytes(os.urandom(300 << 20))
+        with pytest.raises(NoSpace, match="disk is full"):
+            build(given(tree, 1024), small.mount_point)
+        assert not list(small.mount_point.iterdir())
+
+
+def test_a_user_of_the_trees_own_is_left_as_it_is(tree: Path, tmp_path: Path) -> None:
+    (tree / "etc/passwd").write_text("user:x:77:77::/srv:/bin/sh")
+    built = build(given(tree), tmp_path)
+    assert cat(built, "/etc/passwd") == "user:x:77:77::/srv:/bin/sh"
+    (tree / "etc/passwd").write_text("debian:x:1000:1000::/home/debian:/bin/sh")
+    assert cat(build(given(tree), tmp_path), "/etc/passwd").splitlines()[1] == "user:x:1001:1001::/home/user:/bin/sh"
+
+
+# --- paths and sources -----------------------------------------------------------------------------------------
+
+
+def test_paths_resolve_as_in_the_guest(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "absolute").symlink_to("/a/b")
+    (tmp_path / "a/up").symlink_to("../../../../a")
+    (tmp_path / "loop").symlink_to("loop")
+    tree = Tree(tmp_path)
+    assert tree.real("/absolute/x") == tmp_path / "a/b/x"
+    assert tree.real("/a/up/b/../../../../etc") == tmp_path / "etc"
+    assert tree.real("/absolute", follow=False) == tmp_path / "absolute"
+    with pytest.raises(Invalid, match="loop"):
+        tree.real("/loop/x")
+
+
+def test_the_hosts_sources_of_a_suite(tmp_path: Path) -> None:
+    (tmp_path / "sources.list.d").mkdir()
+    (tmp_path / "sources.list").write_text(
+        "# deb http://commented.example/debian bookworm main\n"
+        "deb [arch=amd64 signed-by=/k.gpg] http://list.example/debian bookworm main contrib # why\n"
+        "deb-src http://source.example/debian bookworm main\n"
+        "deb http://list.example/debian trixie main\n"
+        "deb http://vendor.example/apt bookworm stable\n"
+    )
+    (tmp_path / "sources.list.d/debian.sources").write_text(
+        "types: deb deb-src\nURIs: http://deb822.example/debian\nSuites: bookworm-updates bookworm-backports\n"
+        "# a comment\nComponents: main\nSigned-By:\n -----BEGIN PGP PUBLIC KEY BLOCK-----\n .\n abc\n\n"
+        "Types: deb\nEnabled: no\nURIs: http://off.example/debian\nSuites: bookworm\nComponents: main\n"
+    )
+    (tmp_path / "sources.list.d/old.list.save").write_text("deb http://saved.example/debian bookworm main\n")
+    text = host_sources("bookworm", tmp_path)
+    assert re.findall(r"http://(\w+)", text) == ["list", "deb822"]
+    assert "Suites: bookworm-updates\n" in text
+    assert "Signed-By: /k.gpg" in text
+    assert " -----BEGIN PGP PUBLIC KEY BLOCK-----\n .\n abc\n" in text
+    assert "commented" not in text
+    assert host_sources("sid", tmp_path) == ""
+    assert host_sources("bookworm", tmp_path / "nowhere") == ""
+
+
+def test_lines_come_as_they_are_written(tmp_path: Path) -> None:
+    async def test() -> list[str]:
+        lines: list[str] = []
+        await rootfs._stream(["sh", "-c", "printf 'a\\rb\\n\\nc'; printf d >&2"], lines.append)
+        with pytest.raises(BackendFailed, match=r"did not end within 0\.2 s"):
+            await rootfs._stream(["sleep", "30"], lines.append, timeout=0.2)
+        return lines
+
+    assert asyncio.run(test()) == ["a", "b", "cd"]
