@@ -14,10 +14,11 @@ import socket
 import sys
 import time
 import zlib
+from pathlib import Path
 
 ADDRESS = "\0counter"
-PID_FILE = "/run/counter.pid"
-NOTES = "/root/notes"
+PID_FILE = Path("/run/counter.pid")
+NOTES = Path("/root/notes")
 TICK = 0.5
 REMEMBERED = 240
 
@@ -28,7 +29,7 @@ def main():
     answer = ask()
     if answer is None:
         sys.exit("the counter does not run")
-    answer["files"] = sorted(os.listdir(NOTES)) if os.path.isdir(NOTES) else []
+    answer["files"] = sorted(path.name for path in NOTES.glob("*"))
     print(json.dumps(answer))
 
 
@@ -51,8 +52,7 @@ def start():
     if os.fork():
         return
     os.setsid()
-    with open(PID_FILE, "w") as file:
-        file.write(str(os.getpid()))
+    PID_FILE.write_text(str(os.getpid()))
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(nothing, stream)
@@ -78,7 +78,7 @@ def count(listener):
 
 def stamp():
     readings = [time.perf_counter_ns() for _ in range(64)]
-    return "%08x" % zlib.crc32(repr(readings).encode())
+    return f"{zlib.crc32(repr(readings).encode()):08x}"
 
 
 if __name__ == "__main__":

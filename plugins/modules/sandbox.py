@@ -140,11 +140,12 @@ EXAMPLES = r"""
     name: web
     state: paused
 
-- name: Replace it by one with more memory; what is in it is lost
+- name: Replace it by one with more memory, which boots from the template's disk; what is in it is lost
   grove.sandbox.sandbox:
     name: web
     template: base
     memory_mb: 512
+    cold_start: true
     state: running
     recreate: true
 
@@ -183,7 +184,7 @@ sandboxes:
       description: What it may reach outside itself.
       type: dict
       contains:
-        allow_internet: {description: Anything that O(network.deny_out) does not name., type: bool}
+        allow_internet: {description: Anything but what is denied below., type: bool}
         allow_out: {description: Reachable in any case., type: list, elements: str}
         deny_out: {description: Not reachable., type: list, elements: str}
     created_at: {description: When it was made (RFC 3339)., type: str}

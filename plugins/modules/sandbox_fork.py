@@ -170,7 +170,7 @@ sandboxes:
       description: What it may reach outside itself.
       type: dict
       contains:
-        allow_internet: {description: Anything that O(network.deny_out) does not name., type: bool}
+        allow_internet: {description: Anything but what is denied below., type: bool}
         allow_out: {description: Reachable in any case., type: list, elements: str}
         deny_out: {description: Not reachable., type: list, elements: str}
     created_at: {description: When it was made (RFC 3339)., type: str}

@@ -38,7 +38,7 @@ class Machine:
         self.seen: list[tuple[str, dict[str, str], bytes]] = []
         """(request line, headers, body) of what came in that was not the engine's."""
         self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         while True:
@@ -52,20 +52,27 @@ class Machine:
     async def stop(self) -> None:
         if self._server is not None:
             self._server.close()
-        for writer in list(self._writers):
-            writer.transport.abort()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
         self._server = None
 
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
         try:
             while await self._one(reader, writer):
                 pass
         except (OSError, asyncio.IncompleteReadError):
             pass
         finally:
-            self._writers.discard(writer)
-            writer.close()
+            self._connections.discard(task)
+            writer.transport.abort() if task.cancelling() else writer.close()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -93,11 +100,9 @@ class Machine:
         elif target == "/process.Process/Start":
             _send(writer, 200, self._started(body), "application/connect+json")
         else:
-            _send(writer, 200, b"{}")
+            _send(writer, 200, b'{"frozen": true}')
 
-    async def _public(
-        self, target: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _public(self, target: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter) -> None:
         if target.startswith("/echo"):
             told = {"target": target, "headers": headers, "length": len(body), "body": body[:100].decode("latin-1")}
             _send(writer, 201, json.dumps(told).encode(), extra="X-Inside: yes\r\nKeep-Alive: timeout=5\r\n")
@@ -264,4 +269,3 @@ class MemoryHost:
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
         self._exit = callback
-

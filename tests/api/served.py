@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from sandbox_gateway.cli import serving
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
-
 from tests.api.memory_host import Machine, MemoryHost
 
 ADMIN_KEY, EXEC_KEY, READ_KEY = "admin-key-0123456789", "exec-key-0123456789", "read-key-0123456789"
@@ -41,6 +41,7 @@ class Served:
         keys.write_text(f"# keys\nroot admin {ADMIN_KEY}\nrunner exec {EXEC_KEY}\n\nlooker read {READ_KEY}\n")
         keys.chmod(0o600)
         server = {"socket": str(self.socket), "listen": f"127.0.0.1:{self.port}", "key_file": str(keys)}
+        server |= sections.pop("server", {})
         data = {"server": server, "host": {"state_root": str(root)}, **sections}
         self.config = Config.model_validate(data)
         self.host = MemoryHost()

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+
 from sandbox_gateway.api.auth import Keys, Permission, needed
 from sandbox_gateway.errors import Invalid
-
 from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
 from tests.api.test_sandboxes import create
 

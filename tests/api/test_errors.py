@@ -29,7 +29,7 @@ def refused(answer: httpx.Response, status: int, kind: str) -> str:
         (b"[]", "must be a JSON object"),
         (b'"text"', "must be a JSON object"),
         (b"", "needs a body"),
-        (b"null", "needs a body"),
+        (b"null", "must be a JSON object"),
         (b'{"templateID": 5}', "templateID"),
         (b"{}", "templateID: this field is required"),
         (b"\xff\xfe", "JSON"),
@@ -37,6 +37,8 @@ def refused(answer: httpx.Response, status: int, kind: str) -> str:
         (b'{"templateID": "base", "timeout": 1e400}', "timeout"),
         (b'{"templateID": "base", "cpuCount": 1' + b"0" * 300 + b"}", "cpuCount"),
         (b"[" * 100_000, "JSON"),
+        (b'{"templateID": "base", "metadata": {"\\ud800": 1}}', "metadata"),
+        (b'{"templateID": "\\ud800"}', "templateID"),
     ],
 )
 def test_bad_bodies(api: httpx.Client, content: bytes, words: str) -> None:
@@ -59,6 +61,8 @@ def test_a_form_is_not_json(api: httpx.Client) -> None:
         {"timeout": -2},
         {"timeout": "soon"},
         {"timeout": True},
+        {"cpuCount": True},
+        {"memoryMB": "512"},
         {"name": "n" * 10_000},
         {"name": "../etc"},
         {"name": ""},

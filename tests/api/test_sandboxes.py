@@ -182,7 +182,8 @@ def test_snapshot_rollback_and_promote(api: httpx.Client) -> None:
 def test_memoryless_in_both_spellings(api: httpx.Client) -> None:
     create(api, name="one")
     for word in (False, "none"):
-        assert api.post("/sandboxes/one/snapshots", json={"memory": word}).json()["memory"] == "none"
+        taken = api.post("/sandboxes/one/snapshots", json={"memory": word})
+        assert taken.status_code == 201 and taken.json()["memory"] == "none", taken.text
     for word in (True, "auto"):
         assert api.post("/sandboxes/one/snapshots", json={"memory": word}).json()["memory"] == "incremental"
     assert api.post("/sandboxes/one/snapshots", json={"memory": "some"}).status_code == 400

@@ -39,6 +39,7 @@ def test_a_build_is_followed_to_its_end(served: Served, api: httpx.Client) -> No
     assert api.get(f"{route}/logs").text.splitlines() == lines
     assert api.get("/templates/made").json()["memoryMB"] == 512
     assert api.delete("/templates/made").status_code == 204
+    assert api.get("/templates/made").status_code == 404
 
 
 def test_a_failed_build_says_why(api: httpx.Client) -> None:

@@ -198,3 +198,21 @@ def test_a_template_is_built_kept_rebuilt_and_removed(doubled: Target, way: dict
     assert rebuilt["template"]["id"] != built["template"]["id"]
     assert rebuilt["template"]["recipe"]["start_command"] == ""
     assert gone["template"] is None
+
+
+def test_a_template_that_is_really_built(target: Target) -> None:
+    def template(**options: Any) -> Task:
+        return {"grove.sandbox.sandbox_template": {"name": target.name("built"), **options}}
+
+    built, rebuilt, _made, hidden = target.prove(
+        template(setup=["echo one >/etc/marker"]),
+        template(setup=["echo two >/etc/marker"]),
+        {"grove.sandbox.sandbox": {"name": target.name("box"), "template": target.name("built")}},
+        template(state="absent", when_unused=True),
+    )
+    assert built["template"]["status"] == rebuilt["template"]["status"] == "ready"
+    assert built["template"]["digest"] != rebuilt["template"]["digest"]
+    assert hidden["templates"] == []
+    (broken,) = target.play(template(setup=["echo a last word", "exit 3"]))
+    if target.prefix:
+        assert broken["failed"] and "a last word" in broken["msg"] and "exit code 3" in broken["msg"], broken

@@ -12,6 +12,8 @@ from tests.support import session
 from tests.support.live import Live
 from tests.support.worlds import KvmXfsWorld, World
 
+pytest.register_assert_rewrite("tests.support.worlds")
+
 KINDS = ("kvm_xfs",)
 
 
@@ -32,6 +34,7 @@ def _shared(world: World) -> Iterator[Live]:
     yield live
     live.empty()
     live.close()
+    world.forget(config)
 
 
 @pytest.fixture
@@ -56,8 +59,12 @@ def fresh(world: World) -> Iterator[Callable[..., Live]]:
     yield start
     for live in made:
         if not live.closed:
-            live.empty()
             live.close()
+    for config in {str(live.config.host.state_root): live.config for live in made}.values():
+        live = Live(world.host(config), config)
+        live.empty()
+        live.close()
+        world.forget(config)
 
 
 @pytest.fixture

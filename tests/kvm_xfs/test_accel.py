@@ -113,6 +113,18 @@ def test_auto_tries_once_and_remembers(
     assert runs.read_text() == "run\nrun\n", "another kernel is another question"
 
 
+def test_without_a_kernel_earlier_kernels_speak(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accel, "_KVM", Path("/dev/null"))
+    monkeypatch.setattr(accel, "_host_kernel", lambda: None)
+    version = probe(cache).qemu_version
+    assert probe(cache).name == "tcg"
+    for host_kernel, booted, name in (("other", True, "tcg"), (os.uname().release, False, "tcg")):
+        cache.write_text(json.dumps({f"{version} {host_kernel} 0123": booted}))
+        assert probe(cache).name == name
+    cache.write_text(json.dumps({f"{version} {os.uname().release} 0123": True}))
+    assert probe(cache).name == "kvm"
+
+
 def test_a_damaged_memory_is_as_none(cache: Path, template_kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel, "_KVM", Path("/dev/null"))
     for text in ("{", "[1]", '{"a": 3}'):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -15,12 +16,14 @@ from typing import Any, Protocol
 import pytest
 
 from sandbox_gateway.config import Config
+from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Abilities, Host
 from sandbox_gateway.hosts.kvm_xfs import qemu
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
+from sandbox_gateway.hosts.kvm_xfs.netns import SlotPool
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import Resources, Snapshot
+from sandbox_gateway.records import Resources, SandboxState, Snapshot, SnapshotKind
 from tests.support import session
 from tests.support.live import Live
 
@@ -33,6 +36,8 @@ class World(Protocol):
 
     kind: str
     abilities: Abilities
+    factory: str
+    """Dotted name of the host's class."""
 
     def config(self, **sections: Any) -> Config:
         """A configuration with a state of its own, which already holds the template TEMPLATE."""
@@ -41,6 +46,12 @@ class World(Protocol):
 
     def traces(self, config: Config) -> dict[str, set[str]]:
         """What the gateway of ``config`` has on the machine, by kind of thing: files, processes, networks, …"""
+
+    def forget(self, config: Config) -> None:
+        """Remove what an emptied gateway that does not run keeps on the machine."""
+
+    def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
+        """What is on the machine is what the engine knows of, no more and no less."""
 
     def break_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let the next captures fail ("forced") after the machine was stopped."""
@@ -60,6 +71,7 @@ class KvmXfsWorld:
 
     kind = "kvm_xfs"
     abilities = KvmXfsHost.abilities
+    factory = "sandbox_gateway.hosts.kvm_xfs.host.KvmXfsHost"
 
     def __init__(self, xfs: Path, cache: Path) -> None:
         self._xfs = xfs
@@ -73,6 +85,7 @@ class KvmXfsWorld:
             assert build.status == "ready", "\n".join(lines)
         finally:
             live.close()
+            asyncio.run(SlotPool(seed.network).destroy())
 
     def config(self, **sections: Any) -> Config:
         root = self._xfs / f"engine-{next(_numbers)}"
@@ -96,6 +109,21 @@ class KvmXfsWorld:
 
     def host(self, config: Config) -> KvmXfsHost:
         return KvmXfsHost(config)
+
+    def forget(self, config: Config) -> None:
+        asyncio.run(SlotPool(config.network).destroy())
+        shutil.rmtree(config.host.state_root)
+
+    def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
+        found = self.traces(config)
+        sandboxes, snapshots = engine.index.sandboxes.values(), engine.index.snapshots.values()
+        running = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.RUNNING]
+        disks = {f"sandboxes/{each.id}/{each.instance}" for each in sandboxes if not each.pause_snapshot}
+        assert found["sandboxes"] == disks | {f"sandboxes/{each.id}/manifest.json" for each in sandboxes}, when
+        built = (SnapshotKind.TEMPLATE, SnapshotKind.BASE)
+        assert found["snapshots"] == {f"snapshots/{each.id}" for each in snapshots if each.kind not in built}, when
+        assert len(found["processes"]) == len(running), (when, found, sandboxes)
+        assert len(found["cgroups"]) in (0, len(running) * len({Path(each).parent for each in found["cgroups"]})), when
 
     def break_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*args: Any) -> None:

@@ -7,32 +7,28 @@
 import gzip
 import hashlib
 import io
-import os
 import sys
 import tarfile
+from pathlib import Path
+
+ALONE = ("README.md", "pyproject.toml", "requirements.txt")
 
 
 def members(source):
     """(name in the package, path) of each file that belongs into it, in a fixed order."""
-    found = [(name, os.path.join(source, name)) for name in ("README.md", "pyproject.toml", "requirements.txt")]
-    for directory, folders, names in os.walk(os.path.join(source, "src")):
-        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.endswith(".egg-info"))
-        for name in sorted(names):
-            if not name.endswith(".pyc"):
-                path = os.path.join(directory, name)
-                found.append((os.path.relpath(path, source), path))
-    return found
+    found = [source / name for name in ALONE] + [path for path in (source / "src").rglob("*") if path.is_file()]
+    names = {path.relative_to(source).as_posix(): path for path in found}
+    return sorted((name, path) for name, path in names.items() if wanted(name))
 
 
-def read(path):
-    with open(path, "rb") as file:
-        return file.read()
+def wanted(name):
+    return not name.endswith(".pyc") and not any(part.endswith(".egg-info") for part in name.split("/"))
 
 
 def digest(source):
     total = hashlib.sha256()
     for name, path in members(source):
-        total.update(("%s\0%s\0" % (name, hashlib.sha256(read(path)).hexdigest())).encode())
+        total.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\0".encode())
     return total.hexdigest()
 
 
@@ -40,17 +36,16 @@ def pack(source, out):
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for name, path in members(source):
-            content = read(path)
-            entry = tarfile.TarInfo("sandbox-gateway/" + name)
+            content = path.read_bytes()
+            entry = tarfile.TarInfo(f"sandbox-gateway/{name}")
             entry.size = len(content)
             entry.mode = 0o644
             archive.addfile(entry, io.BytesIO(content))
-    with open(out, "wb") as file:
-        file.write(gzip.compress(buffer.getvalue(), mtime=0))
+    out.write_bytes(gzip.compress(buffer.getvalue(), mtime=0))
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:
-        print(digest(sys.argv[1]))
+        print(digest(Path(sys.argv[1])))
     else:
-        pack(sys.argv[1], sys.argv[2])
+        pack(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -40,8 +40,7 @@ def purge() -> None:
                     conversation.delete(link.index)
                 except OSError:
                     continue  # it went with its other end
-        for rule in base.load("rctl", {"rules": []})["rules"]:
-            limits.withdraw(rule[0])
+        limits.purge()
         pf_nft.withdraw()
         for name in os.listdir(base.state_dir()):
             if name.endswith(".json"):

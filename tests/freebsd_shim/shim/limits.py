@@ -95,6 +95,17 @@ def withdraw(jail: str) -> None:
         remove_empty(where)
 
 
+def purge() -> None:
+    """Take away every limit of this state directory."""
+    names = set()
+    for controller in CONTROLLERS:
+        where = place(controller, "")
+        if os.path.isdir(where):
+            names |= {entry.name for entry in os.scandir(where) if entry.is_dir()}
+    for name in names:
+        withdraw(name)
+
+
 def remove_empty(where: str) -> None:
     """rmdir the cgroup and those above it that have become empty, up to the shim's own."""
     while "freebsd_shim" in where:

@@ -36,6 +36,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 
+_ERROR_SCHEMA = {"$ref": "#/components/schemas/ErrorShape"}
+
 _health = APIRouter(tags=["gateway"])
 
 
@@ -85,6 +87,9 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         for path, item in document["paths"].items():
             for operation in item.values():
                 operation["responses"].pop("422", None)
+                for status in _ERRORS:
+                    # Also where the good answer is no JSON.
+                    operation["responses"][str(status)]["content"] = {"application/json": {"schema": _ERROR_SCHEMA}}
                 if path in OPEN_PATHS:
                     operation["security"] = []
         components = document["components"]

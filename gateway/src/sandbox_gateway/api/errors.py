@@ -49,7 +49,8 @@ def clip(text: str, limit: int) -> str:
 
 
 def body_of(status: int, kind: str, message: str, blockers: Sequence[str] = ()) -> dict[str, Any]:
-    sentence = clip(message, LONGEST)
+    # What a caller sent may hold halves of characters, which no answer can carry.
+    sentence = clip(message, LONGEST).encode(errors="replace").decode()
     return {"code": status, "message": sentence, "error": sentence, "kind": kind, "blockers": list(blockers)}
 
 
@@ -91,6 +92,8 @@ def _routing(request: Request, error: HTTPException) -> tuple[str, str]:
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow") or "another method"
         return "invalid", f"{asked} is not offered: this route takes {allowed}"
+    if error.status_code == 400:
+        return "invalid", "the body cannot be read: send a JSON object, with Content-Type: application/json"
     return "invalid", f"{asked}: {error.detail}"
 
 

@@ -23,7 +23,9 @@ AnyRef = Annotated[str, Field(min_length=1, max_length=LONGEST_REF)]
 
 def _never(value: object) -> object:
     """-1, the dialects' word for never, is None here."""
-    return None if isinstance(value, int | float) and not isinstance(value, bool) and value == -1 else value
+    if isinstance(value, bool):
+        raise ValueError("a number of seconds is needed, or -1 for never")
+    return None if value == -1 else value
 
 
 Seconds = Annotated[float, Field(ge=0, le=_CENTURY, allow_inf_nan=False)]
@@ -71,9 +73,9 @@ class AutoResume(Body):
 class Sizes(Body):
     """Absent: as the snapshot has it."""
 
-    cpus: int | None = Field(None, alias="cpuCount", ge=1, le=256)
-    memory_mb: int | None = Field(None, alias="memoryMB", ge=64, le=1 << 20)
-    disk_mb: int | None = Field(None, alias="diskSizeMB", ge=64, le=1 << 26)
+    cpus: int | None = Field(None, alias="cpuCount", strict=True, ge=1, le=256)
+    memory_mb: int | None = Field(None, alias="memoryMB", strict=True, ge=64, le=1 << 20)
+    disk_mb: int | None = Field(None, alias="diskSizeMB", strict=True, ge=64, le=1 << 26)
 
 
 class Forked(Sizes):
@@ -128,9 +130,9 @@ class CreateSandbox(Forked):
 class Fork(Forked):
     """`count` siblings, or one for each of `names`."""
 
-    count: int | None = Field(None, ge=1, le=MOST_FORKS)
+    count: int | None = Field(None, strict=True, ge=1, le=MOST_FORKS)
     names: list[Name] | None = Field(None, min_length=1, max_length=MOST_FORKS)
-    concurrency: int | None = Field(None, ge=1, le=256)
+    concurrency: int | None = Field(None, strict=True, ge=1, le=256)
     atomic: bool = Field(True, description="All or none; false: as many as can be, with the errors of the others.")
 
     @property

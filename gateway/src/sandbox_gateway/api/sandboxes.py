@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
@@ -313,5 +312,5 @@ def _no_reboot(body: requests.Resume, sandbox: Sandbox) -> None:
 def _decoded(stdin: str) -> bytes | None:
     try:
         return base64.b64decode(stdin, validate=True) if stdin else None
-    except binascii.Error:
+    except ValueError:
         raise Invalid("stdin: this is not base64") from None

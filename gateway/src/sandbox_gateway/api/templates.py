@@ -58,7 +58,11 @@ async def show(ref: Ref, engine: EngineDep) -> shapes.TemplateShape:
     try:
         return _ready(engine, engine.template(ref))
     except NotFound:
-        return shapes.building_shape(engine.build(ref))
+        build = engine.build(ref)
+        if build.status == "ready":
+            # It was built, and removed since.
+            raise
+        return shapes.building_shape(build)
 
 
 @router.put("/templates/{ref}/alias", response_model_exclude_unset=True, summary="Give it one more name")

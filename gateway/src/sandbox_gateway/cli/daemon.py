@@ -84,6 +84,9 @@ def main() -> None:
     except GatewayError as error:
         print(f"sandbox-gateway: {error.message}", file=sys.stderr)
         sys.exit(EXIT_FAILED_START)
+    except OSError as error:
+        print(f"sandbox-gateway: {error}", file=sys.stderr)
+        sys.exit(EXIT_FAILED_START)
 
 
 if __name__ == "__main__":

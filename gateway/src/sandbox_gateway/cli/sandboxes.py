@@ -117,7 +117,11 @@ def exec_(
 
     call = settings(ctx, as_json)
     seconds = words.seconds(timeout)
-    body: dict[str, Any] = {"args": command, "timeout": _A_WEEK if seconds < 0 else seconds}
+    # Options end at SANDBOX, so that PROGRAM may have its own; the customary `--` is then one of the words.
+    args = command[1:] if command[0] == "--" else command
+    if not args:
+        raise Failure("there is no program to run", Exit.USAGE, "sandboxctl exec SANDBOX -- PROGRAM [ARGUMENT…]")
+    body: dict[str, Any] = {"args": args, "timeout": _A_WEEK if seconds < 0 else seconds}
     body |= {key: value for key, value in (("cwd", cwd), ("user", user)) if value}
     if env:
         body["env"] = words.pairs(env, "an environment variable")

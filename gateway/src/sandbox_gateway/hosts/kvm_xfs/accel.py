@@ -46,7 +46,7 @@ async def probe(config: KvmXfs, cache: Path, kernel: Path | None = None) -> Acce
     """Check QEMU, then choose the accelerator; with `auto`, by booting ``kernel`` (default: the host's own) on KVM.
 
     The outcome is remembered in the JSON file ``cache`` for this QEMU, host kernel and guest kernel; remove the
-    file to have it tried again. Without any kernel to boot it is TCG, until a call brings one.
+    file to have it tried again. Without any kernel to boot it is what an earlier one showed, else TCG.
     Raises BackendFailed when QEMU is missing or cannot do what captures need.
     """
     version = await _check_qemu(config)
@@ -58,11 +58,14 @@ async def probe(config: KvmXfs, cache: Path, kernel: Path | None = None) -> Acce
         return Accel("kvm", "host", version, "the configuration says so")
     if unusable := _kvm_unusable():
         return Accel("tcg", "max", version, unusable)
+    remembered = await asyncio.to_thread(_recall, cache)
+    here = f"{version} {os.uname().release} "
     kernel = kernel or await asyncio.to_thread(_host_kernel)
     if kernel is None:
+        if any(booted for key, booted in remembered.items() if key.startswith(here)):
+            return Accel("kvm", "host", version, "a kernel booted on KVM before")
         return Accel("tcg", "max", version, "there is no kernel yet to try KVM with")
-    key = " ".join((version, os.uname().release, await asyncio.to_thread(_digest, kernel)))
-    remembered = await asyncio.to_thread(_recall, cache)
+    key = here + await asyncio.to_thread(_digest, kernel)
     if key not in remembered:
         log.info("trying KVM", kernel=str(kernel), seconds=config.probe_seconds)
         remembered[key] = await boots(config, kernel, accelerator="kvm", cpu_model="host")

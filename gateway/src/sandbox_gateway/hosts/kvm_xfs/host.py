@@ -98,12 +98,12 @@ class KvmXfsHost:
 
     async def scan(self) -> Scan:
         scan = Scan()
-        for parent, kind in ((self._layout.templates, Snapshot), (self._layout.snapshots, Snapshot)):
-            self._sweep(parent, scan)
+        for parent in (self._layout.templates, self._layout.snapshots, self._layout.sandboxes):
+            scan.repaired += [f"removed {name}, which was never finished" for name in layout.sweep(parent)]
+        for parent in (self._layout.templates, self._layout.snapshots):
             for directory in layout.directories(parent):
                 with self._quarantining(directory, scan):
-                    scan.snapshots.append(_whole(directory, layout.read_manifest(directory, kind)))
-        self._sweep(self._layout.sandboxes, scan)
+                    scan.snapshots.append(_whole(directory, layout.read_manifest(directory, Snapshot)))
         for directory in layout.directories(self._layout.sandboxes):
             if not (directory / layout.MANIFEST).exists():
                 continue  # never committed: _remove_strays removes it, when its machine is gone
@@ -112,11 +112,6 @@ class KvmXfsHost:
         await self._adopt(scan)
         self._remove_strays(scan)
         return scan
-
-    def _sweep(self, parent: Path, scan: Scan) -> None:
-        for partial in layout.partials(parent):
-            shutil.rmtree(partial)
-            scan.repaired.append(f"removed {partial.name}, which was never finished")
 
     @contextlib.contextmanager
     def _quarantining(self, directory: Path, scan: Scan) -> Iterator[None]:
@@ -145,6 +140,9 @@ class KvmXfsHost:
         for instance, (pid, label) in keep.items():
             machine = Machine(pid, self._layout.instance(wanted[instance]))
             self._watch(instance, machine, self._slots.adopt(_slot_of(label)))
+            # A gateway that died during a capture left it standing still.
+            if await machine.go_on():
+                scan.repaired.append(f"the machine {instance} stood still: it goes on")
             scan.alive.add(instance)
 
     def _remove_strays(self, scan: Scan) -> None:
@@ -154,7 +152,6 @@ class KvmXfsHost:
                 shutil.rmtree(directory)
                 scan.repaired.append(f"removed the disk {directory.name}, which belonged to nothing")
         for directory in layout.directories(self._layout.sandboxes):
-            self._sweep(directory, scan)
             if not (directory / layout.MANIFEST).exists():
                 shutil.rmtree(directory)
                 scan.repaired.append(f"removed the sandbox {directory.name}, which was never finished")

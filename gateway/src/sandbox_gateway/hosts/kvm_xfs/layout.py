@@ -95,7 +95,7 @@ def read_manifest(directory: Path, kind: type[Record]) -> Record:
 def write_manifest(directory: Path, record: BaseModel) -> None:
     """Write the record so that after a crash either the old or the new one is there, whole."""
     text = json.dumps(record.model_dump(mode="json"), indent=1)
-    fresh = directory / f".{MANIFEST}.new"
+    fresh = directory / f"{PARTIAL}{MANIFEST}"
     with fresh.open("w") as file:
         os.fchmod(file.fileno(), 0o600)
         file.write(text)
@@ -142,8 +142,16 @@ def remove_tree(directory: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def partials(directory: Path) -> list[Path]:
-    return [entry for entry in sorted(directory.iterdir()) if entry.name.startswith(PARTIAL)]
+def sweep(parent: Path) -> list[str]:
+    """Remove what was never finished in ``parent`` and in its directories; returns the names."""
+    swept = []
+    for entry in [*parent.glob(f"{PARTIAL}*"), *parent.glob(f"*/{PARTIAL}*")]:
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+        swept.append(entry.name)
+    return swept
 
 
 def directories(parent: Path) -> list[Path]:

@@ -142,6 +142,13 @@ class Machine:
     async def cont(self) -> None:
         await self.execute("cont")
 
+    async def go_on(self) -> bool:
+        """Let the machine run if it stands still; says whether it did."""
+        status = cast("dict[str, str]", await self.execute("query-status"))["status"]
+        if status == "paused":
+            await self.cont()
+        return status == "paused"
+
     async def save_devices(self, filename: str) -> None:
         """Write the device state (not RAM) of the stopped machine to ``filename``, a name from ``lent``."""
         # live=False: the disk stays ours; with live=True QEMU would give it up as for a migration.

@@ -402,7 +402,9 @@ def _keyrings(mirrors: list[str]) -> list[str]:
 
 
 def _worth_telling(line: str) -> bool:
-    return line.startswith(("I: ", "W: ", "E: ", "Setting up "))
+    # The download is "unsandboxed" because no other user may look into our working directory.
+    ours = line.startswith("I: running --") or "performed unsandboxed" in line
+    return line.startswith(("I: ", "W: ", "E: ", "Setting up ")) and not ours
 
 
 def _commit_tarball(made: Path, cached: Path) -> None:

@@ -1,0 +1,1 @@
+"""What this software costs, each number beside the floor measured in the same run. See README.md."""

@@ -1,0 +1,133 @@
+"""What a bench hands back: measures, each a list of samples with a unit, and what they are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from benchmarks.context import Context
+
+Unit = Literal["ms", "bytes", "count"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What must hold: ``p50`` (in the measure's unit) or ``ratio`` (p50 over the floor's p50) at most ``limit``."""
+
+    of: Literal["p50", "ratio"]
+    limit: float
+
+
+@dataclass
+class Measure:
+    """Samples of one thing. ``floor`` names the measure of the same result that it cannot be better than."""
+
+    key: str
+    title: str
+    unit: Unit
+    samples: list[float] = field(default_factory=list)
+    floor: str = ""
+    target: Target | None = None
+    part_of: str = ""
+    """The measure whose time this one is a part of; parts are shown indented, and drawn as a bar."""
+
+    @property
+    def p50(self) -> float:
+        return percentile(self.samples, 50)
+
+    @property
+    def p95(self) -> float:
+        return percentile(self.samples, 95)
+
+
+@dataclass
+class Result:
+    """All that one bench measured. ``settings``: what decides the numbers; ``notes``: sentences for the reader."""
+
+    name: str
+    title: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    measures: dict[str, Measure] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def measure(
+        self,
+        key: str,
+        title: str,
+        unit: Unit = "ms",
+        *,
+        samples: Sequence[float] = (),
+        floor: str = "",
+        target: Target | None = None,
+        part_of: str = "",
+    ) -> Measure:
+        """Add a measure; shown in the order of adding."""
+        made = Measure(key, title, unit, [float(sample) for sample in samples], floor, target, part_of)
+        self.measures[key] = made
+        return made
+
+    def parts(self, of: str, titles: Mapping[str, str], samples: Mapping[str, Sequence[float]]) -> None:
+        """Add a part of the measure ``of`` for each key of ``titles`` that there are samples of."""
+        for key, title in titles.items():
+            if samples.get(key):
+                self.measure(f"{of}.{key}", title, samples=samples[key], part_of=of)
+
+    def ratio(self, measure: Measure) -> float | None:
+        """p50 over the floor's p50; None where there is no floor, or it is 0."""
+        floor = self.measures.get(measure.floor)
+        if floor is None or not floor.samples or not measure.samples or not floor.p50:
+            return None
+        return measure.p50 / floor.p50
+
+    def met(self, measure: Measure) -> bool | None:
+        """Does the target hold? None: there is none, or nothing was measured."""
+        if measure.target is None or not measure.samples:
+            return None
+        value = measure.p50 if measure.target.of == "p50" else self.ratio(measure)
+        return None if value is None else value <= measure.target.limit
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "settings": self.settings,
+            "notes": self.notes,
+            "measures": {key: self._measure_json(measure) for key, measure in self.measures.items()},
+        }
+
+    def _measure_json(self, measure: Measure) -> dict[str, Any]:
+        samples = measure.samples
+        found: dict[str, Any] = {"title": measure.title, "unit": measure.unit, "n": len(samples)}
+        if samples:
+            found |= {
+                "p50": round(measure.p50, 3),
+                "p95": round(measure.p95, 3),
+                "min": round(min(samples), 3),
+                "max": round(max(samples), 3),
+            }
+        if measure.part_of:
+            found["part_of"] = measure.part_of
+        if measure.floor:
+            ratio = self.ratio(measure)
+            found |= {"floor": measure.floor, "ratio": None if ratio is None else round(ratio, 3)}
+        if measure.target:
+            found["target"] = {"of": measure.target.of, "limit": measure.target.limit, "met": self.met(measure)}
+        found["samples"] = [round(sample, 3) for sample in samples]
+        return found
+
+
+class Bench(Protocol):
+    """One file in ``benches/``; listed in ``benches.BENCHES``."""
+
+    name: str
+    title: str
+
+    def run(self, ctx: Context) -> Result: ...
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """Linear between the two nearest samples; 0 where there are none."""
+    return float(np.percentile(samples, percent)) if samples else 0.0

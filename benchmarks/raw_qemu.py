@@ -1,0 +1,322 @@
+"""The floor of a KVM/XFS host: QEMU started with the gateway's own command line, and no gateway in between.
+
+Files, network slot and sockets are made before the clock starts. What remains is what any program that starts this
+QEMU on these files must wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sandbox_gateway.hosts.kvm_xfs import qemu, reflink
+from sandbox_gateway.hosts.kvm_xfs.layout import Instance, Layout
+from sandbox_gateway.hosts.kvm_xfs.netns import AGENT_PORT, GUEST_MAC, Slot, SlotPool
+from sandbox_gateway.hosts.kvm_xfs.qemu import Platform, Shape
+from sandbox_gateway.records import NetworkPolicy, Snapshot
+from tests.support import session
+from tests.support.live import Live
+
+_CLONE_NEWNET = 0x40000000
+_SECONDS = 30.0
+_ATTEMPT_EVERY = 0.002
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds since just before the process was made."""
+
+    answered: float
+    """QEMU answered qmp_capabilities and query-status: its main loop runs."""
+    running: float
+    """The device state is loaded and the guest goes on."""
+
+
+class RawMachine:
+    """One QEMU of our own. ``start`` it, look at it, ``end`` it; it can be started again."""
+
+    def __init__(self, files: Instance, shape: Shape, slot: Slot, state: Path) -> None:
+        self.files = files
+        self.slot = slot
+        self._shape = shape
+        self._state = state
+        self._monitor: _Monitor | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the machine is not started"
+        return self._process.pid
+
+    def start(self, *, stepwise: bool = False) -> Times:
+        """Start and wait until the guest goes on.
+
+        ``stepwise``: the state is loaded by a command once QEMU has answered, so that the two can be told apart.
+        """
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
+            address = f"\0bench-{uuid.uuid4()}"
+            listener.bind(address)
+            listener.listen(1)
+            with self._state.open("rb") as state, self.files.log.open("ab") as output:
+                argv = qemu.arguments(self._shape, self.files, qmp_fd=listener.fileno(), state_fd=state.fileno())
+                if stepwise:
+                    argv[argv.index("-incoming") + 1] = "defer"
+                started = self._spawn(argv, [listener.fileno(), state.fileno()], output.fileno())
+                self._monitor = monitor = _Monitor(address)
+                monitor.execute("qmp_capabilities")
+                status = monitor.execute("query-status")
+                answered = time.perf_counter()
+                if stepwise:
+                    monitor.execute("migrate-incoming", {"uri": f"fd:{state.fileno()}"})
+                while status["status"] != "running":
+                    monitor.wait_event("RESUME", 0.005)
+                    status = monitor.execute("query-status")
+                running = time.perf_counter()
+        return Times((answered - started) * 1000, (running - started) * 1000)
+
+    def idle(self) -> None:
+        """Start QEMU with nothing in it: no state is loaded, no guest runs."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
+            address = f"\0bench-{uuid.uuid4()}"
+            listener.bind(address)
+            listener.listen(1)
+            with self._state.open("rb") as state, self.files.log.open("ab") as output:
+                argv = qemu.arguments(self._shape, self.files, qmp_fd=listener.fileno(), state_fd=state.fileno())
+                argv[argv.index("-incoming") + 1] = "defer"
+                self._spawn(argv, [listener.fileno()], output.fileno())
+                self._monitor = _Monitor(address)
+                self._monitor.execute("qmp_capabilities")
+
+    def execute(self, command: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
+        assert self._monitor is not None, "the machine is not started"
+        return self._monitor.execute(command, arguments)
+
+    def lend(self, descriptor: int) -> str:
+        """Lend an open file to QEMU; returns the name it has there."""
+        assert self._monitor is not None, "the machine is not started"
+        return self._monitor.lend(descriptor)
+
+    def connect(self) -> None:
+        """Return once the guest has accepted a connection to its agent's port."""
+        deadline = time.perf_counter() + _SECONDS
+        waiting: list[socket.socket] = []
+        try:
+            while time.perf_counter() < deadline:
+                attempt = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+                waiting.append(attempt)
+                with contextlib.suppress(BlockingIOError):
+                    attempt.connect((self.slot.host_address, AGENT_PORT))
+                _, ready, _ = select.select([], waiting[-16:], [], _ATTEMPT_EVERY)
+                if any(each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0 for each in ready):
+                    return
+        finally:
+            for each in waiting:
+                each.close()
+        raise RuntimeError(f"the guest did not answer within {_SECONDS:g} s: {self._said()}")
+
+    def end(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait(_SECONDS)
+            self._process = None
+
+    def _spawn(self, argv: list[str], pass_fds: list[int], output: int) -> float:
+        """Start QEMU in the slot's network namespace; returns the time just before."""
+        started = 0.0
+
+        def inside() -> None:  # in a thread that ends with this, so that no other is ever in that namespace
+            nonlocal started
+            with self.slot.path.open("rb") as namespace:
+                if _libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+                    raise OSError(ctypes.get_errno(), f"setns {self.slot.path}")
+            started = time.perf_counter()
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=pass_fds,
+                start_new_session=True,
+                cwd="/",
+            )
+
+        thread = threading.Thread(target=inside)
+        thread.start()
+        thread.join()
+        if self._process is None:
+            raise RuntimeError(f"QEMU could not be started in {self.slot.path}")
+        return started
+
+    def _said(self) -> str:
+        return self.files.log.read_text(errors="replace").strip()[-500:]
+
+
+class RawQemu:
+    """A pool of such machines on one snapshot, each with its disk, its slot and its user, as the gateway would."""
+
+    def __init__(self, live: Live, platform: Platform, snapshot: Snapshot, directory: Path) -> None:
+        self._live = live
+        self._platform = platform
+        self._snapshot = snapshot
+        self._source = Layout(live.config.host.state_root).snapshot(snapshot)
+        self._directory = directory
+        network = live.config.network.model_copy(update={**session.network(), "pool": 0})
+        self._uid_base = live.config.kvm_xfs.uid_base
+        self._prefix = network.prefix
+        # Made on the loop: it has events of its own.
+        self._slots: SlotPool = live.call(SlotPool, network, uid_base=self._uid_base)
+        self._machines: list[RawMachine] = []
+
+    def __enter__(self) -> RawQemu:
+        self._directory.mkdir(mode=0o711)
+        self._live.do(self._slots.open(set()))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for machine in self._machines:
+            machine.end()
+        for machine in self._machines:
+            self._live.do(self._slots.release(machine.slot))
+        self._live.do(self._slots.destroy())
+        _remove(self._directory)
+
+    def machines(self, count: int) -> list[RawMachine]:
+        """``count`` machines, not started; those made before are handed out again, on fresh disks."""
+        while len(self._machines) < count:
+            self._machines.append(self._made(len(self._machines)))
+        for machine in self._machines[:count]:
+            machine.end()
+            machine.files.disk.unlink()
+            reflink.clone(self._source / "rootfs.img", machine.files.disk)
+        return self._machines[:count]
+
+    def start_together(self, count: int, at_once: int) -> float:
+        """Start ``count`` machines, ``at_once`` at a time, all running at the end; returns milliseconds."""
+        machines = self.machines(count)
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(lambda machine: None, machines))  # threads are there before the clock starts
+            started = time.perf_counter()
+            list(pool.map(lambda machine: machine.start(), machines))
+            return (time.perf_counter() - started) * 1000
+
+    def _made(self, number: int) -> RawMachine:
+        slot = self._live.do(self._slots.take(NetworkPolicy()))
+        files = Instance(self._directory / str(number))
+        files.directory.mkdir(mode=0o711)
+        files.run.mkdir(mode=0o700)
+        reflink.clone(self._source / "rootfs.img", files.disk)
+        for target, name in ((files.kernel, "kernel"), (files.initrd, "initrd"), (files.memory, "memory.img")):
+            target.hardlink_to(self._source / name)
+        kvm_xfs = self._live.config.kvm_xfs
+        shape = Shape(
+            label=f"{self._prefix}-{slot.number}-raw",
+            qemu=kvm_xfs.qemu,
+            platform=self._platform,
+            cpus=self._snapshot.resources.cpus,
+            memory_mb=self._snapshot.resources.memory_mb,
+            guest_mac=GUEST_MAC,
+            tap=slot.tap,
+            netns=slot.path,
+            uid=self._uid_base + slot.number if self._uid_base else 0,
+            generation=str(uuid.uuid4()),
+        )
+        return RawMachine(files, shape, slot, self._source / "device.state")
+
+
+class _Monitor:
+    """QMP over a plain socket: one command at a time, the least there can be."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._socket.settimeout(_SECONDS)
+        self._socket.connect(address)
+        self._data = b""
+        self._events: list[str] = []
+        self._message()  # the greeting
+
+    def execute(self, command: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
+        self._socket.sendall(json.dumps({"execute": command, "arguments": arguments or {}}).encode())
+        return self._answer(command)
+
+    def lend(self, descriptor: int) -> str:
+        socket.send_fds(self._socket, [b'{"execute": "add-fd"}'], [descriptor])
+        return f"/dev/fdset/{self._answer('add-fd')['fdset-id']}"
+
+    def wait_event(self, name: str, seconds: float) -> None:
+        """Return when the event has come, or the time is up."""
+        deadline = time.perf_counter() + seconds
+        while name not in self._events and (left := deadline - time.perf_counter()) > 0:
+            if b"\n" in self._data or select.select([self._socket], [], [], left)[0]:
+                self._note(self._message())
+        self._events.clear()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _answer(self, command: str) -> dict[str, Any]:
+        while True:
+            message = self._message()
+            if "return" in message:
+                found: dict[str, Any] = message["return"]
+                return found
+            if "error" in message:
+                raise RuntimeError(f"QEMU refused {command}: {message['error']}")
+            self._note(message)
+
+    def _note(self, message: dict[str, Any]) -> None:
+        if "event" in message:
+            self._events.append(message["event"])
+
+    def _message(self) -> dict[str, Any]:
+        while b"\n" not in self._data:
+            received = self._socket.recv(1 << 16)
+            if not received:
+                raise RuntimeError("QEMU went away")
+            self._data += received
+        line, self._data = self._data.split(b"\n", 1)
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+
+def memory_of(pid: int) -> Iterator[tuple[str, int]]:
+    """(name, bytes) of each sum in /proc/PID/smaps_rollup: Rss, Pss, Private_Dirty, …"""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
+        name, value, *_ = line.split()
+        yield name.removesuffix(":"), int(value) * 1024
+
+
+def _remove(directory: Path) -> None:
+    for path in sorted(directory.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    directory.rmdir()
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if not _meminfo() else _meminfo()
+
+
+def _meminfo() -> int:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,89 @@
+"""Stopwatches put around the product's functions from outside, for as long as a bench runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Stop = tuple[object, str]
+"""A class or module, and the name of the function in it."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One call; both on the clock of ``time.perf_counter``, in seconds."""
+
+    start: float
+    end: float
+
+    @property
+    def ms(self) -> float:
+        return (self.end - self.start) * 1000
+
+
+class Timers:
+    """``watching({key: (owner, name)})`` records every call of these functions meanwhile.
+
+    A function that is not there (it was renamed) is left out and named in ``missing``: the rest is still right.
+    """
+
+    def __init__(self) -> None:
+        self._spans: dict[str, list[Span]] = defaultdict(list)
+        self.missing: list[str] = []
+
+    @contextlib.contextmanager
+    def watching(self, places: dict[str, Stop]) -> Iterator[Timers]:
+        with contextlib.ExitStack() as undo:
+            for key, (owner, name) in places.items():
+                plain = inspect.getattr_static(owner, name, None)
+                if plain is None:
+                    self.missing.append(f"{getattr(owner, '__name__', owner)}.{name}")
+                    continue
+                setattr(owner, name, self._wrapped(key, plain))
+                undo.callback(setattr, owner, name, plain)
+            yield self
+
+    def take(self) -> dict[str, list[Span]]:
+        """What was recorded since the last call of this."""
+        taken, self._spans = dict(self._spans), defaultdict(list)
+        return taken
+
+    def _wrapped(self, key: str, plain: Any) -> Any:
+        if isinstance(plain, classmethod | staticmethod):
+            return type(plain)(self._wrapped(key, plain.__func__))
+        if inspect.iscoroutinefunction(plain):
+
+            @functools.wraps(plain)
+            async def waited(*args: Any, **kwargs: Any) -> Any:
+                with self._recording(key):
+                    return await plain(*args, **kwargs)
+
+            return waited
+
+        @functools.wraps(plain)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with self._recording(key):
+                return plain(*args, **kwargs)
+
+        return called
+
+    @contextlib.contextmanager
+    def _recording(self, key: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spans[key].append(Span(start, time.perf_counter()))
+
+
+def milliseconds(work: Callable[[], Any]) -> tuple[Any, float]:
+    """What ``work`` returns, and how long it took in milliseconds."""
+    start = time.perf_counter()
+    answer = work()
+    return answer, (time.perf_counter() - start) * 1000

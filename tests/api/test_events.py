@@ -1,0 +1,103 @@
+"""The stream of events, and requests whose client goes away."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.served import Served
+from tests.api.test_sandboxes import create
+
+
+def collect(served: Served, operation: str, until: str, ready: threading.Event) -> list[tuple[str, dict[str, Any]]]:
+    found: list[tuple[str, dict[str, Any]]] = []
+    kind = ""
+    with served.client() as client, client.stream("GET", "/events", params={"operation": operation}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for line in answer.iter_lines():
+            if line == ": connected":
+                ready.set()
+            elif line.startswith("event: "):
+                kind = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                found.append((kind, json.loads(line.removeprefix("data: "))))
+                if kind == until and found[-1][1].get("done") == found[-1][1].get("total"):
+                    return found
+    return found
+
+
+def listen(served: Served, operation: str, until: str) -> tuple[threading.Thread, list[tuple[str, dict[str, Any]]]]:
+    found: list[tuple[str, dict[str, Any]]] = []
+    ready = threading.Event()
+    thread = threading.Thread(target=lambda: found.extend(collect(served, operation, until, ready)), daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    return thread, found
+
+
+def test_an_operation_reports_its_progress_and_nothing_else(served: Served, api: httpx.Client) -> None:
+    create(api, name="one")
+    thread, found = listen(served, "abc123", "fork.progress")
+    create(api, name="other")
+    made = api.post("/sandboxes/one/clone", json={"count": 3}, headers={"X-Operation-Id": "abc123"})
+    assert made.status_code == 201
+    thread.join(10)
+    assert [(kind, data["done"], data["total"]) for kind, data in found] == [
+        ("fork.progress", number, 3) for number in (1, 2, 3)
+    ]
+    assert all(data["operation"] == "abc123" and data["sandboxID"] and data["at"] for _, data in found)
+
+
+def test_every_change_is_told(served: Served, api: httpx.Client) -> None:
+    thread, found = listen(served, "", "sandbox.killed")
+    made = create(api, name="one")
+    api.delete("/sandboxes/one")
+    thread.join(10)
+    assert [(kind, data["sandboxID"]) for kind, data in found] == [
+        ("sandbox.created", made["sandboxID"]),
+        ("sandbox.killed", made["sandboxID"]),
+    ]
+
+
+def test_listeners_are_forgotten(served: Served, api: httpx.Client) -> None:
+    before = len(served.engine.events._queues)
+    for _ in range(3):
+        thread, _ = listen(served, "", "sandbox.killed")
+        create(api, name="one")
+        api.delete("/sandboxes/one")
+        thread.join(10)
+    deadline = time.monotonic() + 5
+    while len(served.engine.events._queues) > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(served.engine.events._queues) == before
+
+
+@pytest.mark.parametrize("route", ["/sandboxes", "/snapshots/s1/fork", "/sandboxes/one/clone"])
+def test_a_client_that_goes_away_leaves_nothing_half_made(served: Served, api: httpx.Client, route: str) -> None:
+    create(api, name="one")
+    api.post("/sandboxes/one/snapshots", json={"name": "s1"})
+    before = served.host.forked
+    served.host.slow = 1.0
+    with served.client() as hasty, pytest.raises(httpx.ReadTimeout):
+        hasty.post(route, json={"templateID": "base", "count": 2}, timeout=0.3)
+    deadline = time.monotonic() + 5
+    while served.host.forked == before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(1.2)
+    assert served.host.forked > before, "the fork was under way"
+    assert [item["name"] for item in api.get("/sandboxes").json()] == ["one"]
+    assert len(served.host.machines) == 1
+
+
+def test_a_program_outlives_no_client_and_no_other_request_waits(served: Served, api: httpx.Client) -> None:
+    create(api, name="one")
+    with served.client() as hasty, pytest.raises(httpx.ReadTimeout):
+        hasty.post("/sandboxes/one/exec", json={"args": ["sleep", "30"]}, timeout=0.3)
+    begun = time.monotonic()
+    assert api.delete("/sandboxes/one").status_code == 204
+    assert time.monotonic() - begun < 5

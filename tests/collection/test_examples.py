@@ -1,0 +1,44 @@
+"""The examples of the modules' documentation are run, as they stand, one after another."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.collection.runner import Target, Task
+from tests.support.session import REPOSITORY
+
+MODULES = sorted((REPOSITORY / "plugins" / "modules").glob("*.py"))
+BEFORE: dict[str, list[Task]] = {
+    "sandbox_snapshot": [{"grove.sandbox.sandbox": {"name": ["web", "db"], "template": "base"}}],
+    "sandbox_fork": [
+        {"grove.sandbox.sandbox": {"name": "web", "template": "base"}},
+        {"grove.sandbox.sandbox_snapshot": {"name": "golden", "sandbox": "web"}},
+    ],
+    "sandbox_rollback": [
+        {"grove.sandbox.sandbox": {"name": ["web", "ci-1", "ci-2", "ci-3"], "template": "base"}},
+        {"grove.sandbox.sandbox_snapshot": {"name": ["before-upgrade", "golden"], "sandbox": "web"}},
+    ],
+}
+
+
+def examples(module: Path) -> list[Task]:
+    for node in ast.parse(module.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "EXAMPLES":
+            found: Any = yaml.safe_load(ast.literal_eval(node.value))
+            assert isinstance(found, list)
+            return found
+    raise AssertionError(f"{module.name} has no examples")
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.stem)
+def test_examples_run_and_change_something(doubled: Target, module: Path) -> None:
+    before = BEFORE.get(module.stem, [])
+    results = doubled.play(*before, *examples(module))
+    for result in results:
+        assert not result.get("failed"), result["msg"]
+    assert all(result["changed"] for result in results[len(before) :]), results
