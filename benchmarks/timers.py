@@ -9,8 +9,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Stop = tuple[object, str]
 """A class or module, and the name of the function in it."""
 
@@ -82,7 +83,7 @@ class Timers:
             self._spans[key].append(Span(start, time.perf_counter()))
 
 
-def milliseconds(work: Callable[[], Any]) -> tuple[Any, float]:
+def milliseconds(work: Callable[[], T]) -> tuple[T, float]:
     """What ``work`` returns, and how long it took in milliseconds."""
     start = time.perf_counter()
     answer = work()

@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from tests import leaks
-from tests.support import session
+from tests.support import jail_world, session
 from tests.support.gateway import TEMPLATE, Gateway, build_template
+from tests.support.jail_world import JailZfsWorld
+from tests.support.worlds import KvmXfsWorld
 from tests.support.xfs import LoopXfs
 
 # What fails early and quickly comes first; what needs most of the machine comes last.
-_ORDER = ("unit", "agent", "kvm_xfs", "engine", "api", "cli", "collection", "roles")
+_ORDER = ("unit", "agent", "api", "cli", "freebsd_shim", "jail_zfs", "kvm_xfs", "engine", "gateway", "collection", "roles")
 
 _before: leaks.Inventory | None = None
 
@@ -71,6 +73,19 @@ def xfs_root(need_root: None) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
+def kvm_xfs_world(xfs_root: Path) -> KvmXfsWorld:
+    """Engines inside the test's process on a KVM/XFS host."""
+    return KvmXfsWorld(xfs_root, session.cache_dir())
+
+
+@pytest.fixture(scope="session")
+def jail_zfs_world(need_root: None) -> Iterator[JailZfsWorld]:
+    """Engines inside the test's process on a jail/ZFS host, with FreeBSD's commands on Linux."""
+    with jail_world.jail_zfs_world() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
 def make_gateway(xfs_root: Path) -> Iterator[Callable[..., Gateway]]:
     """Start gateways that live as long as the run (what most tests want is ``gateway``)."""
     yield from _factory(xfs_root, None)
@@ -91,7 +106,7 @@ def template(shared_gateway: Gateway) -> str:
 
 @pytest.fixture
 def gateway(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Gateway]]:
-    """``gateway(**config)`` starts a fresh gateway that already has the template; ``gateway(seed=False)``: without.
+    """``gateway({section: {key: value}})`` starts a fresh gateway; without ``seed_template=False`` it has the template.
 
     The template's directory is a reflink copy of the shared one's: the file system is all the state there is.
     """

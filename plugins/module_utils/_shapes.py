@@ -175,5 +175,5 @@ def moment(text: str | None) -> datetime | None:
     found = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", text or "")
     if found is None or found.group(1) == "9999":
         return None
-    parts = [int(part) for part in found.groups()]
-    return datetime(*parts, tzinfo=timezone.utc)
+    year, month, day, hour, minute, second = (int(part) for part in found.groups())
+    return datetime(year, month, day, hour, minute, second, tzinfo=timezone.utc)

@@ -178,6 +178,7 @@ class MemoryHost:
 
     kind = "memory"
     abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True)
+    boot_seconds = resume_seconds = 20.0
 
     def __init__(self) -> None:
         self.machines: dict[str, Machine] = {}

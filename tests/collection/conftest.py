@@ -57,5 +57,6 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
     for kind, ident in (("sandboxes", "sandboxID"), ("snapshots", "snapshotID"), ("templates", "templateID")):
         for thing in list(real.client.pages(f"/{kind}")):
             names = [thing.get("name"), *(thing.get("names") or [])]
-            if any(name and name.startswith(prefix) for name in names):
+            # What is listed as a template may be a build that failed.
+            if thing.get("buildStatus", "ready") == "ready" and any(name and name.startswith(prefix) for name in names):
                 real.client.delete(f"/{kind}/{thing[ident]}")

@@ -7,6 +7,7 @@ does only when something breaks. The same tests run against a real gateway, name
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import secrets
@@ -476,7 +477,7 @@ def _started(build: dict[str, Any]) -> dict[str, Any]:
 
 
 def _digest(recipe: dict[str, Any]) -> str:
-    return json.dumps(recipe, sort_keys=True).encode().hex()[:64]
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
 def _strings(metadata: dict[str, Any]) -> dict[str, str]:

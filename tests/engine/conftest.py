@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import session
 from tests.support.live import Live
-from tests.support.worlds import KvmXfsWorld, World
+from tests.support.worlds import World
 
 pytest.register_assert_rewrite("tests.support.worlds")
 
-KINDS = ("kvm_xfs",)
-
-
-@pytest.fixture(scope="session")
-def kvm_xfs_world(xfs_root: Path) -> KvmXfsWorld:
-    return KvmXfsWorld(xfs_root, session.cache_dir())
+KINDS = ("kvm_xfs", "jail_zfs")
 
 
 @pytest.fixture(scope="session", params=KINDS)

@@ -103,6 +103,8 @@ def restore(live: Live) -> None:
     for snapshot in engine.snapshots():
         if "new" in snapshot.names:
             live.do(engine.delete_snapshot(snapshot.id))
+    if live.sandbox("source").state is SandboxState.PAUSED:
+        live.do(engine.resume("source"))
     if "spare" not in present:
         live.do(engine.create(TEMPLATE, ForkSpec(names=["spare"])))
     if live.sandbox("sleeper").state is SandboxState.RUNNING:

@@ -171,9 +171,11 @@ def test_rename_and_metadata(live: Live, source: str) -> None:
         live.sandbox(source)
 
 
-def test_machine_that_ends_by_itself_is_kept_and_starts_again_from_its_disk(live: Live, source: str) -> None:
+def test_machine_that_ends_by_itself_is_kept_and_starts_again_from_its_disk(
+    live: Live, source: str, world: World
+) -> None:
     live.shell(source, "echo kept >/root/kept && sync")
-    live.shell(source, "(sleep 0.2; echo o >/proc/sysrq-trigger) >/dev/null 2>&1 &")
+    live.shell(source, f"(sleep 0.2; {world.halt}) >/dev/null 2>&1 &")
     wait_for(lambda: live.sandbox(source).state is SandboxState.PAUSED)
     assert "ended" in live.sandbox(source).state_reason
     live.do(live.engine.resume(source))

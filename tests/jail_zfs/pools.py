@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from sandbox_gateway.hosts.jail_zfs.zfs_command import mount_turn
 from tests.support import session
 
 
@@ -23,8 +24,13 @@ class Pool:
 
 
 def run(*argv: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """``zfs`` or ``zpool``, as a person would call them."""
     env = {**os.environ, "LC_ALL": "C", "PATH": f"{os.environ['PATH']}:/sbin:/usr/sbin"}
-    done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=timeout, env=env, check=False)
+    turn = mount_turn(argv[1], timeout, None) if argv[1] in ("create", "mount") else contextlib.nullcontext()
+    with turn:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, errors="replace", timeout=timeout, env=env, check=False
+        )
     assert not check or done.returncode == 0, f"{argv}: {done.stderr}"
     return done
 

@@ -49,6 +49,13 @@ def test_what_zfs_get_writes_is_read_back(lines: list[Property]) -> None:
     assert zfs_parse.parse_get(_get_text(lines)) == lines
 
 
+@pytest.mark.parametrize("value", ["two\nlines\tlocal\nand more", "\tlocal\nx", "a\n\tlocal\n\n"])
+def test_a_value_that_looks_like_the_end_of_a_line_does_not_swallow_the_next(value: str) -> None:
+    lines = [Property("p/a", "a:b", value, "local"), Property("p/b", "a:b", "1", "local")]
+    with pytest.raises(ZFSOutputError):
+        zfs_parse.parse_get(_get_text(lines))
+
+
 @given(_lines, st.data())
 def test_output_cut_anywhere_is_noticed(lines: list[Property], data: st.DataObject) -> None:
     assume(lines and not any(_looks_like_a_line(line.value) for line in lines))

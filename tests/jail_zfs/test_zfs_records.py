@@ -115,8 +115,9 @@ def test_no_damage_stops_a_scan(local: dict[str, dict[str, str]], deferred: bool
     found = storage_scan.interpret(_ROOT, facts, local)
     ids = [record.id for record in (*found.snapshots, *found.sandboxes)]
     assert len(ids) == len(set(ids))
-    assert not set(found.uncommitted) & {sandbox.instance for sandbox in found.sandboxes}
+    swept = {*found.uncommitted, *found.superseded}
+    assert not swept & {sandbox.instance for sandbox in found.sandboxes}
     assert not set(found.to_move) & set(found.empty)
     for name, why in found.to_mark.items():
         property_value(QUARANTINE, why or "x")
-        assert name.rpartition("/")[2] not in found.uncommitted
+        assert name.rpartition("/")[2] not in swept

@@ -228,6 +228,17 @@ def test_damaged_properties_stop_nothing(storage: ZfsStorage) -> None:
     assert QUARANTINE not in zfs.local_props(storage.dataset(bad.instance))
 
 
+@pytest.mark.parametrize("value", ["x\tlocal\nb\tc", "x\tlocal\n{root}/sandboxes/a\tb:c"])
+def test_no_value_hides_the_record_of_another(storage: ZfsStorage, value: str) -> None:
+    base = _base(storage)
+    sandboxes = [_sandbox(storage, base, f"s{n}") for n in range(4)]
+    for sandbox in sandboxes:
+        pools.run("zfs", "set", f"sandbox:a={value.format(root=storage.root)}", storage.dataset(sandbox.instance))
+    found = _again(storage).scan()
+    assert all(zfs.lzc_exists(storage.dataset(sandbox.instance)) for sandbox in sandboxes)
+    assert all("removed" not in note and "retired" not in note for note in found.repaired)
+
+
 def test_what_was_removed_by_hand_is_gone(storage: ZfsStorage) -> None:
     base = _base(storage)
     sandbox = _sandbox(storage, base)

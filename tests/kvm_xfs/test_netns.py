@@ -23,6 +23,7 @@ import pytest
 
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid
+from sandbox_gateway.hosts.addresses import name_servers
 from sandbox_gateway.hosts.kvm_xfs import netns
 from sandbox_gateway.hosts.kvm_xfs.netns import AGENT_PORT, GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_MAC, Slot, SlotPool
 from sandbox_gateway.records import NetworkPolicy
@@ -662,5 +663,5 @@ def test_a_pool_that_was_never_opened_leaves_anothers_rules_alone(network: Netwo
 
 
 def test_configured_name_servers_are_used_without_what_no_sandbox_could_reach() -> None:
-    servers = netns.name_servers(Network(dns=["9.9.9.9", "127.0.0.53", "fd00::53", "9.9.9.9", "nonsense", "1.1.1.1"]))
+    servers = name_servers(Network(dns=["9.9.9.9", "127.0.0.53", "fd00::53", "9.9.9.9", "nonsense", "1.1.1.1"]))
     assert servers == ["9.9.9.9", "1.1.1.1"]

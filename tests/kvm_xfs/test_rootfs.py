@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, NoSpace
+from sandbox_gateway.hosts import rootfs_common
 from sandbox_gateway.hosts.kvm_xfs import rootfs
 from sandbox_gateway.hosts.kvm_xfs.netns import GATEWAY_ADDRESS, GUEST_ADDRESS
 from sandbox_gateway.hosts.kvm_xfs.rootfs import Tree, build_rootfs, host_sources
@@ -110,7 +111,7 @@ def test_the_second_build_of_a_debian_fetches_nothing(debian: Built, tmp_path: P
 
 def test_what_apt_complains_of_is_what_the_caller_reads() -> None:
     tail = ["I: installing", "Reading package lists...", "E: Unable to locate package nonesuch", "W: later"]
-    error = rootfs._failure(["unshare", "mmdebstrap"], 25, tail)
+    error = rootfs_common._failure(["unshare", "mmdebstrap"], 25, tail)
     assert str(error) == "mmdebstrap failed (25): E: Unable to locate package nonesuch"
 
 
@@ -330,9 +331,9 @@ def test_the_hosts_sources_of_a_suite(tmp_path: Path) -> None:
 def test_lines_come_as_they_are_written(tmp_path: Path) -> None:
     async def test() -> list[str]:
         lines: list[str] = []
-        await rootfs._stream(["sh", "-c", "printf 'a\\rb\\n\\nc'; printf d >&2"], lines.append)
+        await rootfs.stream(["sh", "-c", "printf 'a\\rb\\n\\nc'; printf d >&2"], lines.append)
         with pytest.raises(BackendFailed, match=r"did not end within 0\.2 s"):
-            await rootfs._stream(["sleep", "30"], lines.append, timeout=0.2)
+            await rootfs.stream(["sleep", "30"], lines.append, timeout=0.2)
         return lines
 
     assert asyncio.run(test()) == ["a", "b", "cd"]

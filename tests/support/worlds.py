@@ -38,6 +38,8 @@ class World(Protocol):
     abilities: Abilities
     factory: str
     """Dotted name of the host's class."""
+    halt: str
+    """A command that ends the machine from inside."""
 
     def config(self, **sections: Any) -> Config:
         """A configuration with a state of its own, which already holds the template TEMPLATE."""
@@ -72,6 +74,7 @@ class KvmXfsWorld:
     kind = "kvm_xfs"
     abilities = KvmXfsHost.abilities
     factory = "sandbox_gateway.hosts.kvm_xfs.host.KvmXfsHost"
+    halt = "echo o >/proc/sysrq-trigger"
 
     def __init__(self, xfs: Path, cache: Path) -> None:
         self._xfs = xfs

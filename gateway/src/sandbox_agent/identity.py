@@ -95,9 +95,11 @@ class Identity:
         if self._token and request.peer != system.gateway_address():
             self.guard(request)
         message = request.json()
+        # A machine whose /run is on its disk was not built as a sandbox: leave it as it is.
+        ours = self._managed and (self._volatile() or not system.LINUX)
         with self._lock:
             steps = self._steps(message)
-            skipped = [reason for reason in (_attempt(name, step, self._managed) for name, step in steps) if reason]
+            skipped = [reason for reason in (_attempt(name, step, ours) for name, step in steps) if reason]
             self._adopt(message)
         reply.json(
             {

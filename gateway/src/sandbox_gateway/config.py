@@ -81,18 +81,47 @@ class KvmXfs(_Section):
     )
 
 
+class JailZfs(_Section):
+    """`[jail_zfs]`: VNET jails on ZFS clones."""
+
+    dataset: str = Field(
+        "zroot/sandboxes",
+        pattern=r"^[A-Za-z][A-Za-z0-9_.:-]*(/[A-Za-z0-9][A-Za-z0-9_.:-]*)*$",
+        description="Dataset of all file systems and snapshots; it must exist, and belongs to this gateway alone.",
+    )
+    bridge: str = Field(
+        "",
+        pattern=r"^([a-z][a-z0-9_-]{0,14})?$",
+        description="Bridge that connects the jails; made if it is missing. Empty: `network.prefix` and `br`.",
+    )
+    egress: str = Field(
+        "",
+        pattern=r"^([a-z][a-z0-9_.-]{0,14})?$",
+        description="Interface to the internet, whose address sandboxes go out with. Empty: that of the default route.",
+    )
+    boot_seconds: float = Field(
+        30, gt=0, le=3600, description="How long a sandbox that starts may take to answer, in seconds."
+    )
+    dying_seconds: float = Field(
+        2, ge=0, le=60, description="How long a removed jail is waited for that stays `dying`, in seconds."
+    )
+    processes: int = Field(1000, ge=8, le=1_000_000, description="Processes a sandbox may have (`rctl` `maxproc`).")
+
+
 class Network(_Section):
-    """`[network]`: how sandboxes are connected (`kvm_xfs`)."""
+    """`[network]`: how sandboxes are connected."""
 
     prefix: str = Field(
         "sbx",
         pattern=r"^[a-z][a-z0-9]{0,5}$",
-        description="Start of the names of network namespaces and interfaces; two gateways on a host need two.",
+        description="Start of the names of network namespaces, jails and interfaces; two gateways on a host need two.",
     )
     subnet: str = Field(
-        "10.231.0.0/16", description="IPv4 range of the host-side addresses, four to a sandbox; used on the host only."
+        "10.231.0.0/16",
+        description="IPv4 range of the sandboxes' addresses, used on the host only: four to a sandbox on `kvm_xfs`, "
+        "one on `jail_zfs`.",
     )
-    pool: int = Field(4, ge=0, le=1000, description="Network slots kept ready ahead of need.")
+    pool: int = Field(4, ge=0, le=1000, description="Network slots kept ready ahead of need (`kvm_xfs`).")
     dns: list[str] = Field(
         default_factory=list, description="Name servers given to sandboxes. Empty: those of the host."
     )
@@ -132,6 +161,7 @@ class Config(_Section):
     server: Server = Field(default_factory=Server)
     host: HostSection = Field(default_factory=HostSection)
     kvm_xfs: KvmXfs = Field(default_factory=KvmXfs)
+    jail_zfs: JailZfs = Field(default_factory=JailZfs)
     network: Network = Field(default_factory=Network)
     limits: Limits = Field(default_factory=Limits)
     log: LogSection = Field(default_factory=LogSection)

@@ -110,6 +110,11 @@ class Sandbox(_Record):
     host: dict[str, Any] = Field(default_factory=dict)
     """What the host needs to find the machine again (network slot, pid and its start time, …)."""
 
+    @property
+    def hostname(self) -> str:
+        """A host name made of the name: letters, digits and hyphens, at most 63."""
+        return "".join(letter if letter.isalnum() else "-" for letter in self.name).strip("-").lower()[:63] or "sandbox"
+
 
 class SnapshotKind(StrEnum):
     BASE = "base"

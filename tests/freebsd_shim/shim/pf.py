@@ -329,6 +329,9 @@ def host(words: Words) -> str:
         if no:
             raise words.problem()
         return "any"
+    if word == "(" and words.take("self"):
+        words.need(")")  # every address of this machine, as it is at each packet
+        return no + "(self)"
     if word in ("<", "("):
         raise base.unbuilt("tables and interface addresses in pf rules")
     text, slash, length = word.partition("/")

@@ -34,6 +34,8 @@ def address(rule: pf.Rule, key: str, text: str) -> list[str]:
     if text == "any":
         return []
     no, plain = ("!= ", text[2:]) if text.startswith("! ") else ("", text)
+    if plain == "(self)":
+        return [f"fib {key} type {no}local"]
     return [f"{'ip6' if rule['af'] == 'inet6' else 'ip'} {key} {no}{plain}"]
 
 

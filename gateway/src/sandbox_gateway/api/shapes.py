@@ -274,6 +274,7 @@ def building_shape(build: Build) -> TemplateShape:
         buildID=build.build_id,
         buildStatus=build.status,
         digest=build.digest,
+        recipe=posted(build.recipe),
         createdAt=build.started_at,
         updatedAt=build.started_at,
         forks=0,

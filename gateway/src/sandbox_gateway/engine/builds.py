@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
 from sandbox_gateway.records import new_id, now
 
@@ -20,6 +21,8 @@ class Build:
     template_id: str
     name: str
     digest: str
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """The recipe in canonical form."""
     build_id: str = field(default_factory=new_id)
     status: str = "building"
     reason: str = ""

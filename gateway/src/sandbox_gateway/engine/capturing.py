@@ -45,6 +45,9 @@ class Capturing(Forking):
         if memory and self.host.abilities.memory:
             await self._write_through(sandbox)
             captured = await self.host.capture(sandbox, snapshot, memory=True)
+        elif self.host.abilities.atomic_capture:
+            await self._write_through(sandbox)
+            captured = await self.host.capture(sandbox, snapshot, memory=False)
         else:
             captured = await self._capture_frozen(sandbox, snapshot)
         self.index.put(captured)

@@ -90,13 +90,13 @@ class Forking(Core):
     async def identify(self, sandbox: Sandbox, *, booted: bool) -> None:
         identity = Identity(
             sandbox_id=sandbox.id,
-            hostname=_hostname(sandbox.name),
+            hostname=sandbox.hostname,
             access_token=self.access_token(sandbox),
             env=sandbox.env,
             dns=self.name_servers(sandbox.network),
             grow_disk=booted,
         )
-        seconds = self.config.kvm_xfs.boot_seconds if booted else self.config.kvm_xfs.resume_seconds
+        seconds = self.host.boot_seconds if booted else self.host.resume_seconds
         await self.agent(sandbox).identify(identity, seconds=seconds, gone=lambda: self.host.ended(sandbox))
 
     async def _commit(self, sandboxes: list[Sandbox]) -> None:
@@ -111,7 +111,9 @@ class Forking(Core):
             raise
         for sandbox in saved:
             self.index.put(sandbox)
-            self.events.publish("sandbox.created", sandboxID=sandbox.id, name=sandbox.name, from_=sandbox.forked_from)
+            self.events.publish(
+                "sandbox.created", sandboxID=sandbox.id, name=sandbox.name, forkedFrom=sandbox.forked_from
+            )
 
     async def _unmake(self, tasks: list[asyncio.Task[Sandbox]], sandboxes: list[Sandbox]) -> None:
         for task in tasks:
@@ -190,8 +192,3 @@ def wanted_names(spec: ForkSpec) -> list[str]:
     if not 1 <= spec.count <= 1000:
         raise Invalid(f"a count of {spec.count} is not possible: ask for 1 to 1000")
     return [""] * spec.count
-
-
-def _hostname(name: str) -> str:
-    """A host name made of a sandbox's name: letters, digits and hyphens, at most 63."""
-    return "".join(letter if letter.isalnum() else "-" for letter in name).strip("-").lower()[:63] or "sandbox"

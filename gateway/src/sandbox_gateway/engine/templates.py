@@ -37,7 +37,7 @@ class Templates:
         if (same := self._same(name, digest)) is not None:
             return _ready(same, name, digest)
         self._engine.check_template_name(name)
-        build = Build(template_id=new_id(), name=name, digest=digest)
+        build = Build(template_id=new_id(), name=name, digest=digest, recipe=_posted(recipe))
         self._remember(build)
         self._engine.spawn(self._run(build, recipe, description))
         return build

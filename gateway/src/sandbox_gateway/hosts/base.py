@@ -27,6 +27,8 @@ class Abilities:
     """A fork may have other cpus, memory and disk than its snapshot without being started afresh."""
     independent_snapshots: bool
     """A snapshot can be removed while sandboxes stand on it; without it, a rolled-back sandbox holds its snapshot."""
+    atomic_capture: bool = False
+    """A disk captured without memory is of one instant while its machine runs on: nothing has to be frozen for it."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ class Scan:
 class Host(Protocol):
     kind: str
     abilities: Abilities
+    boot_seconds: float
+    """How long a machine that boots may take to answer."""
+    resume_seconds: float
+    """How long a machine that goes on from its memory may take to answer."""
 
     async def open(self) -> None:
         """Check the host, take it for this gateway alone. Raises GatewayError with how to mend what is missing."""

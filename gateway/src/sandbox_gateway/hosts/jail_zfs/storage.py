@@ -475,7 +475,13 @@ class ZfsStorage:
             self._mark(found)
             notes = [f"{name}: left alone, {why}" for name, why in found.quarantined.items()]
             notes += [f"{name}: its record can be read again" for name in found.mended]
-            notes += [self._sweep(instance, why, teardown) for instance, why in found.uncommitted.items()]
+            notes += [self._sweep(instance, why, teardown) for instance, why in found.superseded.items()]
+            # asked once more, alone: nothing that another dataset bears may have hidden a record
+            notes += [
+                self._sweep(instance, "it was never committed, or was being removed", teardown)
+                for instance in found.uncommitted
+                if HEAD not in zfs.local_props(self.dataset(instance))
+            ]
             for name in found.empty:
                 self._tidy(name)
                 notes.append(f"{name}: removed, nothing was kept in it")

@@ -29,8 +29,10 @@ class Findings:
     """Of each record, by the id of what it describes."""
     long: set[str] = field(default_factory=set)
     """What has parts of records."""
-    uncommitted: dict[str, str] = field(default_factory=dict)
-    """Instances to be swept, each with the reason."""
+    uncommitted: list[str] = field(default_factory=list)
+    """Instances without a record: to be swept."""
+    superseded: dict[str, str] = field(default_factory=dict)
+    """Instances whose sandbox is another by now: to be swept, each with the reason."""
     empty: list[str] = field(default_factory=list)
     """Retired datasets and bases without snapshots."""
     to_move: list[str] = field(default_factory=list)
@@ -125,7 +127,7 @@ class _Reading:
         elif is_retired(self._facts[name]["canmount"], has_record=False):
             self._retired_in_place.add(name)
         else:
-            self.findings.uncommitted[instance] = "it was never committed, or is being removed"
+            self.findings.uncommitted.append(instance)
 
     def _settle(self, claims: Mapping[str, list[_Claim]]) -> None:
         """Two instances of one sandbox: the record that was written last counts."""
@@ -134,7 +136,7 @@ class _Reading:
             self.findings.generations[sandbox_id] = newest.generation
             self.findings.sandboxes.append(newest.record)
             for claim in older:
-                self.findings.uncommitted[claim.instance] = f"sandbox {sandbox_id} is {newest.instance} by now"
+                self.findings.superseded[claim.instance] = f"sandbox {sandbox_id} is {newest.instance} by now"
         self.findings.sandboxes.sort(key=lambda sandbox: sandbox.created_at.isoformat())
 
     def _decoded(self, name: str, kind: Literal["sandbox", "snapshot"]) -> Stored | None:

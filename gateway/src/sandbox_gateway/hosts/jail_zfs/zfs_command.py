@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from sandbox_gateway.hosts.jail_zfs.zfs_errors import (
@@ -42,6 +44,8 @@ TRANSFER_SECONDS = 3600.0
 
 _PATIENCE: dict[Cause | None, float] = {Cause.BUSY: 10.0, Cause.IN_USE: 0.8}
 """Seconds."""
+_MOUNTING = frozenset({"create", "clone", "mount", "rename", "rollback", "receive"})
+_FUSE_DIRECTORY = Path("/var/run/zfs")
 _MORE_PATH = "/sbin:/usr/sbin:/bin:/usr/bin:/usr/local/sbin:/usr/local/bin"
 _HELP = (
     "start it (Linux: modprobe zfs, or the zfs-fuse daemon; FreeBSD: kldload zfs, service zfs start), "
@@ -75,6 +79,11 @@ def run(
     Raises only what no function below can mend: ZFSInitializationFailed, SuspendedPool, ReadOnlyPool, and
     ZFSGenericError(ETIMEDOUT). ``name`` is the dataset they name.
     """
+    with mount_turn(args[0], seconds, name):
+        return _run(args, seconds, stdin, stdout, name)
+
+
+def _run(args: tuple[str, ...], seconds: float, stdin: int | None, stdout: int | None, name: str | None) -> Outcome:
     try:
         process = subprocess.Popen(
             ["zfs", *args],
@@ -98,6 +107,36 @@ def run(
         _give_up(process)
         raise
     return _judged(args, process.returncode, out or b"", err or b"", name)
+
+
+@contextlib.contextmanager
+def mount_turn(verb: str, seconds: float, name: str | None) -> Iterator[None]:
+    """Of the commands that mount something, one at a time on zfs-fuse, on the whole machine.
+
+    Two of its threads tell a third of a new mount through one pipe, in two pieces each and without a lock: if the
+    pieces mix, the daemon answers no file system any more, for ever.
+    """
+    if verb not in _MOUNTING or not flavour().fuse or not _FUSE_DIRECTORY.is_dir():
+        yield
+        return
+    directory = os.open(_FUSE_DIRECTORY, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + seconds
+        while not _locked(directory):
+            if time.monotonic() > deadline:
+                raise ZFSGenericError(errno.ETIMEDOUT, name, f"`zfs {verb}` had no turn within {seconds:g} s")
+            time.sleep(0.002)
+        yield
+    finally:
+        os.close(directory)
+
+
+def _locked(directory: int) -> bool:
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _judged(args: tuple[str, ...], status: int, out: bytes, err: bytes, name: str | None) -> Outcome:

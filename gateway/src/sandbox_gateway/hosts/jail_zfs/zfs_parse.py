@@ -77,12 +77,19 @@ def parse_get(text: str) -> list[Property]:
     for line in _lines(text):
         pending = line if pending is None else f"{pending}\n{line}"
         fields = pending.split("\t")
-        if len(fields) >= 4 and fields[0] and fields[1] and _SOURCE.fullmatch(fields[-1]):
+        if len(fields) >= 3 and not _begins_a_line(fields[0], fields[1]):
+            break
+        if len(fields) >= 4 and _SOURCE.fullmatch(fields[-1]):
             found.append(Property(fields[0], fields[1], "\t".join(fields[2:-1]), fields[-1]))
             pending = None
     if pending is not None:
         raise ZFSOutputError(None).because(f"name, property, value and source were expected in {pending[:200]!r}")
     return found
+
+
+def _begins_a_line(name: str, prop: str) -> bool:
+    """False where a value that held the end of a line was taken for one: what follows would be misread."""
+    return bool(name and "\n" not in name and (_USER_PROPERTY.fullmatch(prop) or _NATIVE_PROPERTY.fullmatch(prop)))
 
 
 def _lines(text: str) -> list[str]:

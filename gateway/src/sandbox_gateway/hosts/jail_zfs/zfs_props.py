@@ -135,6 +135,9 @@ def local_props(name: Name) -> dict[str, str]:
 def _local(options: Sequence[str], target: str) -> dict[str, dict[str, str]]:
     result: dict[str, dict[str, str]] = {}
     for item in _get([*options, "-s", "local,received"], ["all"], [target]):
+        # what looks like a line of another dataset is a piece of a value
+        if item.name != target and not (options and item.name.startswith((f"{target}/", f"{target}@"))):
+            raise ZFSOutputError(item.name).because(f"{target} was asked for")
         if ":" in item.prop and item.local:
             result.setdefault(item.name, {})[item.prop] = item.value
     return result

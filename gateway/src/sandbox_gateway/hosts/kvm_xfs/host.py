@@ -11,16 +11,18 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.errors import BackendFailed, Conflict, NoSpace, Unsupported
+from sandbox_gateway.hosts.addresses import name_servers
 from sandbox_gateway.hosts.base import Abilities, Endpoint, Log, Scan, Usage
 from sandbox_gateway.hosts.kvm_xfs import accel, layout, qemu, reflink
 from sandbox_gateway.hosts.kvm_xfs.capture import Capture
 from sandbox_gateway.hosts.kvm_xfs.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.layout import Instance, Layout
-from sandbox_gateway.hosts.kvm_xfs.netns import GUEST_MAC, Slot, SlotPool, name_servers
+from sandbox_gateway.hosts.kvm_xfs.netns import GUEST_MAC, Slot, SlotPool
 from sandbox_gateway.hosts.kvm_xfs.qemu import Machine, Platform, Shape
 from sandbox_gateway.hosts.kvm_xfs.rootfs import build_rootfs
 from sandbox_gateway.log import Logger
@@ -38,6 +40,8 @@ class KvmXfsHost:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self.boot_seconds = config.kvm_xfs.boot_seconds
+        self.resume_seconds = config.kvm_xfs.resume_seconds
         self._layout = Layout(config.host.state_root)
         self._slots = SlotPool(config.network, uid_base=config.kvm_xfs.uid_base)
         self._cgroups = Cgroups(config.network.prefix)
@@ -200,7 +204,7 @@ class KvmXfsHost:
 
     def _check_platform(self, snapshot: Snapshot) -> None:
         recorded = snapshot.host.get("platform", {})
-        for key, now in vars(self.platform).items():
+        for key, now in asdict(self.platform).items():
             if recorded.get(key) != now:
                 raise Unsupported(
                     f"snapshot {snapshot.id} was captured with {key.replace('_', ' ')} {recorded.get(key)!r}, "
@@ -257,7 +261,7 @@ class KvmXfsHost:
                 snapshot.memory_bytes_written = work.memory_bytes
                 snapshot.pause_ms = work.pause_ms
                 snapshot.resources = sandbox.resources
-                snapshot.host = {"platform": vars(self.platform), "phases_ms": work.phases_ms}
+                snapshot.host = {"platform": asdict(self.platform), "phases_ms": work.phases_ms}
                 await asyncio.to_thread(_finish_snapshot, partial, final, snapshot)
             except BaseException:
                 await asyncio.to_thread(shutil.rmtree, partial, True)

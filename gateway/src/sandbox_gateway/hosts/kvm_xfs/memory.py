@@ -28,7 +28,8 @@ HELD_BYTES = 256 << 20
 _PAGEMAP_SCAN = 0xC0606610
 _SCAN = struct.Struct("=12Q")
 _IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
-_SCAN_REGIONS = 8192
+# With more, Linux 6.18 reports some regions twice: it fills a buffer of 512 at a time.
+_SCAN_REGIONS = 512
 _PM_FILE, _PM_SWAPPED, _PM_PRESENT = np.uint64(1 << 61), np.uint64(1 << 62), np.uint64(1 << 63)
 _IOV_MAX = 1024
 

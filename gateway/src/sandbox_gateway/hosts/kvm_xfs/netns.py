@@ -36,7 +36,8 @@ from pyroute2.netlink.exceptions import NetlinkError
 
 from sandbox_gateway.command import arun
 from sandbox_gateway.config import Network
-from sandbox_gateway.errors import BackendFailed, Busy, Invalid
+from sandbox_gateway.errors import BackendFailed, Busy
+from sandbox_gateway.hosts.addresses import METADATA, name_servers, networks
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy
 
@@ -47,9 +48,6 @@ GUEST_MAC = "02:5b:78:00:00:01"
 TAP_MAC = "02:5b:78:00:00:02"
 TAP = "tap0"
 AGENT_PORT = 49983
-
-METADATA = ("169.254.0.0/16", "100.100.100.200/32")
-"""Where clouds tell a machine its credentials; reachable only where `allow_out` says so."""
 
 _RUN_NETNS = Path("/run/netns")
 _TABLE = "sandbox"
@@ -411,36 +409,8 @@ def policy_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IP
 
 
 def _addresses(what: str, given: list[str]) -> str:
-    networks = []
-    for text in given:
-        try:
-            networks.append(ipaddress.IPv4Network(text.strip(), strict=False))
-        except ValueError:
-            raise Invalid(
-                f"{what}: {text!r} is not an IPv4 address or CIDR (sandboxes have no IPv6; names are not resolved here)"
-            ) from None
-    return f"{{ {', '.join(map(str, ipaddress.collapse_addresses(networks)))} }}" if networks else ""
-
-
-def name_servers(network: Network) -> list[str]:
-    """IPv4 name servers for sandboxes: the configured ones, else the host's that are not on its loopback."""
-    if network.dns:
-        return _ipv4(network.dns)
-    for file in (Path("/etc/resolv.conf"), Path("/run/systemd/resolve/resolv.conf")):
-        with contextlib.suppress(OSError):
-            if servers := _ipv4(re.findall(r"^\s*nameserver\s+(\S+)", file.read_text(), re.MULTILINE)):
-                return servers
-    return []
-
-
-def _ipv4(texts: Sequence[str]) -> list[str]:
-    servers = []
-    for text in texts:
-        with contextlib.suppress(ValueError):
-            address = ipaddress.IPv4Address(text)
-            if not address.is_loopback:
-                servers.append(str(address))
-    return list(dict.fromkeys(servers))
+    found = networks(what, given)
+    return f"{{ {', '.join(map(str, found))} }}" if found else ""
 
 
 def _emptied(table: str) -> str:
@@ -562,7 +532,10 @@ def _host_namespace() -> Iterator[None]:
 
 
 def _index(route: IPRoute, name: str) -> int:
-    return int(route.link_lookup(ifname=name)[0])
+    found = route.link_lookup(ifname=name)
+    if not found:
+        raise BackendFailed(f"the interface {name} went away while its network was made")
+    return int(found[0])
 
 
 def _share_run_netns() -> None:

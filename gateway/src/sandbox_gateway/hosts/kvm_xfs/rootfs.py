@@ -10,29 +10,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import importlib.util
 import json
 import os
 import platform
 import re
 import secrets
 import shutil
-import signal
 import sys
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from sandbox_gateway.command import arun
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.kvm_xfs.netns import GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_MAC, GUEST_PREFIX
+from sandbox_gateway.hosts.rootfs_common import (
+    STEP_SECONDS,
+    Tree,
+    add_user,
+    agent_package,
+    as_gateway_error,
+    compile_agent,
+    compile_agent_of_foreign,
+    install_agent,
+    kind_of,
+    python_minor,
+    remove_tree,
+    stream,
+)
 from sandbox_gateway.recipes import Recipe, Source
 
 PARTIAL = ".partial-rootfs-"
 _CACHE_VERSION = 1
-_STEP_SECONDS = 3600.0
 _STALE_SECONDS = 86400.0
 _JOURNAL_MB = 16
 
@@ -194,7 +203,7 @@ async def build_rootfs(
     ``image``. Raises Invalid when the recipe's tree cannot be a sandbox or does not fit its disk, NoSpace when the
     host's disk is full, BackendFailed when a tool fails.
     """
-    agent = agent or _agent_package()
+    agent = agent or agent_package()
     work = image.parent / f"{PARTIAL}{secrets.token_hex(4)}"
     work.mkdir(mode=0o700, parents=True)
     try:
@@ -210,25 +219,9 @@ async def build_rootfs(
         await _make_image(tree, work / "image", recipe.resources.disk_mb, log)
         await asyncio.to_thread(_deliver, work, boot, image, kernel, initrd)
     except OSError as error:
-        raise _as_gateway_error(error, "building the file system") from error
+        raise as_gateway_error(error, "building the file system") from error
     finally:
-        await _remove_tree(work)
-
-
-def _as_gateway_error(error: OSError, doing: str) -> Exception:
-    if error.errno == 28:
-        return NoSpace(f"{doing}: the host's disk is full ({error.filename}); make room and build again")
-    return BackendFailed(f"{doing}: {error}")
-
-
-async def _remove_tree(path: Path) -> None:
-    # Shielded: a cancelled build waits for the removal, it does not leave half of it.
-    removal = asyncio.ensure_future(asyncio.to_thread(shutil.rmtree, path, ignore_errors=True))
-    try:
-        await asyncio.shield(removal)
-    except asyncio.CancelledError:
-        await removal
-        raise
+        await remove_tree(work)
 
 
 # --- Debian, by mmdebstrap -------------------------------------------------------------------------------------
@@ -384,7 +377,7 @@ async def _debootstrap(
     ]
     if shutil.which("mmdebstrap") is None:
         raise BackendFailed("mmdebstrap is not installed: install it, or run the kvm_xfs_host role of this collection")
-    await _stream(argv, log, keep=_worth_telling, env={"TMPDIR": str(temporary), "DEBIAN_FRONTEND": "noninteractive"})
+    await stream(argv, log, keep=_worth_telling, env={"TMPDIR": str(temporary), "DEBIAN_FRONTEND": "noninteractive"})
 
 
 def _keyrings(mirrors: list[str]) -> list[str]:
@@ -428,21 +421,17 @@ def _commit_tarball(made: Path, cached: Path) -> None:
 
 
 async def _unpack_given(source: Path, tree: Path, log: Log) -> None:
-    kind = await asyncio.to_thread(_kind, source)
+    kind = await asyncio.to_thread(kind_of, source)
     if kind == "directory":
         if await asyncio.to_thread(lambda: tree.resolve().is_relative_to(source.resolve())):
             raise Invalid(f"{source} contains the gateway's own state: give a directory that holds a root file system")
         log(f"copying {source}")
-        await _stream(["cp", "-a", "--one-file-system", "--reflink=auto", "-T", str(source), str(tree)], log)
+        await stream(["cp", "-a", "--one-file-system", "--reflink=auto", "-T", str(source), str(tree)], log)
     elif kind == "file":
         log(f"unpacking {source}")
         await _untar(source, tree)
     else:
         raise Invalid(f"{source} is not there: 'path' names a directory or a tarball on the gateway's host")
-
-
-def _kind(path: Path) -> str:
-    return "directory" if path.is_dir() else "file" if path.is_file() else ""
 
 
 async def _untar(tarball: Path, tree: Path) -> None:
@@ -454,89 +443,10 @@ async def _untar(tarball: Path, tree: Path) -> None:
         # The kernel fills /dev; nodes of devices in the host's file system are best never made.
         *("--anchored", "--exclude=./dev/*", "--exclude=dev/*"),
     ]
-    await _stream(argv, lambda line: None)
+    await stream(argv, lambda line: None)
 
 
 # --- inside the tree -------------------------------------------------------------------------------------------
-
-
-class Tree:
-    """A guest's root directory; every path given is the guest's, absolute, and stays inside."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def real(self, path: str, *, follow: bool = True) -> Path:
-        """Where ``path`` is on the host, symbolic links resolved against the tree's root (the last one if asked)."""
-        waiting = deque(PurePosixPath(path).parts)
-        at = self.root
-        hops = 0
-        while waiting:
-            part = waiting.popleft()
-            if part in ("/", "."):
-                continue
-            if part == "..":
-                at = at if at == self.root else at.parent
-                continue
-            step = at / part
-            if step.is_symlink() and (waiting or follow):
-                hops += 1
-                if hops > 40:
-                    raise Invalid(f"the root file system has a loop of symbolic links at {path}")
-                target = PurePosixPath(step.readlink())
-                if target.is_absolute():
-                    at = self.root
-                waiting.extendleft(reversed(target.parts))
-                continue
-            at = step
-        return at
-
-    def is_file(self, path: str) -> bool:
-        return self.real(path).is_file()
-
-    def is_dir(self, path: str) -> bool:
-        return self.real(path).is_dir()
-
-    def names(self, path: str) -> list[str]:
-        """Names in a directory; none if it is not one."""
-        real = self.real(path)
-        return sorted(entry.name for entry in real.iterdir()) if real.is_dir() else []
-
-    def read(self, path: str) -> str:
-        real = self.real(path)
-        return real.read_text(errors="replace") if real.is_file() else ""
-
-    def mkdir(self, path: str, mode: int = 0o755, owner: int = 0) -> None:
-        real = self.real(path)
-        missing = [place for place in (real, *real.parents) if not place.is_dir()]
-        for place in reversed(missing):
-            place.mkdir()
-            place.chmod(mode if place == real else 0o755)  # Whatever our umask is.
-        if missing:
-            os.chown(real, owner, owner)
-
-    def write(self, path: str, text: str, mode: int = 0o644, owner: int = 0) -> None:
-        """Make ``path`` a regular file, replacing what was there (also a link: its target is left alone)."""
-        real = self._fresh(path)
-        with real.open("x") as file:
-            file.write(text)
-        os.chown(real, owner, owner)
-        real.chmod(mode)
-
-    def link(self, path: str, target: str) -> None:
-        self._fresh(path).symlink_to(target)
-
-    def remove(self, path: str) -> None:
-        self._fresh(path)
-
-    def _fresh(self, path: str) -> Path:
-        self.mkdir(str(PurePosixPath(path).parent))
-        real = self.real(path, follow=False)
-        if real.is_dir() and not real.is_symlink():
-            shutil.rmtree(real)
-        else:
-            real.unlink(missing_ok=True)
-        return real
 
 
 def _furnish(root: Path, agent: Path) -> tuple[Path, Path]:
@@ -548,7 +458,7 @@ def _furnish(root: Path, agent: Path) -> tuple[Path, Path]:
     _network(tree)
     _quiet(tree)
     _identity(tree)
-    _user(tree)
+    add_user(tree)
     return boot
 
 
@@ -580,7 +490,7 @@ def _check(tree: Tree) -> None:
     python = tree.real("/usr/bin/python3")
     if not python.is_file():
         raise Invalid("the root file system has no /usr/bin/python3: install Python 3.9 or later in it for the agent")
-    minor = _python_minor(tree, python.name)
+    minor = python_minor(tree, python.name)
     if minor is None or minor < 9:
         found = "of an unknown version" if minor is None else f"3.{minor}"
         raise Invalid(f"the root file system's /usr/bin/python3 is {found}: the agent needs Python 3.9 or later")
@@ -588,27 +498,8 @@ def _check(tree: Tree) -> None:
         raise Invalid("the root file system has no 'ip' command: install iproute2 in it")
 
 
-def _python_minor(tree: Tree, name: str) -> int | None:
-    if match := re.fullmatch(r"python3\.(\d+)", name):
-        return int(match[1])
-    entries = [*tree.names("/usr/lib"), *tree.names("/usr/lib64")]
-    minors = [int(match[1]) for entry in entries if (match := re.fullmatch(r"python3\.(\d+)", entry))]
-    return max(minors, default=None)
-
-
-def _agent_package() -> Path:
-    spec = importlib.util.find_spec("sandbox_agent")
-    if spec is None or not spec.submodule_search_locations:
-        raise BackendFailed("the package sandbox_agent is not installed beside the gateway: install the gateway again")
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
 def _install_agent(tree: Tree, agent: Path) -> None:
-    tree.remove("/opt/sandbox_agent")
-    for source in sorted(agent.rglob("*")):
-        inside = source.relative_to(agent)
-        if source.suffix == ".py" and source.is_file():
-            tree.write(f"/opt/sandbox_agent/{inside}", source.read_text())
+    install_agent(tree, agent)
     unit = "sandbox-agent.service"
     try:
         text = (agent / unit).read_text()
@@ -618,20 +509,12 @@ def _install_agent(tree: Tree, agent: Path) -> None:
 
 
 async def _compile_agent(source: Source, tree: Path, log: Log) -> None:
-    """Byte code for the agent, which writes none itself; without it the agent works, and starts later."""
-    compileall = ("-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash")
     if source is Source.DEBOOTSTRAP:
         # Debian's own interpreter, in a tree of Debian's packages.
         inside = ("unshare", "--mount", "--pid", "--net", "--fork", "--kill-child", "chroot", str(tree))
-        argv = [*inside, "/usr/bin/python3", "-I", "-S", *compileall, "/opt/sandbox_agent"]
-    elif _python_minor(Tree(tree), Tree(tree).real("/usr/bin/python3").name) == sys.version_info.minor:
-        # Of a foreign tree nothing is run; ours makes the same byte code.
-        argv = [sys.executable, "-I", *compileall, "-s", str(tree), "-p", "/", f"{tree}/opt/sandbox_agent"]
-    else:
-        return
-    done = await arun(argv, timeout=120, check=False)
-    if done.returncode != 0:
-        log(f"the agent was not byte-compiled: {(done.stderr or done.stdout).strip()[-300:]}")
+        await compile_agent([*inside, "/usr/bin/python3", "-I", "-S"], ["/opt/sandbox_agent"], log)
+    elif python_minor(Tree(tree), Tree(tree).real("/usr/bin/python3").name) == sys.version_info.minor:
+        await compile_agent_of_foreign(tree, log)
 
 
 def _enable(tree: Tree, unit: str, text: str) -> None:
@@ -676,36 +559,6 @@ def _identity(tree: Tree) -> None:
     tree.write("/etc/machine-id", f"{secrets.token_hex(16)}\n", mode=0o444)
 
 
-def _user(tree: Tree) -> None:
-    """The unprivileged user that E2B's images have; left as it is where the tree has one of that name."""
-    accounts = [line.split(":") for file in ("/etc/passwd", "/etc/group") for line in tree.read(file).splitlines()]
-    if not any(account[0] == "user" for account in accounts):
-        taken = {account[2] for account in accounts if len(account) > 2}
-        uid = next(number for number in range(1000, 60000) if str(number) not in taken)
-        shell = "/bin/bash" if tree.is_file("/bin/bash") else "/bin/sh"
-        _append(tree, "/etc/passwd", f"user:x:{uid}:{uid}::/home/user:{shell}", 0o644)
-        _append(tree, "/etc/group", f"user:x:{uid}:", 0o644)
-        _append(tree, "/etc/shadow", "user:*:19000:0:99999:7:::", 0o640)
-        _append(tree, "/etc/gshadow", "user:!::", 0o640)
-        if not tree.is_dir("/home/user"):
-            tree.mkdir("/home/user", owner=uid)
-            for name in tree.names("/etc/skel"):
-                if tree.is_file(f"/etc/skel/{name}"):
-                    tree.write(f"/home/user/{name}", tree.read(f"/etc/skel/{name}"), owner=uid)
-    if tree.is_file("/usr/bin/sudo"):
-        tree.write("/etc/sudoers.d/sandbox", "user ALL=(ALL:ALL) NOPASSWD: ALL\n", mode=0o440)
-
-
-def _append(tree: Tree, path: str, line: str, mode: int) -> None:
-    real = tree.real(path)
-    if path.endswith("shadow") and not real.is_file():
-        return
-    old = tree.read(path)
-    group = real.stat().st_gid if real.is_file() else 0
-    tree.write(path, f"{old}{'' if not old or old.endswith(chr(10)) else chr(10)}{line}\n", mode)
-    os.chown(tree.real(path), 0, group)
-
-
 # --- the image -------------------------------------------------------------------------------------------------
 
 
@@ -720,7 +573,7 @@ async def _make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
         *("-E", "lazy_itable_init=0,lazy_journal_init=0,discard", "-J", f"size={journal}"),
         str(image),
     ]
-    done = await arun(argv, timeout=_STEP_SECONDS, check=False)
+    done = await arun(argv, timeout=STEP_SECONDS, check=False)
     if done.returncode == 0:
         return
     said = (done.stderr.strip() or done.stdout.strip())[-1000:]
@@ -757,63 +610,3 @@ def _deliver(work: Path, boot: tuple[Path, Path], image: Path, kernel: Path, ini
 
 
 # --- commands that take long -----------------------------------------------------------------------------------
-
-
-async def _stream(
-    argv: Sequence[str],
-    log: Log,
-    *,
-    keep: Callable[[str], bool] = lambda line: True,
-    env: dict[str, str] | None = None,
-    timeout: float = _STEP_SECONDS,
-) -> None:
-    """Run ``argv``, handing its lines to ``log`` as they come; no process is left, however this ends."""
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "LC_ALL": "C", **(env or {})},
-            start_new_session=True,
-        )
-    except FileNotFoundError:
-        raise BackendFailed(f"{argv[0]} is not installed: install it, or run the kvm_xfs_host role") from None
-    tail: deque[str] = deque(maxlen=60)
-    try:
-        async with asyncio.timeout(timeout):
-            assert process.stdout is not None
-            async for line in _lines(process.stdout):
-                tail.append(line)
-                if keep(line):
-                    log(line)
-            await process.wait()
-    except TimeoutError:
-        raise BackendFailed(f"{argv[0]} did not end within {timeout:g} s and was stopped") from None
-    finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-    if process.returncode:
-        raise _failure(argv, process.returncode, list(tail))
-
-
-async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    rest = b""
-    while chunk := await stream.read(65536):
-        *whole, rest = re.split(rb"[\r\n]", rest + chunk)
-        for line in whole:
-            if line.strip():
-                yield line.decode(errors="replace").rstrip()
-        rest = rest[-65536:]
-    if rest.strip():
-        yield rest.decode(errors="replace").rstrip()
-
-
-def _failure(argv: Sequence[str], code: int, tail: list[str]) -> Exception:
-    if any("No space left on device" in line for line in tail):
-        return NoSpace(f"{argv[0]}: the host's disk is full; make room and build again")
-    errors = [line for line in tail if line.startswith("E: ")] or tail[-5:]
-    program = "mmdebstrap" if "mmdebstrap" in argv else argv[0]
-    return BackendFailed(f"{program} failed ({code}): {' '.join(errors)[-1500:] or 'it said nothing'}")

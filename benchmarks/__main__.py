@@ -1,0 +1,82 @@
+"""``python -m benchmarks [--json FILE] [--plot FILE] [--quick] [NAME…]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import report
+from benchmarks.benches import BENCHES
+from benchmarks.context import Context
+from benchmarks.measure import Result
+from tests import leaks
+from tests.support import session
+
+
+def main() -> int:
+    """0: all was measured. 1: something was left behind on the machine. 2: it could not be run."""
+    options = _options()
+    if os.geteuid() != 0:
+        print("benchmarks: machines and mounts are made: run them as root (./dev bench does)", file=sys.stderr)
+        return 2
+    session.run_id()
+    leaks.sweep_earlier_runs()
+    before = leaks.inventory()
+    try:
+        _run(options)
+    finally:
+        left = leaks.settle(before)
+        for line in left:
+            print(f"benchmarks: left behind: {line}", file=sys.stderr)
+    return 1 if left else 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    started = datetime.now(UTC)
+    progress, out = Console(stderr=True), report.wide_console()
+    results: list[Result] = []
+    with Context(quick=options.quick, console=progress) as ctx:
+        for bench in [bench for bench in BENCHES if bench.name in options.names]:
+            progress.print(f"[bold]{bench.name}[/]: {bench.title}", highlight=False)
+            result = bench.run(ctx)
+            results.append(result)
+            report.show(result, out)
+        platform = ctx.kvm_xfs.host.platform
+        machine = report.machine(platform.accelerator, platform.qemu_version)
+    found = report.document(results, machine=machine, quick=options.quick, started=started)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.plot:
+        from benchmarks.plot import draw
+
+        draw(found, options.plot)
+
+
+def _options() -> argparse.Namespace:
+    names = [bench.name for bench in BENCHES]
+    lines = [f"  {bench.name:10} {bench.title}" for bench in BENCHES]
+    parser = argparse.ArgumentParser(
+        prog="./dev bench",
+        description="Measure, each number beside the floor of this machine.",
+        epilog="benches:\n" + "\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there, see benchmarks/README.md")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the distributions of pause and fork (SVG)")
+    parser.add_argument("--quick", action="store_true", help="few rounds: to see that it works")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benches to run; all without")
+    options = parser.parse_args()
+    if unknown := [name for name in options.names if name not in names]:
+        parser.error(f"no bench is called {', '.join(unknown)}; there are {', '.join(names)}")
+    options.names = options.names or names
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,13 @@
+"""All benches, in the order in which they run. A new one is a file here, and a line below."""
+
+from __future__ import annotations
+
+from benchmarks.benches.clone import Clone
+from benchmarks.benches.fork import Fork
+from benchmarks.benches.http import Http
+from benchmarks.benches.idle import Idle
+from benchmarks.benches.pause import Pause
+from benchmarks.benches.rollback import Rollback
+from benchmarks.measure import Bench
+
+BENCHES: tuple[Bench, ...] = (Pause(), Fork(), Rollback(), Clone(), Idle(), Http())

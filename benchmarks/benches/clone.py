@@ -1,0 +1,78 @@
+"""n siblings of a running sandbox, all or none."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from benchmarks.context import Context, KvmXfs, available_memory
+from benchmarks.measure import Result
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.records import Sandbox
+
+_SPARE = 1 << 30
+_EACH_AT_LEAST = 64 << 20
+
+
+class Clone:
+    name = "clone"
+    title = "clone of a running sandbox, n at once"
+
+    def run(self, ctx: Context) -> Result:
+        host = ctx.kvm_xfs
+        at_once = host.config.limits.concurrency
+        result = Result(self.name, self.title, {"concurrency": at_once, "failures": 0})
+        plan = {1: 2, 4: 1} if ctx.quick else {1: 10, 10: 5, 50: 2}
+        with host.source() as snapshot, host.raw(snapshot) as raw:
+            source = host.sandbox(snapshot.id)
+            time.sleep(2)
+            for wanted, rounds in plan.items():
+                count = _possible(host, source, wanted, result)
+                floor: list[float] = []
+                total: list[float] = []
+                with ctx.steps(f"n = {count}", rounds) as steps:
+                    for _ in range(rounds):
+                        floor.append(raw.start_together(count, at_once))
+                        raw.machines(count)  # ended, so that its memory is not missing to the others
+                        total.append(_clone(host, source, count, result))
+                        steps.done()
+                _report(result, count, floor, total)
+        return result
+
+
+def _clone(host: KvmXfs, source: Sandbox, count: int, result: Result) -> float:
+    """Milliseconds for ``count`` answered siblings; each then shows that it works, and is removed."""
+    start = time.perf_counter()
+    made = host.live.do(host.live.engine.clone(source.id, ForkSpec(count=count)), timeout=600)
+    taken = (time.perf_counter() - start) * 1000
+    clones = [each for each in made if isinstance(each, Sandbox)]
+    names = host.live.do(_hostnames(host, clones), timeout=600)
+    result.settings["failures"] += count - len(set(names))
+    host.kill(*clones)
+    return taken
+
+
+async def _hostnames(host: KvmXfs, sandboxes: list[Sandbox]) -> list[str]:
+    gate = asyncio.Semaphore(4)
+
+    async def one(sandbox: Sandbox) -> str:
+        async with gate:
+            return (await host.live.engine.exec(sandbox.id, ["hostname"])).stdout.decode().strip()
+
+    return list(await asyncio.gather(*(one(sandbox) for sandbox in sandboxes)))
+
+
+def _possible(host: KvmXfs, source: Sandbox, wanted: int, result: Result) -> int:
+    """As many as there is memory for, going by what the source takes."""
+    each = max(_EACH_AT_LEAST, host.live.do(host.live.engine.usage(source.id)).memory_bytes)
+    fit = max(1, (available_memory() - _SPARE) // each)
+    if fit < wanted:
+        result.notes.append(f"{fit} instead of {wanted} clones: each takes {each >> 20} MiB, and no more is available")
+    return min(fit, wanted)
+
+
+def _report(result: Result, count: int, floor: list[float], total: list[float]) -> None:
+    result.measure(f"floor_{count}", f"floor: {count} x QEMU, as many at once, no gateway", samples=floor)
+    result.measure(f"total_{count}", f"n = {count}, until all answer", samples=total, floor=f"floor_{count}")
+    each = [taken / count for taken in total]
+    result.measure(f"each_{count}", f"n = {count}, per clone", samples=each)

@@ -1,0 +1,120 @@
+"""The same work asked of a gateway over its socket, and of the engine in this process: what HTTP and JSON cost."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.context import TEMPLATE, Context, KvmXfs
+from benchmarks.measure import Result
+from benchmarks.timers import milliseconds
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.records import Snapshot
+from tests.support.gateway import Gateway
+
+_BETWEEN_SECONDS = 0.3
+_TITLES = {
+    "show": "show a sandbox",
+    "exec": "run a command",
+    "snapshot": "snapshot",
+    "fork": "fork",
+}
+
+
+class Http:
+    name = "http"
+    title = "the HTTP surface beside the engine in-process"
+
+    def run(self, ctx: Context) -> Result:
+        rounds = ctx.rounds(full=25, quick=3)
+        result = Result(self.name, self.title, {"rounds": rounds})
+        host = ctx.kvm_xfs
+        samples: dict[str, list[float]] = defaultdict(list)
+        with host.source() as snapshot, _gateway(host) as gateway, ctx.steps("rounds", rounds) as steps:
+            ours, theirs = _InProcess(host, snapshot), _OverHttp(gateway)
+            for _ in range(rounds):
+                for way, client in (("engine", ours), ("http", theirs)):
+                    for verb, work in client.verbs():
+                        _, taken = milliseconds(work)
+                        samples[f"{way}_{verb}"].append(taken)
+                        time.sleep(_BETWEEN_SECONDS / 3)
+                    client.tidy()
+                    time.sleep(_BETWEEN_SECONDS)
+                steps.done()
+        for verb, title in _TITLES.items():
+            result.measure(f"engine_{verb}", f"{title}, in-process", samples=samples[f"engine_{verb}"])
+            over = samples[f"http_{verb}"]
+            result.measure(f"http_{verb}", f"{title}, over HTTP", samples=over, floor=f"engine_{verb}")
+        return result
+
+
+class _InProcess:
+    def __init__(self, host: KvmXfs, snapshot: Snapshot) -> None:
+        self._do, self._engine, self._snapshot = host.live.do, host.live.engine, snapshot
+        self._sandbox = host.sandbox(snapshot.id)
+        self._fork: Any = None
+        self._taken: Snapshot | None = None
+
+    def verbs(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        yield "show", lambda: self._do(self._engine.diverged(self._sandbox.id))
+        yield "exec", lambda: self._do(self._engine.exec(self._sandbox.id, ["true"]))
+        yield "snapshot", self._capture
+        yield "fork", self._make
+
+    def tidy(self) -> None:
+        self._do(self._engine.kill(self._fork.id))
+        assert self._taken is not None
+        self._do(self._engine.delete_snapshot(self._taken.id))
+
+    def _capture(self) -> None:
+        self._taken = self._do(self._engine.capture(self._sandbox.id))
+
+    def _make(self) -> None:
+        (self._fork,) = self._do(self._engine.fork(self._snapshot.id, ForkSpec()))
+
+
+class _OverHttp:
+    """The other gateway's sandbox and snapshot are made the way ``KvmXfs.source`` makes ours."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._call = gateway.call
+        first = self._call("POST", "/sandboxes", {"template": TEMPLATE})["sandboxID"]
+        time.sleep(3)
+        self._snapshot = self._call("POST", f"/sandboxes/{first}/snapshots", {})["snapshotID"]
+        self._call("DELETE", f"/sandboxes/{first}")
+        self._sandbox = self._call("POST", f"/snapshots/{self._snapshot}/fork")["sandboxID"]
+        self._fork = self._taken = ""
+
+    def verbs(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        yield "show", lambda: self._call("GET", f"/sandboxes/{self._sandbox}")
+        yield "exec", lambda: self._call("POST", f"/sandboxes/{self._sandbox}/exec", {"args": ["true"]})
+        yield "snapshot", self._capture
+        yield "fork", self._make
+
+    def tidy(self) -> None:
+        self._call("DELETE", f"/sandboxes/{self._fork}")
+        self._call("DELETE", f"/snapshots/{self._taken}")
+
+    def _capture(self) -> None:
+        self._taken = self._call("POST", f"/sandboxes/{self._sandbox}/snapshots", {})["snapshotID"]
+
+    def _make(self) -> None:
+        self._fork = self._call("POST", f"/snapshots/{self._snapshot}/fork")["sandboxID"]
+
+
+@contextlib.contextmanager
+def _gateway(host: KvmXfs) -> Iterator[Gateway]:
+    """A gateway of its own on the same file system, configured as the engine in this process is."""
+    sections = host.config.model_dump(mode="json")
+    wanted = {"kvm_xfs": sections["kvm_xfs"], "network": {"pool": host.config.network.pool}, "log": {"level": "info"}}
+    gateway = Gateway(host.mount_point, wanted)
+    host.share_templates(gateway.state_root)
+    try:
+        gateway.start()
+        yield gateway
+    finally:
+        if problems := gateway.end():
+            raise RuntimeError("; ".join(problems))

@@ -1,0 +1,55 @@
+"""Rollback in place: how long it takes, and how long nobody answers under the sandbox's name meanwhile."""
+
+from __future__ import annotations
+
+import time
+
+from benchmarks.context import Context, KvmXfs
+from benchmarks.measure import Result
+from benchmarks.ping import Ping
+
+_BETWEEN_SECONDS = 0.5
+
+
+class Rollback:
+    name = "rollback"
+    title = "rollback of a running sandbox"
+
+    def run(self, ctx: Context) -> Result:
+        rounds = ctx.rounds(full=30, quick=4)
+        result = Result(self.name, self.title, {"rounds": rounds})
+        host = ctx.kvm_xfs
+        floor: list[float] = []
+        windows: list[tuple[float, float]] = []
+        with host.source() as snapshot, host.raw(snapshot) as raw:
+            sandbox = host.sandbox(snapshot.id)
+            with Ping(str(sandbox.host["address"])) as ping, ctx.steps("rollbacks", rounds) as steps:
+                host.live.call(host.live.engine.spawn, _follow(host, ping, rounds))
+                for _ in range(rounds):
+                    (machine,) = raw.machines(1)
+                    floor.append(machine.start().running)
+                    machine.end()
+                    time.sleep(_BETWEEN_SECONDS)
+                    start = time.monotonic()
+                    host.live.do(host.live.engine.rollback(sandbox.id, snapshot.id))
+                    windows.append((start, time.monotonic()))
+                    steps.done()
+                time.sleep(_BETWEEN_SECONDS)
+        waits = [ping.longest_wait(start, end + _BETWEEN_SECONDS / 2) for start, end in windows]
+        quiet = [ping.longest_wait(start - _BETWEEN_SECONDS / 2, start) for start, _ in windows]
+        result.measure("floor", "floor: QEMU exec, QMP answer, device state; no gateway", samples=floor)
+        taken = [(end - start) * 1000 for start, end in windows]
+        result.measure("rollback", "rollback, until the old machine is gone", samples=taken, floor="floor")
+        result.measure("quiet", "longest wait for a ping answer, nothing going on", samples=quiet)
+        result.measure("outage", "longest wait for a ping answer during a rollback", samples=waits, floor="quiet")
+        return result
+
+
+async def _follow(host: KvmXfs, ping: Ping, changes: int) -> None:
+    """Turn to the sandbox's new address when it changes, as whoever asks the gateway for it would."""
+    async for event in host.live.engine.events.subscribe():
+        if event.type == "sandbox.replaced":
+            ping.turn_to(host.live.engine.endpoint(event.data["sandboxID"])[0])
+            changes -= 1
+            if changes == 0:
+                return

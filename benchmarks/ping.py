@@ -1,0 +1,118 @@
+"""A look at a machine from outside: how long does whoever asks it something have to wait?
+
+Run as a process of its own (``python -m benchmarks.ping``), so that it takes no time from the gateway it watches.
+An ICMP echo is answered by the guest's kernel: no answer means that the guest does not run, and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import select
+import socket
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from types import TracebackType
+
+_EVERY = 0.001
+_ECHO_REQUEST, _ECHO_REPLY = 8, 0
+_IDENTIFIER = 0x6762
+_STAMP = struct.Struct("!d")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Times of ``time.monotonic`` (the same in every process of the machine), in seconds."""
+
+    asked: float
+    answered: float
+
+
+class Ping:
+    """Asks every millisecond from entering to leaving; then ``answers`` holds what came back, in the order asked."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.answers: list[Answer] = []
+
+    def __enter__(self) -> Ping:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.ping", self._address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            raise RuntimeError(f"{self._address} does not answer")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        output, _ = self._process.communicate(timeout=30)
+        if kind is None:
+            self.answers = [Answer(asked, answered) for asked, answered in json.loads(output)]
+
+    def turn_to(self, address: str) -> None:
+        """Ask another address from now on."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{address}\n".encode())
+        self._process.stdin.flush()
+
+    def longest_wait(self, start: float, end: float) -> float:
+        """Milliseconds that whoever asked between ``start`` and ``end`` had to wait at most for the next answer."""
+        return longest_wait(self.answers, start, end)
+
+
+def longest_wait(answers: list[Answer], start: float, end: float) -> float:
+    """What was asked and never answered counts too: the wait lasts until something asked later is answered."""
+    waits = [(answer.answered - answer.asked) for answer in answers if start <= answer.asked <= end]
+    came = sorted(answer.answered for answer in answers if start <= answer.answered <= end)
+    silences = [later - earlier for earlier, later in itertools.pairwise(came)]
+    return max([*waits, *silences], default=end - start) * 1000
+
+
+def _checksum(data: bytes) -> int:
+    total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    total = (total >> 16) + (total & 0xFFFF)
+    return ~(total + (total >> 16)) & 0xFFFF
+
+
+def _request(now: float) -> bytes:
+    payload = _STAMP.pack(now)
+    head = struct.pack("!BBHHH", _ECHO_REQUEST, 0, 0, _IDENTIFIER, 0)
+    return struct.pack("!BBHHH", _ECHO_REQUEST, 0, _checksum(head + payload), _IDENTIFIER, 0) + payload
+
+
+def _main(address: str) -> None:
+    """Ask until stdin ends; a line on it is another address. Prints a line with the first answer, then all of them."""
+    answers: list[tuple[float, float]] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as raw:
+        due = time.monotonic()
+        given_up = due + 30
+        while True:
+            now = time.monotonic()
+            if now >= due:
+                raw.sendto(_request(now), (address, 0))
+                due = max(due + _EVERY, now)
+            ready, _, _ = select.select([raw, sys.stdin], [], [], max(0.0, due - time.monotonic()))
+            if raw in ready:
+                packet = raw.recv(2048)
+                message = packet[(packet[0] & 15) * 4 :]
+                if message[0] == _ECHO_REPLY and message[4:6] == struct.pack("!H", _IDENTIFIER) and len(message) >= 16:
+                    if not answers:
+                        print("answered", flush=True)
+                    answers.append((_STAMP.unpack_from(message, 8)[0], time.monotonic()))
+            if sys.stdin in ready:
+                line = sys.stdin.readline()
+                if not line:
+                    break
+                address = line.strip()
+            if not answers and now > given_up:
+                return
+    json.dump(answers, sys.stdout)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

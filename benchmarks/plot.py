@@ -1,0 +1,131 @@
+"""The distributions that matter most, drawn: source pause, and fork beside its floor; below, where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_INK, _MUTED, _GRID = "#1f2430", "#667085", "#e4e7ec"
+_FLOOR, _OURS, _SECOND, _TARGET = "#98a2b3", "#0b6bcb", "#12a594", "#d92d20"
+_PARTS = ("#0b6bcb", "#5ba4e6", "#12a594", "#7fd1c4", "#8e5bd6", "#c4a7ec", "#e08c1a", "#d0d5dd")
+_LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "alignment": "left", "borderaxespad": 0.2}
+_SETTINGS = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": _INK,
+    "axes.edgecolor": _GRID,
+    "axes.labelcolor": _MUTED,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "svg.hashsalt": "grove.sandbox",
+}
+
+
+def draw(document: dict[str, Any], target: Path) -> None:
+    """Write an SVG of what ``document`` (the JSON) holds of the benches pause and fork.
+
+    Raises RuntimeError where it holds neither, or matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RuntimeError(
+            "a plot needs matplotlib: .venv/bin/python -m pip install -r requirements/bench.txt"
+        ) from None
+    found = [(name, document["benches"][name]["measures"]) for name in ("pause", "fork") if name in document["benches"]]
+    if not found:
+        raise RuntimeError("there is nothing to draw: a plot needs the bench pause, fork, or both")
+    with mpl.rc_context(_SETTINGS):
+        figure = Figure(figsize=(5.8 * len(found), 6.4), layout="constrained")
+        axes = figure.subplots(2, len(found), squeeze=False, height_ratios=(5, 1))
+        for column, (name, measures) in enumerate(found):
+            _DRAWN[name](axes[0][column], axes[1][column], measures)
+        figure.text(0.005, -0.02, _caption(document), color=_MUTED, fontsize=8, va="top")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, format="svg", metadata={"Date": None}, bbox_inches="tight", facecolor="white")
+
+
+def _draw_pause(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
+    above.set_title("Capture: how long a running sandbox stands still")
+    _curve(above, measures["floor"], _FLOOR, "floor: bare QMP, no page copied")
+    _curve(above, measures["pause"], _OURS, "source pause, by the host's clock")
+    _curve(above, measures["outside"], _SECOND, "longest wait for a ping meanwhile")
+    _limit(above, measures["pause"]["target"]["limit"], "target for half of them")
+    _finish(above, "milliseconds", "share of captures", [measures[key] for key in ("floor", "pause", "outside")])
+    _bar(below, measures, "pause")
+
+
+def _draw_fork(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
+    above.set_title("Cold fork: how long until it answers")
+    _curve(above, measures["floor"], _FLOOR, "floor: QEMU start and state load, no gateway")
+    _curve(above, measures["answered"], _OURS, "fork, until the agent answered")
+    _curve(above, measures["exec"], _SECOND, "fork, until a first command has run")
+    limit = measures["answered"]["target"]["limit"]
+    _limit(above, limit * measures["floor"]["p50"], f"target for half of them: {limit:g} x the floor's median")
+    _finish(above, "milliseconds", "share of forks", [measures[key] for key in ("floor", "answered", "exec")])
+    _bar(below, measures, "answered")
+
+
+_DRAWN = {"pause": _draw_pause, "fork": _draw_fork}
+
+
+def _curve(axes: Axes, measure: dict[str, Any], colour: str, label: str) -> None:
+    """The share of samples that are at most so long; a dot at the median."""
+    samples = sorted(measure["samples"])
+    shares = [100 * (rank + 1) / len(samples) for rank in range(len(samples))]
+    named = f"{label} (median {measure['p50']:.3g})"
+    axes.step([samples[0], *samples], [0, *shares], where="post", color=colour, linewidth=2, label=named)
+    axes.plot([measure["p50"]], [50], "o", color=colour, markersize=5)
+
+
+def _limit(axes: Axes, value: float, label: str) -> None:
+    axes.plot([value, value], [0, 50], color=_TARGET, linewidth=1.2, linestyle=(0, (4, 3)), label=label)
+
+
+def _finish(axes: Axes, x: str, y: str, measures: Sequence[dict[str, Any]]) -> None:
+    """One slow sample in a hundred must not squeeze all others: the axis ends a little beyond the 95 % of each."""
+    axes.set_xlim(0, 1.15 * max(measure["p95"] for measure in measures))
+    axes.set_ylim(0, 101)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_yticks([0, 25, 50, 75, 100], ["0", "25 %", "50 %", "75 %", "100 %"])
+    axes.grid(color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.19), **_LEGEND)
+
+
+def _bar(axes: Axes, measures: dict[str, Any], whole: str) -> None:
+    """The medians of the parts, one behind another."""
+    left = 0.0
+    parts = [measure for measure in measures.values() if measure.get("part_of") == whole]
+    for part, colour in zip(parts, _PARTS, strict=False):
+        axes.barh([0], [part["p50"]], left=left, color=colour, height=0.6, label=f"{part['title']}: {part['p50']:.3g}")
+        left += part["p50"]
+    axes.set_title("Where the time goes: medians of the parts, ms", fontsize=9)
+    axes.set_yticks([])
+    axes.set_xlim(0, left or 1)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.35), **_LEGEND)
+
+
+def _caption(document: dict[str, Any]) -> str:
+    machine = document["machine"]
+    counts = [
+        f"{len(document['benches'][name]['measures'][key]['samples'])} {what}"
+        for name, key, what in (("pause", "pause", "captures"), ("fork", "answered", "forks"))
+        if name in document["benches"]
+    ]
+    accelerator = {"tcg": "TCG (every instruction emulated)", "kvm": "KVM"}[machine["accelerator"]]
+    return (
+        f"{' and '.join(counts)}; QEMU {machine['qemu']} with {accelerator}, {machine['cpus']} CPUs, "
+        f"Linux {machine['kernel']}; {document['started_at'][:10]}"
+    )

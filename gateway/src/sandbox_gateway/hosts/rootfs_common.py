@@ -1,0 +1,252 @@
+"""Root file systems on their way to become a template's, on every kind of host.
+
+What a foreign tree holds is looked at, never executed; paths inside it are resolved as the sandbox would resolve them,
+so that a symbolic link to `/etc` means the sandbox's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path, PurePosixPath
+
+from sandbox_gateway.command import arun
+from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
+from sandbox_gateway.hosts.base import Log
+
+STEP_SECONDS = 3600.0
+
+
+class Tree:
+    """A guest's root directory; every path given is the guest's, absolute, and stays inside."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def real(self, path: str, *, follow: bool = True) -> Path:
+        """Where ``path`` is on the host, symbolic links resolved against the tree's root (the last one if asked)."""
+        waiting = deque(PurePosixPath(path).parts)
+        at = self.root
+        hops = 0
+        while waiting:
+            part = waiting.popleft()
+            if part in ("/", "."):
+                continue
+            if part == "..":
+                at = at if at == self.root else at.parent
+                continue
+            step = at / part
+            if step.is_symlink() and (waiting or follow):
+                hops += 1
+                if hops > 40:
+                    raise Invalid(f"the root file system has a loop of symbolic links at {path}")
+                target = PurePosixPath(step.readlink())
+                if target.is_absolute():
+                    at = self.root
+                waiting.extendleft(reversed(target.parts))
+                continue
+            at = step
+        return at
+
+    def is_file(self, path: str) -> bool:
+        return self.real(path).is_file()
+
+    def is_dir(self, path: str) -> bool:
+        return self.real(path).is_dir()
+
+    def names(self, path: str) -> list[str]:
+        """Names in a directory; none if it is not one."""
+        real = self.real(path)
+        return sorted(entry.name for entry in real.iterdir()) if real.is_dir() else []
+
+    def read(self, path: str) -> str:
+        real = self.real(path)
+        return real.read_text(errors="replace") if real.is_file() else ""
+
+    def mkdir(self, path: str, mode: int = 0o755, owner: int = 0) -> None:
+        real = self.real(path)
+        missing = [place for place in (real, *real.parents) if not place.is_dir()]
+        for place in reversed(missing):
+            place.mkdir()
+            place.chmod(mode if place == real else 0o755)  # Whatever our umask is.
+        if missing:
+            os.chown(real, owner, owner)
+
+    def write(self, path: str, text: str, mode: int = 0o644, owner: int = 0) -> None:
+        """Make ``path`` a regular file, replacing what was there (also a link: its target is left alone)."""
+        real = self._fresh(path)
+        with real.open("x") as file:
+            file.write(text)
+        os.chown(real, owner, owner)
+        real.chmod(mode)
+
+    def link(self, path: str, target: str) -> None:
+        self._fresh(path).symlink_to(target)
+
+    def remove(self, path: str) -> None:
+        self._fresh(path)
+
+    def _fresh(self, path: str) -> Path:
+        self.mkdir(str(PurePosixPath(path).parent))
+        real = self.real(path, follow=False)
+        if real.is_dir() and not real.is_symlink():
+            shutil.rmtree(real)
+        else:
+            real.unlink(missing_ok=True)
+        return real
+
+
+def python_minor(tree: Tree, name: str) -> int | None:
+    if match := re.fullmatch(r"python3\.(\d+)", name):
+        return int(match[1])
+    entries = [*tree.names("/usr/lib"), *tree.names("/usr/lib64")]
+    minors = [int(match[1]) for entry in entries if (match := re.fullmatch(r"python3\.(\d+)", entry))]
+    return max(minors, default=None)
+
+
+def agent_package() -> Path:
+    spec = importlib.util.find_spec("sandbox_agent")
+    if spec is None or not spec.submodule_search_locations:
+        raise BackendFailed("the package sandbox_agent is not installed beside the gateway: install the gateway again")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def install_agent(tree: Tree, agent: Path) -> None:
+    """Put the agent's modules into `/opt/sandbox_agent`; ``agent`` is the directory of its package."""
+    tree.remove("/opt/sandbox_agent")
+    for source in sorted(agent.rglob("*")):
+        if source.suffix == ".py" and source.is_file():
+            tree.write(f"/opt/sandbox_agent/{source.relative_to(agent)}", source.read_text())
+
+
+async def compile_agent_of_foreign(root: Path, log: Log) -> None:
+    """Of a foreign tree nothing is run; our interpreter makes the same byte code where it is of its version."""
+    await compile_agent([sys.executable, "-I"], ["-s", str(root), "-p", "/", f"{root}/opt/sandbox_agent"], log)
+
+
+async def compile_agent(python: Sequence[str], arguments: Sequence[str], log: Log) -> None:
+    """Byte code for the agent, which writes none itself; without it the agent works, and starts later."""
+    compileall = ("-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash")
+    done = await arun([*python, *compileall, *arguments], timeout=120, check=False)
+    if done.returncode != 0:
+        log(f"the agent was not byte-compiled: {(done.stderr or done.stdout).strip()[-300:]}")
+
+
+def add_user(tree: Tree) -> None:
+    """The unprivileged user that E2B's images have; left as it is where the tree has one of that name."""
+    accounts = [line.split(":") for file in ("/etc/passwd", "/etc/group") for line in tree.read(file).splitlines()]
+    if not any(account[0] == "user" for account in accounts):
+        taken = {account[2] for account in accounts if len(account) > 2}
+        uid = next(number for number in range(1000, 60000) if str(number) not in taken)
+        shell = "/bin/bash" if tree.is_file("/bin/bash") else "/bin/sh"
+        _append(tree, "/etc/passwd", f"user:x:{uid}:{uid}::/home/user:{shell}", 0o644)
+        _append(tree, "/etc/group", f"user:x:{uid}:", 0o644)
+        _append(tree, "/etc/shadow", "user:*:19000:0:99999:7:::", 0o640)
+        _append(tree, "/etc/gshadow", "user:!::", 0o640)
+        if not tree.is_dir("/home/user"):
+            tree.mkdir("/home/user", owner=uid)
+            for name in tree.names("/etc/skel"):
+                if tree.is_file(f"/etc/skel/{name}"):
+                    tree.write(f"/home/user/{name}", tree.read(f"/etc/skel/{name}"), owner=uid)
+    if tree.is_file("/usr/bin/sudo"):
+        tree.write("/etc/sudoers.d/sandbox", "user ALL=(ALL:ALL) NOPASSWD: ALL\n", mode=0o440)
+
+
+def _append(tree: Tree, path: str, line: str, mode: int) -> None:
+    real = tree.real(path)
+    if path.endswith("shadow") and not real.is_file():
+        return
+    old = tree.read(path)
+    group = real.stat().st_gid if real.is_file() else 0
+    tree.write(path, f"{old}{'' if not old or old.endswith(chr(10)) else chr(10)}{line}\n", mode)
+    os.chown(tree.real(path), 0, group)
+
+
+def as_gateway_error(error: OSError, doing: str) -> Exception:
+    if error.errno == 28:
+        return NoSpace(f"{doing}: the host's disk is full ({error.filename}); make room and build again")
+    return BackendFailed(f"{doing}: {error}")
+
+
+async def remove_tree(path: Path) -> None:
+    # Shielded: a cancelled build waits for the removal, it does not leave half of it.
+    removal = asyncio.ensure_future(asyncio.to_thread(shutil.rmtree, path, ignore_errors=True))
+    try:
+        await asyncio.shield(removal)
+    except asyncio.CancelledError:
+        await removal
+        raise
+
+
+def kind_of(path: Path) -> str:
+    return "directory" if path.is_dir() else "file" if path.is_file() else ""
+
+
+async def stream(
+    argv: Sequence[str],
+    log: Log,
+    *,
+    keep: Callable[[str], bool] = lambda line: True,
+    env: dict[str, str] | None = None,
+    timeout: float = STEP_SECONDS,
+) -> None:
+    """Run ``argv``, handing its lines to ``log`` as they come; no process is left, however this ends."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "LC_ALL": "C", **(env or {})},
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        raise BackendFailed(
+            f"{argv[0]} is not installed: install it, or run the host role of this collection"
+        ) from None
+    tail: deque[str] = deque(maxlen=60)
+    try:
+        async with asyncio.timeout(timeout):
+            assert process.stdout is not None
+            async for line in _lines(process.stdout):
+                tail.append(line)
+                if keep(line):
+                    log(line)
+            await process.wait()
+    except TimeoutError:
+        raise BackendFailed(f"{argv[0]} did not end within {timeout:g} s and was stopped") from None
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    if process.returncode:
+        raise _failure(argv, process.returncode, list(tail))
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    rest = b""
+    while chunk := await stream.read(65536):
+        *whole, rest = re.split(rb"[\r\n]", rest + chunk)
+        for line in whole:
+            if line.strip():
+                yield line.decode(errors="replace").rstrip()
+        rest = rest[-65536:]
+    if rest.strip():
+        yield rest.decode(errors="replace").rstrip()
+
+
+def _failure(argv: Sequence[str], code: int, tail: list[str]) -> Exception:
+    if any("No space left on device" in line for line in tail):
+        return NoSpace(f"{argv[0]}: the host's disk is full; make room and build again")
+    errors = [line for line in tail if line.startswith("E: ")] or tail[-5:]
+    program = "mmdebstrap" if "mmdebstrap" in argv else argv[0]
+    return BackendFailed(f"{program} failed ({code}): {' '.join(errors)[-1500:] or 'it said nothing'}")

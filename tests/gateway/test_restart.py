@@ -1,0 +1,95 @@
+"""The daemon as a process, killed and stopped while sandboxes run."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.gateway import TEMPLATE, Gateway
+
+COUNT = (
+    "import os, time\n"
+    "count = 0\n"
+    "while True:\n"
+    "    count += 1\n"
+    "    open('/run/counter.new', 'w').write(str(count))\n"
+    "    os.replace('/run/counter.new', '/run/counter')\n"
+    "    time.sleep(0.2)\n"
+)
+
+
+def counter(gateway: Gateway, name: str) -> int:
+    return int(gateway.sh(name, "cat /run/counter"))
+
+
+@pytest.fixture
+def ten(gateway: Callable[..., Gateway]) -> Gateway:
+    """A gateway with a source that counts, its snapshot, and nine forks of that."""
+    made = gateway()
+    made.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "source", "timeout": -1})
+    made.sh(
+        "source", f'python3 -c "{COUNT}" </dev/null >/dev/null 2>&1 & while ! [ -e /run/counter ]; do sleep 0.1; done'
+    )
+    made.call("POST", "/sandboxes/source/snapshots", {"name": "mark"})
+    made.call("POST", "/snapshots/mark/fork", {"count": 9, "names": [f"fork-{n}" for n in range(1, 10)]})
+    return made
+
+
+def picture(gateway: Gateway) -> Any:
+    """Everything a restart must not change."""
+    sandboxes = gateway.call("GET", "/sandboxes?limit=1000")
+    keys = ("sandboxID", "name", "state", "templateID", "forkedFrom", "snapshotID", "metadata", "endAt")
+    described = sorted([{key: each.get(key) for key in keys} for each in sandboxes], key=lambda each: each["sandboxID"])
+    return described, gateway.call("GET", "/lineage"), gateway.call("GET", "/snapshots")
+
+
+def test_kill_9_with_ten_sandboxes_running(ten: Gateway) -> None:
+    before = picture(ten)
+    counts = {name: counter(ten, name) for name in ("source", "fork-1", "fork-9")}
+    ten.kill9()
+    ten.start()
+    assert picture(ten) == before
+    for name in ("source", *(f"fork-{n}" for n in range(1, 10))):
+        assert ten.sh(name, "hostname").strip() == name
+    for name, count in counts.items():
+        assert counter(ten, name) > count, f"{name} stood still"
+    ten.call("POST", "/sandboxes/fork-1/snapshots", {"name": "after"})
+    ten.call("POST", "/snapshots/after/fork", {"name": "late"})
+
+
+def test_kill_9_during_a_snapshot_leaves_it_whole_or_not_at_all(ten: Gateway) -> None:
+    for delay in (0.02, 0.05, 0.08, 0.12):
+        ten.sh("source", "head -c 8000000 /dev/urandom >/run/blob")
+        thread = threading.Thread(target=snapshot, args=(ten.url, f"cut-{int(delay * 1000)}"))
+        thread.start()
+        time.sleep(delay)
+        ten.kill9()
+        thread.join(30)
+        ten.start()
+        assert ten.sh("source", "hostname").strip() == "source"
+        assert not list(ten.state_root.glob("snapshots/.partial-*"))
+        for found in ten.call("GET", "/snapshots"):
+            fork = ten.call("POST", f"/snapshots/{found['snapshotID']}/fork", {})
+            assert counter(ten, fork["sandboxID"]) > 0
+            ten.call("DELETE", f"/sandboxes/{fork['sandboxID']}")
+
+
+def snapshot(url: str, name: str) -> None:
+    transport = httpx.HTTPTransport(uds=url.removeprefix("unix://"))
+    with httpx.Client(transport=transport, base_url="http://gateway", timeout=30) as client:
+        with contextlib.suppress(httpx.HTTPError):  # the gateway is killed meanwhile: that is the test
+            client.post("/sandboxes/source/snapshots", json={"name": name})
+
+
+def test_sigterm_lets_sandboxes_go_on(ten: Gateway) -> None:
+    before = counter(ten, "fork-2")
+    assert ten.stop() == 0
+    time.sleep(1)
+    ten.start()
+    assert counter(ten, "fork-2") > before

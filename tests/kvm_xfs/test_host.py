@@ -1,0 +1,172 @@
+"""What is particular to the KVM/XFS host: its machines' confinement, its snapshots' limits, its bad days."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.config import Config
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.errors import BackendFailed, GatewayError, NoSpace, Unsupported
+from sandbox_gateway.hosts.kvm_xfs import memory
+from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import Memory, SandboxState
+from tests.support import session
+from tests.support.live import Live
+from tests.support.worlds import TEMPLATE, KvmXfsWorld
+from tests.support.xfs import LoopXfs
+
+
+@pytest.fixture
+def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
+    config = kvm_xfs_world.config()
+    live = Live(kvm_xfs_world.host(config), config)
+    yield live
+    live.empty()
+    live.close()
+    kvm_xfs_world.forget(config)
+
+
+def qemu_pid(live: Live, ref: str) -> int:
+    return int(live.sandbox(ref).host["pid"])
+
+
+def test_qemu_is_nobody_confined_and_in_a_network_of_its_own(live: Live) -> None:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["one"])))
+    process = Path(f"/proc/{qemu_pid(live, 'one')}")
+    status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines() if ":\t" in line)
+    assert int(status["Uid"].split()[0]) >= 700_000
+    assert int(status["CapEff"], 16) == 0
+    assert status["Seccomp"].strip() == "2"
+    assert (process / "ns/net").readlink() != Path("/proc/self/ns/net").readlink()
+
+
+def test_snapshot_of_another_platform_is_refused_with_the_way_out(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["one"])))
+    snapshot = live.do(live.engine.capture("one", name="foreign"))
+    live.engine.index.snapshots[snapshot.id].host["platform"]["qemu_version"] = "1.0"
+    with pytest.raises(Unsupported, match=r"qemu version '1.0'.*coldStart"):
+        live.do(live.engine.create("foreign", ForkSpec()))
+    cold = live.do(live.engine.create("foreign", ForkSpec(cold_start=True)))
+    assert live.shell(cold.id, "echo alive").strip() == "alive"
+
+
+def test_kernel_that_tells_nothing_of_its_pages_costs_space_only(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(1, "not permitted")
+
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["one"])))
+    live.shell("one", "echo here >/run/here")
+    monkeypatch.setattr(memory, "_scan", refuse)
+    monkeypatch.setattr(memory, "_pagemap", refuse)
+    snapshot = live.do(live.engine.capture("one", name="whole"))
+    monkeypatch.undo()
+    assert snapshot.memory is Memory.FULL
+    fork = live.do(live.engine.create("whole", ForkSpec()))
+    assert live.shell(fork.id, "cat /run/here").strip() == "here"
+
+
+def test_template_whose_set_up_fails_leaves_nothing(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
+    before = kvm_xfs_world.traces(live.config)
+    build = live.do(live.engine.build_template("broken", Recipe(setup=["echo so far", "echo no >&2; exit 3"])))
+    lines = live.do(all_of(build.follow()), timeout=300)
+    assert build.status == "error"
+    assert "exit code 3" in build.reason and "so far" in lines and "no" in lines
+    assert kvm_xfs_world.traces(live.config) == before
+    with pytest.raises(GatewayError, match="not found"):
+        live.engine.template("broken")
+
+
+def test_same_recipe_is_not_built_again(live: Live) -> None:
+    template = live.engine.template(TEMPLATE)
+    build = live.do(live.engine.build_template(TEMPLATE, Recipe.model_validate(template.recipe)))
+    assert (build.status, build.template_id) == ("ready", template.id)
+
+
+async def all_of(lines: Any) -> list[str]:
+    return [line async for line in lines]
+
+
+def opened(config: Config) -> None:
+    Live(KvmXfsHost(config), config).close()
+
+
+def test_missing_qemu_is_said_at_start_up(kvm_xfs_world: KvmXfsWorld) -> None:
+    config = kvm_xfs_world.config(kvm_xfs={"qemu": "/nowhere/qemu"})
+    with pytest.raises(BackendFailed, match="not installed"):
+        opened(config)
+    shutil.rmtree(config.host.state_root)
+
+
+def test_state_on_an_xfs_without_reflinks_is_said_at_start_up(tmp_path: Path, need_root: None) -> None:
+    with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320, reflink=False) as xfs:
+        config = Config.model_validate(
+            {"host": {"state_root": xfs.mount_point / "state"}, "network": session.network()}
+        )
+        with pytest.raises(Unsupported, match="reflink=1"):
+            opened(config)
+
+
+@pytest.fixture
+def cramped(kvm_xfs_world: KvmXfsWorld, tmp_path: Path) -> Iterator[Live]:
+    """A gateway whose file system has room for the template and little more."""
+    roomy = kvm_xfs_world.config()
+    with LoopXfs(session.run_dir() / "cramped.xfs", session.run_dir() / "cramped", size_mb=1400) as xfs:
+        root = xfs.mount_point / "state"
+        root.mkdir(mode=0o711)
+        for name in ("templates", "accelerator.json"):
+            if (roomy.host.state_root / name).exists():
+                subprocess.run(
+                    ["cp", "-a", "--sparse=always", str(roomy.host.state_root / name), str(root)],
+                    check=True,
+                    timeout=120,
+                )
+        shutil.rmtree(roomy.host.state_root)
+        section = {**roomy.host.model_dump(), "state_root": root}
+        config = Config.model_validate({**roomy.model_dump(), "host": section})
+        live = Live(KvmXfsHost(config), config)
+        yield live
+        (root / "filler").unlink(missing_ok=True)
+        live.empty()
+        live.close()
+        kvm_xfs_world.forget(config)
+
+
+def fill(root: Path, leave: int) -> None:
+    stat = os.statvfs(root)
+    size = stat.f_bavail * stat.f_frsize - leave
+    subprocess.run(["fallocate", "-l", str(size), str(root / "filler")], check=True, timeout=60)
+
+
+def test_no_space_for_a_capture(kvm_xfs_world: KvmXfsWorld, cramped: Live) -> None:
+    cramped.do(cramped.engine.create(TEMPLATE, ForkSpec(names=["one"])))
+    cramped.shell("one", "head -c 20000000 /dev/urandom >/run/blob")
+    root = cramped.config.host.state_root
+    before = kvm_xfs_world.traces(cramped.config)
+    fill(root, 4 << 20)
+    with pytest.raises(NoSpace, match="no space left"):
+        cramped.do(cramped.engine.capture("one", name="big"))
+    assert kvm_xfs_world.traces(cramped.config) == before
+    assert cramped.shell("one", "echo alive").strip() == "alive"
+    (root / "filler").unlink()
+    cramped.do(cramped.engine.capture("one", name="big"))
+
+
+def test_reboot_of_the_guest_ends_its_machine_and_keeps_the_sandbox(live: Live) -> None:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["one"])))
+    live.shell("one", "(sleep 0.2; echo b >/proc/sysrq-trigger) >/dev/null 2>&1 &")
+    deadline = time.monotonic() + 30
+    while live.sandbox("one").state is not SandboxState.PAUSED:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    manifest = live.config.host.state_root / "sandboxes" / live.sandbox("one").id / "manifest.json"
+    assert json.loads(manifest.read_text())["state"] == "paused"

@@ -1,0 +1,190 @@
+"""The role gateway under systemd: in a Debian 12 that is booted as a container of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import session
+from tests.support.gateway import Gateway
+from tests.support.roles import Played, environment, play
+
+PACKAGES = (
+    "ca-certificates,dbus,e2fsprogs,iproute2,mmdebstrap,nftables,procps,python3,python3-venv,"
+    "qemu-system-x86,systemd-sysv,xfsprogs,zstd"
+)
+_BOOT = """
+mount --make-rprivate /
+mount -t tmpfs tmpfs /run
+mkdir -p /run/systemd
+exec systemd-nspawn "$@"
+"""
+_SYSTEMD = "/usr/lib/systemd/systemd"
+
+
+class Machine:
+    """A booted Debian 12. It shares the network of this machine, and sees the repository at its place."""
+
+    def __init__(self, directory: Path, state_root: Path) -> None:
+        self.directory = directory
+        binds = [f"--bind={state_root}:/var/lib/sandbox-gateway", "--bind=/dev/net/tun"]
+        for path in (session.REPOSITORY, Path(sys.prefix), Path(sys.base_prefix), session.run_dir()):
+            if not path.is_relative_to("/usr"):
+                binds.append(f"--bind={path}")
+        for name in ("/etc/pip.conf", "/etc/ssl", "/etc/resolv.conf"):
+            if Path(name).exists():
+                binds.append(f"--bind-ro={name}")
+        argv = ["systemd-nspawn", "--directory", str(directory), "--boot", "--console=pipe", "--register=no"]
+        argv += ["--keep-unit", "--capability=all", "--resolv-conf=off", *binds]
+        self.process = subprocess.Popen(
+            ["unshare", "--mount", "sh", "-c", _BOOT, *argv],
+            env={**os.environ, "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "yes"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self.init = self._init()
+
+    def _init(self) -> int:
+        """The pid, out here, of the systemd inside."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, "the container did not boot"
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            for child in children:
+                if Path(f"/proc/{child}/cmdline").read_bytes().startswith(_SYSTEMD.encode()):
+                    return int(child)
+            time.sleep(0.1)
+        raise AssertionError("the container did not boot within a minute")
+
+    @property
+    def enter(self) -> tuple[str, ...]:
+        return ("nsenter", "--target", str(self.init), "--mount", "--uts", "--ipc", "--pid", "--")
+
+    def run(self, *argv: str) -> str:
+        done = subprocess.run(
+            [*self.enter, *argv],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=environment(session.run_dir()),
+            check=False,
+        )
+        assert done.returncode == 0, f"{argv}: {done.stdout} {done.stderr}"
+        return done.stdout
+
+    def stop(self) -> None:
+        os.kill(self.init, signal.SIGRTMIN + 4)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def machine(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[Machine]:
+    archive = session.cache_dir() / "debian12-systemd.tar.zst"
+    if not archive.exists():
+        fresh = archive.with_name("fresh-" + archive.name)
+        subprocess.run(
+            ["mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", str(fresh)],
+            check=True,
+            capture_output=True,
+            timeout=900,
+        )
+        fresh.rename(archive)
+    directory, state_root = xfs_root / "debian12", xfs_root / "debian12-state"
+    directory.mkdir()
+    state_root.mkdir()
+    subprocess.run(["tar", "--extract", "--zstd", f"--file={archive}", f"--directory={directory}"], check=True)
+    subprocess.run(
+        ["cp", "-a", "--reflink=always", str(shared_gateway.state_root / "templates"), str(state_root)], check=True
+    )
+    machine = Machine(directory, state_root)
+    yield machine
+    machine.stop()
+    shutil.rmtree(directory)
+    shutil.rmtree(state_root)
+
+
+@pytest.fixture(scope="module")
+def variables() -> dict[str, Any]:
+    return {
+        "gateway_config": {
+            "kvm_xfs": {"accelerator": os.environ.get("GROVE_TEST_ACCELERATOR", "auto")},
+            "network": {**session.network(), "pool": 1},
+        }
+    }
+
+
+def apply(machine: Machine, variables: dict[str, Any], *, check: bool = False, **options: Any) -> Played:
+    more = {f"gateway_{name}": value for name, value in options.items()}
+    return play("gateway", {**variables, **more}, check=check, inside=machine.enter)
+
+
+def state(machine: Machine, name: str) -> str:
+    return str(json.loads(machine.run("/usr/local/bin/sandboxctl", "--json", "show", name))["state"])
+
+
+def test_check_mode_then_run_then_nothing(machine: Machine, variables: dict[str, Any]) -> None:
+    checked = apply(machine, variables, check=True)
+    assert not checked.failed, checked.output
+    first = apply(machine, variables)
+    assert not first.failed, first.output
+    assert machine.run("systemctl", "is-active", "sandbox-gateway").strip() == "active"
+    assert machine.run("systemctl", "is-enabled", "sandbox-gateway").strip() == "enabled"
+    assert machine.run("stat", "--format=%a %G", "/run/sandbox-gateway/gateway.sock").split() == ["660", "sandbox"]
+    assert machine.run("stat", "--format=%a", "/run/sandbox-gateway").strip() == "755"
+    again = apply(machine, variables)
+    assert (again.failed, again.changed_tasks) == (False, []), again.output
+
+
+def test_sandboxes_survive_a_restart_of_the_unit_and_its_crash(machine: Machine, variables: dict[str, Any]) -> None:
+    machine.run("/usr/local/bin/sandboxctl", "create", "debian", "--name", "lives")
+    machine.run("systemctl", "restart", "sandbox-gateway")
+    assert state(machine, "lives") == "running"
+    machine.run("systemctl", "kill", "--signal=KILL", "--kill-who=main", "sandbox-gateway")
+    for _ in range(60):
+        if machine.run("systemctl", "show", "--property=SubState", "--value", "sandbox-gateway").strip() == "running":
+            break
+        time.sleep(0.5)
+    assert machine.run("/usr/local/bin/sandboxctl", "exec", "lives", "--", "echo", "hello").strip() == "hello"
+
+
+def test_a_new_configuration_restarts_it(machine: Machine, variables: dict[str, Any]) -> None:
+    changed = {**variables, "gateway_config": {**variables["gateway_config"], "limits": {"sandboxes": 9}}}
+    done = apply(machine, changed)
+    assert not done.failed, done.output
+    assert state(machine, "lives") == "running"
+
+
+def test_what_keeps_it_from_starting_is_said_once(machine: Machine, variables: dict[str, Any]) -> None:
+    broken = {**variables, "gateway_config": {**variables["gateway_config"], "nonsense": {"a": 1}}}
+    done = apply(machine, broken)
+    assert done.failed
+    assert "nonsense: unknown key" in done.message
+    assert machine.run("systemctl", "show", "--property=NRestarts", "--value", "sandbox-gateway").strip() == "0"
+    assert not apply(machine, variables).failed
+    assert state(machine, "lives") == "running"
+
+
+def test_removal(machine: Machine, variables: dict[str, Any]) -> None:
+    refused = apply(machine, variables, state="absent")
+    assert refused.failed
+    assert "lives" in refused.message
+    gone = apply(machine, variables, state="absent", remove_data=True)
+    assert not gone.failed, gone.output
+    assert "qemu-system" not in machine.run("ps", "--no-headers", "-eo", "comm")
+    machine.run("test", "!", "-e", "/etc/systemd/system/sandbox-gateway.service")
+    assert apply(machine, variables, state="absent", remove_data=True).changed_tasks == []

@@ -1,0 +1,35 @@
+"""The probe of the role kvm_xfs_host: a guest that really boots is told from one that does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+from tests.support import session
+
+PROBE = session.REPOSITORY / "roles" / "kvm_xfs_host" / "files" / "probe_kvm.py"
+
+
+def probe(*arguments: str) -> dict[str, str]:
+    done = subprocess.run(
+        ["/usr/bin/python3", str(PROBE), *arguments], capture_output=True, text=True, timeout=600, check=True
+    )
+    answer: dict[str, str] = json.loads(done.stdout)
+    return answer
+
+
+def test_a_guest_that_boots_is_seen_to_boot() -> None:
+    answer = probe("--accelerator", "tcg,tb-size=64", "--seconds", "180")
+    assert answer["accelerator"] == "tcg,tb-size=64", answer
+    assert "booted" in answer["reason"]
+
+
+def test_a_guest_that_gets_nowhere_is_given_up() -> None:
+    answer = probe("--accelerator", "tcg", "--seconds", "0.01")
+    assert answer["accelerator"] == "tcg"
+    assert "no guest kernel started" in answer["reason"]
+
+
+def test_a_missing_qemu_is_named() -> None:
+    answer = probe("--accelerator", "tcg", "--qemu", "qemu-that-is-not-there")
+    assert answer["reason"] == "qemu-that-is-not-there does not start: No such file or directory"

@@ -1,0 +1,251 @@
+"""The jail/ZFS kind of host for the engine's suite: FreeBSD's commands on Linux, real ZFS, a Debian in the jails."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.config import Config
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.base import Host
+from sandbox_gateway.hosts.jail_zfs import zfs
+from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
+from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD, encode
+from sandbox_gateway.hosts.kvm_xfs import rootfs
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import Resources, SandboxState, Snapshot
+from tests.freebsd_shim.harness import BIN
+from tests.jail_zfs import pools
+from tests.support import session
+from tests.support.live import Live
+from tests.support.worlds import TEMPLATE
+
+STATE = "FREEBSD_SHIM_STATE"
+_PACKAGES = ("iproute2", "procps", "python3")
+_SUITE = "bookworm"
+_PF = 'set skip on lo0\nnat-anchor "sbx/*"\nanchor "sbx/*"\n'
+_numbers = itertools.count(1)
+
+
+def environment() -> dict[str, str]:
+    """What has FreeBSD's commands be found first."""
+    return {"PATH": f"{BIN}:{os.environ['PATH']}:/usr/sbin:/sbin", STATE: os.environ[STATE]}
+
+
+class ShimHost(JailZfsHost):
+    """The host, unchanged, with the shim's commands."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, environment=environment())
+
+
+def shim(*argv: str, input: str | None = None, check: bool = True) -> str:
+    """Standard output of one of FreeBSD's commands."""
+    env = {**os.environ, **environment()}
+    done = subprocess.run(argv, input=input, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert not check or done.returncode == 0, (argv, done)
+    return done.stdout
+
+
+def debian() -> Path:
+    """A tarball of a Debian with Python, made once and kept."""
+    sources = rootfs.host_sources(_SUITE)
+    digest = hashlib.sha256(json.dumps([_SUITE, _PACKAGES, sources]).encode()).hexdigest()[:16]
+    kept = session.cache_dir() / f"jail-{digest}.tar"
+    if not kept.exists():
+        given, made = session.run_dir() / "jail.sources", session.run_dir() / "jail.tar"
+        given.write_text(sources)
+        thinner = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "locale", "man")]
+        argv = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "mmdebstrap", "--quiet", "--mode=root"]
+        argv += ["--variant=minbase", "--format=tar", f"--include={','.join(_PACKAGES)}", *thinner]
+        argv += [f"--aptopt={option}" for option in asyncio.run(rootfs._apt_options())]
+        argv += ["--", _SUITE, str(made), *([str(given)] if sources else [])]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=900, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        made.rename(kept)
+    return kept
+
+
+@contextmanager
+def jail_zfs_world() -> Iterator[JailZfsWorld]:
+    """A pool and a shim of its own; everything is put back."""
+    before = os.environ.get(STATE)
+    os.environ[STATE] = str(session.run_dir() / "shim")
+    try:
+        with pools.pool(f"t{session.run_id()}w", session.run_dir(), megabytes=6144) as pool:
+            shim("pfctl", "-q", "-f", "-", input=_PF)
+            try:
+                yield JailZfsWorld(pool)
+            finally:
+                shim("freebsd-shim", "purge")
+    finally:
+        os.environ.pop(STATE)
+        if before is not None:
+            os.environ[STATE] = before
+
+
+class JailZfsWorld:
+    """Jails on one pool: a root dataset per test, with the template as a clone of the first one's."""
+
+    kind = "jail_zfs"
+    abilities = JailZfsHost.abilities
+    factory = "tests.support.jail_world.ShimHost"
+    halt = "kill -KILL -1"
+
+    def __init__(self, pool: pools.Pool) -> None:
+        self._pool = pool
+        seed = self._config("seed", {})
+        live = Live(self.host(seed), seed)
+        try:
+            recipe = Recipe(source="rootfs", path=str(debian()), resources=Resources(memory_mb=256, disk_mb=2048))
+            build = live.do(live.engine.build_template(TEMPLATE, recipe))
+            lines = live.do(_all(build.follow()), timeout=900)
+            assert build.status == "ready", "\n".join(lines)
+            self._template = live.engine.template(TEMPLATE)
+        finally:
+            live.close()
+
+    def config(self, **sections: Any) -> Config:
+        config = self._config(f"w{next(_numbers)}", sections)
+        dataset = f"{config.jail_zfs.dataset}/_template-{self._template.id}"
+        record = self._template.model_copy(update={"host": {}})
+        zfs.lzc_clone(dataset, self._template.host["zfsSnapshot"], {"canmount": "noauto"})
+        zfs.lzc_snapshot([f"{dataset}@base"], encode(record, 1))
+        return config
+
+    def _config(self, name: str, sections: dict[str, Any]) -> Config:
+        dataset = f"{self._pool.name}/{name}"
+        zfs.lzc_create(dataset)
+        state = session.run_dir() / f"jail-{name}"
+        state.mkdir(mode=0o711)
+        own: dict[str, dict[str, Any]] = {
+            "host": {"kind": "jail_zfs", "state_root": state, "cache_root": session.cache_dir()},
+            "jail_zfs": {"dataset": dataset},
+            "network": session.network(),
+        }
+        plain = {key: value for key, value in sections.items() if not isinstance(value, dict)}
+        merged = {key: own.get(key, {}) | sections.get(key, {}) for key in {*own, *sections} - {*plain}}
+        return Config.model_validate(merged | plain)
+
+    def host(self, config: Config) -> Host:
+        return ShimHost(config)
+
+    def forget(self, config: Config) -> None:
+        self.power_cut(config)
+        prefix = config.network.prefix
+        shim("ifconfig", f"{prefix}br", "destroy", check=False)
+        shim("pfctl", "-q", "-a", f"sbx/{prefix}", "-F", "all")
+        pools.destroy_all(config.jail_zfs.dataset)
+        subprocess.run(["rm", "-r", str(config.host.state_root)], check=True, timeout=60)
+
+    # -- looking ----------------------------------------------------------------------------------------------------
+
+    def place(self, config: Config) -> Path:
+        return self._pool.mount_point / config.jail_zfs.dataset.partition("/")[2]
+
+    def traces(self, config: Config) -> dict[str, set[str]]:
+        root, prefix, place = config.jail_zfs.dataset, config.network.prefix, self.place(config)
+        mounts = (line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines())
+        rows = zfs.get_tree(root, ("defer_destroy", "type"))
+        # A name for each jail whatever its process's name: what is in there has its root there.
+        return {
+            "datasets": {name.removeprefix(root) for name in rows if "@" not in name},
+            "snapshots": {
+                name.partition("@")[2] for name, facts in rows.items() if "@" in name and not facts["defer_destroy"].yes
+            },
+            "jails": set(self.jails(config)),
+            "processes": {path.name for path in Path("/proc").iterdir() if _within(path, place)},
+            "cables": set(shim("ifconfig", "-g", f"{prefix}-epair", check=False).split()),
+            "limits": {line for line in shim("rctl").split() if f":{prefix}-" in line},
+            "anchors": set(re.findall(rf"sbx/{prefix}-\S+", shim("pfctl", "-a", "sbx", "-s", "Anchors"))),
+            "mounts": {mount for mount in mounts if mount.startswith(f"{place}/")},
+            "identities": {path.name for path in (config.host.state_root / "run").glob("*")},
+        }
+
+    def jails(self, config: Config) -> list[str]:
+        place = str(self.place(config))
+        rows = json.loads(shim("jls", "--libxo", "json", "-d", "name", "path"))["jail-information"]["jail"]
+        return [row["name"] for row in rows if row["path"].startswith(f"{place}/")]
+
+    def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
+        found = self.traces(config)
+        sandboxes = list(engine.index.sandboxes.values())
+        running = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.RUNNING]
+        instances = {f"/sandboxes/{each.instance}" for each in sandboxes}
+        mounted = {name for name in found["datasets"] if f"{self.place(config)}{name}" in found["mounts"]}
+        assert {name for name in mounted if name.startswith("/sandboxes/")} == instances, when
+        known = {each.host["zfsSnapshot"].partition("@")[2] for each in engine.index.snapshots.values()}
+        assert found["snapshots"] == known, when
+        for kind in ("jails", "cables", "anchors", "identities"):
+            assert len(found[kind]) == len(running), (when, kind, found[kind])
+        assert len(found["limits"]) == 3 * len(running), (when, found["limits"])
+
+    # -- hurting ----------------------------------------------------------------------------------------------------
+
+    def break_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*args: Any) -> None:
+            raise BackendFailed("forced")
+
+        monkeypatch.setattr("sandbox_gateway.hosts.jail_zfs.zfs.lzc_snapshot", refuse)
+
+    def power_cut(self, config: Config) -> None:
+        prefix = config.network.prefix
+        found = self.traces(config)
+        for name in found["jails"]:
+            shim("pkill", "-KILL", "-j", name, check=False)
+            shim("jail", "-R", name, check=False)
+        for name in found["cables"]:
+            shim("ifconfig", name, "destroy")
+        for line in found["limits"]:
+            shim("rctl", "-r", ":".join(line.split(":")[:2]), check=False)
+        for name in found["anchors"]:
+            shim("pfctl", "-q", "-a", name, "-F", "all")
+        for node in sorted(self.traces(config)["mounts"], reverse=True):
+            if node.endswith(("/dev", "/run/sandbox")):
+                shim("umount", node)
+        for name in found["datasets"]:
+            if name.startswith("/sandboxes/"):
+                zfs.unmount(f"{config.jail_zfs.dataset}{name}")
+        shim("ifconfig", f"{prefix}br", "destroy", check=False)
+
+    def _full_name(self, config: Config, snapshot_id: str) -> str:
+        rows = zfs.list_datasets(config.jail_zfs.dataset, types="snapshot")
+        return next(name for name in rows if name.endswith(f"@{snapshot_id}"))
+
+    def damage(self, config: Config, *, torn: str, short: str, empty: str) -> None:
+        name = self._full_name(config, torn)
+        zfs.lzc_set_prop(name, HEAD, zfs.local_props(name)[HEAD][:100])
+        zfs.lzc_set_prop(self._full_name(config, short), HEAD, '{"v":1,"kind":"snapshot","generation":9,"parts":2}')
+        zfs.lzc_inherit_prop(self._full_name(config, empty), HEAD)
+
+    def rewrite(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
+        name = self._full_name(config, snapshot.id)
+        head = json.loads(zfs.local_props(name)[HEAD])
+        head["record"] |= fields
+        zfs.lzc_set_prop(name, HEAD, json.dumps(head))
+
+
+def _within(process: Path, place: Path) -> bool:
+    """Is it a process that has its root, or (as a jail's first) its working directory, below ``place``?"""
+    try:
+        return process.name.isdigit() and any(
+            str((process / link).readlink()).startswith(f"{place}/") for link in ("root", "cwd")
+        )
+    except OSError:
+        return False
+
+
+async def _all(lines: Any) -> list[str]:
+    return [line async for line in lines]

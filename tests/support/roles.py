@@ -1,0 +1,76 @@
+"""Running a role of the collection, as a user would: `ansible-playbook` with a play of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support import session
+
+_BIN = Path(sys.executable).parent
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a play said. ``changed``: how many tasks changed something; ``message``: why it failed, or empty."""
+
+    output: str
+    changed: int
+    failed: bool
+    message: str
+
+    @property
+    def changed_tasks(self) -> list[str]:
+        """Names of the tasks that changed something, for a failing test's message."""
+        found = re.findall(
+            r"^(?:TASK|RUNNING HANDLER) \[(.*?)\] \**\n((?:(?!TASK|RUNNING|PLAY).*\n)*)", self.output, re.M
+        )
+        return [name for name, said in found if re.search("^changed:", said, re.M)]
+
+
+def play(
+    role: str, variables: dict[str, Any], *, check: bool = False, into: Path | None = None, inside: tuple[str, ...] = ()
+) -> Played:
+    """Apply ``role`` to this machine; ``inside``: a command prefix that enters another. Ten minutes at most."""
+    place = into or session.run_dir()
+    playbook = place / f"play-{role}.json"
+    playbook.write_text(
+        json.dumps(
+            [
+                {
+                    "hosts": "localhost",
+                    "connection": "local",
+                    "gather_facts": False,
+                    "vars": {"ansible_python_interpreter": "/usr/bin/python3", **variables},
+                    "roles": [f"grove.sandbox.{role}"],
+                }
+            ]
+        )
+    )
+    argv = [*inside, str(_BIN / "ansible-playbook"), "-i", "localhost,", str(playbook), *(["--check"] if check else [])]
+    done = subprocess.run(
+        argv, capture_output=True, text=True, errors="replace", timeout=600, env=environment(place), check=False
+    )
+    output = done.stdout + done.stderr
+    recap = re.search(r"changed=(\d+) +unreachable=(\d+) +failed=(\d+)", output)
+    assert recap, output[-4000:]
+    messages = re.findall(r'^fatal: .*?"msg": ("(?:[^"\\]|\\.)*")', output, re.M)
+    failed = done.returncode != 0
+    return Played(output, int(recap[1]), failed, json.loads(messages[-1]) if messages and failed else "")
+
+
+def environment(home: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "ANSIBLE_COLLECTIONS_PATH": str(session.COLLECTIONS),
+        "ANSIBLE_HOME": str(home / "ansible"),
+        "ANSIBLE_NOCOLOR": "1",
+        "LC_ALL": "C.UTF-8",
+        "PATH": f"{_BIN}:{os.environ['PATH']}",
+    }
