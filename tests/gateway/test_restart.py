@@ -82,9 +82,9 @@ def test_kill_9_during_a_snapshot_leaves_it_whole_or_not_at_all(ten: Gateway) ->
 
 def snapshot(url: str, name: str) -> None:
     transport = httpx.HTTPTransport(uds=url.removeprefix("unix://"))
-    with httpx.Client(transport=transport, base_url="http://gateway", timeout=30) as client:
-        with contextlib.suppress(httpx.HTTPError):  # the gateway is killed meanwhile: that is the test
-            client.post("/sandboxes/source/snapshots", json={"name": name})
+    client = httpx.Client(transport=transport, base_url="http://gateway", timeout=30)
+    with client, contextlib.suppress(httpx.HTTPError):  # the gateway is killed meanwhile: that is the test
+        client.post("/sandboxes/source/snapshots", json={"name": name})
 
 
 def test_sigterm_lets_sandboxes_go_on(ten: Gateway) -> None:

@@ -16,6 +16,10 @@ from pathlib import Path
 from sandbox_gateway.hosts.jail_zfs.zfs_command import mount_turn
 from tests.support import session
 
+# the daemon is one for the machine, so these are, too
+_LOCK = Path("/var/run/grove-test-zfs-fuse.lock")
+_PID_FILE = Path("/var/run/grove-test-zfs-fuse.pid")
+
 
 @dataclass(frozen=True)
 class Pool:
@@ -57,6 +61,9 @@ def start_daemon(pid_file: Path) -> None:
 
 def stop_daemon(pid_file: Path) -> None:
     pid = int(pid_file.read_text())
+    if not _lives(pid):
+        pid_file.unlink()
+        return
     os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + 20
     while _lives(pid) and time.monotonic() < deadline:
@@ -67,8 +74,10 @@ def stop_daemon(pid_file: Path) -> None:
 
 
 def _lives(pid: int) -> bool:
+    """Is it zfs-fuse (a stale pid file may name any other process), and has it not ended?"""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        return name.endswith("(zfs-fuse") and rest.split()[0] != "Z"
     except OSError:
         return False
 
@@ -85,12 +94,10 @@ def destroy_all(dataset: str) -> None:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[Path]:
-    """Runs that start and end the daemon take turns; yields where its pid is written."""
-    directory = session.state_dir()
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "zfs-fuse.lock").open("a") as lock:
+    """Runs that start and end the daemon take turns, whatever their state directories; yields where its pid is."""
+    with _LOCK.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield directory / "zfs-fuse.pid"
+        yield _PID_FILE
 
 
 @contextlib.contextmanager

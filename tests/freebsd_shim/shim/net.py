@@ -83,8 +83,8 @@ class Address:
 class Net:
     """A conversation with the kernel about one network namespace: that in which it was opened."""
 
-    def __init__(self) -> None:
-        self.socket = _socket.socket(_socket.AF_NETLINK, _socket.SOCK_RAW | _socket.SOCK_CLOEXEC, 0)
+    def __init__(self, protocol: int = 0) -> None:
+        self.socket = _socket.socket(_socket.AF_NETLINK, _socket.SOCK_RAW | _socket.SOCK_CLOEXEC, protocol)
         self.socket.bind((0, 0))
         self.serial = 0
 

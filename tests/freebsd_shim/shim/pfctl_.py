@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 
-from shim import base, pf, pf_nft
+from shim import base, pf, pf_nft, states
 
 USAGE = """\
 usage: pfctl [-AdeghMmNnOPqRrvz] [-a anchor] [-D macro=value] [-F modifier]
@@ -28,9 +28,9 @@ def main(argv: list[str]) -> int:
         raise base.usage(USAGE) from None
     values = dict(options)
     for letter in values:
-        if letter not in "adeqfFnPsv":
+        if letter not in "adeqfFknPsv":
             raise base.unbuilt(f"-{letter}")
-    if rest or not (set(values) & set("edfFs")):
+    if rest or not (set(values) & set("edfFks")):
         raise base.usage(USAGE)
     anchor = values.get("a", "").strip("/")
     if any(len(part) >= 64 for part in anchor.split("/")):  # PF_ANCHOR_NAME_SIZE
@@ -46,12 +46,29 @@ def main(argv: list[str]) -> int:
             show(state, anchor, show_what, "P" in values)
         if flush_what:
             flush(state, anchor, flush_what, quiet)
+        if "k" in values:
+            kill([value for letter, value in options if letter == "k"], quiet)
         if "f" in values:
             load(state, anchor, values["f"], "n" in values)
         for letter, wanted in (("e", True), ("d", False)):
             if letter in values:
                 enable(state, wanted, quiet)
     return 0
+
+
+def kill(places: list[str], quiet: bool) -> None:
+    """pfctl_net_kill_states(): from the first, to the second."""
+    if len(places) > 2:
+        raise base.usage(USAGE)  # main(): "if (state_killers >= 2) usage()"
+    found = []
+    for place in places:
+        try:
+            found.append(states.Place(place))
+        except OSError:
+            raise base.unbuilt(f"-k {place}") from None
+    killed = states.kill(found[0], found[1] if len(found) > 1 else None)
+    if not quiet:
+        sys.stderr.write(f"killed {killed} states from 1 sources and {len(found) - 1} destinations\n")
 
 
 def modifier(values: dict[str, str], letter: str, built: tuple[str, ...]) -> str:

@@ -8,29 +8,21 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from sandbox_gateway.config import Config
-from sandbox_gateway.engine.builds import Build
+from sandbox_gateway.engine.building import Building
 from sandbox_gateway.engine.core import checked, log
-from sandbox_gateway.engine.replacing import Replacing
 from sandbox_gateway.engine.spec import ExecResult
-from sandbox_gateway.engine.templates import Templates
-from sandbox_gateway.errors import GatewayError, NameTaken
-from sandbox_gateway.hosts.base import Host, Usage
-from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.errors import GatewayError
+from sandbox_gateway.hosts.base import Usage
 from sandbox_gateway.records import NetworkPolicy, OnTimeout, Sandbox, SandboxState, Snapshot, SnapshotKind, now
 
 _TICK = 0.25
 
 
-class Engine(Replacing):
+class Engine(Building):
     """Everything a caller can ask of this host. Refs are ids or names; methods raise GatewayError.
 
     Each verb is capture and fork, in an order in which nothing is lost wherever it is cut off.
     """
-
-    def __init__(self, host: Host, config: Config) -> None:
-        super().__init__(host, config)
-        self._templates = Templates(self)
 
     async def open(self) -> None:
         """Take the host, find again what is there, finish or undo what a crash left half-way."""
@@ -79,9 +71,6 @@ class Engine(Replacing):
         wanted = set(kinds)
         found = [each for each in self.index.snapshots.values() if each.kind in wanted and not each.hidden]
         return sorted(found, key=lambda each: (each.created_at, each.id))
-
-    def template(self, ref: str) -> Snapshot:
-        return self.index.snapshot(ref, what="template", kinds=[SnapshotKind.TEMPLATE])
 
     def lineage(self, root: str | None = None) -> list[dict[str, Any]]:
         return self.index.lineage(root)
@@ -150,25 +139,6 @@ class Engine(Replacing):
     ) -> ExecResult:
         agent = self.agent(self.awake(ref))
         return await agent.exec(args, env=env, cwd=cwd, user=user, timeout=timeout, stdin=stdin)
-
-    async def build_template(self, name: str, recipe: Recipe, description: str = "") -> Build:
-        """Build a template in the background, or find the one that is the same already."""
-        return await self._templates.build(checked(name), recipe, description)
-
-    def build(self, template_ref: str, build_id: str = "") -> Build:
-        return self._templates.find(template_ref, build_id)
-
-    def builds(self) -> list[Build]:
-        return self._templates.under_way()
-
-    def check_template_name(self, name: str) -> None:
-        """A template may take over another template's name, nobody else's."""
-        owner = self.index.owner(name)
-        if owner and not (owner in self.index.snapshots and self.index.snapshots[owner].kind is SnapshotKind.TEMPLATE):
-            raise NameTaken(f"the name {name!r} is taken by {owner}: choose another", blockers=[owner])
-
-    async def set_alias(self, template_ref: str, alias: str) -> Snapshot:
-        return await self._templates.alias(self.template(template_ref), checked(alias))
 
     def _machine_ended(self, instance: str) -> None:
         for sandbox in self.index.sandboxes.values():

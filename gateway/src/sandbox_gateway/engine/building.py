@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sandbox_gateway.config import Config
 from sandbox_gateway.engine.builds import Build
-from sandbox_gateway.errors import BackendFailed, GatewayError, NotFound, Timeout
+from sandbox_gateway.engine.core import checked
+from sandbox_gateway.engine.replacing import Replacing
+from sandbox_gateway.errors import BackendFailed, GatewayError, NameTaken, NotFound, Timeout
+from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe, agent_digest, source_digest
 from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind, new_id, now
-
-if TYPE_CHECKING:
-    from sandbox_gateway.engine.engine import Engine
 
 log = Logger("templates")
 
@@ -22,60 +23,77 @@ _PROBE_EVERY = 0.5
 _PROBE_SECONDS = 30
 
 
-class Templates:
-    """Builds under way and their ends; finished templates are snapshots like others."""
+class Building(Replacing):
+    """Verbs that make templates. Builds, also failed ones, are remembered; a finished template is a snapshot."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, host: Host, config: Config) -> None:
+        super().__init__(host, config)
         self._builds: dict[str, Build] = {}
-        self._gate = asyncio.Semaphore(engine.config.limits.builds)
+        self._gate = asyncio.Semaphore(config.limits.builds)
 
-    async def build(self, name: str, recipe: Recipe, description: str) -> Build:
+    def template(self, ref: str) -> Snapshot:
+        return self.index.snapshot(ref, what="template", kinds=[SnapshotKind.TEMPLATE])
+
+    def templates(self) -> list[Snapshot]:
+        found = [each for each in self.index.snapshots.values() if each.kind is SnapshotKind.TEMPLATE]
+        return [each for each in found if not each.hidden]
+
+    async def build_template(self, name: str, recipe: Recipe, description: str = "") -> Build:
+        """Build a template in the background, or find the one that is the same already."""
+        checked(name)
         digest = recipe.digest(await asyncio.to_thread(agent_digest), await asyncio.to_thread(source_digest, recipe))
         if (under_way := self._same_under_way(name, digest)) is not None:
             return under_way
         if (same := self._same(name, digest)) is not None:
             return _ready(same, name, digest)
-        self._engine.check_template_name(name)
+        self._check_template_name(name)
         build = Build(template_id=new_id(), name=name, digest=digest, recipe=_posted(recipe))
         self._remember(build)
-        self._engine.spawn(self._run(build, recipe, description))
+        self.spawn(self._run(build, recipe, description))
         return build
 
-    def find(self, template_ref: str, build_id: str = "") -> Build:
+    def build(self, template_ref: str, build_id: str = "") -> Build:
         """The newest build of a template (by its id or name), or the one of that id."""
-        for build in reversed(self._builds.values()):
+        for build in reversed(list(self._builds.values())):
             if template_ref in (build.template_id, build.name) and build_id in ("", build.build_id):
                 return build
-        template = self._engine.template(template_ref)
+        template = self.template(template_ref)
         build = _ready(template, template_ref, template.recipe_digest)
         if build_id not in ("", build.build_id):
             raise NotFound(f"build of template {template.id},", build_id)
         return build
 
-    def under_way(self) -> list[Build]:
+    def builds(self) -> list[Build]:
         return [build for build in self._builds.values() if build.status != "ready"]
 
-    async def alias(self, template: Snapshot, alias: str) -> Snapshot:
+    async def set_alias(self, template_ref: str, alias: str) -> Snapshot:
         """Give a template a name; another template that had it loses it, anything else keeps it."""
+        template = self.template(template_ref)
+        checked(alias)
         if alias in template.names:
             return template
-        self._engine.check_template_name(alias)
-        for other in self._engine.snapshots([SnapshotKind.TEMPLATE]):
+        self._check_template_name(alias)
+        for other in self.templates():
             if alias in other.names:
                 await self._hand_over(other, alias)
         return await self._rename(template, [*template.names, alias])
+
+    def _check_template_name(self, name: str) -> None:
+        """A template may take over another template's name, nobody else's."""
+        owner = self.index.owner(name)
+        if owner and not (owner in self.index.snapshots and self.index.snapshots[owner].kind is SnapshotKind.TEMPLATE):
+            raise NameTaken(f"the name {name!r} is taken by {owner}: choose another", blockers=[owner])
 
     async def _hand_over(self, old: Snapshot, name: str) -> None:
         names = [each for each in old.names if each != name]
         await self._rename(old, names)
         if not names:
-            await self._engine.delete_snapshot(old.id, when_unused=True)
+            await self.delete_snapshot(old.id, when_unused=True)
 
     async def _rename(self, template: Snapshot, names: list[str]) -> Snapshot:
         changed = template.model_copy(update={"names": names, "updated_at": now()})
-        await self._engine.host.save_snapshot(changed)
-        self._engine.index.put(changed)
+        await self.host.save_snapshot(changed)
+        self.index.put(changed)
         return changed
 
     def _same_under_way(self, name: str, digest: str) -> Build | None:
@@ -90,11 +108,7 @@ class Templates:
 
     def _same(self, name: str, digest: str) -> Snapshot | None:
         return next(
-            (
-                template
-                for template in self._engine.snapshots([SnapshotKind.TEMPLATE])
-                if template.recipe_digest == digest and name in template.names
-            ),
+            (template for template in self.templates() if template.recipe_digest == digest and name in template.names),
             None,
         )
 
@@ -105,12 +119,12 @@ class Templates:
             del self._builds[each.build_id]
 
     async def _run(self, build: Build, recipe: Recipe, description: str) -> None:
-        publish = self._engine.events.publish
+        publish = self.events.publish
         publish("template.building", templateID=build.template_id, buildID=build.build_id, name=build.name)
         try:
             async with self._gate:
-                template = await self._make(build, recipe, description)
-                await self.alias(template, build.name)
+                template = await self._constructed(build, recipe, description)
+                await self.set_alias(template.id, build.name)
         except GatewayError as error:
             build.log(f"failed: {error.message}")
             build.end("error", error.message)
@@ -125,14 +139,14 @@ class Templates:
             build.end("ready")
         publish("template.built", templateID=build.template_id, buildID=build.build_id, status=build.status)
 
-    async def _make(self, build: Build, recipe: Recipe, description: str) -> Snapshot:
-        host = self._engine.host
+    async def _constructed(self, build: Build, recipe: Recipe, description: str) -> Snapshot:
+        host = self.host
         base = Snapshot(kind=SnapshotKind.BASE, resources=recipe.resources)
         base = await host.build_base(base, recipe, build.log)
         try:
             sandbox = self._builder(build, base, recipe)
             build.log("booting it")
-            await self._engine.embody(base, sandbox, with_memory=False)
+            await self.embody(base, sandbox, with_memory=False)
             try:
                 await self._set_up(build, sandbox, recipe)
                 return await self._captured(build, sandbox, recipe, description)
@@ -148,7 +162,7 @@ class Templates:
         )
 
     async def _set_up(self, build: Build, sandbox: Sandbox, recipe: Recipe) -> None:
-        agent = self._engine.agent(sandbox)
+        agent = self.agent(sandbox)
         for command in recipe.setup:
             build.log(f"$ {command}")
             lines = _Lines(build)
@@ -164,7 +178,7 @@ class Templates:
 
     async def _wait_ready(self, build: Build, sandbox: Sandbox, recipe: Recipe) -> None:
         build.log(f"waiting for {recipe.ready_probe}")
-        agent = self._engine.agent(sandbox)
+        agent = self.agent(sandbox)
         deadline = time.monotonic() + recipe.ready_timeout
         while True:
             result = await agent.exec(["/bin/sh", "-c", recipe.ready_probe], timeout=_PROBE_SECONDS)
@@ -179,7 +193,7 @@ class Templates:
 
     async def _captured(self, build: Build, sandbox: Sandbox, recipe: Recipe, description: str) -> Snapshot:
         build.log("capturing it")
-        await self._engine.agent(sandbox).call("/sync", {}, seconds=120)
+        await self.agent(sandbox).call("/sync", {}, seconds=120)
         template = Snapshot(
             id=build.template_id,
             kind=SnapshotKind.TEMPLATE,
@@ -189,8 +203,8 @@ class Templates:
             recipe_digest=build.digest,
             recipe=_posted(recipe),
         )
-        template = await self._engine.host.capture(sandbox, template, memory=self._engine.host.abilities.memory)
-        self._engine.index.put(template)
+        template = await self.host.capture(sandbox, template, memory=self.host.abilities.memory)
+        self.index.put(template)
         held = "memory and disk" if template.memory is not Memory.NONE else "disk"
         build.log(f"captured {held} in {template.pause_ms:.0f} ms")
         return template
