@@ -148,7 +148,7 @@ def _names(directory: Path) -> list[str]:
 def _lines(*argv: str) -> list[str]:
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
-    except FileNotFoundError:
+    except (FileNotFoundError, subprocess.TimeoutExpired):
         return []
     return done.stdout.splitlines() if done.returncode == 0 else []
 

@@ -52,7 +52,8 @@ def start_daemon(pid_file: Path) -> None:
     deadline = time.monotonic() + 20
     while not daemon_answers():
         assert time.monotonic() < deadline, "zfs-fuse does not start"
-        pid_file.unlink(missing_ok=True)
+        if pid_file.exists() and not _lives(int(pid_file.read_text() or 0)):
+            pid_file.unlink()
         # it also refuses for a moment after another has ended
         argv = [program, "--no-kstat-mount", "-p", str(pid_file)]
         subprocess.run(argv, stdin=subprocess.DEVNULL, env=env, timeout=30, check=False)
@@ -83,8 +84,9 @@ def _lives(pid: int) -> bool:
 
 
 def destroy_all(dataset: str) -> None:
-    """The dataset and everything below it. zfs-fuse says "busy" once for each that is mounted."""
-    deadline = time.monotonic() + 20
+    """The dataset and everything below it. zfs-fuse says "busy" once for each that is mounted, and for
+    as long as a mount namespace made meanwhile (somebody else's test) holds one."""
+    deadline = time.monotonic() + 60
     while (done := run("zfs", "destroy", "-R", dataset, check=False)).returncode != 0:
         if "does not exist" in done.stderr:
             return

@@ -397,3 +397,16 @@ def test_the_record_is_one_line_of_json_for_a_person_to_read(storage: ZfsStorage
     sandbox = _sandbox(storage, base)
     said = pools.run("zfs", "get", "-H", "-o", "value", HEAD, storage.dataset(sandbox.instance)).stdout
     assert json.loads(said)["record"]["name"] == "web"
+
+
+def test_forking_what_is_being_moved(storage: ZfsStorage) -> None:
+    """A snapshot's dataset may be retired, and so renamed, while somebody forks it."""
+    base = _base(storage)
+    for _ in range(4):
+        source = _sandbox(storage, base)
+        snapshot = storage.snapshot(source.instance, Snapshot())
+        with ThreadPoolExecutor(2) as pool:
+            discarded = pool.submit(storage.discard, source.instance)
+            forks = [pool.submit(storage.clone, snapshot.id, new_id()) for _ in range(3)]
+            assert not discarded.result()
+            assert all((fork.result() / "file").exists() for fork in forks)

@@ -15,7 +15,7 @@ import pytest
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.spec import ForkSpec
-from sandbox_gateway.errors import BackendFailed, GatewayError, NoSpace, Unsupported
+from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, NoSpace, Unsupported
 from sandbox_gateway.hosts.kvm_xfs import memory
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
 from sandbox_gateway.recipes import Recipe
@@ -145,6 +145,13 @@ def fill(root: Path, leave: int) -> None:
     stat = os.statvfs(root)
     size = stat.f_bavail * stat.f_frsize - leave
     subprocess.run(["fallocate", "-l", str(size), str(root / "filler")], check=True, timeout=60)
+
+
+def test_second_gateway_with_the_same_network_names_is_refused(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
+    other = kvm_xfs_world.config(network=live.config.network.model_dump())
+    with pytest.raises(Conflict, match="another gateway on this machine uses the network prefix"):
+        opened(other)
+    shutil.rmtree(other.host.state_root)
 
 
 def test_no_space_for_a_capture(kvm_xfs_world: KvmXfsWorld, cramped: Live) -> None:

@@ -80,8 +80,12 @@ class Machine:
             env=environment(session.run_dir()),
             check=False,
         )
-        assert done.returncode == 0, f"{argv}: {done.stdout} {done.stderr}"
+        assert done.returncode == 0, f"{argv}: {done.stdout} {done.stderr}\n{self.journal()}"
         return done.stdout
+
+    def journal(self) -> str:
+        read = ["journalctl", "--unit=sandbox-gateway", "--lines=30", "--output=cat", "--no-pager"]
+        return subprocess.run([*self.enter, *read], capture_output=True, text=True, timeout=60, check=False).stdout
 
     def stop(self) -> None:
         os.kill(self.init, signal.SIGRTMIN + 4)

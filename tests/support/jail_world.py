@@ -35,7 +35,7 @@ from tests.support.worlds import TEMPLATE
 STATE = "FREEBSD_SHIM_STATE"
 _PACKAGES = ("iproute2", "procps", "python3")
 _SUITE = "bookworm"
-_PF = 'set skip on lo0\nnat-anchor "sbx/*"\nanchor "sbx/*"\n'
+PF = 'set skip on lo0\nnat-anchor "sbx/*"\nanchor "sbx/*"\n'
 _numbers = itertools.count(1)
 
 
@@ -81,15 +81,20 @@ def debian() -> Path:
 @contextmanager
 def jail_zfs_world() -> Iterator[JailZfsWorld]:
     """A pool and a shim of its own; everything is put back."""
+    with pools.pool(f"t{session.run_id()}w", session.run_dir(), megabytes=6144) as pool, world_on(pool) as made:
+        yield made
+
+
+@contextmanager
+def world_on(pool: pools.Pool) -> Iterator[JailZfsWorld]:
     before = os.environ.get(STATE)
     os.environ[STATE] = str(session.run_dir() / "shim")
     try:
-        with pools.pool(f"t{session.run_id()}w", session.run_dir(), megabytes=6144) as pool:
-            shim("pfctl", "-q", "-f", "-", input=_PF)
-            try:
-                yield JailZfsWorld(pool)
-            finally:
-                shim("freebsd-shim", "purge")
+        shim("pfctl", "-q", "-f", "-", input=PF)
+        try:
+            yield JailZfsWorld(pool)
+        finally:
+            shim("freebsd-shim", "purge")
     finally:
         os.environ.pop(STATE)
         if before is not None:

@@ -398,6 +398,7 @@ def unmount_devfs(node: str, force: bool) -> None:
 
 def purge() -> None:
     """Unmount all that was recorded, newest first."""
+    ours = {(entry["id"], entry["node"]) for entry in base.load("mounts", {"mounts": []})["mounts"]}
     for each in reversed(table()):
-        if any(entry["id"] == each.identity for entry in base.load("mounts", {"mounts": []})["mounts"]):
+        if (each.identity, each.node) in ours:  # the kernel gives the number of a mount that is gone to another
             unmount(each.node, True, False)

@@ -138,7 +138,7 @@ def born(pid: int) -> int:
 def table() -> dict:  # type: ignore[type-arg]
     """The list of jails with those that are over taken out; changes are saved only under the lock."""
     state = base.load("jails", {"last": 0, "jails": []})
-    kept = []
+    kept, changed = [], False
     for jail in state["jails"]:
         if born(jail["holder"]) != jail["born"]:
             continue  # the machine was started anew, or somebody killed the holder
@@ -146,14 +146,24 @@ def table() -> dict:  # type: ignore[type-arg]
             finish(jail)
             continue
         if not jail["dying"] and not jail["params"]["persist"] and not processes(jail):
-            finish(jail)  # a jail that does not persist goes with its last process: jail(8) "persist"
-            continue
+            # A jail that does not persist goes with its last process (jail(8) "persist"), by way of dying as any.
+            jail["dying"] = last_wish()
+            if not jail["dying"]:
+                finish(jail)
+                continue
+            changed = True
         kept.append(jail)
-    if len(kept) != len(state["jails"]):
+    if changed or len(kept) != len(state["jails"]):
         state["jails"] = kept
         if base.locked.depth:
             base.save("jails", state)
     return state
+
+
+def last_wish() -> str:
+    """How long a jail that ends now stays dying: ``forever``, until a time, or "" for not at all."""
+    wish = base.knob("dying")
+    return "" if wish == "0" else wish if wish == "forever" else str(time.time() + float(wish))
 
 
 def over(jail: Jail) -> bool:
@@ -405,13 +415,13 @@ def remove(jail: Jail) -> None:
         known = [each for each in state["jails"] if each["jid"] == jail["jid"]]
         if not known or known[0]["dying"]:
             return
-        wish = base.knob("dying")
-        if wish == "0":
+        wish = last_wish()
+        if not wish:
             finish(known[0])
             state["jails"].remove(known[0])
         else:
             signal_all(known[0], _signal.SIGKILL, 5.0)
-            known[0]["dying"] = wish if wish == "forever" else str(time.time() + float(wish))
+            known[0]["dying"] = wish
         base.save("jails", state)
 
 

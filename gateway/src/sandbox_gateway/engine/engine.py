@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
 from sandbox_gateway.engine.building import Building
 from sandbox_gateway.engine.core import checked, log
 from sandbox_gateway.engine.spec import ExecResult
-from sandbox_gateway.errors import GatewayError
+from sandbox_gateway.errors import BackendFailed, GatewayError
 from sandbox_gateway.hosts.base import Usage
 from sandbox_gateway.records import NetworkPolicy, OnTimeout, Sandbox, SandboxState, Snapshot, SnapshotKind, now
 
@@ -137,8 +137,21 @@ class Engine(Building):
         timeout: float = 60,
         stdin: bytes | None = None,
     ) -> ExecResult:
-        agent = self.agent(self.awake(ref))
-        return await agent.exec(args, env=env, cwd=cwd, user=user, timeout=timeout, stdin=stdin)
+        sandbox = self.awake(ref)
+        command = self.agent(sandbox).exec(args, env=env, cwd=cwd, user=user, timeout=timeout, stdin=stdin)
+        return await self._while_it_runs(sandbox, command)
+
+    async def _while_it_runs(self, sandbox: Sandbox, work: Coroutine[Any, Any, ExecResult]) -> ExecResult:
+        """Wait for ``work`` no longer than the sandbox's machine lives: a dead guest closes no connection."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=_TICK)
+                if not task.done() and (reason := self.host.ended(sandbox)):
+                    raise BackendFailed(f"the sandbox stopped during the command: {reason}")
+            return task.result()
+        finally:
+            task.cancel()
 
     def _machine_ended(self, instance: str) -> None:
         for sandbox in self.index.sandboxes.values():

@@ -34,6 +34,7 @@ _LOOK_EVERY = 1.0
 _RETRIES = 20
 _RETRY_SECONDS = 3.0
 _SWEEP_SECONDS = 300.0
+_ENDED = "its jail ended with the agent in it"
 
 log = Logger("jail_zfs")
 
@@ -223,7 +224,7 @@ class JailZfsHost:
             if not asked:
                 continue
             try:
-                alive = {jail.name for jail in await self._jails.listed() if not jail.dying}
+                alive = await self._alive()
             except GatewayError as error:
                 log.warning("cannot look after jails", reason=error.message)
                 continue
@@ -231,6 +232,9 @@ class JailZfsHost:
                 if machine.jail not in alive and self._machines.get(instance) is machine:
                     machine.ended = True
                     self._exit_callback(instance)
+
+    async def _alive(self) -> set[str]:
+        return {jail.name for jail in await self._jails.listed() if not jail.dying}
 
     # -- bases ------------------------------------------------------------------------------------------------------
 
@@ -339,10 +343,15 @@ class JailZfsHost:
         )
         machine.running = True
         prefix, gateway = self._bridge.subnet.prefixlen, self._bridge.gateway
-        await together(
-            self._jails.loopback(machine.jail),
-            self._jails.connect(machine.jail, cable.inner, address=cable.address, prefix=prefix, gateway=gateway),
-        )
+        try:
+            await together(
+                self._jails.loopback(machine.jail),
+                self._jails.connect(machine.jail, cable.inner, address=cable.address, prefix=prefix, gateway=gateway),
+            )
+        except BackendFailed:
+            if machine.jail not in await self._alive():
+                raise BackendFailed(f"the sandbox did not start: {_ENDED}") from None
+            raise
         sandbox.host = {"jail": machine.jail, "number": cable.number, "address": cable.address}
 
     @property
@@ -479,7 +488,7 @@ class JailZfsHost:
         machine = self._machines.get(sandbox.instance)
         if machine is None:
             return "its jail is not running"
-        return "its jail ended with the agent in it" if machine.ended else ""
+        return _ENDED if machine.ended else ""
 
     async def console(self, sandbox: Sandbox) -> str:
         """A jail has none."""

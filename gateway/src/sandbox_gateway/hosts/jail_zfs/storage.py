@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, InUse, NotFound, OverQuota
 from sandbox_gateway.hosts.jail_zfs import zfs
@@ -31,6 +32,8 @@ from sandbox_gateway.hosts.jail_zfs.storage_scan import FACTS, TEMPLATE, Finding
 from sandbox_gateway.hosts.jail_zfs.zfs_owner import Ownership
 from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD, QUARANTINE, decode, encode, stale_parts
 from sandbox_gateway.records import Sandbox, Snapshot
+
+R = TypeVar("R")
 
 _CONTAINERS = ("sandboxes", "retired")
 _BASE = "base"
@@ -180,22 +183,27 @@ class ZfsStorage:
         options: dict[str, str] = dict(props or {})
         if disk_mb is not None:
             options["refquota"] = str(disk_mb << 20)
-        origin = self.snapshot_dataset(snapshot_id)
         try:
-            zfs.lzc_clone(self.dataset(instance), origin, options)
-        except zfs.exceptions.DatasetNotFound:
-            self._forget_if_gone(snapshot_id, origin)
-            raise
+            self._at_place(snapshot_id, lambda origin: zfs.lzc_clone(self.dataset(instance), origin, options))
         except zfs.exceptions.NoSpace:
-            self._blame_quota(origin, disk_mb)
+            self._blame_quota(self.snapshot_dataset(snapshot_id), disk_mb)
             raise
         return self.instance_root(instance)
 
-    def _forget_if_gone(self, snapshot_id: str, origin: str) -> None:
-        if not zfs.lzc_exists(origin):
-            with self._guard:
-                self._places.pop(snapshot_id, None)
-            raise NotFound("snapshot", snapshot_id)
+    def _at_place(self, snapshot_id: str, use: Callable[[str], R]) -> R:
+        """``use`` the snapshot's full name; again, if it was moved meanwhile. Raises NotFound if it is gone."""
+        while True:
+            place = self.snapshot_dataset(snapshot_id)
+            try:
+                return use(place)
+            except zfs.exceptions.DatasetNotFound:
+                with self._shape, self._guard:
+                    if self._places.get(snapshot_id) != place:
+                        continue
+                    if zfs.lzc_exists(place):
+                        raise
+                    del self._places[snapshot_id]
+                    raise NotFound("snapshot", snapshot_id) from None
 
     def _blame_quota(self, origin: str, disk_mb: int | None) -> None:
         """zfs-fuse says "out of space" where a clone is born larger than its quota."""
@@ -233,12 +241,7 @@ class ZfsStorage:
     @translating
     def save_snapshot(self, record: Snapshot) -> None:
         """Write a snapshot's record anew. Raises NotFound if it is gone."""
-        name = self.snapshot_dataset(record.id)
-        try:
-            self._write(name, record)
-        except zfs.exceptions.DatasetNotFound:
-            self._forget_if_gone(record.id, name)
-            raise
+        self._at_place(record.id, lambda name: self._write(name, record))
 
     def _take(self, name: str, record: Snapshot) -> None:
         props = encode(record, 1)
@@ -413,14 +416,10 @@ class ZfsStorage:
 
         True as well where it does not descend from it. Waits for what is being written. Raises NotFound.
         """
-        place = self.snapshot_dataset(snapshot_id)
         try:
-            return zfs.changed_since(self.dataset(instance), place)
+            return self._at_place(snapshot_id, lambda place: zfs.changed_since(self.dataset(instance), place))
         except zfs.exceptions.SnapshotMismatch:
             return True
-        except zfs.exceptions.SnapshotNotFound:
-            self._forget_if_gone(snapshot_id, place)
-            raise
 
     @translating
     def usage(self, instance: str) -> Usage:
@@ -430,7 +429,7 @@ class ZfsStorage:
     @translating
     def snapshot_bytes(self, snapshot_id: str) -> int:
         """Bytes that only this snapshot holds."""
-        return zfs.used(self.snapshot_dataset(snapshot_id))
+        return self._at_place(snapshot_id, zfs.used)
 
     # ---- when the pool is full ----
 

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import shutil
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ class KvmXfsHost:
         self._cgroups = Cgroups(config.network.prefix)
         self._machines: dict[str, tuple[Machine, Slot]] = {}
         self._lock_fd = -1
+        self._name_lock: socket.socket | None = None
         self._platform: Platform | None = None
         self._exit_callback: Callable[[str], None] = lambda instance: None
 
@@ -76,15 +78,28 @@ class KvmXfsHost:
         self._drop_lock()
 
     def _take_lock(self, root: Path) -> None:
+        """Take the state and the network names for this gateway alone; the kernel gives both back when it dies."""
         self._lock_fd = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        prefix = self._config.network.prefix
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # An abstract socket belongs to the network namespace, as the names do: it is seen from every chroot.
+            self._name_lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            self._name_lock.bind(f"\0sandbox-gateway/{prefix}")
         except BlockingIOError:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+            self._drop_lock()
             raise Conflict(f"another gateway runs on {root}: stop it, or give this one another state_root") from None
+        except OSError:
+            self._drop_lock()
+            raise Conflict(
+                f"another gateway on this machine uses the network prefix {prefix!r}: give this one another "
+                "(network.prefix and network.subnet)"
+            ) from None
 
     def _drop_lock(self) -> None:
+        if self._name_lock is not None:
+            self._name_lock.close()
+            self._name_lock = None
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1

@@ -133,7 +133,7 @@ class Machine:
             raise Timeout(f"QEMU did not answer {command} within {QMP_SECONDS:g} s") from None
         except ExecuteError as error:
             raise BackendFailed(f"QEMU refused {command}: {error}") from None
-        except (QMPError, OSError) as error:
+        except (QMPError, OSError, EOFError) as error:
             raise BackendFailed(f"QEMU went away during {command}: {error}{self.last_words()}") from None
 
     async def stop(self) -> None:
@@ -200,7 +200,8 @@ class Machine:
         """Close the monitor; the machine goes on."""
         client, self._qmp = self._qmp, None
         if client is not None:
-            with contextlib.suppress(QMPError, OSError, TimeoutError):
+            # A machine that ended has hung up already, which disconnect() reports in one of these ways.
+            with contextlib.suppress(QMPError, OSError, EOFError, TimeoutError):
                 await asyncio.wait_for(client.disconnect(), 2)
 
     def forget(self) -> None:

@@ -1,0 +1,83 @@
+"""`python -m tests.jail_zfs.host_alone DIRECTORY`, as root in namespaces of mounts, network and processes of its own:
+a jail host whose zfs-fuse daemon nobody else sees is killed while a sandbox runs. Prints ``"well"`` at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.errors import BackendFailed
+from tests.jail_zfs import pools
+from tests.jail_zfs.alone import _POOL, _hide, _kill, _pool, _revive
+from tests.support import session
+from tests.support.jail_world import PF, JailZfsWorld, shim, world_on
+from tests.support.live import Live
+from tests.support.worlds import TEMPLATE
+
+
+def outside_zfs(world: JailZfsWorld, live: Live) -> dict[str, set[str]]:
+    prefix = live.config.network.prefix
+    return {
+        "jails": set(world.jails(live.config)),
+        "cables": set(shim("ifconfig", "-g", f"{prefix}-epair", check=False).split()),
+        "limits": {line for line in shim("rctl").split() if f":{prefix}-" in line},
+        "anchors": set(shim("pfctl", "-a", "sbx", "-s", "Anchors").split()),
+        "identities": {path.name for path in (live.config.host.state_root / "run").glob("*")},
+    }
+
+
+def refused(live: Live, work: Coroutine[Any, Any, Any]) -> None:
+    try:
+        live.do(work)
+    except BackendFailed as error:
+        assert "ZFS cannot be reached" in error.message and "start it" in error.message, error.message
+    else:
+        raise AssertionError("it cannot have been done")
+
+
+def story(world: JailZfsWorld, pid_file: Path) -> None:
+    config = world.config()
+    live = Live(world.host(config), config)
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["one"])))
+    live.do(live.engine.capture("one", name="mark"))
+    before = outside_zfs(world, live)
+    _kill(pid_file)
+    refused(live, live.engine.create(TEMPLATE, ForkSpec(names=["two"])))
+    refused(live, live.engine.fork("mark", ForkSpec(count=2)))
+    refused(live, live.engine.rollback("one", "mark"))
+    refused(live, live.engine.delete_snapshot("mark"))
+    assert outside_zfs(world, live) == before
+    assert [sandbox.name for sandbox in live.engine.sandboxes()] == ["one"]
+    live.close()
+    # As after the machine went down: what ran there is gone.
+    shim("freebsd-shim", "purge")
+    shim("pfctl", "-q", "-f", "-", input=PF)
+    _revive(pid_file, pid_file.parent)
+    again = Live(world.host(config), config)
+    names = [name for snapshot in again.engine.snapshots() for name in snapshot.names]
+    assert names == ["mark"], names
+    fork = again.do(again.engine.create("mark", ForkSpec()))
+    assert again.shell(fork.id, "echo alive").strip() == "alive"
+    again.empty()
+    again.close()
+    world.forget(config)
+
+
+def main(directory: Path) -> None:
+    os.environ["GROVE_TEST_STATE"] = str(directory)
+    os.environ.pop(session.MARK, None)
+    _hide()
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=10)
+    with _pool(directory) as pid_file, world_on(pools.Pool(_POOL, directory / "mnt")) as world:
+        story(world, pid_file)
+    print('"well"')
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,320 @@
+"""What is particular to the jail/ZFS host: its jails' confinement, its snapshots in ZFS, its bad days."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.errors import BackendFailed, GatewayError, Unsupported
+from sandbox_gateway.hosts.jail_zfs import zfs
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import Resources
+from tests.support import session
+from tests.support.jail_world import JailZfsWorld, debian, shim
+from tests.support.live import Live
+from tests.support.worlds import TEMPLATE
+
+
+@pytest.fixture
+def fresh(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
+    """``fresh(section={…})`` opens an engine with a state of its own, ``fresh(config=config)`` opens a state again."""
+    made: list[Live] = []
+
+    def start(config: Any = None, **sections: Any) -> Live:
+        config = config or jail_zfs_world.config(**sections)
+        made.append(Live(jail_zfs_world.host(config), config))
+        return made[-1]
+
+    yield start
+    for live in made:
+        if not live.closed:
+            live.empty()
+            live.close()
+    for config in {id(live.config): live.config for live in made}.values():
+        jail_zfs_world.forget(config)
+
+
+@pytest.fixture
+def live(fresh: Callable[..., Live]) -> Live:
+    return fresh()
+
+
+@pytest.fixture
+def knob() -> Iterator[Callable[[str, str], None]]:
+    """Set a knob of the shim; as it was after the test."""
+    usual = {"dying": "0", "kern.racct.enable": "1"}
+
+    def turn(name: str, value: str) -> None:
+        assert name in usual
+        shim("freebsd-shim", "set", name, value)
+
+    yield turn
+    for name, value in usual.items():
+        shim("freebsd-shim", "set", name, value)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def test_sixty_sandboxes_leave_nothing(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["bystander"])))
+    before = jail_zfs_world.traces(live.config)
+    for count in (30, 30):
+        forks = live.do(live.engine.fork(TEMPLATE, ForkSpec(count=count, concurrency=6)), timeout=300)
+        assert len(jail_zfs_world.traces(live.config)["jails"]) == count + 1
+        for fork in forks:
+            live.do(live.engine.kill(fork.id))
+    assert jail_zfs_world.traces(live.config) == before
+
+
+def test_jail_is_confined(live: Live) -> None:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["one"])))
+    name = live.sandbox("one").host["jail"]
+    shown = shim("jls", "-j", name, "-n", "securelevel", "enforce_statfs", "children.max", "vnet", "allow.raw_sockets")
+    assert shown.split() == ["securelevel=2", "enforce_statfs=2", "children.max=0", "vnet=new", "allow.noraw_sockets"]
+    refused = live.do(live.engine.exec("one", ["mount", "-t", "tmpfs", "tmpfs", "/mnt"]))
+    assert refused.exit_code != 0
+    assert live.shell("one", "env | grep -c GROVE || true").strip() == "0"
+    assert live.do(live.engine.exec("one", ["touch", "/run/sandbox/file"])).exit_code != 0
+
+
+def test_limits_hold_and_go_with_the_sandbox(live: Live) -> None:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["small"], memory_mb=64, cpus=2)))
+    name = live.sandbox("small").host["jail"]
+    rules = {line for line in shim("rctl").split() if f":{name}:" in line}
+    assert rules == {
+        f"jail:{name}:maxproc:deny=1000",
+        f"jail:{name}:vmemoryuse:deny={64 << 20}",
+        f"jail:{name}:pcpu:deny=200",
+    }
+    hungry = live.do(live.engine.exec("small", ["python3", "-c", "x = bytearray(200 << 20)"]))
+    assert hungry.exit_code != 0
+    assert live.do(live.engine.usage("small")).memory_bytes > 1 << 20
+    live.do(live.engine.kill("small"))
+    assert name not in shim("rctl")
+
+
+def test_without_racct_there_are_no_limits_and_that_is_said(
+    fresh: Callable[..., Live], knob: Callable[[str, str], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    knob("kern.racct.enable", "0")
+    live = fresh()
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["free"])))
+    assert live.do(live.engine.usage("free")).memory_bytes == 0
+    live.do(live.engine.kill("free"))
+    live.close()
+
+
+def test_disk_is_a_quota_that_a_fork_may_raise(live: Live) -> None:
+    have = live.engine.template(TEMPLATE).resources.disk_mb
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["big"], disk_mb=have + 512)))
+    dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{live.sandbox('big').instance}"
+    assert zfs.get_props([dataset], ["refquota"])[dataset]["refquota"].number == (have + 512) << 20
+
+
+def test_snapshot_names_its_zfs_snapshot_and_outlives_its_sandbox(fresh: Callable[..., Live]) -> None:
+    live = fresh()
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
+    live.shell("source", "echo kept >/root/kept")
+    snapshot = live.do(live.engine.capture("source", name="mark"))
+    assert zfs.lzc_exists(snapshot.host["zfsSnapshot"])
+    live.do(live.engine.kill("source"))
+    assert zfs.lzc_exists(live.engine.snapshot("mark").host["zfsSnapshot"])
+    live.close()
+    again = fresh(config=live.config)
+    assert zfs.lzc_exists(again.engine.snapshot("mark").host["zfsSnapshot"])
+    fork = again.do(again.engine.create("mark", ForkSpec()))
+    assert again.shell(fork.id, "cat /root/kept").strip() == "kept"
+
+
+def test_snapshot_destroyed_by_hand_is_gone_at_the_next_start(fresh: Callable[..., Live]) -> None:
+    live = fresh()
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
+    for name in ("kept", "lost", "also-lost"):
+        live.do(live.engine.capture("source", name=name))
+    for name in ("lost", "also-lost"):
+        zfs.lzc_destroy_snaps([live.engine.snapshot(name).host["zfsSnapshot"]], False)
+    assert live.do(live.engine.delete_snapshot("also-lost"))
+    with pytest.raises(GatewayError, match="not found"):
+        live.do(live.engine.create("lost", ForkSpec()))
+    live.close()
+    again = fresh(config=live.config)
+    assert [snapshot.names for snapshot in again.engine.snapshots()] == [["kept"]]
+    assert again.shell("source", "echo alive").strip() == "alive"
+
+
+def test_rollback_to_what_does_not_start_leaves_the_old_one_running(
+    fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld
+) -> None:
+    live = fresh()
+    live.do(live.engine.fork(TEMPLATE, ForkSpec(names=["victim", "broken"])))
+    live.shell("victim", "echo now >/root/now")
+    live.shell("broken", "rm -r /opt/sandbox_agent")
+    live.do(live.engine.capture("broken", name="no-agent"))
+    instance, before = live.sandbox("victim").instance, jail_zfs_world.traces(live.config)
+    started = time.monotonic()
+    with pytest.raises(BackendFailed, match="its jail ended with the agent in it"):
+        live.do(live.engine.rollback("victim", "no-agent"))
+    assert time.monotonic() - started < 10
+    assert live.sandbox("victim").instance == instance
+    assert live.shell("victim", "cat /root/now").strip() == "now"
+    assert jail_zfs_world.traces(live.config) == before
+
+
+def test_jail_removed_by_hand_is_noticed(live: Live) -> None:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["gone"])))
+    name = live.sandbox("gone").host["jail"]
+    shim("pkill", "-KILL", "-j", name)
+    wait_for(lambda: live.sandbox("gone").state_reason != "")
+    assert "its jail ended" in live.sandbox("gone").state_reason
+    live.do(live.engine.resume("gone"))
+    assert live.shell("gone", "hostname").strip() == "gone"
+
+
+def test_a_jail_left_dying_never_blocks_a_kill(
+    live: Live, jail_zfs_world: JailZfsWorld, knob: Callable[[str, str], None]
+) -> None:
+    before = jail_zfs_world.traces(live.config)
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["slow"])))
+    knob("dying", "forever")
+    started = time.monotonic()
+    live.do(live.engine.kill("slow"))
+    assert time.monotonic() - started < 10
+    assert live.engine.sandboxes() == []
+    knob("dying", "0")
+    wait_for(lambda: jail_zfs_world.traces(live.config) == before)
+
+
+def test_a_sandbox_whose_jail_is_left_dying_starts_in_another(
+    fresh: Callable[..., Live], knob: Callable[[str, str], None]
+) -> None:
+    live = fresh(jail_zfs={"dying_seconds": 0.3})
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["slow"])))
+    first = live.sandbox("slow").host["jail"]
+    live.shell("slow", "echo kept >/root/kept")
+    knob("dying", "forever")
+    live.do(live.engine.pause("slow"))
+    live.do(live.engine.resume("slow"))
+    assert live.shell("slow", "cat /root/kept").strip() == "kept"
+    assert live.sandbox("slow").host["jail"] == f"{first}-2"
+    live.close()
+    again = fresh(config=live.config)
+    assert again.shell("slow", "cat /root/kept").strip() == "kept"
+    knob("dying", "0")
+
+
+def test_half_of_a_jail_is_swept_at_start_up(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
+    """What a gateway leaves that dies at any step of making a jail: a cable, limits, rules, a clone, mounts."""
+    live = fresh()
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["fine"])))
+    before = jail_zfs_world.traces(live.config)
+    live.close()
+    prefix, root = live.config.network.prefix, live.config.jail_zfs.dataset
+    shim("ifconfig", "epair", "create", "group", f"{prefix}-epair")
+    shim("rctl", "-a", f"jail:{prefix}-0123456789ab:maxproc:deny=9")
+    shim("pfctl", "-q", "-a", f"sbx/{prefix}-0123456789ab", "-f", "-", input="block drop quick from 10.0.0.5 to any\n")
+    zfs.lzc_clone(f"{root}/sandboxes/0123456789ab", live.engine.template(TEMPLATE).host["zfsSnapshot"])
+    place = jail_zfs_world.place(live.config) / "sandboxes/0123456789ab"
+    shim("mount", "-t", "devfs", "-oruleset=4", "devfs", str(place / "dev"))
+    shim("jail", "-c", f"name={prefix}-0123456789ab", f"path={place}", "persist", "vnet=new")
+    assert jail_zfs_world.traces(live.config) != before
+    again = fresh(config=live.config)
+    assert jail_zfs_world.traces(again.config) == before
+    assert again.shell("fine", "echo alive").strip() == "alive"
+
+
+def test_memory_is_refused_with_a_sentence(live: Live) -> None:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["one"])))
+    snapshot = live.do(live.engine.capture("one", name="files"))
+    for work in (
+        live.engine.host.fork(snapshot, live.sandbox("one"), with_memory=True),
+        live.engine.host.capture(live.sandbox("one"), snapshot, memory=True),
+    ):
+        with pytest.raises(Unsupported, match="files, not memory"):
+            live.do(work)
+
+
+def built(live: Live, recipe: Recipe) -> Any:
+    build = live.do(live.engine.build_template("other", recipe))
+
+    async def end() -> None:
+        async for _ in build.follow():
+            pass
+
+    live.do(end(), timeout=300)
+    return build
+
+
+def test_debootstrap_is_refused_with_a_sentence(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+    before = jail_zfs_world.traces(live.config)
+    build = built(live, Recipe())
+    assert build.status == "error"
+    assert "cannot debootstrap" in build.reason and "base.txz" in build.reason
+    assert jail_zfs_world.traces(live.config) == before
+
+
+def test_template_from_a_directory_with_set_up(live: Live, tmp_path: Path) -> None:
+    subprocess.run(
+        ["tar", "-x", "-C", str(tmp_path), "-f", str(debian()), "--exclude=./dev/*"], check=True, timeout=120
+    )
+    recipe = Recipe(
+        source="rootfs", path=str(tmp_path), setup=["echo done >/root/set-up"], resources=Resources(disk_mb=1024)
+    )
+    assert built(live, recipe).status == "ready"
+    live.do(live.engine.create("other", ForkSpec(names=["made"])))
+    assert live.shell("made", "cat /root/set-up").strip() == "done"
+    assert live.shell("made", "id -u user; ls -d /home/user").split() == ["1000", "/home/user"]
+    live.do(live.engine.kill("made"))
+    assert live.do(live.engine.delete_snapshot("other"))
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"), [("bin/sh", "/bin/sh"), ("usr/bin/python3", "no /usr/local/bin/python3 or /usr/bin/python3")]
+)
+def test_tree_that_cannot_be_a_sandbox_is_refused_and_leaves_nothing(
+    live: Live, jail_zfs_world: JailZfsWorld, tmp_path: Path, missing: str, words: str
+) -> None:
+    for name in ("bin/sh", "usr/bin/python3.11", "usr/bin/python3", "etc/passwd"):
+        if name != missing:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).touch()
+    before = jail_zfs_world.traces(live.config)
+    build = built(live, Recipe(source="rootfs", path=str(tmp_path)))
+    assert build.status == "error" and words in build.reason
+    assert jail_zfs_world.traces(live.config) == before
+
+
+def test_planted_links_lead_nowhere(live: Live, tmp_path: Path) -> None:
+    """A sandbox's root replaces the directory that the host mounts over: it starts again, and nothing is mounted."""
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["sly"])))
+    live.shell("sly", "mkdir /root/other && cp -a /run/sandbox /root/copy; mv /run /run.old && ln -s /etc /run")
+    live.do(live.engine.pause("sly"))
+    live.do(live.engine.resume("sly"))
+    assert live.shell("sly", "ls /etc/sandbox 2>/dev/null || echo none").strip() == "none"
+
+
+def test_zfs_dead_is_said_and_nothing_is_half_made() -> None:
+    """In namespaces of its own, where the daemon is nobody else's."""
+    tarball, directory = debian(), session.run_dir() / "host-alone"
+    directory.mkdir()
+    (directory / "cache").mkdir()
+    (directory / "cache" / tarball.name).hardlink_to(tarball)
+    unshare = ["unshare", "--mount", "--propagation", "private", "--net", "--pid", "--fork", "--kill-child"]
+    python = [sys.executable, "-m", "tests.jail_zfs.host_alone", str(directory)]
+    argv = [*unshare, "--mount-proc", "sh", "-c", '"$@"; exit $?', "sh", *python]
+    done = subprocess.run(argv, cwd=session.REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == "well"
+    subprocess.run(["rm", "-r", str(directory)], check=True, timeout=60)
