@@ -20,7 +20,19 @@ from tests.support.worlds import KvmXfsWorld
 from tests.support.xfs import LoopXfs
 
 # What fails early and quickly comes first; what needs most of the machine comes last.
-_ORDER = ("unit", "agent", "api", "cli", "freebsd_shim", "jail_zfs", "kvm_xfs", "engine", "gateway", "collection", "roles")
+_ORDER = (
+    "unit",
+    "agent",
+    "api",
+    "cli",
+    "freebsd_shim",
+    "jail_zfs",
+    "kvm_xfs",
+    "engine",
+    "gateway",
+    "collection",
+    "roles",
+)
 
 _before: leaks.Inventory | None = None
 

@@ -1,0 +1,56 @@
+"""Locks by name: one at a time, waits that end, nothing kept."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from sandbox_gateway.engine.locks import Locks
+from sandbox_gateway.errors import Busy
+
+
+def test_one_at_a_time_and_others_side_by_side() -> None:
+    async def scene() -> list[str]:
+        locks, told = Locks(5), []
+
+        async def work(key: str, name: str) -> None:
+            async with locks.hold(key, key):
+                told.append(f"{name} in")
+                await asyncio.sleep(0.01)
+                told.append(f"{name} out")
+
+        await asyncio.gather(work("a", "1"), work("a", "2"), work("b", "3"))
+        assert not locks._locks
+        return told
+
+    told = asyncio.run(scene())
+    assert told.index("1 out") < told.index("2 in")
+    assert told.index("3 in") < told.index("1 out")
+
+
+def test_a_wait_ends_with_a_sentence() -> None:
+    async def scene() -> None:
+        locks = Locks(0.02)
+        async with locks.hold("a", "sandbox a"):
+            with pytest.raises(Busy, match="sandbox a is busy"):
+                async with locks.hold("a", "sandbox a"):
+                    pass
+        async with locks.hold("a", "sandbox a"):
+            pass
+        assert not locks._locks
+
+    asyncio.run(scene())
+
+
+def test_a_waiter_that_gives_up_keeps_nothing() -> None:
+    async def scene() -> None:
+        locks = Locks(5)
+        async with locks.hold("a", "a"):
+            waiter = asyncio.create_task(locks.hold("a", "a").__aenter__())
+            await asyncio.sleep(0.01)
+            waiter.cancel()
+            await asyncio.gather(waiter, return_exceptions=True)
+        assert not locks._locks
+
+    asyncio.run(scene())
