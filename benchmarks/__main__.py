@@ -6,12 +6,13 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import report
+from benchmarks import plot, report
 from benchmarks.benches import BENCHES
 from benchmarks.context import Context
 from benchmarks.measure import Result
@@ -20,42 +21,51 @@ from tests.support import session
 
 
 def main() -> int:
-    """0: all was measured. 1: something was left behind on the machine. 2: it could not be run."""
+    """0: all was measured. 1: a bench failed, or something was left behind on the machine. 2: it could not be run."""
     options = _options()
     if os.geteuid() != 0:
         print("benchmarks: machines and mounts are made: run them as root (./dev bench does)", file=sys.stderr)
         return 2
+    if options.plot and not plot.possible():
+        print(f"benchmarks: {plot.MISSING}", file=sys.stderr)
+        return 2
     session.run_id()
     leaks.sweep_earlier_runs()
     before = leaks.inventory()
+    failed = True
     try:
-        _run(options)
+        failed = bool(_run(options))
     finally:
         left = leaks.settle(before)
         for line in left:
             print(f"benchmarks: left behind: {line}", file=sys.stderr)
-    return 1 if left else 0
+    return 1 if left or failed else 0
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> list[str]:
+    """Run the benches, show and write what they found; returns the names of those that failed."""
     started = datetime.now(UTC)
     progress, out = Console(stderr=True), report.wide_console()
     results: list[Result] = []
+    failed: list[str] = []
     with Context(quick=options.quick, console=progress) as ctx:
         for bench in [bench for bench in BENCHES if bench.name in options.names]:
             progress.print(f"[bold]{bench.name}[/]: {bench.title}", highlight=False)
-            result = bench.run(ctx)
-            results.append(result)
-            report.show(result, out)
+            try:
+                results.append(bench.run(ctx))
+            except Exception:  # What the others measure is worth having all the same.
+                progress.print(traceback.format_exc(), style="red", highlight=False, markup=False)
+                failed.append(bench.name)
+            else:
+                report.show(results[-1], out)
         platform = ctx.kvm_xfs.host.platform
         machine = report.machine(platform.accelerator, platform.qemu_version)
-    found = report.document(results, machine=machine, quick=options.quick, started=started)
+    found = report.document(results, failed, machine=machine, quick=options.quick, started=started)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
-    if options.plot:
-        from benchmarks.plot import draw
-
-        draw(found, options.plot)
+    if options.plot and not failed:
+        plot.draw(found, options.plot)
+    return failed
 
 
 def _options() -> argparse.Namespace:

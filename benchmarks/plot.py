@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+MISSING = "a plot needs matplotlib: .venv/bin/python -m pip install -r requirements/bench.txt"
 _INK, _MUTED, _GRID = "#1f2430", "#667085", "#e4e7ec"
 _FLOOR, _OURS, _SECOND, _TARGET = "#98a2b3", "#0b6bcb", "#12a594", "#d92d20"
 _PARTS = ("#0b6bcb", "#5ba4e6", "#12a594", "#7fd1c4", "#8e5bd6", "#c4a7ec", "#e08c1a", "#d0d5dd")
 _LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "alignment": "left", "borderaxespad": 0.2}
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "text.color": _INK,
@@ -28,18 +30,19 @@ _SETTINGS = {
 }
 
 
+def possible() -> bool:
+    """Is matplotlib there?"""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def draw(document: dict[str, Any], target: Path) -> None:
     """Write an SVG of what ``document`` (the JSON) holds of the benches pause and fork.
 
-    Raises RuntimeError where it holds neither, or matplotlib is not installed.
+    Raises RuntimeError where it holds neither.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise RuntimeError(
-            "a plot needs matplotlib: .venv/bin/python -m pip install -r requirements/bench.txt"
-        ) from None
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     found = [(name, document["benches"][name]["measures"]) for name in ("pause", "fork") if name in document["benches"]]
     if not found:
         raise RuntimeError("there is nothing to draw: a plot needs the bench pause, fork, or both")

@@ -33,7 +33,9 @@ def machine(accelerator: str, qemu: str) -> dict[str, Any]:
     }
 
 
-def document(results: list[Result], *, machine: dict[str, Any], quick: bool, started: datetime) -> dict[str, Any]:
+def document(
+    results: list[Result], failed: list[str], *, machine: dict[str, Any], quick: bool, started: datetime
+) -> dict[str, Any]:
     """See README.md, "JSON"."""
     return {
         "schema": SCHEMA,
@@ -41,6 +43,7 @@ def document(results: list[Result], *, machine: dict[str, Any], quick: bool, sta
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "quick": quick,
+        "failed": failed,
         "machine": machine,
         "benches": {result.name: result.as_json() for result in results},
     }

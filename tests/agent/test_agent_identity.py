@@ -70,6 +70,15 @@ def test_the_token_guards_everything_but_health(fresh):
     fresh.ok("/exec", {"args": ["true"]})
 
 
+def test_an_answer_that_is_not_waited_for_is_followed_by_what_was_promised(fresh):
+    for round in range(20):
+        body = {"env": {"ROUND": str(round)}, "accessToken": f"token-{round}", "wait": False}
+        assert fresh.ok("/identity", body) == {"accepted": True}
+        fresh.headers = {"X-Access-Token": f"token-{round}"}
+        answer = fresh.ok("/exec", {"args": ["/bin/sh", "-c", "echo $ROUND"]})
+        assert base64.b64decode(answer["stdout"]).decode().strip() == str(round)
+
+
 def test_the_environment_of_every_process(fresh):
     def seen() -> list[str]:
         script = 'echo "$GREETING $E2B_SANDBOX_ID"'

@@ -247,6 +247,19 @@ def test_update(shim: Shim) -> None:
     shim.fails(1, 'jail: "none" not found', "jail", "-m", "name=none", "host.hostname=x")
 
 
+def test_a_jail_that_does_not_persist_ends_with_its_last_process_by_way_of_dying(shim: Shim) -> None:
+    shim.ok("freebsd-shim", "set", "dying", "forever")
+    start = "sleep 30 </dev/null >/dev/null 2>&1 &"
+    shim.ok("jail", "-c", "name=sx1", f"path={shim.root}", "mount.devfs", f"exec.start=({start})")
+    assert jails(shim, "-d")[0]["dying"] == "false"
+    shim.ok("pkill", "-KILL", "-j", "sx1")
+    while jails(shim):
+        pass
+    assert jails(shim, "-d")[0]["dying"] == "true"
+    shim.ok("freebsd-shim", "set", "dying", "0")
+    assert jails(shim, "-d") == []
+
+
 def test_dying(shim: Shim) -> None:
     shim.jail()
     shim.ok("freebsd-shim", "set", "dying", "forever")

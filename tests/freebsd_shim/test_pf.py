@@ -40,6 +40,23 @@ pass
     shim.fails(1, "pfctl: DIOCGETRULES: Invalid argument", "pfctl", "-a", "sbx/1", "-s", "rules")
 
 
+def test_the_machine_s_own_addresses(shim: Shim) -> None:
+    shim.ok("pfctl", "-a", "sbx/1", "-f", "-", input="block return in quick on em0 inet from 10.0.0.5 to (self)\n")
+    assert shim.ok("pfctl", "-a", "sbx/1", "-s", "rules") == (
+        "block return in quick on em0 inet from 10.0.0.5 to (self)\n"
+    )
+    assert shim("pfctl", "-a", "sbx/1", "-f", "-", input="pass from any to (em0)\n").returncode == 70
+
+
+def test_states_are_killed_by_their_ends(shim: Shim) -> None:
+    assert shim("pfctl", "-k", "10.0.0.5").stderr == "killed 0 states from 1 sources and 0 destinations\n"
+    done = shim("pfctl", "-k", "0.0.0.0/0", "-k", "10.0.0.5")
+    assert done.stderr == "killed 0 states from 1 sources and 1 destinations\n"
+    shim.ok("pfctl", "-q", "-k", "10.0.0.5")
+    assert shim("pfctl", "-k", "1.1.1.1", "-k", "2.2.2.2", "-k", "3.3.3.3").returncode == 1
+    assert shim("pfctl", "-k", "label", "-k", "x").returncode == 70
+
+
 @pytest.mark.parametrize(
     "rule",
     [

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,7 +153,11 @@ class JailZfsWorld:
         prefix = config.network.prefix
         shim("ifconfig", f"{prefix}br", "destroy", check=False)
         shim("pfctl", "-q", "-a", f"sbx/{prefix}", "-F", "all")
-        pools.destroy_all(config.jail_zfs.dataset)
+        # What a mount namespace of somebody else's holds goes with the pool.
+        for _ in range(40):
+            if pools.run("zfs", "destroy", "-R", config.jail_zfs.dataset, check=False).returncode == 0:
+                break
+            time.sleep(0.05)
         subprocess.run(["rm", "-r", str(config.host.state_root)], check=True, timeout=60)
 
     # -- looking ----------------------------------------------------------------------------------------------------

@@ -80,17 +80,23 @@ class Identity:
         return {**known, **self._env}
 
     def guard(self, request: Request) -> None:
-        """Raises Failure unless the request carries the access token, once there is one."""
+        """Raises Failure unless the request carries the access token, once there is one.
+
+        A request that comes while the identity is being changed waits for that.
+        """
+        with self._lock:
+            pass
         if self._token and not _same(self._token, request.headers.get("x-access-token", "")):
             raise Failure("unauthenticated", "the X-Access-Token header is missing or wrong")
 
     # -- /identity ---------------------------------------------------------------------------------------------------
 
     def handle(self, request: Request, reply: Reply) -> None:
-        """``{sandboxID, hostname, machineID, time, entropy, accessToken, env, dns, growDisk}``, all optional.
+        """``{sandboxID, hostname, machineID, time, entropy, accessToken, env, dns, growDisk, wait}``, all optional.
 
         → ``{hostname, machineID, bootID, skipped}``. An absent field leaves its matter as it is. What the system would
-        not do is listed in ``skipped`` as "step: why".
+        not do is listed in ``skipped`` as "step: why". With ``wait: false`` the answer is ``{accepted: true}`` and comes
+        before the steps are done; requests that follow wait for them.
         """
         if self._token and request.peer != system.gateway_address():
             self.guard(request)
@@ -99,8 +105,12 @@ class Identity:
         ours = self._managed and (self._volatile() or not system.LINUX)
         with self._lock:
             steps = self._steps(message)
+            if message.get("wait") is False:
+                reply.json({"accepted": True})
             skipped = [reason for reason in (_attempt(name, step, ours) for name, step in steps) if reason]
             self._adopt(message)
+        if message.get("wait") is False:
+            return
         reply.json(
             {
                 "hostname": socket.gethostname(),

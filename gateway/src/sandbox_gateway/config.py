@@ -74,7 +74,7 @@ class KvmXfs(_Section):
         20, gt=0, le=600, description="How long a sandbox forked with its memory may take to answer, in seconds."
     )
     uid_base: int = Field(
-        0,
+        1_900_000_000,
         ge=0,
         le=4_000_000_000,
         description="QEMU of network slot n runs as user `uid_base`+n, which need not exist. 0: as root.",

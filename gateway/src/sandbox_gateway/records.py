@@ -96,6 +96,8 @@ class Sandbox(_Record):
     parent_sandbox: str = ""
     pause_snapshot: str = ""
     """While paused: the snapshot it resumes from. Empty: it is resumed from its own disk."""
+    cold_start: bool = False
+    """While paused: it shall boot from that snapshot's disk, though the snapshot holds memory."""
     resources: Resources = Field(default_factory=Resources)
     network: NetworkPolicy = Field(default_factory=NetworkPolicy)
     metadata: dict[str, str] = Field(default_factory=dict)

@@ -161,7 +161,7 @@ class Timeout(Body):
 
 class Resume(Body):
     timeout: Life = LIFE
-    memory: bool | None = Field(None, description="false (boot from the disk instead) is for those paused without it.")
+    memory: bool | None = Field(None, description="false: boot from the disk, though its memory was captured.")
 
 
 class Pause(Body):
@@ -196,6 +196,7 @@ class CreateSnapshot(Body):
 
 class Rollback(Body):
     snapshot: AnyRef = Field(alias="snapshotID")
+    cold_start: bool = Field(False, alias="coldStart", description="Boot from its disk, though it holds memory.")
 
 
 class Promote(Body):

@@ -17,7 +17,7 @@ from sandbox_gateway.api.view import EngineDep, IdempotencyKey, Operation, View,
 from sandbox_gateway.api.waiting import unless_gone
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import UNSET
-from sandbox_gateway.errors import GatewayError, Invalid, Unsupported
+from sandbox_gateway.errors import GatewayError, Invalid
 from sandbox_gateway.records import Sandbox, SandboxState, new_id
 
 router = APIRouter(tags=["sandboxes"])
@@ -110,8 +110,8 @@ async def connect(
     if life == 0:
         raise Invalid("timeout: a connection needs a sandbox that lives: more than 0 seconds, or -1 for never")
     if sandbox.state is SandboxState.PAUSED:
-        _no_reboot(body, sandbox)
-        return view.sandbox(await unless_gone(request, engine.resume(sandbox.id, timeout=life)))
+        work = engine.resume(sandbox.id, timeout=life, cold_start=body.memory is False)
+        return view.sandbox(await unless_gone(request, work))
     if life is not UNSET and _longer(life, sandbox):
         await engine.set_timeout(sandbox.id, life)
     return view.sandbox(engine.sandbox(sandbox.id))
@@ -122,8 +122,8 @@ async def resume(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.Resume | None = None
 ) -> shapes.SandboxShape:
     body = body or requests.Resume()
-    _no_reboot(body, engine.sandbox(ref))
-    return view.sandbox(await unless_gone(request, engine.resume(ref, timeout=body.given("timeout"))))
+    work = engine.resume(ref, timeout=body.given("timeout"), cold_start=body.memory is False)
+    return view.sandbox(await unless_gone(request, work))
 
 
 @router.post("/sandboxes/{ref}/pause", status_code=204, summary="Pause: keep it, with its memory, on the disk")
@@ -173,7 +173,7 @@ async def rollback(
     request: Request, ref: Ref, body: requests.Rollback, engine: EngineDep, operation: Operation = ""
 ) -> shapes.RollbackShape:
     target = engine.snapshot(body.snapshot)
-    sandbox = await unless_gone(request, engine.rollback(ref, target.id))
+    sandbox = await unless_gone(request, engine.rollback(ref, target.id, cold_start=body.cold_start))
     return shapes.RollbackShape(
         sandboxID=sandbox.id, snapshotID=target.id, operationID=operation or new_id(), status="READY"
     )
@@ -300,13 +300,6 @@ def _longer(life: float | None, sandbox: Sandbox) -> bool:
     if sandbox.end_at is None:
         return False
     return life is None or datetime.now(UTC) + timedelta(seconds=life) > sandbox.end_at
-
-
-def _no_reboot(body: requests.Resume, sandbox: Sandbox) -> None:
-    if body.memory is False and sandbox.pause_snapshot:
-        raise Unsupported(
-            f"sandbox {sandbox.id} was paused with its memory and resumes with it: pause it with memory false instead"
-        )
 
 
 def _decoded(stdin: str) -> bytes | None:

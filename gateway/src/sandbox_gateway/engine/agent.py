@@ -50,6 +50,8 @@ class Identity:
             "env": self.env,
             "dns": self.dns,
             "growDisk": self.grow_disk,
+            # The agent lets no later request in before it is done: there is nothing to wait for.
+            "wait": False,
         }
 
 
@@ -211,7 +213,6 @@ class AgentClient:
             ("Host", "agent"),
             ("Content-Type", content_type),
             ("Content-Length", str(len(body))),
-            ("Connection", "close"),
         ]
         if self._token:
             headers.append(("X-Access-Token", self._token))

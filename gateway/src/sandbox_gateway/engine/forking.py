@@ -131,6 +131,7 @@ class Forking(Core):
             name=name or id,
             state=SandboxState.PAUSED if spec.paused else SandboxState.RUNNING,
             pause_snapshot=snapshot.id if spec.paused else "",
+            cold_start=spec.paused and spec.cold_start,
             template_id=_template_of(snapshot),
             forked_from=snapshot.id,
             head=snapshot.id,

@@ -15,11 +15,14 @@ from sandbox_gateway.records import Memory, Sandbox, SandboxState, Snapshot, Sna
 class Replacing(Capturing):
     """Verbs that change what embodies a sandbox."""
 
-    async def rollback(self, ref: str, snapshot_ref: str) -> Sandbox:
-        """Bring a sandbox back to a snapshot, under its id and name. Until the new machine answers, the old goes on."""
+    async def rollback(self, ref: str, snapshot_ref: str, *, cold_start: bool = False) -> Sandbox:
+        """Bring a sandbox back to a snapshot, under its id and name. Until the new machine answers, the old goes on.
+
+        ``cold_start``: boot from the snapshot's disk rather than go on from its memory.
+        """
         snapshot = self.snapshot(snapshot_ref)
         async with self.held(ref) as hold:
-            return await self._replace(self.sandbox(hold), snapshot)
+            return await self._replace(self.sandbox(hold), snapshot, cold_start=cold_start)
 
     async def promote(self, fork_ref: str, source_ref: str | None = None) -> Sandbox:
         """Make the source what its fork has become: a rollback of the source to a capture of the fork."""
@@ -33,11 +36,11 @@ class Replacing(Capturing):
         async with self.held(source.id) as hold:
             return await self._replace(self.sandbox(hold), snapshot)
 
-    async def _replace(self, old: Sandbox, snapshot: Snapshot) -> Sandbox:
+    async def _replace(self, old: Sandbox, snapshot: Snapshot, *, cold_start: bool = False) -> Sandbox:
         """Fork ``snapshot`` beside ``old``, and let it take over the identity once it answers."""
         with self.index.using(snapshot):
             new = _successor(old, head=snapshot.id, base=snapshot.id, resources=snapshot.resources, pause_snapshot="")
-            await self.embody(snapshot, new, with_memory=snapshot.memory is not Memory.NONE)
+            await self.embody(snapshot, new, with_memory=not cold_start and snapshot.memory is not Memory.NONE)
             return await to_the_end(self._take_over(old, new))
 
     async def _take_over(self, old: Sandbox, new: Sandbox) -> Sandbox:
@@ -75,25 +78,28 @@ class Replacing(Capturing):
         else:
             await self.host.stop(sandbox)
 
-    async def resume(self, ref: str, *, timeout: float | Unset | None = UNSET) -> Sandbox:
-        """Let a paused sandbox go on, from its capture or else from its disk."""
+    async def resume(self, ref: str, *, timeout: float | Unset | None = UNSET, cold_start: bool = False) -> Sandbox:
+        """Let a paused sandbox go on, from its capture or else from its disk; with ``cold_start`` never from memory.
+
+        Its time goes on too; where that is up already, it has the host's default from now.
+        """
         async with self.held(ref) as hold:
             sandbox = self.sandbox(hold)
             if sandbox.state is SandboxState.RUNNING:
                 raise Conflict(f"sandbox {sandbox.id} is running already")
-            end_at = sandbox.end_at if isinstance(timeout, Unset) else self.end_at(timeout)
+            up = sandbox.end_at is not None and sandbox.end_at <= now()
+            end_at = sandbox.end_at if isinstance(timeout, Unset) and not up else self.end_at(timeout)
             if sandbox.pause_snapshot:
-                return await self._resume_captured(sandbox, end_at)
+                return await self._resume_captured(sandbox, end_at, cold_start or sandbox.cold_start)
             return await to_the_end(self._resume_disk(sandbox, end_at))
 
-    async def _resume_captured(self, old: Sandbox, end_at: datetime | None) -> Sandbox:
+    async def _resume_captured(self, old: Sandbox, end_at: datetime | None, cold_start: bool) -> Sandbox:
         snapshot = self.index.snapshots.get(old.pause_snapshot)
         if snapshot is None:
             raise NotFound("the capture of this paused sandbox, snapshot", old.pause_snapshot)
         with self.index.using(snapshot):
-            new = _successor(old, end_at=end_at, pause_snapshot="")
-            same = old.resources == snapshot.resources or self.host.abilities.resize_on_fork
-            await self.embody(snapshot, new, with_memory=same and snapshot.memory is not Memory.NONE)
+            new = _successor(old, end_at=end_at, pause_snapshot="", cold_start=False)
+            await self.embody(snapshot, new, with_memory=not cold_start and snapshot.memory is not Memory.NONE)
             resumed = await to_the_end(self._take_over(old, new))
         self.events.publish("sandbox.resumed", sandboxID=old.id)
         return resumed

@@ -47,6 +47,7 @@ class KvmXfsHost:
         self._slots = SlotPool(config.network, uid_base=config.kvm_xfs.uid_base)
         self._cgroups = Cgroups(config.network.prefix)
         self._machines: dict[str, tuple[Machine, Slot]] = {}
+        self._placing: dict[str, asyncio.Task[None]] = {}
         self._lock_fd = -1
         self._name_lock: socket.socket | None = None
         self._platform: Platform | None = None
@@ -70,6 +71,8 @@ class KvmXfsHost:
             raise
 
     async def close(self) -> None:
+        if self._placing:
+            await asyncio.wait(self._placing.values())
         for machine, _ in self._machines.values():
             await machine.detach()
             machine.forget()
@@ -159,7 +162,8 @@ class KvmXfsHost:
         for instance, (pid, label) in keep.items():
             machine = Machine(pid, self._layout.instance(wanted[instance]))
             self._watch(instance, machine, self._slots.adopt(_slot_of(label)))
-            # A gateway that died during a capture left it standing still.
+            # A gateway that died at its start left it without limits; during a capture, standing still.
+            self._limit(wanted[instance], pid)
             if await machine.go_on():
                 scan.repaired.append(f"the machine {instance} stood still: it goes on")
             scan.alive.add(instance)
@@ -235,9 +239,21 @@ class KvmXfsHost:
             await self._slots.release(slot)
             raise
         self._watch(sandbox.instance, machine, slot)
-        sandbox.host = {"slot": slot.number, "pid": machine.pid, "address": slot.host_address}
+        sandbox.host = {
+            "slot": slot.number,
+            "pid": machine.pid,
+            "address": slot.host_address,
+            "platform": asdict(self.platform),
+        }
+        self._limit(sandbox, machine.pid)
+
+    def _limit(self, sandbox: Sandbox, pid: int) -> None:
+        """Put a machine under its limits, beside its start: the kernel takes its time to move a process."""
+        self._placing[sandbox.instance] = asyncio.create_task(asyncio.to_thread(self._place, sandbox, pid))
+
+    def _place(self, sandbox: Sandbox, pid: int) -> None:
         limit = sandbox.resources.memory_mb + self._config.limits.memory_overhead_mb
-        self._cgroups.place(sandbox.instance, machine.pid, memory_mb=limit, cpus=sandbox.resources.cpus)
+        self._cgroups.place(sandbox.instance, pid, memory_mb=limit, cpus=sandbox.resources.cpus)
 
     def _shape(self, sandbox: Sandbox, slot: Slot) -> Shape:
         base = self._config.kvm_xfs.uid_base
@@ -276,7 +292,7 @@ class KvmXfsHost:
                 snapshot.memory_bytes_written = work.memory_bytes
                 snapshot.pause_ms = work.pause_ms
                 snapshot.resources = sandbox.resources
-                snapshot.host = {"platform": asdict(self.platform), "phases_ms": work.phases_ms}
+                snapshot.host = {"platform": sandbox.host["platform"], "phases_ms": work.phases_ms}
                 await asyncio.to_thread(_finish_snapshot, partial, final, snapshot)
             except BaseException:
                 await asyncio.to_thread(shutil.rmtree, partial, True)
@@ -299,6 +315,8 @@ class KvmXfsHost:
         if found is None:
             return
         machine, slot = found
+        if placing := self._placing.pop(sandbox.instance, None):
+            await asyncio.wait([placing])
         await machine.kill()
         self._cgroups.remove(sandbox.instance)
         await self._slots.release(slot)

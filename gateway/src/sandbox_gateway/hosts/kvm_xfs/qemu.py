@@ -145,9 +145,10 @@ class Machine:
     async def go_on(self) -> bool:
         """Let the machine run if it stands still; says whether it did."""
         status = cast("dict[str, str]", await self.execute("query-status"))["status"]
-        if status == "paused":
+        stands = status in ("paused", "io-error")  # io-error: its disk found no space
+        if stands:
             await self.cont()
-        return status == "paused"
+        return stands
 
     async def save_devices(self, filename: str) -> None:
         """Write the device state (not RAM) of the stopped machine to ``filename``, a name from ``lent``."""

@@ -1,0 +1,90 @@
+"""The bridge and its cables."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.epair import Bridge, parse_inet
+from tests.support import session
+from tests.support.jail_world import JailZfsWorld, environment, shim
+
+T = TypeVar("T")
+
+
+def do(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(work)
+
+
+@pytest.fixture
+def bridge(jail_zfs_world: JailZfsWorld) -> Iterator[Bridge]:
+    network = session.network()
+    bridge = Bridge(Commands(environment()), name=f"{network['prefix']}br", **network)
+    yield bridge
+    do(bridge.sweep(set()))
+    do(bridge.close())
+
+
+def test_bridge_is_made_once_and_goes(bridge: Bridge) -> None:
+    do(bridge.open())
+    shown = shim("ifconfig", bridge.name)
+    assert parse_inet(shown) == [f"{bridge.gateway}/22"]
+    mac = re.search(r"ether (58:9c:fc:\S+)", shown)
+    do(bridge.open())
+    assert mac and mac[1] in shim("ifconfig", bridge.name)
+    do(bridge.close())
+    do(bridge.close())
+    assert bridge.name not in shim("ifconfig", "-l").split()
+
+
+def test_bridge_with_another_address_is_left_alone(bridge: Bridge) -> None:
+    shim("ifconfig", "bridge", "create", "name", bridge.name)
+    shim("ifconfig", bridge.name, "inet", "10.9.8.7/24")
+    with pytest.raises(BackendFailed, match=r"has the address 10\.9\.8\.7/24, not .*\[jail_zfs\] bridge"):
+        do(bridge.open())
+    assert parse_inet(shim("ifconfig", bridge.name)) == ["10.9.8.7/24"]
+
+
+def test_cable_is_whole_or_not_there(bridge: Bridge) -> None:
+    do(bridge.open())
+    cable = bridge.cable(5)
+    do(bridge.plug(cable))
+    assert f"ether {cable.mac}" in shim("ifconfig", cable.inner)
+    assert re.search(rf"member: {cable.outer} .*PRIVATE", shim("ifconfig", bridge.name))
+    with pytest.raises(BackendFailed, match="File exists"):
+        do(bridge.plug(cable))  # its number is taken twice: whose it is, nobody knows
+    do(bridge.unplug(cable))
+    do(bridge.unplug(cable))
+    assert shim("ifconfig", "-g", f"{cable.outer.rpartition('-')[0]}-epair", check=False) == ""
+
+
+def test_cables_that_nobody_knows_are_swept(bridge: Bridge) -> None:
+    do(bridge.open())
+    for number in (2, 3):
+        do(bridge.plug(bridge.cable(number)))
+    stray = shim("ifconfig", "epair", "create", "group", f"{bridge.cable(2).outer.rpartition('-')[0]}-epair").strip()
+    assert set(do(bridge.sweep({2}))) == {bridge.cable(3).outer, stray}
+    assert do(bridge.sweep({2})) == []
+    assert bridge.cable(2).inner in shim("ifconfig", "-l").split()
+
+
+@given(st.integers(2, 65_533), st.from_regex(r"[a-z][a-z0-9]{0,5}", fullmatch=True))
+def test_names_fit_and_addresses_differ(number: int, prefix: str) -> None:
+    bridge = Bridge(Commands(), name="b", prefix=prefix, subnet="10.231.0.0/16")
+    cable = bridge.cable(number)
+    assert len(cable.outer) <= 15 and len(f"{prefix}-epair") <= 15
+    assert cable.address != bridge.gateway and cable != bridge.cable(number + 1)
+    assert int(cable.mac[:2], 16) & 3 == 2  # its own, and of one station
+
+
+@given(st.text())
+def test_any_text_has_addresses_or_none(text: str) -> None:
+    assert isinstance(parse_inet(text), list)

@@ -1,0 +1,119 @@
+"""Jails as the commands tell of them, and as they are made: what is odd is said, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.jail_zfs.commands import Commands, together
+from sandbox_gateway.hosts.jail_zfs.jail import Jail, Jails, Mount, parse_jails, parse_mounts
+from sandbox_gateway.hosts.jail_zfs.rctl import parse_usage, rules
+from sandbox_gateway.records import Resources
+from tests.support.jail_world import JailZfsWorld, environment, shim
+
+T = TypeVar("T")
+SAMPLE = (
+    '{"__version":"2","jail-information":{"jail":[{"jid":"5","name":"N","path":"/P","dying":"false"},'
+    '{"jid":"6","name":"M","path":"/Q R","dying":"true"}]}}'
+)
+
+
+def do(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(work)
+
+
+def test_the_list_of_jails() -> None:
+    assert parse_jails(SAMPLE) == [Jail("N", "/P", False), Jail("M", "/Q R", True)]
+    assert parse_jails('{"__version": "2", "jail-information": {"jail": []}}') == []
+
+
+@given(st.integers(0, len(SAMPLE) - 1))
+def test_a_list_cut_in_the_middle_is_no_list(length: int) -> None:
+    with pytest.raises(BackendFailed, match="no list of jails"):
+        parse_jails(SAMPLE[:length])
+
+
+@given(st.lists(st.tuples(st.text(min_size=1), st.text(), st.booleans())))
+def test_whatever_jails_are_called(rows: list[tuple[str, str, bool]]) -> None:
+    listed = [{"name": name, "path": path, "dying": str(dying).lower()} for name, path, dying in rows]
+    assert parse_jails(json.dumps({"jail-information": {"jail": listed}})) == [Jail(*row) for row in rows]
+
+
+@given(st.text())
+def test_any_text_is_a_list_or_an_error(text: str) -> None:
+    try:
+        parse_jails(text)
+    except BackendFailed as error:
+        assert len(error.message) < 2000
+    parse_mounts(text)
+    parse_usage(text)
+
+
+def test_the_mount_table() -> None:
+    text = "zroot/a\t/a\t\tzfs\trw\t0 0\ndevfs\t\t/a/dev\tdevfs\trw\t0 0\nodd line\n/x\tb\tnullfs\tro\t0 0\n"
+    assert parse_mounts(text) == [Mount("zroot/a", "/a", "zfs"), Mount("devfs", "/a/dev", "devfs")]
+
+
+def test_limits_as_they_are_written_and_measured() -> None:
+    assert rules("sbx-1", Resources(cpus=2, memory_mb=256), 100) == [
+        "jail:sbx-1:maxproc:deny=100",
+        "jail:sbx-1:vmemoryuse:deny=268435456",
+        "jail:sbx-1:pcpu:deny=200",
+    ]
+    assert parse_usage("cputime=0\nmemoryuse=4096\nodd\nx=-1\n") == {"cputime": 0, "memoryuse": 4096}
+
+
+@pytest.fixture
+def jails(jail_zfs_world: JailZfsWorld) -> Jails:
+    return Jails(Commands(environment()))
+
+
+def test_what_is_not_there_can_be_ended(jails: Jails, tmp_path: Path) -> None:
+    do(jails.end("nowhere", "nowhere-b"))
+    do(jails.unmount(str(tmp_path)))
+    do(jails.unmount(str(tmp_path / "missing")))
+    assert do(jails.mounts(tmp_path)) == []
+
+
+def test_a_jail_that_cannot_be_made_leaves_nothing(jails: Jails, tmp_path: Path) -> None:
+    for name in ("dev", "bin"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(BackendFailed, match="interface missing-b does not exist"):
+        do(jails.create("odd", tmp_path, hostname="odd", identity=None, interface="missing-b"))
+    with pytest.raises(BackendFailed, match="No such file or directory"):
+        do(jails.create("odd", tmp_path / "nowhere", hostname="odd", identity=None, interface="missing-b"))
+    assert do(jails.mounts(tmp_path)) == []
+    assert "odd" not in shim("jls", "-d", "name").split()
+
+
+def test_the_first_error_comes_when_all_have_ended() -> None:
+    done: list[str] = []
+
+    async def work(name: str, seconds: float, error: Exception | None = None) -> str:
+        await asyncio.sleep(seconds)
+        done.append(name)
+        if error:
+            raise error
+        return name
+
+    async def story() -> None:
+        assert await together(work("a", 0.02), work("b", 0.01)) == ["a", "b"]
+        with pytest.raises(BackendFailed, match="one"):
+            await together(work("c", 0.01, BackendFailed("one")), work("d", 0.05))
+        assert done[-2:] == ["c", "d"]
+        task = asyncio.create_task(together(work("e", 0.05)))  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert done[-1] == "e"
+
+    do(story())

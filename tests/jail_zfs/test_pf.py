@@ -1,0 +1,218 @@
+"""What sandboxes may reach: real packets between jails, the host, and a jail that stands for the internet."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.errors import BackendFailed, Invalid
+from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.epair import Bridge
+from sandbox_gateway.hosts.jail_zfs.pf import bridge_rules, jail_rules
+from sandbox_gateway.records import NetworkPolicy
+from tests.support import session
+from tests.support.jail_world import PF, JailZfsWorld, environment, shim
+from tests.support.live import Live
+from tests.support.worlds import TEMPLATE
+
+SERVER = (
+    "import socket\n"
+    "s = socket.create_server(('', 7000)); print('up', flush=True)\n"
+    "while True:\n"
+    "    c, peer = s.accept(); c.sendall(peer[0].encode()); c.close()\n"
+)
+CLIENT = "import socket, sys; print(socket.create_connection((sys.argv[1], 7000), 2).recv(99).decode())"
+HOLD = (
+    "import socket, sys, time\n"
+    "c = socket.create_connection((sys.argv[1], 7001), 2)\n"
+    "for number in range(40):\n"
+    "    c.sendall(b'x'); open('/root/beats', 'w').write(str(number)); c.recv(1); time.sleep(0.1)\n"
+)
+ECHO = (
+    "import socket\n"
+    "s = socket.create_server(('', 7001)); print('up', flush=True)\n"
+    "while True:\n"
+    "    c, _ = s.accept()\n"
+    "    try:\n"
+    "        while data := c.recv(9):\n"
+    "            c.sendall(data)\n"
+    "    except OSError:\n"
+    "        pass\n"
+)
+
+
+class Outside:
+    """A jail beyond the host, on a network of its own, with a server on port 7000."""
+
+    def __init__(self, root: Path) -> None:
+        network = ipaddress.IPv4Network(session.network()["subnet"])
+        self.host, self.address = str(network.network_address + 1), str(network.network_address + 9)
+        self.interface = f"t{session.run_id()}-outa"
+        self._root = root
+        self._servers: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Outside:
+        shim("jail", "-c", "name=outside", f"path={self._root}", "persist", "vnet=new")
+        made = shim("ifconfig", "epair", "create").strip()
+        inner = self.interface[:-1] + "b"
+        shim("ifconfig", made, "name", self.interface)
+        shim("ifconfig", f"{made[:-1]}b", "name", inner)
+        shim("ifconfig", inner, "vnet", "outside")
+        shim("ifconfig", self.interface, "inet", f"{self.host}/24")
+        shim("ifconfig", "-j", "outside", inner, "inet", f"{self.address}/24")
+        for program in (SERVER, ECHO):
+            self._servers.append(serve(["jexec", "outside", "/usr/bin/python3", "-c", program]))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shim("pkill", "-KILL", "-j", "outside")
+        shim("jail", "-R", "outside")
+        shim("ifconfig", self.interface, "destroy")
+        for server in self._servers:
+            server.communicate(timeout=20)
+
+
+def serve(argv: list[str]) -> subprocess.Popen[str]:
+    env = {**os.environ, **environment()}
+    server = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env)
+    assert server.stdout is not None and server.stdout.readline() == "up\n"
+    return server
+
+
+@pytest.fixture
+def outside(jail_zfs_world: JailZfsWorld) -> Iterator[Outside]:
+    with Outside(Path("/")) as made:
+        yield made
+
+
+@pytest.fixture
+def live(jail_zfs_world: JailZfsWorld, outside: Outside) -> Iterator[Live]:
+    config = jail_zfs_world.config(jail_zfs={"egress": outside.interface}, network={"dns": ["9.9.9.9"]})
+    live = Live(jail_zfs_world.host(config), config)
+    yield live
+    live.empty()
+    live.close()
+    jail_zfs_world.forget(config)
+
+
+def reaches(live: Live, ref: str, address: str) -> str:
+    """What the server there says; empty if it is not reached."""
+    done = live.do(live.engine.exec(ref, ["python3", "-c", CLIENT, address]))
+    return done.stdout.decode().strip() if done.exit_code == 0 else ""
+
+
+def test_sandboxes_reach_the_internet_and_neither_each_other_nor_the_host(live: Live, outside: Outside) -> None:
+    live.do(live.engine.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
+    other = live.sandbox("b").host["address"]
+    gateway = str(ipaddress.IPv4Network(live.config.network.subnet).network_address + 1)
+    live.shell("b", f'python3 -c "{SERVER}" </dev/null >/dev/null 2>&1 &')
+    host = serve(["/usr/bin/python3", "-c", SERVER])
+    try:
+        assert reaches(live, "a", outside.address) == outside.host  # under the host's address
+        for address in (other, gateway, outside.host):
+            assert not reaches(live, "a", address), address
+        assert live.shell("b", "echo alive").strip() == "alive"
+    finally:
+        host.kill()
+        host.communicate()
+
+
+def test_policy_decides_and_holds_for_open_connections(live: Live, outside: Outside) -> None:
+    closed = NetworkPolicy(allow_internet=False)
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["shut"], network=closed)))
+    assert not reaches(live, "shut", outside.address)
+    assert live.shell("shut", "cat /etc/resolv.conf") == ""
+    live.do(live.engine.set_network("shut", NetworkPolicy(allow_internet=False, allow_out=[outside.address])))
+    assert reaches(live, "shut", outside.address)
+    assert live.shell("shut", "cat /etc/resolv.conf") == "nameserver 9.9.9.9\n"
+    live.do(live.engine.set_network("shut", NetworkPolicy(deny_out=[f"{outside.address}/24"])))
+    assert not reaches(live, "shut", outside.address)
+    live.do(live.engine.set_network("shut", NetworkPolicy()))
+    live.shell("shut", f'python3 -c "{HOLD}" {outside.address} </dev/null >/dev/null 2>&1 &')
+    live.shell("shut", "while ! [ -s /root/beats ]; do sleep 0.05; done")
+    live.do(live.engine.set_network("shut", closed))
+    first, later = (live.shell("shut", "sleep 0.5; cat /root/beats") for _ in range(2))
+    assert first == later, "the connection that was open goes on"
+
+
+def test_an_address_that_is_not_its_own_gets_nowhere(live: Live, outside: Outside) -> None:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["liar"])))
+    number, inner = (
+        live.sandbox("liar").host["number"],
+        f"{live.config.network.prefix}-{live.sandbox('liar').host['number']}b",
+    )
+    network = ipaddress.IPv4Network(live.config.network.subnet)
+    live.shell("liar", f"ip address add {network.network_address + number + 50}/32 dev {inner}")
+    connect = CLIENT.replace("7000), 2)", f"7000), 2, ('{network.network_address + number + 50}', 0))")
+    assert reaches(live, "liar", outside.address)
+    assert live.do(live.engine.exec("liar", ["python3", "-c", connect, outside.address])).exit_code != 0
+
+
+def test_an_address_that_is_none_is_refused(live: Live) -> None:
+    with pytest.raises(Invalid, match="allow_out: 'nowhere'"):
+        live.do(live.engine.create(TEMPLATE, ForkSpec(network=NetworkPolicy(allow_out=["nowhere"]))))
+    assert live.engine.sandboxes() == []
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [("pass\n", 'no `anchor "sbx/\\*"`'), ('anchor "sbx/*"\n', 'no `nat-anchor "sbx/\\*"`')],
+)
+def test_main_rules_that_call_no_anchors_are_refused_at_start_up(
+    jail_zfs_world: JailZfsWorld, rules: str, words: str
+) -> None:
+    config = jail_zfs_world.config()
+    shim("pfctl", "-q", "-f", "-", input=rules)
+    try:
+        with pytest.raises(BackendFailed, match=words):
+            Live(jail_zfs_world.host(config), config)
+    finally:
+        shim("pfctl", "-q", "-f", "-", input=PF)
+    Live(jail_zfs_world.host(config), config).close()
+    jail_zfs_world.forget(config)
+
+
+def test_pf_that_does_not_run_is_refused_at_start_up(jail_zfs_world: JailZfsWorld) -> None:
+    config = jail_zfs_world.config()
+    shim("pfctl", "-q", "-d")
+    with contextlib.ExitStack() as stack:
+        stack.callback(shim, "pfctl", "-q", "-e")
+        with pytest.raises(BackendFailed, match=r"pf is not enabled.*service pf start"):
+            Live(jail_zfs_world.host(config), config)
+    jail_zfs_world.forget(config)
+
+
+def test_rules_as_they_are_written() -> None:
+    bridge = Bridge(Commands(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
+    assert bridge_rules(bridge, "em0") == (
+        "nat on em0 inet from 10.231.0.0/16 to any -> (em0)\nblock drop on sbxbr all\n"
+    )
+    assert bridge_rules(bridge, "") == "block drop on sbxbr all\n"
+    policy = NetworkPolicy(allow_out=["192.0.2.1"], deny_out=["10.0.0.0/9", "10.128.0.0/9"])
+    rules = jail_rules(bridge, bridge.cable(7), policy, ["9.9.9.9"]).splitlines()
+    assert rules == [
+        "block drop in quick on sbx-7a inet from ! 10.231.0.7 to any",
+        "block drop in quick on sbx-7a inet6 all",
+        "pass out quick on sbxbr inet from 10.231.0.1 to 10.231.0.7",
+        "block return in quick on sbxbr inet from 10.231.0.7 to (self)",
+        "block return in quick on sbxbr inet from 10.231.0.7 to 10.231.0.0/16",
+        "block return in quick on sbxbr inet from 10.231.0.7 to 224.0.0.0/4",
+        "block return in quick on sbxbr inet from 10.231.0.7 to 255.255.255.255",
+        "pass in quick on sbxbr inet from 10.231.0.7 to 192.0.2.1/32",
+        "block return in quick on sbxbr inet from 10.231.0.7 to 10.0.0.0/8",
+        "pass in quick on sbxbr inet proto tcp from 10.231.0.7 to 9.9.9.9 port 53",
+        "pass in quick on sbxbr inet proto udp from 10.231.0.7 to 9.9.9.9 port 53",
+        "block return in quick on sbxbr inet from 10.231.0.7 to 169.254.0.0/16",
+        "block return in quick on sbxbr inet from 10.231.0.7 to 100.100.100.200/32",
+        "pass in quick on sbxbr inet from 10.231.0.7 to any",
+    ]
+    shut = jail_rules(bridge, bridge.cable(7), NetworkPolicy(allow_internet=False), ["9.9.9.9"]).splitlines()
+    assert shut[-1] == "block return in quick on sbxbr inet from 10.231.0.7 to any"
+    assert not any("port 53" in rule for rule in shut)

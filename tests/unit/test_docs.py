@@ -1,0 +1,413 @@
+"""What the documentation says can be done: its links, commands, plays, configurations and routes are checked."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer
+import yaml
+
+from sandbox_gateway import errors
+from sandbox_gateway.api.requests import CreateTemplate
+from sandbox_gateway.cli import daemon, main, serving, words
+from sandbox_gateway.config import Config
+from sandbox_gateway.records import OnTimeout
+from tests.support.session import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+PAGES = [path for path in (REPOSITORY / "README.md", *sorted(DOCS.glob("*.md"))) if path.exists()]
+COLLECTION = "grove.sandbox."
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
+_KEYWORDS = ("block", "rescue", "always", "tasks", "pre_tasks", "post_tasks", "handlers")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it stands, its language, its text."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+@cache
+def blocks() -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in _FENCE.finditer(text):
+            found.append(Block(page, text.count("\n", 0, match.start()) + 1, match[1], match[2]))
+    return found
+
+
+def written_in(*languages: str) -> list[Any]:
+    return [pytest.param(block, id=str(block)) for block in blocks() if block.language in languages]
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_page_is_what_the_code_says() -> None:
+    wanted = daemon.configuration_page()
+    assert (DOCS / "configuration.md").read_text() == wanted, "run ./dev docs"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = _FENCE.sub("", page.read_text())
+    for link in _LINK.findall(prose):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link} leads nowhere"
+        assert target.is_relative_to(REPOSITORY), f"{page.name}: {link} leads out of the repository"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name}: {target.name} has no heading for {link}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of headings."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+def test_every_page_is_in_the_index() -> None:
+    linked = set(_LINK.findall((DOCS / "README.md").read_text()))
+    assert {page.name for page in DOCS.glob("*.md")} - {"README.md"} <= linked
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_fences_are_closed_and_have_a_language(page: Path) -> None:
+    """A fence without a language would be checked by nobody."""
+    text = page.read_text()
+    assert text.count("\n```") == 2 * len(_FENCE.findall(text)), f"{page.name}: a fence is not closed"
+    assert all(language for language, _ in _FENCE.findall(text)), f"{page.name}: a fence names no language"
+
+
+# --- plays -----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def modules() -> dict[str, dict[str, Any]]:
+    """Options of each module, those of its documentation fragments among them, by its full name."""
+    return {f"{COLLECTION}{path.stem}": _options(path) for path in (REPOSITORY / "plugins" / "modules").glob("*.py")}
+
+
+def _options(module: Path) -> dict[str, Any]:
+    document = _documentation(module)
+    options = dict(document["options"])
+    for fragment in document.get("extends_documentation_fragment", []):
+        name = fragment.removeprefix(COLLECTION)
+        options |= _documentation(REPOSITORY / "plugins" / "doc_fragments" / f"{name}.py").get("options") or {}
+    return options
+
+
+def _documentation(path: Path) -> dict[str, Any]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "DOCUMENTATION":
+            document = yaml.safe_load(ast.literal_eval(node.value))
+            assert isinstance(document, dict)
+            return document
+    raise AssertionError(f"{path.name} has no DOCUMENTATION")
+
+
+@cache
+def roles() -> dict[str, dict[str, Any]]:
+    """Options of each role by its full name."""
+    found = {}
+    for path in (REPOSITORY / "roles").glob("*/meta/argument_specs.yml"):
+        specification = yaml.safe_load(path.read_text())["argument_specs"]["main"]
+        found[COLLECTION + path.parent.parent.name] = specification.get("options") or {}
+    return found
+
+
+def names_of(options: Mapping[str, Any]) -> set[str]:
+    """What may be written: the options and their aliases."""
+    return {name for key, option in options.items() for name in (key, *(option.get("aliases") or []))}
+
+
+def check_arguments(where: str, options: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Every argument is one of ``options``, and one of its choices; suboptions likewise."""
+    unknown = arguments.keys() - names_of(options)
+    assert not unknown, f"{where} has no option {', '.join(sorted(unknown))}"
+    for name, value in arguments.items():
+        option = next(each for key, each in options.items() if name in (key, *(each.get("aliases") or [])))
+        inner = option.get("suboptions") or (option.get("options") if option.get("type") in ("dict", "list") else None)
+        for item in value if isinstance(value, list) else [value]:
+            if inner and isinstance(item, dict):
+                check_arguments(f"{where}.{name}", inner, item)
+            elif option.get("choices") and "{{" not in str(item):
+                assert item in option["choices"], f"{where}: {name} is none of {option['choices']}: {item!r}"
+
+
+def check_role(where: str, name: str, variables: Mapping[str, Any]) -> None:
+    if not name.startswith(COLLECTION):
+        return
+    assert name in roles(), f"{where}: there is no role {name}"
+    check_arguments(f"{where}: role {name}", roles()[name], variables)
+    if "gateway_config" in variables:
+        Config.model_validate(_resolved(variables["gateway_config"]))
+
+
+def _resolved(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the values that only a play knows."""
+    plain = {key: _resolved(value) if isinstance(value, dict) else value for key, value in config.items()}
+    return {key: value for key, value in plain.items() if "{{" not in str(value) or isinstance(value, dict)}
+
+
+def check_task(where: str, task: Mapping[str, Any]) -> None:
+    for key, value in task.items():
+        if key in _KEYWORDS:
+            for inner in value:
+                check_task(where, inner)
+        elif key.startswith(COLLECTION):
+            assert key in modules(), f"{where}: there is no module {key}"
+            check_arguments(f"{where}: {key}", modules()[key], value)
+            required = {name for name, option in modules()[key].items() if option.get("required")}
+            missing = [
+                name for name in required if not {name, *(modules()[key][name].get("aliases") or [])} & value.keys()
+            ]
+            assert not missing, f"{where}: {key} needs {', '.join(missing)}"
+        elif key in ("ansible.builtin.include_role", "ansible.builtin.import_role"):
+            check_role(where, value["name"], task.get("vars") or {})
+
+
+def check_play(where: str, play: Mapping[str, Any]) -> None:
+    check_task(where, play)
+    for entry in play.get("roles") or []:
+        role: dict[str, Any] = {"role": entry} if isinstance(entry, str) else entry
+        check_role(where, role["role"], role.get("vars") or {})
+    common = set.intersection(*(names_of(options) for options in modules().values()))
+    for group, defaults in (play.get("module_defaults") or {}).items():
+        if group.startswith(f"group/{COLLECTION}"):
+            groups = yaml.safe_load((REPOSITORY / "meta" / "runtime.yml").read_text())["action_groups"]
+            assert group.removeprefix(f"group/{COLLECTION}") in groups, f"{where}: there is no {group}"
+            assert defaults.keys() <= common, f"{where}: {group} has no option {defaults.keys() - common}"
+
+
+@pytest.mark.parametrize("block", written_in("yaml", "yml"))
+def test_plays_name_what_exists(block: Block) -> None:
+    data = yaml.safe_load(block.text)
+    assert isinstance(data, list), f"{block}: neither a list of plays nor of tasks"
+    for item in data:
+        assert "name" in item, f"{block}: a play or task without a name"
+        check_play(str(block), item)
+
+
+def test_a_wrong_play_is_noticed() -> None:
+    wrong: list[dict[str, Any]] = [
+        {"grove.sandbox.sandbox": {"name": "a", "colour": "red"}},
+        {"grove.sandbox.sandbox": {"name": "a", "state": "asleep"}},
+        {"grove.sandbox.sandbox": {"state": "absent"}},
+        {"grove.sandbox.sandbox": {"name": "a", "network": {"allow_moon": True}}},
+        {"grove.sandbox.sandbox_volume": {"name": "a"}},
+        {"block": [{"grove.sandbox.sandbox_fork": {"number": 3}}]},
+        {"ansible.builtin.include_role": {"name": "grove.sandbox.nothing"}},
+        {"ansible.builtin.include_role": {"name": "grove.sandbox.gateway"}, "vars": {"gateway_colour": "red"}},
+        {"roles": [{"role": "grove.sandbox.gateway", "vars": {"gateway_config": {"server": {"sockt": "x"}}}}]},
+        {"module_defaults": {"group/grove.sandbox.all": {"snapshot": "x"}}},
+    ]
+    for item in wrong:
+        with pytest.raises((AssertionError, ValueError)):
+            check_play("here", item)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", written_in("toml"))
+def test_toml_is_a_configuration_or_a_recipe(block: Block) -> None:
+    data = tomllib.loads(block.text)
+    if "name" not in data:
+        Config.model_validate(data)
+        return
+    fields = CreateTemplate.model_fields
+    assert data.keys() <= {field.alias or name for name, field in fields.items()}
+    CreateTemplate.model_validate(data).recipe()
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """The simple commands of a block of shell: prompts, assignments and sudo taken off, pipelines taken apart."""
+    console = block.language == "console"
+    for line in block.text.replace("\\\n", " ").splitlines():
+        if console:
+            if not line.startswith(("$ ", "# ")):
+                continue
+            line = line[2:]
+        words = shlex.shlex(line, posix=True, punctuation_chars="|&;()<>")
+        words.whitespace_split = True
+        command: list[str] = []
+        for word in [*words, ";"]:
+            if word in ("|", "||", "&", "&&", ";", "(", ")"):
+                if command:
+                    yield command
+                command = []
+            elif command or not (word == "sudo" or re.match(r"\w+=", word)):
+                command.append(word)
+
+
+def parse(root: typer.Typer, argv: list[str]) -> None:
+    """Have the program's own parser read a command line, without running anything of it. Raises ClickException."""
+    command: Any = typer.main.get_command(root)
+    parent: Any = None
+    name, args = argv[0], [word for word in argv[1:] if word != ">"]
+    while True:
+        context = command.make_context(name, list(args), parent=parent)
+        if not hasattr(command, "resolve_command"):
+            check_values(context.params)
+            return
+        rest = [*context._protected_args, *context.args]
+        if not rest:
+            return
+        name, inner, args = command.resolve_command(context, rest)
+        assert inner is not None, f"there is no command {rest[0]}"
+        command, parent = inner, context
+
+
+READERS: dict[str, Any] = {
+    "memory": words.mebibytes,
+    "disk": words.mebibytes,
+    "timeout": words.seconds,
+    "expires_in": words.seconds,
+    "metadata": lambda given: words.pairs(given, "metadata"),
+    "env": lambda given: words.pairs(given, "an environment variable"),
+    "on_timeout": OnTimeout,
+}
+"""How the program reads what its parser takes for any text."""
+
+
+def check_values(params: Mapping[str, Any]) -> None:
+    for name, read in READERS.items():
+        if params.get(name):
+            read(params[name])
+
+
+PROGRAMS = {"sandboxctl": main.app, "sandbox-gateway": daemon.app}
+
+
+def check_command(argv: list[str]) -> None:
+    """Raises ValueError with what is wrong with a command line of ours; others are not looked at."""
+    program = Path(argv[0]).name
+    if argv[0] == "./dev":
+        known = re.findall(r"^    (\w+)\) ", (REPOSITORY / "dev").read_text(), re.MULTILINE)
+        if argv[1] not in known:
+            raise ValueError(f"./dev has no command {argv[1]}")
+    elif program in PROGRAMS:
+        try:
+            parse(PROGRAMS[program], argv[: argv.index(">")] if ">" in argv else argv)
+        except (click.exceptions.Exit, SystemExit):
+            return
+        except Exception as error:
+            said = getattr(error, "message", "") or str(error) or type(error).__name__
+            raise ValueError(f"{' '.join(argv)}: {said}") from None
+        if program == "sandboxctl" and "exec" in argv and "--" not in argv:
+            raise ValueError(f"{' '.join(argv)}: options go before SANDBOX, the program after --")
+
+
+@pytest.mark.parametrize("block", written_in("sh", "console", "bash"))
+def test_command_lines_are_understood(block: Block) -> None:
+    for argv in commands(block):
+        check_command(argv)
+
+
+def test_a_wrong_command_is_noticed() -> None:
+    wrong = (
+        "sandboxctl fly web",
+        "sandboxctl create",
+        "sandboxctl create web --colour red",
+        "sandboxctl snapshot fork s1 --count many",
+        "sandboxctl template build web --memory",
+        "sandboxctl rollback web",
+        "sandboxctl --nonsense list",
+        "sandboxctl exec web --user root id",
+        "sandbox-gateway serve --port 80",
+        "sandboxctl create web --memory lots",
+        "sandboxctl create web --on-timeout explode",
+        "sandboxctl create web --metadata team",
+        "./dev dance",
+    )
+    for line in wrong:
+        (argv,) = commands(Block(DOCS, 1, "sh", line))
+        with pytest.raises(ValueError, match=r"."):
+            check_command(argv)
+    right = Block(DOCS, 1, "sh", "A=1 sudo sandboxctl --json list | sandboxctl exec --stdin one -- tar -x > out\n")
+    assert [argv[0] for argv in commands(right)] == ["sandboxctl", "sandboxctl"]
+    for argv in commands(right):
+        check_command(argv)
+
+
+# --- HTTP ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def routes() -> dict[str, set[str]]:
+    """Methods by path, as the OpenAPI document has them."""
+    return {path: {method.upper() for method in item} for path, item in serving.document()["paths"].items()}
+
+
+def matches(path: str, method: str) -> bool:
+    for known, methods in routes().items():
+        pattern = re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(known))
+        if re.fullmatch(pattern, path) and method in methods:
+            return True
+    return False
+
+
+def test_routes_exist() -> None:
+    for page in PAGES:
+        for method, path in re.findall(r"`(GET|POST|PUT|PATCH|DELETE) (/[^`?\s]*)(?:\?[^`]*)?`", page.read_text()):
+            assert matches(path, method), f"{page.name}: there is no {method} {path}"
+
+
+def test_every_route_is_named() -> None:
+    text = (DOCS / "api.md").read_text()
+    for path, methods in routes().items():
+        for method in methods:
+            assert f"`{method} {path}`" in text, f"api.md does not name {method} {path}"
+
+
+@pytest.mark.parametrize("block", written_in("sh", "console", "bash"))
+def test_requests_are_for_routes_that_exist(block: Block) -> None:
+    for argv in commands(block):
+        if argv[0] != "curl" or any(word.lower().startswith("e2b-sandbox-") for word in argv):
+            continue
+        method = argv[argv.index("-X") + 1] if "-X" in argv else "GET"
+        for word in argv:
+            if word.startswith("http://gateway"):
+                path = word.removeprefix("http://gateway").partition("?")[0]
+                assert path == "/openapi.json" or matches(path, method), f"{block}: there is no {method} {path}"
+
+
+def test_every_kind_of_error_is_explained() -> None:
+    classes = [errors.GatewayError, *errors.GatewayError.__subclasses__()]
+    kinds = {(each.kind, each.status) for each in classes if each.__module__ == errors.__name__}
+    rows = set(re.findall(r"^\| `(\w+)` \| (\d{3}) \|", (DOCS / "api.md").read_text(), re.MULTILINE))
+    assert {(kind, int(status)) for kind, status in rows} == {*kinds, ("internal", 500)}
+
+
+def test_every_event_is_explained() -> None:
+    published = set()
+    for path in (REPOSITORY / "gateway" / "src" / "sandbox_gateway" / "engine").glob("*.py"):
+        published |= set(re.findall(r"(?:publish|_progress)\(\s*\"([a-z]+\.[a-z]+)\"", path.read_text()))
+    explained = set(re.findall(r"`((?:sandbox|snapshot|template|fork)\.[a-z]+)`", (DOCS / "api.md").read_text()))
+    assert published == explained

@@ -1,0 +1,67 @@
+"""The gateway role's pack.py: the same source gives the same bytes, and another source another digest."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.support import session
+
+PACK = session.REPOSITORY / "roles" / "gateway" / "files" / "pack.py"
+
+
+def pack(*arguments: object) -> str:
+    argv = [sys.executable, str(PACK), *map(str, arguments)]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    root = tmp_path / "gateway"
+    package = root / "src" / "thing"
+    package.mkdir(parents=True)
+    for name in ("README.md", "pyproject.toml", "requirements.txt"):
+        (root / name).write_text(name)
+    (package / "__init__.py").write_text("")
+    (package / "thing.service").write_text("[Unit]")
+    return root
+
+
+def test_the_same_source_is_the_same_package(source: Path, tmp_path: Path) -> None:
+    pack(source, tmp_path / "one.tar.gz")
+    (source / "src" / "thing" / "__init__.py").touch()
+    pack(source, tmp_path / "two.tar.gz")
+    assert (tmp_path / "one.tar.gz").read_bytes() == (tmp_path / "two.tar.gz").read_bytes()
+
+
+def test_what_was_built_from_it_is_no_part_of_it(source: Path, tmp_path: Path) -> None:
+    before = pack(source)
+    for name in ("src/thing/__pycache__/a.cpython-311.pyc", "src/thing.egg-info/PKG-INFO", "build/lib/thing.py"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text("x")
+    assert pack(source) == before
+
+
+def test_any_change_is_another_digest(source: Path) -> None:
+    digests = [pack(source)]
+    (source / "src" / "thing" / "thing.service").write_text("[Service]")
+    digests.append(pack(source))
+    (source / "src" / "thing" / "new.py").write_text("")
+    digests.append(pack(source))
+    (source / "requirements.txt").write_text("other==1")
+    digests.append(pack(source))
+    assert len(set(digests)) == 4
+
+
+def test_the_real_package_carries_what_the_daemon_reads_at_run_time(tmp_path: Path) -> None:
+    pack(session.REPOSITORY / "gateway", tmp_path / "real.tar.gz")
+    with tarfile.open(fileobj=io.BytesIO((tmp_path / "real.tar.gz").read_bytes())) as archive:
+        names = set(archive.getnames())
+    assert "sandbox-gateway/pyproject.toml" in names
+    assert "sandbox-gateway/src/sandbox_agent/sandbox-agent.service" in names
+    assert "sandbox-gateway/src/sandbox_gateway/cli/daemon.py" in names
