@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ class Span:
 
     start: float
     end: float
+    args: tuple[Any, ...] = ()
+    """What the function was called with, the object it belongs to first; only for calls that returned."""
 
     @property
     def ms(self) -> float:
@@ -50,6 +53,10 @@ class Timers:
                 undo.callback(setattr, owner, name, plain)
             yield self
 
+    def returned(self, key: str, argument: object) -> list[Span]:
+        """The calls since the last ``take`` that had this argument and came back without an error."""
+        return [span for span in list(self._spans.get(key, [])) if argument in span.args[1:]]
+
     def take(self) -> dict[str, list[Span]]:
         """What was recorded since the last call of this."""
         taken, self._spans = dict(self._spans), defaultdict(list)
@@ -62,25 +69,27 @@ class Timers:
 
             @functools.wraps(plain)
             async def waited(*args: Any, **kwargs: Any) -> Any:
-                with self._recording(key):
+                with self._recording(key, args):
                     return await plain(*args, **kwargs)
 
             return waited
 
         @functools.wraps(plain)
         def called(*args: Any, **kwargs: Any) -> Any:
-            with self._recording(key):
+            with self._recording(key, args):
                 return plain(*args, **kwargs)
 
         return called
 
     @contextlib.contextmanager
-    def _recording(self, key: str) -> Iterator[None]:
+    def _recording(self, key: str, args: tuple[Any, ...]) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
-        finally:
+        except BaseException:
             self._spans[key].append(Span(start, time.perf_counter()))
+            raise
+        self._spans[key].append(Span(start, time.perf_counter(), args))
 
 
 def milliseconds(work: Callable[[], T]) -> tuple[T, float]:
@@ -88,3 +97,19 @@ def milliseconds(work: Callable[[], T]) -> tuple[T, float]:
     start = time.perf_counter()
     answer = work()
     return answer, (time.perf_counter() - start) * 1000
+
+
+def shares(whole: Span, parts: dict[str, list[Span]]) -> dict[str, float]:
+    """Milliseconds of ``whole`` spent in each part; "rest": in none. They add up to the whole.
+
+    Where two parts go on at the same time, the one named first is given it.
+    """
+    edges = {whole.start, whole.end}
+    for spans in parts.values():
+        edges.update(edge for span in spans for edge in (span.start, span.end) if whole.start < edge < whole.end)
+    ordered = sorted(edges)
+    found = dict.fromkeys([*parts, "rest"], 0.0)
+    for start, end in itertools.pairwise(ordered):
+        busy = (key for key, spans in parts.items() if any(span.start <= start and end <= span.end for span in spans))
+        found[next(busy, "rest")] += (end - start) * 1000
+    return found

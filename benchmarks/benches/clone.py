@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from benchmarks.answers import Answers, watching
 from benchmarks.context import Context, KvmXfs, available_memory
 from benchmarks.measure import Result
 from sandbox_gateway.engine.spec import ForkSpec
@@ -23,33 +24,44 @@ class Clone:
         at_once = host.config.limits.concurrency
         result = Result(self.name, self.title, {"concurrency": at_once, "failures": 0})
         plan = {1: 2, 4: 1} if ctx.quick else {1: 10, 10: 5, 50: 2}
-        with host.source() as snapshot, host.raw(snapshot) as raw:
+        with host.source() as snapshot, host.raw(snapshot) as raw, watching() as answers:
             source = host.sandbox(snapshot.id)
             time.sleep(2)
             for wanted, rounds in plan.items():
                 count = _possible(host, source, wanted, result)
                 floor: list[float] = []
+                returned: list[float] = []
                 total: list[float] = []
                 with ctx.steps(f"n = {count}", rounds) as steps:
                     for _ in range(rounds):
                         floor.append(raw.start_together(count, at_once))
                         raw.machines(count)  # ended, so that its memory is not missing to the others
-                        total.append(_clone(host, source, count, result))
+                        _clone(host, source, count, result, answers, returned, total)
                         steps.done()
-                _report(result, count, floor, total)
+                _report(result, count, floor, returned, total)
         return result
 
 
-def _clone(host: KvmXfs, source: Sandbox, count: int, result: Result) -> float:
-    """Milliseconds for ``count`` answered siblings; each then shows that it works, and is removed."""
+def _clone(
+    host: KvmXfs,
+    source: Sandbox,
+    count: int,
+    result: Result,
+    answers: Answers,
+    returned: list[float],
+    total: list[float],
+) -> None:
+    """Time ``count`` siblings until all have answered; each then shows that it works, and is removed."""
+    answers.forget()
     start = time.perf_counter()
     made = host.live.do(host.live.engine.clone(source.id, ForkSpec(count=count)), timeout=600)
-    taken = (time.perf_counter() - start) * 1000
+    end = time.perf_counter()
+    returned.append((end - start) * 1000)
+    total.append((max(end, answers.wait(count)[-1].end) - start) * 1000)
     clones = [each for each in made if isinstance(each, Sandbox)]
     names = host.live.do(_hostnames(host, clones), timeout=600)
     result.settings["failures"] += count - len(set(names))
     host.kill(*clones)
-    return taken
 
 
 async def _hostnames(host: KvmXfs, sandboxes: list[Sandbox]) -> list[str]:
@@ -71,8 +83,9 @@ def _possible(host: KvmXfs, source: Sandbox, wanted: int, result: Result) -> int
     return min(fit, wanted)
 
 
-def _report(result: Result, count: int, floor: list[float], total: list[float]) -> None:
+def _report(result: Result, count: int, floor: list[float], returned: list[float], total: list[float]) -> None:
     result.measure(f"floor_{count}", f"floor: {count} x QEMU, as many at once, no gateway", samples=floor)
-    result.measure(f"total_{count}", f"n = {count}, until all answer", samples=total, floor=f"floor_{count}")
+    result.measure(f"returned_{count}", f"n = {count}, until the engine returned", samples=returned)
+    result.measure(f"total_{count}", f"n = {count}, until all have answered", samples=total, floor=f"floor_{count}")
     each = [taken / count for taken in total]
     result.measure(f"each_{count}", f"n = {count}, per clone", samples=each)

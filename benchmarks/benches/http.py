@@ -20,7 +20,7 @@ _TITLES = {
     "show": "show a sandbox",
     "exec": "run a command",
     "snapshot": "snapshot",
-    "fork": "fork",
+    "fork": "fork, until returned",
 }
 
 

@@ -49,9 +49,7 @@ def test_listing(shim: Shim) -> None:
     shim.jail()
     connect(shim, "sx1", 5)
     inner = shim.ok("ifconfig", "-j", "sx1", "sx1b").splitlines()
-    assert inner[0] == (
-        "sx1b: flags=1008843<UP,BROADCAST,RUNNING,SIMPLEX,MULTICAST,LOWER_UP> metric 0 mtu 1500"
-    )
+    assert inner[0] == ("sx1b: flags=1008843<UP,BROADCAST,RUNNING,SIMPLEX,MULTICAST,LOWER_UP> metric 0 mtu 1500")
     assert "\tether 02:00:00:00:00:05" in inner
     assert "\tinet 10.213.0.5 netmask 0xffffff00 broadcast 10.213.0.255" in inner
     assert "\tgroups: epair" in inner

@@ -63,8 +63,7 @@ def test_disabled(shim: Shim) -> None:
     assert shim.ok("sysctl", "-n", "kern.racct.enable") == "0\n"
     shim.fails(
         1,
-        "sysctl: oid 'kern.racct.enable' is a read only tunable\n"
-        "sysctl: Tunable values are set in /boot/loader.conf",
+        "sysctl: oid 'kern.racct.enable' is a read only tunable\nsysctl: Tunable values are set in /boot/loader.conf",
         *("sysctl", "kern.racct.enable=1"),
     )
 

@@ -183,6 +183,15 @@ def test_jail_removed_by_hand_is_noticed(live: Live) -> None:
     assert live.shell("gone", "hostname").strip() == "gone"
 
 
+def test_a_jail_that_outlives_its_agent_is_ended(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["headless"])))
+    time.sleep(6)  # it was seen with its agent
+    with pytest.raises(BackendFailed, match=r"hung up|cannot be reached|went away"):
+        live.shell("headless", "kill -KILL -1; sleep 100")
+    wait_for(lambda: live.sandbox("headless").state_reason != "")
+    assert jail_zfs_world.traces(live.config)["processes"] == set()
+
+
 def test_a_jail_left_dying_never_blocks_a_kill(
     live: Live, jail_zfs_world: JailZfsWorld, knob: Callable[[str, str], None]
 ) -> None:

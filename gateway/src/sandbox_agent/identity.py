@@ -11,10 +11,12 @@ import os
 import socket
 import string
 import threading
+from contextlib import suppress
 
 from sandbox_agent import system
 from sandbox_agent.failure import Failure, invalid
 from sandbox_agent.message import decoded, number, variables
+from sandbox_agent.wire import Gone
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -95,8 +97,8 @@ class Identity:
         """``{sandboxID, hostname, machineID, time, entropy, accessToken, env, dns, growDisk, wait}``, all optional.
 
         → ``{hostname, machineID, bootID, skipped}``. An absent field leaves its matter as it is. What the system would
-        not do is listed in ``skipped`` as "step: why". With ``wait: false`` the answer is ``{accepted: true}`` and comes
-        before the steps are done; requests that follow wait for them.
+        not do is listed in ``skipped`` as "step: why". With ``wait: false`` the answer is ``{accepted: true}``, before
+        the steps are done; requests that follow wait for them.
         """
         if self._token and request.peer != system.gateway_address():
             self.guard(request)
@@ -106,7 +108,8 @@ class Identity:
         with self._lock:
             steps = self._steps(message)
             if message.get("wait") is False:
-                reply.json({"accepted": True})
+                with suppress(Gone):  # whoever asked may be dead by now: it is done all the same
+                    reply.json({"accepted": True})
             skipped = [reason for reason in (_attempt(name, step, ours) for name, step in steps) if reason]
             self._adopt(message)
         if message.get("wait") is False:

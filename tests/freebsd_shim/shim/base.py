@@ -258,9 +258,7 @@ def _call(name: str, *args: object) -> None:
 def mount_syscall(source: str, target: str, fstype: str, flags: int, data: str = "") -> None:
     import ctypes
 
-    _call(
-        "mount", source.encode(), os.fsencode(target), fstype.encode(), ctypes.c_ulong(flags), data.encode() or None
-    )
+    _call("mount", source.encode(), os.fsencode(target), fstype.encode(), ctypes.c_ulong(flags), data.encode() or None)
 
 
 def umount_syscall(target: str, flags: int) -> None:

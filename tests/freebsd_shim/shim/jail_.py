@@ -524,5 +524,3 @@ def stop(names: list[str], conf: bool, by_force: bool, quiet: int) -> int:
         if note and quiet == 0:
             base.say(f"{jail['name']}: removed")
     return code
-
-

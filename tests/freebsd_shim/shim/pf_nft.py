@@ -101,8 +101,10 @@ def filter_lines(rules: list[pf.Rule], direction: str) -> list[str]:
 
 
 def mark(bits: int) -> str:
-    return f"meta mark set meta mark and {~ALL & 0xFFFFFFFF:#x}" if not bits else (
-        f"meta mark set meta mark and {~ALL & 0xFFFFFFFF:#x} meta mark set meta mark or {bits:#x}"
+    return (
+        f"meta mark set meta mark and {~ALL & 0xFFFFFFFF:#x}"
+        if not bits
+        else (f"meta mark set meta mark and {~ALL & 0xFFFFFFFF:#x} meta mark set meta mark or {bits:#x}")
     )
 
 

@@ -165,7 +165,6 @@ def one(mode: str, text: str, human: bool) -> None:
                 base.say(text_of(fields, human))
 
 
-
 def add(rule: Rule) -> None:
     """sys_rctl_add_rule(), rctl_rule_add(); a deny rule replaces one that differs in the amount only."""
     rule.per = rule.per or rule.subject

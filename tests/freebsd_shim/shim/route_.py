@@ -85,10 +85,13 @@ def parse(words: list[str]) -> Request:
             setattr(request, {"-netmask": "mask", "-gateway": "gateway", "-dst": "to"}[word], words[at])
             request.net |= word == "-netmask"
             at += 1
-        elif word[1:] in (
-            "6 inet6 fib ifp ifa reject blackhole mtu weight expire prefixlen lock lockrest genmask nostatic "
-            "proto1 proto2 proxy xresolve sticky nostick hopcount recvpipe sendpipe ssthresh rtt rttvar link sa"
-        ).split():
+        elif (
+            word[1:]
+            in (
+                "6 inet6 fib ifp ifa reject blackhole mtu weight expire prefixlen lock lockrest genmask nostatic "
+                "proto1 proto2 proxy xresolve sticky nostick hopcount recvpipe sendpipe ssthresh rtt rttvar link sa"
+            ).split()
+        ):
             raise base.unbuilt(word)
         else:
             raise usage(word[1:])

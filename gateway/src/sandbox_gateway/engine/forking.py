@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import datetime, timedelta
+from functools import partial
 
 from sandbox_gateway.engine.agent import Identity
 from sandbox_gateway.engine.core import Core, checked
@@ -53,7 +54,7 @@ class Forking(Core):
         async def one(sandbox: Sandbox) -> Sandbox:
             nonlocal done
             async with gate:
-                await self.embody(snapshot, sandbox, with_memory=with_memory)
+                await self.embody(snapshot, sandbox, with_memory=with_memory, settle=False)
             done += 1
             self._progress("fork.progress", spec.operation, done, len(sandboxes), sandbox.id)
             return sandbox
@@ -76,18 +77,23 @@ class Forking(Core):
         answers = (task.exception() or task.result() for task in tasks)
         return [answer for answer in answers if isinstance(answer, Sandbox | GatewayError)]
 
-    async def embody(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
-        """Start a machine for a sandbox and tell it who it is; nothing is left of it on failure."""
+    async def embody(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, settle: bool = True) -> None:
+        """Start a machine for a sandbox and tell it who it is; nothing is left of it on failure.
+
+        ``settle``: wait until its agent has answered. Without, a machine that goes on from its memory need only have
+        taken the connection; whatever is asked of its agent later waits for the answer.
+        """
         if sandbox.state is SandboxState.PAUSED:
             return
         try:
             await self.host.fork(snapshot, sandbox, with_memory=with_memory)
-            await self.identify(sandbox, booted=not with_memory)
+            await self.identify(sandbox, booted=not with_memory, settle=settle)
         except BaseException:
+            self.forget_greeting(sandbox)
             await asyncio.shield(self.host.discard(sandbox))
             raise
 
-    async def identify(self, sandbox: Sandbox, *, booted: bool) -> None:
+    async def identify(self, sandbox: Sandbox, *, booted: bool, settle: bool = True) -> None:
         identity = Identity(
             sandbox_id=sandbox.id,
             hostname=sandbox.hostname,
@@ -97,7 +103,12 @@ class Forking(Core):
             grow_disk=booted,
         )
         seconds = self.host.boot_seconds if booted else self.host.resume_seconds
-        await self.agent(sandbox).identify(identity, seconds=seconds, gone=lambda: self.host.ended(sandbox))
+        gone = partial(self.host.ended, sandbox)
+        exchange = await self.agent(sandbox).introduce(identity, seconds=seconds, gone=gone)
+        if settle or booted:
+            await exchange
+        else:
+            self.greet(sandbox, exchange)
 
     async def _commit(self, sandboxes: list[Sandbox]) -> None:
         saved: list[Sandbox] = []
@@ -120,6 +131,7 @@ class Forking(Core):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for sandbox in sandboxes:
+            self.forget_greeting(sandbox)
             await self.host.remove(sandbox)
 
     def _planned(self, snapshot: Snapshot, spec: ForkSpec, name: str) -> Sandbox:

@@ -15,6 +15,10 @@ METADATA = ("169.254.0.0/16", "100.100.100.200/32")
 """Where clouds tell a machine its credentials; reachable only where `allow_out` says so."""
 
 
+AGENT_PORT = 49983
+"""Where the agent listens in every sandbox."""
+
+
 def networks(what: str, given: list[str]) -> list[ipaddress.IPv4Network]:
     """The networks that ``given`` names, those side by side joined. Raises Invalid for what is none."""
     found = []

@@ -17,7 +17,7 @@ from typing import Any
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.errors import BackendFailed, Busy, Conflict, GatewayError, Invalid, NotFound, Unsupported
-from sandbox_gateway.hosts.addresses import name_servers
+from sandbox_gateway.hosts.addresses import AGENT_PORT, name_servers
 from sandbox_gateway.hosts.base import Abilities, Endpoint, Log, Scan, Usage
 from sandbox_gateway.hosts.jail_zfs import rootfs
 from sandbox_gateway.hosts.jail_zfs.commands import Commands, together
@@ -31,6 +31,10 @@ from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, NetworkPolicy, Sandbox, Snapshot
 
 _LOOK_EVERY = 1.0
+_PROBE_LOOKS = 5
+"""Every how many looks the agents are called as well."""
+_PROBES_AT_ONCE = 32
+_PROBE_SECONDS = 2.0
 _RETRIES = 20
 _RETRY_SECONDS = 3.0
 _SWEEP_SECONDS = 300.0
@@ -47,6 +51,8 @@ class Machine:
     cable: Cable
     root: Path
     running: bool = False
+    answered: bool = False
+    """Its agent listened when we looked; one that is still starting does not."""
     ended: bool = False
 
 
@@ -218,20 +224,44 @@ class JailZfsHost:
 
     async def _watch(self) -> None:
         """A jail ends with its agent; nobody tells us, so we look."""
+        looks = 0
         while True:
             await asyncio.sleep(_LOOK_EVERY)
             asked = [(instance, each) for instance, each in self._machines.items() if each.running and not each.ended]
+            looks += 1
             if not asked:
                 continue
             try:
                 alive = await self._alive()
+                mute = await self._mute([each for _, each in asked]) if looks % _PROBE_LOOKS == 0 else set()
             except GatewayError as error:
                 log.warning("cannot look after jails", reason=error.message)
                 continue
             for instance, machine in asked:
-                if machine.jail not in alive and self._machines.get(instance) is machine:
+                gone = machine.jail not in alive or machine.jail in mute
+                if gone and self._machines.get(instance) is machine:
                     machine.ended = True
                     self._exit_callback(instance)
+
+    async def _mute(self, machines: list[Machine]) -> set[str]:
+        """Jails in which something lives on without the agent: only a sandbox's root can bring that about."""
+        gate = asyncio.Semaphore(_PROBES_AT_ONCE)
+
+        async def probe(machine: Machine) -> bool:
+            async with gate:
+                try:
+                    async with asyncio.timeout(_PROBE_SECONDS):
+                        _, writer = await asyncio.open_connection(machine.cable.address, AGENT_PORT)
+                    writer.close()
+                    machine.answered = True
+                except ConnectionRefusedError:
+                    return machine.answered
+                except OSError:
+                    return False
+                return False
+
+        refused = await asyncio.gather(*(probe(machine) for machine in machines))
+        return {machine.jail for machine, mute in zip(machines, refused, strict=True) if mute}
 
     async def _alive(self) -> set[str]:
         return {jail.name for jail in await self._jails.listed() if not jail.dying}
