@@ -362,7 +362,8 @@ def apply_to_one(action: Action, client: Client) -> None:
     if action.verb == "remove":
         client.delete(place)
     elif action.verb == "resume":
-        client.post(f"{place}/resume")
+        # A gateway that is starting it of its own accord, after its host came up, is no reason to fail.
+        client.post(f"{place}/connect")
     elif action.verb == "pause":
         client.post(f"{place}/pause")
     elif action.verb == "set_network":

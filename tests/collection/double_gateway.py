@@ -281,7 +281,7 @@ class DoubleGateway:
                     raise Refused(409, "conflict", f"sandbox {box['name']!r} is paused already")
                 box["state"] = "paused"
                 return 204, None, {}
-            case ("POST", "resume"):
+            case ("POST", "resume" | "connect"):
                 box.update(state="running", reason="", begun=datetime.now(UTC))
                 return 201, self._detail(box), {}
             case ("POST", "timeout"):

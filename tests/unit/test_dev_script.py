@@ -36,9 +36,3 @@ def test_what_it_does_not_know_it_refuses(arguments: tuple[str, ...], sentence: 
     assert done.returncode == 2
     assert sentence in done.stderr
     assert done.stdout == ""
-
-
-def test_a_kind_of_host_that_cannot_be_shown_yet_is_said_so() -> None:
-    done = dev("demo", "--host", "jail_zfs")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "not available yet" in done.stderr
