@@ -6,8 +6,9 @@ from benchmarks.benches.clone import Clone
 from benchmarks.benches.fork import Fork
 from benchmarks.benches.http import Http
 from benchmarks.benches.idle import Idle
+from benchmarks.benches.jail import JailZfs
 from benchmarks.benches.pause import Pause
 from benchmarks.benches.rollback import Rollback
 from benchmarks.measure import Bench
 
-BENCHES: tuple[Bench, ...] = (Pause(), Fork(), Rollback(), Clone(), Idle(), Http())
+BENCHES: tuple[Bench, ...] = (Pause(), Fork(), Rollback(), Clone(), Idle(), Http(), JailZfs())

@@ -59,7 +59,7 @@ def place(pool: pools.Pool, tmp_path: Path) -> Iterator[Place]:
 
 
 def test_check_mode_predicts_first_run_makes_second_changes_nothing(place: Place) -> None:
-    (place.directory / "pf.conf").write_text('set skip on lo0\nnat on em0 from any to any -> 192.0.2.1\npass all\n')
+    (place.directory / "pf.conf").write_text("set skip on lo0\nnat on em0 from any to any -> 192.0.2.1\npass all\n")
     predicted = place.apply(check=True)
     assert not predicted.failed, predicted.output
     assert place.datasets() == [place.pool.name]
@@ -167,7 +167,10 @@ def test_refuses_an_old_system_and_one_that_is_none(place: Place) -> None:
     place.shim.ok("freebsd-shim", "set", "kern.osreldate", "1302000")
     assert "14.0 (1400000) or newer" in place.apply().message
     environment = {name: value for name, value in os.environ.items() if name != "FREEBSD_SHIM_STATE"}
-    assert subprocess.run(["sysctl", "-n", "kern.ostype"], env=environment, capture_output=True, text=True).stdout.strip() != "FreeBSD"
+    assert (
+        subprocess.run(["sysctl", "-n", "kern.ostype"], env=environment, capture_output=True, text=True).stdout.strip()
+        != "FreeBSD"
+    )
     variables = {f"jail_zfs_host_{name}": value for name, value in place.variables.items()}
     done = play("jail_zfs_host", variables, into=place.directory)
     assert "jails are FreeBSD's" in done.message

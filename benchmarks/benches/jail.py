@@ -1,0 +1,300 @@
+"""The jail/ZFS host: its fork beside the bare commands that it issues for one; snapshot, rollback, kill, n at once."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import socket
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+
+from benchmarks.answers import Answers, watching
+from benchmarks.context import Context
+from benchmarks.measure import Result, Target
+from benchmarks.timers import Span, Stop, Timers, milliseconds, shares
+from sandbox_gateway.config import Config
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.hosts.addresses import AGENT_PORT
+from sandbox_gateway.hosts.jail_zfs import rootfs, zfs_command
+from sandbox_gateway.hosts.jail_zfs.commands import SECONDS, Commands
+from sandbox_gateway.hosts.jail_zfs.epair import Bridge
+from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost, Machine
+from sandbox_gateway.hosts.jail_zfs.jail import Jails
+from sandbox_gateway.hosts.jail_zfs.pf import Pf
+from sandbox_gateway.hosts.jail_zfs.rctl import Limits
+from sandbox_gateway.hosts.jail_zfs.storage import ZfsStorage
+from sandbox_gateway.records import Sandbox
+from tests.jail_zfs import pools
+from tests.support.jail_world import ShimHost, environment, jail_zfs_world
+from tests.support.live import Live
+from tests.support.worlds import TEMPLATE
+
+_DOUBLED = (
+    "ZFS is zfs-fuse; FreeBSD's commands (jail, ifconfig, route, rctl, pfctl, jls, pkill) are doubled by "
+    "tests/freebsd_shim on Linux: on FreeBSD all times differ, the floor's as well"
+)
+_BETWEEN_SECONDS = 0.5
+_WATCHED: dict[str, Stop] = {
+    "fork": (JailZfsHost, "fork"),
+    "clone": (ZfsStorage, "clone"),
+    "plug": (Bridge, "plug"),
+    "pf": (Pf, "apply"),
+    "limits": (Limits, "apply"),
+    "jail": (Jails, "create"),
+    "loopback": (Jails, "loopback"),
+    "connect": (Jails, "connect"),
+}
+_PARTS = {
+    "clone": "zfs clone, meanwhile the next three",
+    "plug": "cable and bridge, where longer",
+    "pf": "packet filter, where longer",
+    "limits": "limits, where longer",
+    "jail": "make the jail, start its agent",
+    "connect": "address and route, meanwhile the loopback",
+    "loopback": "loopback, where longer",
+    "rest": "everything else",
+}
+_RECORDED: dict[str, Stop] = {"zfs": (zfs_command, "_run"), "command": (Commands, "_run")}
+
+
+class JailZfs:
+    name = "jail"
+    title = "jail/ZFS host, FreeBSD's commands doubled on Linux"
+
+    def run(self, ctx: Context) -> Result:
+        rounds = ctx.rounds(full=12, quick=3)
+        settings = {"rounds": rounds, "zfs": "zfs-fuse", "freebsd": "tests/freebsd_shim"}
+        result = Result(self.name, self.title, settings, notes=[_DOUBLED])
+        with _engine(ctx) as (live, host), watching() as answers:
+            settings["concurrency"] = live.config.limits.concurrency
+            raw = RawCommands.recorded(live, host)
+            settings["floor_commands"] = len(raw.commands)
+            _forks(ctx, live, raw, answers, rounds, result)
+            _captures(ctx, live, answers, rounds, result)
+            _at_once(ctx, live, answers, {1: 2, 4: 1} if ctx.quick else {1: 5, 10: 2, 50: 1}, result)
+        return result
+
+
+class RawCommands:
+    """The floor: ``zfs clone``, ``ifconfig …`` and ``jail -c …`` as the host issued them for one fork, names exchanged.
+
+    They run one after the other, in the order in which the host began them.
+    """
+
+    def __init__(self, live: Live, host: JailZfsHost, sandbox: Sandbox, commands: list[tuple[str, ...]]) -> None:
+        self._live = live
+        self._host = host
+        self._sandbox = sandbox
+        self._cable = host._bridge.cable(int(sandbox.host["number"]))
+        self._numbers = itertools.count()
+        self.commands = commands
+
+    @classmethod
+    def recorded(cls, live: Live, host: JailZfsHost) -> RawCommands:
+        """Watch the host fork once."""
+        timers = Timers()
+        with timers.watching(_RECORDED):
+            sandbox = live.do(live.engine.create(TEMPLATE, ForkSpec()))
+        assert isinstance(sandbox, Sandbox)
+        spans = timers.take()
+        issued = [(span.start, ("zfs", *span.args[0])) for span in spans.get("zfs", [])]
+        issued += [(span.start, tuple(span.args[1])) for span in spans.get("command", [])]
+        commands = [
+            argv for _, argv in sorted(issued) if argv[:2] == ("zfs", "clone") or argv[0] in ("ifconfig", "jail")
+        ]
+        if {argv[0] for argv in commands} != {"zfs", "ifconfig", "jail"}:
+            raise RuntimeError(f"the host's commands could not be recorded, only {commands}")
+        live.do(live.engine.kill(sandbox.id))
+        return cls(live, host, sandbox, commands)
+
+    def fork(self) -> tuple[float, float]:
+        """Milliseconds that the commands take, and until the jail's agent accepts; all is taken away again then."""
+        host, number = self._host, next(self._numbers)
+        instance = f"raw{number}"
+        # From the end of the subnet, where the host does not come.
+        cable = host._bridge.cable(host._bridge.capacity + 1 - number)
+        exchanged = {self._sandbox.instance: instance} | {
+            getattr(self._cable, end): getattr(cable, end) for end in ("outer", "inner", "address", "mac")
+        }
+        dns = host.name_servers()
+        machine = Machine(f"{host._prefix}-{instance}", cable, host._place / instance)
+        try:
+            # What is no part of the floor is there before the clock starts. Without rules, nobody reaches a jail.
+            rootfs.write_identity(host._identities / instance, self._sandbox, dns)
+            self._live.do(host._pf.apply(machine.jail, cable, self._sandbox.network, dns))
+            start = time.perf_counter()
+            for argv in self.commands:
+                said = _ran(tuple(_exchange(word, exchanged) for word in argv))
+                if argv[:3] == ("ifconfig", "epair", "create"):
+                    made = said.strip().removesuffix("a")
+                    exchanged |= self._epairs(made)
+            done = time.perf_counter()
+            _connect(cable.address)
+            return (done - start) * 1000, (time.perf_counter() - start) * 1000
+        finally:
+            self._machine_gone(machine, instance)
+
+    def _epairs(self, made: str) -> dict[str, str]:
+        """Both ends of the recorded epair were named by its number; those of ``made`` in their place."""
+        words = itertools.chain.from_iterable(self.commands)
+        ends = {word for word in words if re.fullmatch(r"epair\d+[ab]", word)}
+        return {end: f"{made}{end[-1]}" for end in ends}
+
+    def _machine_gone(self, machine: Machine, instance: str) -> None:
+        self._live.do(self._host._end(machine, instance))
+        pools.destroy_all(self._host._storage.dataset(instance))
+
+
+def _connect(address: str) -> None:
+    """Return once the agent accepts a connection."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        try:
+            socket.create_connection((address, AGENT_PORT), timeout=1).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the agent of a jail made by the bare commands does not accept: {error}") from None
+            time.sleep(0.001)
+
+
+def _exchange(word: str, exchanged: dict[str, str]) -> str:
+    """``word`` with every name in it that is a key replaced; part of a longer name is no such name."""
+    keys = "|".join(re.escape(key) for key in sorted(exchanged, key=len, reverse=True))
+    return re.sub(rf"(?<![0-9A-Za-z])({keys})(?![0-9A-Za-z])", lambda found: exchanged[found[1]], word)
+
+
+def _ran(argv: tuple[str, ...]) -> str:
+    """Standard output of a command that must succeed."""
+    turn = zfs_command.mount_turn(argv[1], SECONDS, None) if argv[0] == "zfs" else contextlib.nullcontext()
+    env = {**os.environ, "LC_ALL": "C", **environment()}
+    with turn:
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(argv)} failed ({done.returncode}): {done.stderr.strip()}")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def _engine(ctx: Context) -> Iterator[tuple[Live, ShimHost]]:
+    """An engine on a pool of its own, with a template; everything is removed at the end."""
+    ctx.say("building the jail's template on a pool of its own (zfs-fuse; FreeBSD's commands doubled)")
+    with jail_zfs_world() as world:
+        config: Config = world.config()
+        host = ShimHost(config)
+        live = Live(host, config)
+        try:
+            yield live, host
+        finally:
+            live.empty()
+            live.close()
+            world.forget(config)
+
+
+def _forks(ctx: Context, live: Live, raw: RawCommands, answers: Answers, rounds: int, result: Result) -> None:
+    """Raw commands and forks in turns; each fork is killed again."""
+    found: dict[str, list[float]] = defaultdict(list)
+    timers = Timers()
+    with timers.watching(_WATCHED), ctx.steps("forks", rounds) as steps:
+        for _ in range(rounds):
+            bare, accepted = raw.fork()
+            found["floor"].append(bare)
+            found["floor_agent"].append(accepted)
+            time.sleep(_BETWEEN_SECONDS)
+            _fork(live, timers, answers, found)
+            time.sleep(_BETWEEN_SECONDS)
+            steps.done()
+    title = "floor: zfs clone, ifconfig, jail -c one after the other, no gateway"
+    result.measure("floor", title, samples=found["floor"])
+    result.measure("floor_agent", "the same until the jail's agent accepts", samples=found["floor_agent"])
+    result.measure("fork", "host.fork", samples=found["fork"], floor="floor", target=Target("ratio", 1.3))
+    result.parts("fork", _PARTS, {key: found[f"fork.{key}"] for key in _PARTS})
+    title = "engine.create, until the agent answered"
+    result.measure("answered", title, samples=found["answered"], floor="floor_agent")
+    result.measure("kill", "engine.kill", samples=found["kill"])
+    if timers.missing:
+        result.notes.append(f"not found, and so not told apart: {', '.join(timers.missing)}")
+
+
+def _fork(live: Live, timers: Timers, answers: Answers, found: dict[str, list[float]]) -> None:
+    timers.take()
+    answers.forget()
+    start = time.perf_counter()
+    sandbox = live.do(live.engine.create(TEMPLATE, ForkSpec()))
+    returned = time.perf_counter()
+    (answer,) = answers.wait(1)
+    found["answered"].append(Span(start, max(returned, answer.end)).ms)
+    spans = timers.take()
+    (fork,) = spans["fork"]
+    found["fork"].append(fork.ms)
+    parts = {key: spans[key] for key in _PARTS if key in spans}
+    for key, value in shares(fork, parts).items():
+        found[f"fork.{key}"].append(value)
+    _, taken = milliseconds(lambda: live.do(live.engine.kill(sandbox.id)))
+    found["kill"].append(taken)
+
+
+def _captures(ctx: Context, live: Live, answers: Answers, rounds: int, result: Result) -> None:
+    """Snapshots of a sandbox that has written a little since the last, and rollbacks of it to them."""
+    floor: list[float] = []
+    snapshots: list[float] = []
+    rollbacks: list[float] = []
+    sandbox = live.do(live.engine.create(TEMPLATE, ForkSpec()))
+    with ctx.steps("snapshots and rollbacks", rounds) as steps:
+        for number in range(rounds):
+            live.shell(sandbox.id, f"dd if=/dev/urandom of=/root/bench.{number} bs=64k count=16 2>/dev/null")
+            snapshot, taken = milliseconds(lambda: live.do(live.engine.capture(sandbox.id)))
+            snapshots.append(taken)
+            live.shell(sandbox.id, "dd if=/dev/urandom of=/root/bench bs=64k count=16 2>/dev/null")
+            floor.append(_raw_snapshot(live.engine.snapshot(snapshot.id).host["zfsSnapshot"], number))
+            time.sleep(_BETWEEN_SECONDS)
+            answers.forget()
+            start = time.perf_counter()
+            live.do(live.engine.rollback(sandbox.id, snapshot.id))
+            returned = time.perf_counter()
+            rollbacks.append((max(returned, answers.wait(1)[-1].end) - start) * 1000)
+            steps.done()
+    live.do(live.engine.kill(sandbox.id))
+    result.measure("floor_snapshot", "floor: zfs snapshot, no gateway", samples=floor)
+    result.measure("snapshot", "engine.capture (files; a jail has no memory to keep)", samples=snapshots,
+                   floor="floor_snapshot")  # fmt: skip
+    title = "engine.rollback, until the agent answered"
+    result.measure("rollback", title, samples=rollbacks, floor="floor_agent")
+
+
+def _raw_snapshot(snapshot: str, number: int) -> float:
+    """Milliseconds of one more bare snapshot of what ``snapshot`` was taken of; it is destroyed again."""
+    name = f"{snapshot.partition('@')[0]}@raw{number}"
+    _, taken = milliseconds(lambda: _ran(("zfs", "snapshot", name)))
+    pools.run("zfs", "destroy", name)
+    return taken
+
+
+def _at_once(ctx: Context, live: Live, answers: Answers, plan: dict[int, int], result: Result) -> None:
+    """n forks of a snapshot, all or none."""
+    source = live.do(live.engine.create(TEMPLATE, ForkSpec()))
+    snapshot = live.do(live.engine.capture(source.id))
+    live.do(live.engine.kill(source.id))
+    for count, rounds in plan.items():
+        returned: list[float] = []
+        total: list[float] = []
+        with ctx.steps(f"n = {count}", rounds) as steps:
+            for _ in range(rounds):
+                answers.forget()
+                start = time.perf_counter()
+                made = live.do(live.engine.fork(snapshot.id, ForkSpec(count=count)), timeout=900)
+                end = time.perf_counter()
+                returned.append((end - start) * 1000)
+                total.append((max(end, answers.wait(count)[-1].end) - start) * 1000)
+                for each in made:
+                    assert isinstance(each, Sandbox)
+                    live.do(live.engine.kill(each.id))
+                steps.done()
+        result.measure(f"returned_{count}", f"fork n = {count}, until the engine returned", samples=returned)
+        result.measure(f"total_{count}", f"fork n = {count}, until all have answered", samples=total)
+        each_ms = [taken / count for taken in total]
+        result.measure(f"each_{count}", f"fork n = {count}, per fork", samples=each_ms, floor="floor_agent")

@@ -1,0 +1,252 @@
+"""The role gateway's part for FreeBSD: its files rendered and checked, its tasks run against doubles.
+
+There is no FreeBSD here: what its rc.subr expects of a script is written down below, from rc.subr(8) and rc(8).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support import session
+from tests.support.roles import Played, environment
+
+ROLE = session.REPOSITORY / "roles" / "gateway"
+FACTS = {"ansible_os_family": "FreeBSD", "ansible_distribution": "FreeBSD", "ansible_service_mgr": "bsdinit"}
+
+# Of rc.subr only what tells whether a script is well made: what was there when, and what would be run.
+RC_SUBR = """\
+load_rc_config() { [ "$1" = "$name" ] && [ -n "$rcvar" ] || { echo "too early" >&2; exit 9; }; . "$RC_CONF"; loaded=1; }
+run_rc_command() {
+    [ -n "$loaded" ] || { echo "not loaded" >&2; exit 9; }
+    eval "enabled=\\$$rcvar"
+    case $1 in
+        start) [ "$enabled" = YES ] || exit 1; $start_precmd && eval "$command $command_args" ;;
+        onestatus) [ -e "$pidfile" ] ;;
+        onestop) rm "$pidfile" ;;
+        show) echo "$rcvar=$enabled"; eval "echo $command $command_args"; eval "echo \\$${name}_env" ;;
+    esac
+}
+"""
+DAEMON = """\
+#!/bin/sh
+[ "$*" = "-r -R 2 -P $3 -o $5 $6 serve --config $8" ] || true
+while [ "$1" != -P ]; do shift; done
+echo running >"$2"
+"""
+SERVICE = """\
+#!/bin/sh
+[ -x "$RC_DIR/$1" ] || { echo "$1 does not exist in /etc/rc.d or the local startup" >&2; exit 1; }
+sed -e "s#/etc/rc.subr#$RC_SUBR#" \\
+    -e "s#/usr/sbin/daemon#$DOUBLES/daemon#" -e "s#-g wheel#-g root#" "$RC_DIR/$1" >"$DOUBLES/running"
+exec sh "$DOUBLES/running" "$2"
+"""
+SYSRC = """\
+#!/bin/sh
+case $1 in
+    -n) . "$RC_CONF"; eval "[ -z \\"\\$$3\\" ] || echo \\$$3" ;;
+    -x) grep -q "^$2=" "$RC_CONF" || { echo "unknown variable" >&2; exit 1; }; sed -i "/^$2=/d" "$RC_CONF" ;;
+    *) echo "${1%%=*}=\\"${1#*=}\\"" >>"$RC_CONF" ;;
+esac
+"""
+PKG = """\
+#!/bin/sh
+[ -e "$DOUBLES/pkg.there" ] || [ "$ASSUME_ALWAYS_YES" = yes ] || { echo "pkg: not installed" >&2; exit 1; }
+touch "$DOUBLES/pkg.there"
+case $1 in
+    query) [ "$2 $3" = "-a %n" ] && cat "$DOUBLES/packages" ;;
+    install) [ "$2" = --yes ] && shift 2 && printf '%s\\n' "$@" >>"$DOUBLES/packages" ;;
+    *) exit 64 ;;
+esac
+"""
+
+
+class FreeBSD:
+    """Doubles of FreeBSD's commands, and the role's tasks run with them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.rc_conf, self.rc_dir, self.rc_subr = directory / "rc.conf", directory / "rc.d", directory / "rc.subr"
+        self.packages = directory / "packages"
+        for name, text in (("daemon", DAEMON), ("service", SERVICE), ("sysrc", SYSRC), ("pkg", PKG)):
+            (directory / name).write_text(text)
+            (directory / name).chmod(0o755)
+        self.rc_subr.write_text(RC_SUBR)
+        self.rc_conf.touch()
+        self.packages.touch()
+        self.rc_dir.mkdir()
+        (directory / "etc").mkdir()
+        self.environ = {
+            "PATH": f"{directory}:{os.environ['PATH']}",
+            "RC_CONF": str(self.rc_conf),
+            "RC_DIR": str(self.rc_dir),
+            "RC_SUBR": str(self.rc_subr),
+            "DOUBLES": str(directory),
+        }
+        variables = yaml.safe_load((ROLE / "vars" / "FreeBSD.yml").read_text())
+        # A directory of the test's own, and a group this machine has.
+        self.os: dict[str, Any] = {**variables["gateway_os"], "rc_dir": str(self.rc_dir), "group": "root"}
+        self.script = self.rc_dir / "sandbox_gateway"
+
+    def apply(self, *tasks: str, check: bool = False, **options: Any) -> Played:
+        """The role's task files, after those facts and settings that its main.yml finds on FreeBSD."""
+        variables = {
+            "ansible_python_interpreter": "/usr/bin/python3",
+            "gateway_os": self.os,
+            "gateway_state": "neither",
+            "gateway_pid_file": str(self.directory / "run" / "gateway.pid"),
+            "gateway_config_dir": str(self.directory / "etc"),
+            "gateway_socket_group": "",
+            "gateway_settings": {"server": {"socket": ""}},
+            "gateway_unit": {},
+            **{f"gateway_{name}": value for name, value in options.items()},
+        }
+        steps: list[dict[str, Any]] = [
+            {"ansible.builtin.set_fact": {**FACTS, "ansible_user_uid": 0, "cacheable": True}},
+            {"ansible.builtin.import_role": {"name": "grove.sandbox.gateway", "rolespec_validate": False}},
+        ]
+        steps += [
+            {
+                "ansible.builtin.include_role": {
+                    "name": "grove.sandbox.gateway",
+                    "tasks_from": name,
+                    "rolespec_validate": False,
+                }
+            }
+            for name in tasks
+        ]
+        play = [{"hosts": "localhost", "connection": "local", "gather_facts": False, "tasks": steps}]
+        playbook, extra = self.directory / "play.json", self.directory / "vars.json"
+        playbook.write_text(json.dumps(play))
+        extra.write_text(json.dumps(variables))
+        ansible = Path(sys.executable).parent / "ansible-playbook"
+        argv = [str(ansible), "-i", "localhost,", "-e", f"@{extra}", str(playbook), *(["--check"] if check else [])]
+        env = {**environment(self.directory), **self.environ}
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=env, check=False)
+        output = done.stdout + done.stderr
+        recap = re.search(r"changed=(\d+) +unreachable=(\d+) +failed=(\d+)", output)
+        assert recap, output[-4000:]
+        return Played(output, int(recap[1]), recap[3] != "0", "")
+
+
+@pytest.fixture
+def freebsd(need_root: None, tmp_path: Path) -> FreeBSD:
+    return FreeBSD(tmp_path)
+
+
+def changed(done: Played) -> list[str]:
+    assert not done.failed, done.output
+    return [name.partition(" : ")[2] for name in done.changed_tasks]
+
+
+def test_packages_are_listed_then_installed(freebsd: FreeBSD) -> None:
+    freebsd.packages.write_text("pkg\npython311\n")
+    assert changed(freebsd.apply("packages_pkg", check=True)) == ["Install what is missing"]
+    assert changed(freebsd.apply("packages_pkg")) == ["Install what is missing"]
+    # pkg was not there, so nothing it could have told of counted
+    assert freebsd.packages.read_text().split() == ["pkg", "python311", "python311", "rust"]
+    assert changed(freebsd.apply("packages_pkg")) == []
+
+
+def test_paths_are_those_of_freebsd(freebsd: FreeBSD) -> None:
+    defaults = yaml.safe_load((ROLE / "defaults" / "main.yml").read_text())
+    names = [name for name, value in defaults.items() if "gateway_os" in str(value)]
+    playbook = freebsd.directory / "paths.json"
+    shown = {"ansible.builtin.debug": {"msg": "{{ " + ", ".join(names) + " }}"}}
+    files = [str(ROLE / "defaults" / "main.yml"), str(ROLE / "vars" / "FreeBSD.yml")]
+    play = [{"hosts": "localhost", "connection": "local", "gather_facts": False, "vars_files": files, "tasks": [shown]}]
+    playbook.write_text(json.dumps(play))
+    ansible = Path(sys.executable).parent / "ansible-playbook"
+    env = environment(freebsd.directory)
+    done = subprocess.run(
+        [str(ansible), "-i", "localhost,", str(playbook)], capture_output=True, text=True, env=env, check=True
+    )
+    for path in (
+        "/usr/local/sandbox-gateway",
+        "/usr/local/etc/sandbox-gateway",
+        "/var/db/sandbox-gateway",
+        "/var/run/sandbox-gateway/gateway.sock",
+        "/var/run/sandbox-gateway/gateway.pid",
+        "python3.11",
+    ):
+        assert f'"{path}"' in done.stdout
+
+
+def test_the_script_is_what_rc_expects(freebsd: FreeBSD) -> None:
+    changed(freebsd.apply("start", start_seconds=1))
+    text = freebsd.script.read_text()
+    assert stat.S_IMODE(freebsd.script.stat().st_mode) == 0o555
+    subprocess.run(["sh", "-n", str(freebsd.script)], check=True)
+    lines = text.splitlines()
+    assert lines[0] == "#!/bin/sh"
+    # rcorder reads one block of these, in this order
+    keywords = [line.split(":")[0] for line in lines if re.match(r"# [A-Z]+:", line)]
+    assert keywords == ["# PROVIDE", "# REQUIRE", "# KEYWORD"]
+    assert "# PROVIDE: sandbox_gateway" in lines
+    order = [". /etc/rc.subr", 'name="sandbox_gateway"', 'rcvar="sandbox_gateway_enable"', 'load_rc_config "$name"']
+    order += [': ${sandbox_gateway_enable:="NO"}', 'run_rc_command "$1"']
+    found = [lines.index(line) for line in order]
+    assert found == sorted(found)
+    assert [line for line in lines if line][-1] == order[-1]
+    assert re.fullmatch("[a-z_]+", "sandbox_gateway"), "a name is part of shell variables"
+
+
+def test_the_script_starts_the_daemon_under_daemon8(freebsd: FreeBSD) -> None:
+    changed(freebsd.apply("start", start_seconds=1))
+    done = subprocess.run(
+        [str(freebsd.directory / "service"), "sandbox_gateway", "show"],
+        env={**os.environ, **freebsd.environ},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    enabled, command, path = done.stdout.splitlines()
+    assert enabled == "sandbox_gateway_enable=YES"
+    pid, config = freebsd.directory / "run/gateway.pid", freebsd.directory / "etc/config.toml"
+    program = "/usr/local/sandbox-gateway/venv/bin/sandbox-gateway"
+    words = [
+        "-r",
+        "-R",
+        "2",
+        "-P",
+        str(pid),
+        "-o",
+        "/var/log/sandbox-gateway.log",
+        program,
+        "serve",
+        "--config",
+        str(config),
+    ]
+    assert shlex.split(command)[1:] == words
+    assert "/usr/local/bin" in path
+
+
+def test_is_started_once_and_stopped(freebsd: FreeBSD) -> None:
+    predicted = freebsd.apply("start", check=True, start_seconds=1)
+    wanted = ["Write the rc.d script", "Have it start with the machine", "Start the service"]
+    assert changed(predicted) == wanted
+    assert not freebsd.script.exists()
+    assert changed(freebsd.apply("start", start_seconds=1)) == wanted
+    assert (freebsd.directory / "run" / "gateway.pid").exists()
+    assert freebsd.rc_conf.read_text() == 'sandbox_gateway_enable="YES"\n'
+    assert changed(freebsd.apply("start", start_seconds=1)) == []
+
+    assert changed(freebsd.apply("stop_rc")) == ["Stop the service"]
+    assert not (freebsd.directory / "run" / "gateway.pid").exists()
+    assert changed(freebsd.apply("stop_rc")) == []
+
+
+def test_a_new_script_restarts_it(freebsd: FreeBSD) -> None:
+    changed(freebsd.apply("start", start_seconds=1))
+    again = freebsd.apply("start", start_seconds=1, log_file="/var/log/other.log")
+    assert changed(again) == ["Write the rc.d script", "Stop the service", "Start the service"]
