@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace) -> list[str]:
     found = report.document(results, failed, machine=machine, quick=options.quick, started=started)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
-    if options.plot and not failed:
+    if options.plot and plot.DRAWN & found["benches"].keys():
         plot.draw(found, options.plot)
     return failed
 
@@ -85,6 +85,8 @@ def _options() -> argparse.Namespace:
     if unknown := [name for name in options.names if name not in names]:
         parser.error(f"no bench is called {', '.join(unknown)}; there are {', '.join(names)}")
     options.names = options.names or names
+    if options.plot and not plot.DRAWN & set(options.names):
+        parser.error(f"--plot draws {' and '.join(sorted(plot.DRAWN))}: name one of them")
     return options
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from benchmarks.timers import Span, Timers
 from sandbox_gateway.engine.agent import AgentClient
 
-_SECONDS = 120.0
+_SECONDS = 60.0
 
 
 class Answers:
@@ -25,11 +25,12 @@ class Answers:
         self._timers.take()
 
     def wait(self, count: int) -> list[Span]:
-        """Return once ``count`` agents have answered since ``forget``: each exchange, in the order of its end."""
+        """The exchanges with the agents that have answered since ``forget``, in the order in which they ended.
+
+        Returns once there are ``count``; with fewer when the time is up.
+        """
         deadline = time.perf_counter() + _SECONDS
-        while len(found := self._timers.returned("exchange", "/identity")) < count:
-            if time.perf_counter() > deadline:
-                raise RuntimeError(f"{len(found)} of {count} agents answered within {_SECONDS:g} s")
+        while len(found := self._timers.returned("exchange", "/identity")) < count and time.perf_counter() < deadline:
             time.sleep(0.0005)
         return sorted(found, key=lambda span: span.end)
 

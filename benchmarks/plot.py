@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 MISSING = "a plot needs matplotlib: .venv/bin/python -m pip install -r requirements/bench.txt"
 _INK, _MUTED, _GRID = "#1f2430", "#667085", "#e4e7ec"
-_FLOOR, _OURS, _SECOND, _TARGET = "#98a2b3", "#0b6bcb", "#12a594", "#d92d20"
+_FLOOR, _FIRST, _OURS, _SECOND, _TARGET = "#98a2b3", "#8fc1f0", "#0b6bcb", "#12a594", "#d92d20"
 _PARTS = ("#0b6bcb", "#5ba4e6", "#12a594", "#7fd1c4", "#8e5bd6", "#c4a7ec", "#e08c1a", "#d0d5dd")
 _LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "alignment": "left", "borderaxespad": 0.2}
 _SETTINGS: dict[Any, Any] = {
@@ -36,16 +36,11 @@ def possible() -> bool:
 
 
 def draw(document: dict[str, Any], target: Path) -> None:
-    """Write an SVG of what ``document`` (the JSON) holds of the benches pause and fork.
-
-    Raises RuntimeError where it holds neither.
-    """
+    """Write an SVG of what ``document`` (the JSON) holds of the benches DRAWN: one of them, at the least."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    found = [(name, document["benches"][name]["measures"]) for name in ("pause", "fork") if name in document["benches"]]
-    if not found:
-        raise RuntimeError("there is nothing to draw: a plot needs the bench pause, fork, or both")
+    found = [(name, document["benches"][name]["measures"]) for name in _DRAWN if name in document["benches"]]
     with mpl.rc_context(_SETTINGS):
         figure = Figure(figsize=(5.8 * len(found), 6.4), layout="constrained")
         axes = figure.subplots(2, len(found), squeeze=False, height_ratios=(5, 1))
@@ -69,6 +64,7 @@ def _draw_pause(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
 def _draw_fork(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
     above.set_title("Cold fork: how long until it answers")
     _curve(above, measures["floor"], _FLOOR, "floor: QEMU start and state load, no gateway")
+    _curve(above, measures["returned"], _FIRST, "fork, until the engine returned it")
     _curve(above, measures["answered"], _OURS, "fork, until the agent answered")
     _curve(above, measures["exec"], _SECOND, "fork, until a first command has run")
     limit = measures["answered"]["target"]["limit"]
@@ -78,6 +74,8 @@ def _draw_fork(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
 
 
 _DRAWN = {"pause": _draw_pause, "fork": _draw_fork}
+DRAWN = frozenset(_DRAWN)
+"""The benches that are drawn."""
 
 
 def _curve(axes: Axes, measure: dict[str, Any], colour: str, label: str) -> None:
@@ -109,7 +107,7 @@ def _finish(axes: Axes, x: str, y: str, measures: Sequence[dict[str, Any]]) -> N
 def _bar(axes: Axes, measures: dict[str, Any], whole: str) -> None:
     """The medians of the parts, one behind another."""
     left = 0.0
-    parts = [measure for measure in measures.values() if measure.get("part_of") == whole]
+    parts = [part for part in measures.values() if part.get("part_of") == whole and part["p50"] > 0]
     for part, colour in zip(parts, _PARTS, strict=False):
         axes.barh([0], [part["p50"]], left=left, color=colour, height=0.6, label=f"{part['title']}: {part['p50']:.3g}")
         left += part["p50"]

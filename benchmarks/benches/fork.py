@@ -83,8 +83,10 @@ def _fork(host: KvmXfs, snapshot: Snapshot, timers: Timers, answers: Answers, fo
     start = time.perf_counter()
     (sandbox,) = host.live.do(host.live.engine.fork(snapshot.id, ForkSpec()))
     returned = time.perf_counter()
-    (answer,) = answers.wait(1)
     assert isinstance(sandbox, Sandbox)
+    if not (answered := answers.wait(1)):
+        raise RuntimeError("the engine returned a fork whose agent did not answer")
+    answer = answered[0]
     done = host.live.do(host.live.engine.exec(sandbox.id, ["true"]))
     executed = time.perf_counter()
     if done.exit_code != 0:
