@@ -128,5 +128,5 @@ def _caption(document: dict[str, Any]) -> str:
     accelerator = {"tcg": "TCG (every instruction emulated)", "kvm": "KVM"}[machine["accelerator"]]
     return (
         f"{' and '.join(counts)}; QEMU {machine['qemu']} with {accelerator}, {machine['cpus']} CPUs, "
-        f"Linux {machine['kernel']}; {document['started_at'][:10]}"
+        f"Linux {'.'.join(machine['kernel'].split('.')[:2])}; {document['started_at'][:10]}"
     )

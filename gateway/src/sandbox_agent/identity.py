@@ -42,6 +42,7 @@ class Identity:
         self._etc = etc
         self._lock = threading.Lock()
         self._token = b""
+        self._gateway = ""
         self._env: dict[str, str] = {}
         self._sandbox_id = ""
         self._start = os.urandom(16).hex()
@@ -100,7 +101,7 @@ class Identity:
         not do is listed in ``skipped`` as "step: why". With ``wait: false`` the answer is ``{accepted: true}``, before
         the steps are done; requests that follow wait for them.
         """
-        if self._token and request.peer != system.gateway_address():
+        if self._token and request.peer != self._gateway_address():
             self.guard(request)
         message = request.json()
         # A machine whose /run is on its disk was not built as a sandbox: leave it as it is.
@@ -112,6 +113,7 @@ class Identity:
                     reply.json({"accepted": True})
             skipped = [reason for reason in (_attempt(name, step, ours) for name, step in steps) if reason]
             self._adopt(message)
+            self._gateway_address()
         if message.get("wait") is False:
             return
         reply.json(
@@ -122,6 +124,11 @@ class Identity:
                 "skipped": skipped,
             }
         )
+
+    def _gateway_address(self) -> str:
+        """Looked up when there is time for it: the first request after a fork is the one that matters."""
+        self._gateway = self._gateway or system.gateway_address()
+        return self._gateway
 
     def _steps(self, message: dict[str, Any]) -> list[tuple[str, Callable[[], None]]]:
         """What is to be done to the machine, all of it checked before any of it is done."""

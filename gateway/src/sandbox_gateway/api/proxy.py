@@ -157,7 +157,6 @@ class DataPlane:
         if not by_key and not self._has_token(sandbox, headers):
             raise auth.unauthorized(scope, self.keys)
         sandbox = await self._awake(sandbox)
-        await self.engine.greeted(sandbox)
         address, token = self.engine.endpoint(sandbox.id)
         body = _Body(receive, expected=_has_body(headers))
         request = httpx.Request(

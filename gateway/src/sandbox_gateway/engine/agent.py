@@ -9,7 +9,7 @@ import json
 import os
 import struct
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,10 @@ from sandbox_gateway.hosts.base import Endpoint
 AGENT_PORT = 49983
 _READ = 1 << 16
 _LARGEST_ANSWER = 64 << 20
-_ATTEMPT_EVERY = 0.004
+_ATTEMPT_EVERY = 0.01
 _ATTEMPT_SLOWLY = 0.25
 _QUICK_SECONDS = 0.5
-_ATTEMPTS_AT_ONCE = 16
+_ATTEMPTS_AT_ONCE = 8
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -60,46 +60,29 @@ class Identity:
 class AgentClient:
     """The agent at ``endpoint``. Every call opens a connection of its own: the machine may be another one by then."""
 
-    def __init__(self, endpoint: Endpoint, access_token: str, after: asyncio.Task[None] | None = None) -> None:
-        """``after``: what has to be done before anything else may be asked of the agent."""
+    def __init__(self, endpoint: Endpoint, access_token: str) -> None:
         self._address = endpoint.address
         self._token = access_token
-        self._after = after
 
-    async def introduce(
-        self, identity: Identity, *, seconds: float, gone: Callable[[], str]
-    ) -> Coroutine[Any, Any, None]:
-        """Reach a machine that was just started; returns the exchange in which it learns who it is, to be awaited.
+    async def identify(self, identity: Identity, *, seconds: float, gone: Callable[[], str]) -> None:
+        """Tell a machine that was just started who it is; returns when it has answered.
 
-        ``gone()`` says why there is nothing to wait for any more. Both raise BackendFailed or Timeout.
+        ``gone()`` says why there is nothing to wait for any more. Raises BackendFailed or Timeout.
         """
         deadline = time.monotonic() + seconds
-        streams = await self._reach(deadline, gone)
-        return self._introduced(identity, streams, deadline, gone)
-
-    async def _introduced(self, identity: Identity, streams: Streams, deadline: float, gone: Callable[[], str]) -> None:
         while True:
-            reader, writer = streams
+            reader, writer = await self._reach(deadline, gone)
             try:
                 async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
                     await self._exchange(reader, writer, "/identity", identity.body())
                 return
             except TimeoutError:
-                raise Timeout("the sandbox's agent did not answer in time: its guest hangs") from None
+                raise Timeout(f"the sandbox's agent did not answer within {seconds:g} s") from None
             except (OSError, h11.RemoteProtocolError):
                 # It accepted and hung up: an agent that is only just starting. Ask again.
                 await asyncio.sleep(_ATTEMPT_EVERY)
             finally:
                 _hang_up(writer)
-            streams = await self._reach(deadline, gone)
-
-    async def _in_turn(self) -> None:
-        if self._after is None:
-            return
-        await asyncio.wait([self._after])
-        if self._after.cancelled():
-            raise BackendFailed("the sandbox went away before it was ready")
-        self._after.result()
 
     async def _reach(self, deadline: float, gone: Callable[[], str]) -> Streams:
         """Connect to a machine that is not listening yet.
@@ -132,7 +115,6 @@ class AgentClient:
 
     async def call(self, path: str, body: dict[str, Any], *, seconds: float = 30) -> dict[str, Any]:
         """POST JSON, answer JSON. Raises Invalid for what the agent calls invalid, BackendFailed, Timeout."""
-        await self._in_turn()
         try:
             async with asyncio.timeout(seconds):
                 reader, writer = await asyncio.open_connection(self._address, AGENT_PORT)
@@ -196,7 +178,6 @@ class AgentClient:
             await stream.aclose()
 
     async def _start(self, command: str) -> AsyncGenerator[dict[str, Any], None]:
-        await self._in_turn()
         request = {"process": {"cmd": "/bin/sh", "args": ["-c", command], "envs": {}}, "stdin": False}
         payload = json.dumps(request).encode()
         body = struct.pack(">BI", 0, len(payload)) + payload

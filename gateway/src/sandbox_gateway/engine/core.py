@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
 from sandbox_gateway.config import Config
@@ -34,7 +34,6 @@ class Core:
         self.locks = Locks(config.limits.lock_seconds)
         self.secret = b""
         self._background: set[asyncio.Task[Any]] = set()
-        self._greetings: dict[str, asyncio.Task[None]] = {}
 
     def sandbox(self, ref: str) -> Sandbox:
         return self.index.sandbox(ref)
@@ -69,27 +68,7 @@ class Core:
         return sandbox
 
     def agent(self, sandbox: Sandbox) -> AgentClient:
-        """The sandbox's agent; what is asked of it waits until it knows who it is."""
-        return AgentClient(
-            self.host.endpoint(sandbox), self.access_token(sandbox), self._greetings.get(sandbox.instance)
-        )
-
-    def greet(self, sandbox: Sandbox, exchange: Coroutine[Any, Any, None]) -> None:
-        """Let a sandbox learn who it is while its maker goes on."""
-        task = asyncio.ensure_future(exchange)
-        self._greetings[sandbox.instance] = task
-        task.add_done_callback(lambda _: self._greetings.pop(sandbox.instance, None))
-        self.spawn(task)
-
-    async def greeted(self, sandbox: Sandbox) -> None:
-        """Returns when the sandbox knows who it is."""
-        if (greeting := self._greetings.get(sandbox.instance)) is not None:
-            await asyncio.wait([greeting])
-
-    def forget_greeting(self, sandbox: Sandbox) -> None:
-        """Give up greeting a machine that is about to end."""
-        if (greeting := self._greetings.pop(sandbox.instance, None)) is not None:
-            greeting.cancel()
+        return AgentClient(self.host.endpoint(sandbox), self.access_token(sandbox))
 
     def name_servers(self, policy: NetworkPolicy) -> list[str]:
         return self.host.name_servers() if policy.allow_internet or policy.allow_out else []

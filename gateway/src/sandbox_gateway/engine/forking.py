@@ -54,7 +54,7 @@ class Forking(Core):
         async def one(sandbox: Sandbox) -> Sandbox:
             nonlocal done
             async with gate:
-                await self.embody(snapshot, sandbox, with_memory=with_memory, settle=False)
+                await self.embody(snapshot, sandbox, with_memory=with_memory)
             done += 1
             self._progress("fork.progress", spec.operation, done, len(sandboxes), sandbox.id)
             return sandbox
@@ -77,23 +77,18 @@ class Forking(Core):
         answers = (task.exception() or task.result() for task in tasks)
         return [answer for answer in answers if isinstance(answer, Sandbox | GatewayError)]
 
-    async def embody(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool, settle: bool = True) -> None:
-        """Start a machine for a sandbox and tell it who it is; nothing is left of it on failure.
-
-        ``settle``: wait until its agent has answered. Without, a machine that goes on from its memory need only have
-        taken the connection; whatever is asked of its agent later waits for the answer.
-        """
+    async def embody(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
+        """Start a machine for a sandbox and tell it who it is; nothing is left of it on failure."""
         if sandbox.state is SandboxState.PAUSED:
             return
         try:
             await self.host.fork(snapshot, sandbox, with_memory=with_memory)
-            await self.identify(sandbox, booted=not with_memory, settle=settle)
+            await self.identify(sandbox, booted=not with_memory)
         except BaseException:
-            self.forget_greeting(sandbox)
             await asyncio.shield(self.host.discard(sandbox))
             raise
 
-    async def identify(self, sandbox: Sandbox, *, booted: bool, settle: bool = True) -> None:
+    async def identify(self, sandbox: Sandbox, *, booted: bool) -> None:
         identity = Identity(
             sandbox_id=sandbox.id,
             hostname=sandbox.hostname,
@@ -103,12 +98,7 @@ class Forking(Core):
             grow_disk=booted,
         )
         seconds = self.host.boot_seconds if booted else self.host.resume_seconds
-        gone = partial(self.host.ended, sandbox)
-        exchange = await self.agent(sandbox).introduce(identity, seconds=seconds, gone=gone)
-        if settle or booted:
-            await exchange
-        else:
-            self.greet(sandbox, exchange)
+        await self.agent(sandbox).identify(identity, seconds=seconds, gone=partial(self.host.ended, sandbox))
 
     async def _commit(self, sandboxes: list[Sandbox]) -> None:
         saved: list[Sandbox] = []
@@ -131,7 +121,6 @@ class Forking(Core):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for sandbox in sandboxes:
-            self.forget_greeting(sandbox)
             await self.host.remove(sandbox)
 
     def _planned(self, snapshot: Snapshot, spec: ForkSpec, name: str) -> Sandbox:

@@ -51,7 +51,6 @@ class Replacing(Capturing):
             raise
         self.index.put(new)
         self.events.publish("sandbox.replaced", sandboxID=new.id, head=new.head)
-        self.forget_greeting(old)
         await self.host.discard(old)
         await self._drop_pause(old.pause_snapshot)
         await self.collect()
@@ -125,7 +124,6 @@ class Replacing(Capturing):
             await to_the_end(self._kill(self.sandbox(hold)))
 
     async def _kill(self, sandbox: Sandbox) -> None:
-        self.forget_greeting(sandbox)
         await self.host.remove(sandbox)
         self.index.drop(sandbox.id)
         self.events.publish("sandbox.killed", sandboxID=sandbox.id, name=sandbox.name)
