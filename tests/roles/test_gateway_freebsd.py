@@ -154,7 +154,7 @@ def test_packages_are_listed_then_installed(freebsd: FreeBSD) -> None:
     assert changed(freebsd.apply("packages_pkg", check=True)) == ["Install what is missing"]
     assert changed(freebsd.apply("packages_pkg")) == ["Install what is missing"]
     # pkg was not there, so nothing it could have told of counted
-    assert freebsd.packages.read_text().split() == ["pkg", "python311", "python311", "rust"]
+    assert sorted(freebsd.packages.read_text().split()) == ["pkg", "python311", "python311", "rust"]
     assert changed(freebsd.apply("packages_pkg")) == []
 
 

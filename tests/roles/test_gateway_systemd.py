@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -118,8 +119,19 @@ def machine(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[
     machine = Machine(directory, state_root)
     yield machine
     machine.stop()
+    _remove_payload()
     shutil.rmtree(directory)
     shutil.rmtree(state_root)
+
+
+def _remove_payload() -> None:
+    """The control groups that the machine's systemd made, one for each mount it saw, stay when it has ended."""
+    for payload in Path("/sys/fs/cgroup").glob("*/payload"):
+        for group in sorted((path for path in payload.rglob("*") if path.is_dir()), reverse=True):
+            with contextlib.suppress(OSError):
+                group.rmdir()
+        with contextlib.suppress(OSError):
+            payload.rmdir()
 
 
 @pytest.fixture(scope="module")

@@ -167,11 +167,17 @@ class JailZfsWorld:
 
     def traces(self, config: Config) -> dict[str, set[str]]:
         root, prefix, place = config.jail_zfs.dataset, config.network.prefix, self.place(config)
-        mounts = (line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines())
+        mounts = {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()}
         rows = zfs.get_tree(root, ("defer_destroy", "type"))
         # A name for each jail whatever its process's name: what is in there has its root there.
+        # A dataset too busy to be moved among the retired ones stays where it is, unmounted, until the next scan.
+        waiting = {
+            name
+            for name in rows
+            if name.startswith(f"{root}/sandboxes/") and f"{place}{name.removeprefix(root)}" not in mounts
+        }
         return {
-            "datasets": {name.removeprefix(root) for name in rows if "@" not in name},
+            "datasets": {name.removeprefix(root) for name in rows if "@" not in name and name not in waiting},
             "snapshots": {
                 name.partition("@")[2] for name, facts in rows.items() if "@" in name and not facts["defer_destroy"].yes
             },
