@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 
 from sandbox_agent import files, filesystem
@@ -94,6 +95,10 @@ def main() -> int:
         help="leave this machine's name, clock, files of /etc and root file system alone; to try the agent out",
     )
     options = parser.parse_args()
+    # What the agent ignores, all it starts ignore too: ^C shall end a command, however the agent came to run.
+    for interrupt in (signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(interrupt) is signal.SIG_IGN:
+            signal.signal(interrupt, signal.SIG_DFL)
     try:
         server = build(options.bind, options.port, managed=not options.unmanaged)
     except OSError as error:
