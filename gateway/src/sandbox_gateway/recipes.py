@@ -57,24 +57,9 @@ class Recipe(BaseModel):
                 raise ValueError(f"{package[:80]!r} is not the name of a Debian package")
         return self
 
-    def base(self) -> dict[str, Any]:
-        """The part of the recipe that decides the file system before its first boot."""
-        data = self.model_dump(mode="json")
-        return {
-            "source": data["source"],
-            "suite": data["suite"],
-            "mirror": data["mirror"],
-            "packages": sorted(set(data["packages"])),
-            "path": data["path"],
-            "disk_mb": data["resources"]["disk_mb"],
-        }
-
     def digest(self, *salts: str) -> str:
         """Hex SHA-256 of the canonical recipe; ``salts`` (the agent's digest, a tarball's) take part."""
         return _digest({**self.model_dump(mode="json"), "packages": sorted(set(self.packages))}, salts)
-
-    def base_digest(self, *salts: str) -> str:
-        return _digest(self.base(), salts)
 
 
 def _digest(data: dict[str, Any], salts: tuple[str, ...]) -> str:

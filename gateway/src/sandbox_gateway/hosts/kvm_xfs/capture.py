@@ -29,6 +29,7 @@ class Capture:
         self._files = files
         self._partial = partial
         self._blank = False
+        """Nothing lies below the memory: its empty pages may stay holes, nothing would show through."""
         self._stack = contextlib.ExitStack()
         self.mode = Memory.NONE
         self.memory_bytes = 0
@@ -45,7 +46,7 @@ class Capture:
             async with self._machine.lent(self._state) as state:
                 held = await self._while_stopped(state)
             if held is not None:
-                self.memory_bytes = await asyncio.to_thread(held.write, self._image, skip_zeros=self._sparse)
+                self.memory_bytes = await asyncio.to_thread(held.write, self._image, skip_zeros=self._blank)
 
     def _prepare(self, with_memory: bool) -> None:
         """Everything slow: the memory image's clone, the flush of the disk, descriptors, room for pages."""
@@ -96,12 +97,7 @@ class Capture:
         return await asyncio.to_thread(self._copy, runs)
 
     def _copy(self, runs: memory.Runs) -> memory.Held:
-        return memory.copy_out(self._ram, runs, self._image, self._buffer, skip_zeros=self._sparse)
-
-    @property
-    def _sparse(self) -> bool:
-        """Empty pages may stay holes: there is nothing below them that would show through."""
-        return self._blank
+        return memory.copy_out(self._ram, runs, self._image, self._buffer, skip_zeros=self._blank)
 
     def _open(self, path: Path, flags: int) -> int:
         descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)

@@ -16,7 +16,6 @@ from typing import cast
 
 from qemu.qmp import ExecuteError, QMPClient, QMPError
 
-from sandbox_gateway.command import run
 from sandbox_gateway.errors import BackendFailed, Timeout
 from sandbox_gateway.hosts.kvm_xfs.layout import Instance
 from sandbox_gateway.log import Logger
@@ -241,12 +240,6 @@ def running(marker: str) -> Iterator[tuple[int, str, Path]]:
             if memory and "-name" in words:
                 path = memory.split("mem-path=", 1)[1].split(",", 1)[0]
                 yield int(entry.name), words[words.index("-name") + 1], Path(path)
-
-
-def version(qemu: str) -> str:
-    """QEMU's version, as "7.2.22". Raises BackendFailed if it is not there."""
-    words = run([qemu, "--version"], timeout=20).stdout.split()
-    return words[words.index("version") + 1] if "version" in words else "unknown"
 
 
 def _popen_in(netns: Path, argv: list[str], pass_fds: list[int], output: int) -> int:
