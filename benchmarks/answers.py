@@ -25,20 +25,23 @@ class Answers:
         self._timers.take()
 
     def wait(self, count: int) -> list[Span]:
-        """The exchanges with the agents that have answered since ``forget``, in the order in which they ended.
+        """What was said with the agents that have answered since ``forget``, in the order in which it ended.
 
         Returns once there are ``count``; with fewer when the time is up.
         """
         deadline = time.perf_counter() + _SECONDS
-        while len(found := self._timers.returned("exchange", "/identity")) < count and time.perf_counter() < deadline:
+        while len(found := self._answered()) < count and time.perf_counter() < deadline:
             time.sleep(0.0005)
         return sorted(found, key=lambda span: span.end)
+
+    def _answered(self) -> list[Span]:
+        return self._timers.returned("line") + self._timers.returned("exchange", "/identity")
 
 
 @contextlib.contextmanager
 def watching() -> Iterator[Answers]:
     timers = Timers()
-    with timers.watching({"exchange": (AgentClient, "_exchange")}):
+    with timers.watching({"exchange": (AgentClient, "_exchange"), "line": (AgentClient, "_tell")}):
         if timers.missing:
             raise RuntimeError(f"{timers.missing[0]} is gone: benchmarks/answers.py must know what took its place")
         yield Answers(timers)

@@ -32,7 +32,7 @@ from tests.support.live import Live
 
 _CLONE_NEWNET = 0x40000000
 _SECONDS = 30.0
-_ATTEMPT_EVERY = 0.002
+_ATTEMPT_EVERY = 0.01
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -55,6 +55,7 @@ class RawMachine:
         self._shape = shape
         self._state = state
         self._monitor: _Monitor | None = None
+        self._line: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -67,39 +68,64 @@ class RawMachine:
 
         ``stepwise``: the state is loaded by a command once QEMU has answered, so that the two can be told apart.
         """
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
-            address = f"\0bench-{uuid.uuid4()}"
-            listener.bind(address)
-            listener.listen(1)
-            with self._state.open("rb") as state, self.files.log.open("ab") as output:
-                argv = qemu.arguments(self._shape, self.files, qmp_fd=listener.fileno(), state_fd=state.fileno())
-                if stepwise:
-                    argv[argv.index("-incoming") + 1] = "defer"
-                started = self._spawn(argv, [listener.fileno(), state.fileno()], output.fileno())
-                self._monitor = monitor = _Monitor(address)
-                monitor.execute("qmp_capabilities")
+        with self._started(deferred=stepwise) as (started, address, state):
+            self._monitor = monitor = _Monitor(address)
+            monitor.execute("qmp_capabilities")
+            status = monitor.execute("query-status")
+            answered = time.perf_counter()
+            if stepwise:
+                monitor.execute("migrate-incoming", {"uri": f"fd:{state}"})
+            while status["status"] != "running":
+                monitor.wait_event("RESUME", 0.005)
                 status = monitor.execute("query-status")
-                answered = time.perf_counter()
-                if stepwise:
-                    monitor.execute("migrate-incoming", {"uri": f"fd:{state.fileno()}"})
-                while status["status"] != "running":
-                    monitor.wait_event("RESUME", 0.005)
-                    status = monitor.execute("query-status")
-                running = time.perf_counter()
+            running = time.perf_counter()
         return Times((answered - started) * 1000, (running - started) * 1000)
 
     def idle(self) -> None:
         """Start QEMU with nothing in it: no state is loaded, no guest runs."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
+        with self._started(deferred=True) as (_, address, _):
+            self._monitor = _Monitor(address)
+            self._monitor.execute("qmp_capabilities")
+
+    def start_and_ask(self) -> float:
+        """Start and ask the agent over the line whether it is there; returns milliseconds until it has answered.
+
+        Nobody speaks to QEMU meanwhile.
+        """
+        question = b"?" + uuid.uuid4().bytes
+        with self._started(deferred=False) as (started, _, _):
+            assert self._line is not None
+            self._line.settimeout(_SECONDS)
+            self._line.sendall(question)
+            heard = b""
+            while question not in heard:
+                piece = self._line.recv(4096)
+                if not piece:
+                    raise RuntimeError(f"QEMU ended before its guest answered: {self._said()}")
+                heard += piece
+            answered = time.perf_counter()
+            self._line.sendall(b"={}")
+        return (answered - started) * 1000
+
+    @contextlib.contextmanager
+    def _started(self, *, deferred: bool) -> Iterator[tuple[float, str, int]]:
+        """QEMU, started: when, where it listens for QMP, and the number it has of the device state's descriptor."""
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener,
+            self.files.log.open("ab") as output,
+            self._state.open("rb") as state,
+        ):
             address = f"\0bench-{uuid.uuid4()}"
             listener.bind(address)
             listener.listen(1)
-            with self._state.open("rb") as state, self.files.log.open("ab") as output:
-                argv = qemu.arguments(self._shape, self.files, qmp_fd=listener.fileno(), state_fd=state.fileno())
-                argv[argv.index("-incoming") + 1] = "defer"
-                self._spawn(argv, [listener.fileno()], output.fileno())
-                self._monitor = _Monitor(address)
-                self._monitor.execute("qmp_capabilities")
+            self._line, theirs = socket.socketpair()
+            with theirs:
+                fds = [listener.fileno(), theirs.fileno(), state.fileno()]
+                argv = qemu.arguments(self._shape, self.files, qmp_fd=fds[0], line_fd=fds[1], state_fd=fds[2])
+                if deferred:
+                    argv[argv.index("-incoming") + 1] = "defer"
+                started = self._spawn(argv, fds, output.fileno())
+            yield started, address, state.fileno()
 
     def execute(self, command: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
         assert self._monitor is not None, "the machine is not started"
@@ -136,6 +162,9 @@ class RawMachine:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait(_SECONDS)
             self._process = None
+        if self._line is not None:
+            self._line.close()
+            self._line = None
 
     def _spawn(self, argv: list[str], pass_fds: list[int], output: int) -> float:
         """Start QEMU in the slot's network namespace; returns the time just before."""

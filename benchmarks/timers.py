@@ -53,9 +53,10 @@ class Timers:
                 undo.callback(setattr, owner, name, plain)
             yield self
 
-    def returned(self, key: str, argument: object) -> list[Span]:
-        """The calls since the last ``take`` that had this argument and came back without an error."""
-        return [span for span in list(self._spans.get(key, [])) if argument in span.args[1:]]
+    def returned(self, key: str, *arguments: object) -> list[Span]:
+        """The calls since the last ``take`` that had these arguments, and came back without an error."""
+        came_back = (span for span in list(self._spans.get(key, [])) if span.args)
+        return [span for span in came_back if all(argument in span.args[1:] for argument in arguments)]
 
     def take(self) -> dict[str, list[Span]]:
         """What was recorded since the last call of this."""

@@ -7,13 +7,17 @@ Tests of an agent that manages its machine run it in namespaces of its own (moun
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
+import select
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
+import tty
 from pathlib import Path
 
 import pytest
@@ -135,6 +139,7 @@ def test_freeze_of_an_unmanaged_agent_only_syncs(agent):
 NAMESPACE = """
 set -e
 mount -t tmpfs tmpfs /run
+mount -t tmpfs tmpfs /sys/firmware
 mount --bind "$1" /etc
 ip link set lo up
 ip link add d0 type veth peer name d1
@@ -158,7 +163,18 @@ print(response.read().decode())
 
 
 @pytest.fixture
-def machine(root, tmp_path, running):
+def line():
+    """The serial port to the host: ``(the host's end, path of the machine's)``."""
+    host, port = os.openpty()
+    tty.setraw(port)
+    yield host, os.ttyname(port)
+    os.close(port)
+    with contextlib.suppress(OSError):
+        os.close(host)
+
+
+@pytest.fixture
+def machine(root, tmp_path, running, line):
     """A managing agent in namespaces of its own; ``(agent, etc)``."""
     etc = tmp_path / "etc"
     shutil.copytree("/etc", etc, symlinks=True, ignore_dangling_symlinks=True)
@@ -166,7 +182,7 @@ def machine(root, tmp_path, running):
         (etc / name).unlink(missing_ok=True)
         (etc / name).write_text(f"old {name}\n")
     argv = ["unshare", "--mount", "--uts", "--net", "--propagation", "private", "sh", "-c", NAMESPACE, "sh", str(etc)]
-    argv += [sys.executable, "-m", "sandbox_agent", "--bind", "0.0.0.0", "--port", "0"]
+    argv += [sys.executable, "-m", "sandbox_agent", "--bind", "0.0.0.0", "--port", "0", "--line", line[1]]
     before = socket.gethostname()
     with running(argv) as agent:
         for kind in ("uts", "mnt"):
@@ -228,6 +244,87 @@ def test_the_gateway_needs_no_token_for_the_identity(machine):
     assert ask(agent, "/identity", {"accessToken": "second"}, source="192.0.2.1")[0] == 200
     assert ask(agent, "/exec", {"args": ["true"]}, source="192.0.2.1")[0] == 401
     assert ask(agent, "/exec", {"args": ["true"]}, source="192.0.2.1", token="second")[0] == 200
+
+
+def heard(host, size, seconds=10.0):
+    """What the agent says over the line, up to so many bytes."""
+    data, until = b"", time.monotonic() + seconds
+    while len(data) < size and select.select([host], [], [], max(0, until - time.monotonic()))[0]:
+        data += os.read(host, size - len(data))
+    return data
+
+
+def question(text):
+    return b"?" + text.encode().ljust(16, b".")
+
+
+def tell(host, body):
+    """Ask over the line who is there, and tell it who it is."""
+    name = question(os.urandom(8).hex())
+    os.write(host, name)
+    assert heard(host, len(name)) == name
+    os.write(host, b"=" + (body if isinstance(body, bytes) else json.dumps(body).encode()))
+
+
+def test_who_is_told_over_the_line_lets_nobody_in_before_it_has_obeyed(machine, line):
+    (agent, _), (host, _) = machine, line
+    for round in range(20):
+        tell(host, {"env": {"ROUND": str(round)}, "accessToken": f"token-{round}", "hostname": f"sibling-{round}"})
+        assert run(agent, "echo $ROUND $(hostname)", f"token-{round}") == f"{round} sibling-{round}\n"
+
+
+def test_between_its_answer_and_what_it_is_told_the_agent_lets_nobody_in(machine, line):
+    (agent, _), (host, _) = machine, line
+    os.write(host, question("who"))
+    assert heard(host, 17) == question("who")
+    said: list[str] = []
+    asking = threading.Thread(target=lambda: said.append(run(agent, "echo $N", "")))
+    asking.start()
+    asking.join(0.7)
+    assert asking.is_alive() and not said
+    # A fork of a machine at this very point is asked again.
+    os.write(host, question("again"))
+    assert heard(host, 17) == question("again")
+    os.write(host, b'={"env": {"N": "1"}}')
+    asking.join(10)
+    assert said == ["1\n"]
+
+
+def test_what_was_said_to_another_machine_is_no_order(machine, line):
+    (agent, _), (host, _) = machine, line
+    tell(host, {"env": {"N": "1"}})
+    assert run(agent, "echo $N", "") == "1\n"
+    os.write(host, b'={"env": {"N": "2"}}')
+    time.sleep(0.2)
+    assert run(agent, "echo $N", "") == "1\n"
+
+
+@pytest.mark.parametrize("nonsense", [b"{", b"[]", b"", b'{"env": {"N": "2"}, "hostname": "a b"}', b"\xff" * 4000])
+def test_nonsense_over_the_line_changes_nothing(machine, line, nonsense):
+    (agent, _), (host, _) = machine, line
+    tell(host, {"env": {"N": "1"}})
+    assert run(agent, "echo $N", "") == "1\n"
+    tell(host, nonsense)
+    assert run(agent, "echo $N", "") == "1\n"
+    tell(host, {"env": {"N": "3"}})
+    assert run(agent, "echo $N", "") == "3\n"
+
+
+def test_when_the_host_hangs_up_the_agent_goes_on_and_does_not_spin(machine, line):
+    (agent, _), (host, _) = machine, line
+    tell(host, {"env": {"N": "1"}})
+    assert run(agent, "echo $N", "") == "1\n"
+    os.write(host, question("who"))
+    assert heard(host, 17)
+    os.close(host)
+    assert run(agent, "echo $N", "") == "1\n"
+
+    def processor_time() -> int:
+        return sum(map(int, Path(f"/proc/{agent.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+
+    before = processor_time()
+    time.sleep(0.5)
+    assert processor_time() - before < 0.1 * os.sysconf("SC_CLK_TCK")
 
 
 def test_a_clock_that_cannot_be_set_is_said(machine):

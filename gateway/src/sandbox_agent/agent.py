@@ -6,11 +6,13 @@ import argparse
 import os
 import signal
 import sys
+import threading
 
-from sandbox_agent import files, filesystem
+from sandbox_agent import files, filesystem, system
 from sandbox_agent.execute import Execute
 from sandbox_agent.freezer import MAX_SECONDS, Freezer
 from sandbox_agent.identity import Identity
+from sandbox_agent.line import PATH, Line
 from sandbox_agent.message import number
 from sandbox_agent.process import Table
 from sandbox_agent.process_service import ProcessService
@@ -18,6 +20,7 @@ from sandbox_agent.server import Route, Server
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from sandbox_agent.server import Handler
     from sandbox_agent.wire import Reply, Request
 
 PORT = 49983
@@ -68,20 +71,35 @@ class Maintenance:
         reply.json({"skipped": []})
 
 
-def build(address: str, port: int, *, managed: bool) -> Server:
-    """The agent, listening, its files mounted."""
+def mounting(identity: Identity, *, managed: bool) -> Handler:
+    """The handler of ``/mounts``. What it needs is loaded by the first request: most sandboxes never get one."""
+
+    def handle(request: Request, reply: Reply) -> None:
+        from sandbox_agent import mounts
+
+        identity.guard_for_gateway(request)
+        mounts.handle(request, reply, managed=managed)
+
+    return handle
+
+
+def build(address: str, port: int, *, managed: bool, line: str) -> Server:
+    """The agent, listening, its files mounted. ``line``: the serial port that leads to the host, if there is one."""
     identity = Identity(managed=managed)
     skipped = identity.open()
     if managed and skipped:
         print(f"sandbox-agent: not managed: {'; '.join(skipped)}", file=sys.stderr)
     routes = {
         "/identity": [Route(identity.handle, guarded=False)],
+        "/mounts": [Route(mounting(identity, managed=managed), guarded=False)],
         "/exec": [Route(Execute(identity.environment).handle)],
         **Maintenance(Freezer(), managed=managed).routes(),
         **ProcessService(Table(), identity.environment).routes(),
         **filesystem.routes(),
         **files.routes(),
     }
+    if managed and system.LINUX:
+        threading.Thread(target=identity.listen, args=(Line(line),), daemon=True).start()
     return Server(address, port, routes, identity.guard)
 
 
@@ -94,13 +112,14 @@ def main() -> int:
         action="store_true",
         help="leave this machine's name, clock, files of /etc and root file system alone; to try the agent out",
     )
+    parser.add_argument("--line", default=PATH, help="serial port to the host (default %(default)s)")
     options = parser.parse_args()
     # What the agent ignores, all it starts ignore too: ^C shall end a command, however the agent came to run.
     for interrupt in (signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(interrupt) is signal.SIG_IGN:
             signal.signal(interrupt, signal.SIG_DFL)
     try:
-        server = build(options.bind, options.port, managed=not options.unmanaged)
+        server = build(options.bind, options.port, managed=not options.unmanaged, line=options.line)
     except OSError as error:
         print(f"sandbox-agent: cannot listen on {options.bind}:{options.port}: {error}", file=sys.stderr)
         return 1

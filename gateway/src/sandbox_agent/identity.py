@@ -10,19 +10,23 @@ import json
 import os
 import socket
 import string
+import sys
 import threading
+import time
 from contextlib import suppress
 
 from sandbox_agent import system
 from sandbox_agent.failure import Failure, invalid
+from sandbox_agent.line import ASK, TOLD_WITHIN
 from sandbox_agent.message import decoded, number, variables
-from sandbox_agent.wire import Gone
+from sandbox_agent.wire import Gone, parse_object
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from sandbox_agent.line import Line
     from sandbox_agent.wire import Reply, Request
 
 RUN = "/run/sandbox"
@@ -92,6 +96,15 @@ class Identity:
         if self._token and not _same(self._token, request.headers.get("x-access-token", "")):
             raise Failure("unauthenticated", "the X-Access-Token header is missing or wrong")
 
+    def guard_for_gateway(self, request: Request) -> None:
+        """Raises Failure unless the request is the gateway's, or carries the access token, which there must be then."""
+        if request.peer == self._gateway_address():
+            with self._lock:
+                return
+        if not self._token:
+            raise Failure("permission_denied", "only the gateway may ask for this")
+        self.guard(request)
+
     # -- /identity ---------------------------------------------------------------------------------------------------
 
     def handle(self, request: Request, reply: Reply) -> None:
@@ -103,17 +116,14 @@ class Identity:
         """
         if self._token and request.peer != self._gateway_address():
             self.guard(request)
+        received = time.monotonic()
         message = request.json()
-        # A machine whose /run is on its disk was not built as a sandbox: leave it as it is.
-        ours = self._managed and (self._volatile() or not system.LINUX)
         with self._lock:
-            steps = self._steps(message)
+            steps = self._steps(message, received)
             if message.get("wait") is False:
                 with suppress(Gone):  # whoever asked may be dead by now: it is done all the same
                     reply.json({"accepted": True})
-            skipped = [reason for reason in (_attempt(name, step, ours) for name, step in steps) if reason]
-            self._adopt(message)
-            self._gateway_address()
+            skipped = self._take(steps, message)
         if message.get("wait") is False:
             return
         reply.json(
@@ -125,13 +135,48 @@ class Identity:
             }
         )
 
+    def listen(self, line: Line) -> None:
+        """Serve the line to the host, for ever: answer who asks, then become what it says.
+
+        The answer is sent before anything else is done. Requests that come in from then on wait until it is known
+        who this is, and done; the host says nothing that would be refused.
+        """
+        while True:
+            frame = line.read()
+            if frame[:1] != ASK:
+                continue  # What was said to the machine this one was forked from.
+            with self._lock:
+                while frame[:1] == ASK:
+                    line.write(frame)
+                    frame = line.read(TOLD_WITHIN)
+                received = time.monotonic()
+                try:
+                    message = parse_object(frame[1:])
+                    self._take(self._steps(message, received), message)
+                except Exception as error:  # The line, and this thread, are there for the next fork too.
+                    print(f"sandbox-agent: identity: {error}", file=sys.stderr)
+
+    def _take(self, steps: list[tuple[str, Callable[[], None]]], message: dict[str, Any]) -> list[str]:
+        """Become what the checked ``message`` says; returns what was skipped, and why."""
+        # A machine whose /run is on its disk was not built as a sandbox: leave it as it is.
+        ours = self._managed and (self._volatile() or not system.LINUX)
+        skipped = [reason for reason in (_attempt(name, step, ours) for name, step in steps) if reason]
+        self._adopt(message)
+        self._gateway_address()
+        if ours:
+            system.heed_generation()
+        return skipped
+
     def _gateway_address(self) -> str:
         """Looked up when there is time for it: the first request after a fork is the one that matters."""
         self._gateway = self._gateway or system.gateway_address()
         return self._gateway
 
-    def _steps(self, message: dict[str, Any]) -> list[tuple[str, Callable[[], None]]]:
-        """What is to be done to the machine, all of it checked before any of it is done."""
+    def _steps(self, message: dict[str, Any], received: float) -> list[tuple[str, Callable[[], None]]]:
+        """What is to be done to the machine, all of it checked before any of it is done.
+
+        ``received``: when, on the monotonic clock, the time in ``message`` was right.
+        """
         steps: list[tuple[str, Callable[[], None]]] = []
         entropy = decoded(message, "entropy")
         if entropy:
@@ -140,7 +185,7 @@ class Identity:
             steps.append(("entropy", lambda: system.add_entropy(entropy)))
         now = number(message, "time", default=0, most=1 << 33)
         if now:
-            steps.append(("time", lambda: system.set_clock(now)))
+            steps.append(("time", lambda: system.set_clock(now + time.monotonic() - received)))
         hostname = _checked(message, "hostname", string.ascii_letters + string.digits + "-.", 64)
         if hostname:
             steps.append(("hostname", lambda: socket.sethostname(hostname)))

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 LINUX = sys.platform.startswith("linux")
 
@@ -57,6 +58,18 @@ def add_entropy(seed: bytes) -> None:
 def set_clock(now: float) -> None:
     if abs(time.time() - now) > CLOCK_TOLERANCE:
         time.clock_settime(time.CLOCK_REALTIME, now)
+
+
+def heed_generation() -> None:
+    """Let the machine tell its kernel of a new generation only where the kernel has a driver that listens.
+
+    Elsewhere each fork would begin with interpreting ACPI's code for nothing.
+    """
+    if os.path.isdir("/sys/bus/acpi/devices/QEMUVGID:00"):
+        listens = os.path.isdir("/sys/bus/acpi/drivers/vmgenid")
+        # Refused where it is so already.
+        with suppress(OSError), open("/sys/firmware/acpi/interrupts/gpe05", "w") as event:
+            event.write("unmask\n" if listens else "mask\n")
 
 
 def grow(path: str = "/") -> None:

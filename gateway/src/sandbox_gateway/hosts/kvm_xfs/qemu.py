@@ -24,6 +24,10 @@ log = Logger("qemu")
 
 QMP_SECONDS = 20.0
 KERNEL_ARGUMENTS = "root=/dev/vda rw rootflags=noatime,noinit_itable console=ttyS0 quiet panic=-1 net.ifnames=0"
+TCG_KERNEL_ARGUMENTS = "tsc=reliable"
+"""The emulated counter is right. Checked against other clocks, which answer slowly here, it is held for wrong: the
+check runs twice a second, and its warnings first of all in each fork."""
+LINE = "sandbox.agent"
 _TB_SIZE_MB = 64
 _CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -58,9 +62,13 @@ class Shape:
     """GUID of this machine generation: another for every fork."""
 
 
-def arguments(shape: Shape, files: Instance, *, qmp_fd: int, state_fd: int | None) -> list[str]:
-    """The command line. With ``state_fd`` the machine goes on from that device state, without it boots."""
-    accelerator = "kvm" if shape.platform.accelerator == "kvm" else f"tcg,tb-size={_TB_SIZE_MB}"
+def arguments(shape: Shape, files: Instance, *, qmp_fd: int, line_fd: int, state_fd: int | None) -> list[str]:
+    """The command line. With ``state_fd`` the machine goes on from that device state, without it boots.
+
+    ``line_fd``: a connected socket, QEMU's end of the line to the agent.
+    """
+    emulated = shape.platform.accelerator == "tcg"
+    accelerator = f"tcg,tb-size={_TB_SIZE_MB}" if emulated else "kvm"
     argv = [
         shape.qemu,
         "-name", shape.label,
@@ -78,6 +86,9 @@ def arguments(shape: Shape, files: Instance, *, qmp_fd: int, state_fd: int | Non
         "-netdev", f"tap,id=net,ifname={shape.tap},script=no,downscript=no",
         "-device", f"virtio-net-pci,netdev=net,mac={shape.guest_mac},romfile=,addr=0x4",
         "-device", f"vmgenid,guid={shape.generation}",
+        "-chardev", f"socket,id=line,fd={line_fd}",
+        "-device", "virtio-serial-pci,max_ports=2,addr=0x5",
+        "-device", f"virtserialport,chardev=line,nr=1,name={LINE}",
         "-chardev", "ringbuf,id=console,size=65536", "-serial", "chardev:console",
         "-chardev", f"socket,id=qmp,fd={qmp_fd},server=on,wait=off", "-mon", "chardev=qmp,mode=control",
         "-sandbox", "on,obsolete=deny,spawn=deny,resourcecontrol=deny"
@@ -86,16 +97,22 @@ def arguments(shape: Shape, files: Instance, *, qmp_fd: int, state_fd: int | Non
     if shape.uid:
         argv += ["-runas", f"{shape.uid}:{shape.uid}"]
     if state_fd is None:
-        return [*argv, "-kernel", str(files.kernel), "-initrd", str(files.initrd), "-append", KERNEL_ARGUMENTS]
-    return [*argv, "-global", "migration.send-configuration=off", "-incoming", f"fd:{state_fd}"]
+        append = f"{KERNEL_ARGUMENTS} {TCG_KERNEL_ARGUMENTS}" if emulated else KERNEL_ARGUMENTS
+        return [*argv, "-kernel", str(files.kernel), "-initrd", str(files.initrd), "-append", append]
+    # Nobody needs to be told where the machine is now: its addresses, and the tap's, are alike in every slot.
+    quiet = ("-global", "migration.send-configuration=off", "-global", "migration.announce-rounds=0")
+    return [*argv, *quiet, "-incoming", f"fd:{state_fd}"]
 
 
 class Machine:
     """A running QEMU, started by us or found running."""
 
-    def __init__(self, pid: int, files: Instance) -> None:
+    def __init__(self, pid: int, files: Instance, line: socket.socket | None = None) -> None:
         self.pid = pid
         self.files = files
+        self.line = line
+        """Our end of the line to the agent, held as long as we know the machine: the agent sees when it is let go.
+        None for a machine that was found running."""
         self._qmp: QMPClient | None = None
         self._qmp_lock = asyncio.Lock()
         self._pidfd = os.pidfd_open(pid)
@@ -107,13 +124,19 @@ class Machine:
     async def spawn(cls, shape: Shape, files: Instance, *, state: Path | None) -> Machine:
         """Start QEMU in its network namespace; it outlives us. Raises BackendFailed when it cannot be started."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        with listener, files.log.open("ab") as output, contextlib.ExitStack() as stack:
-            _bind(listener, files.qmp)
-            state_fd = stack.enter_context(state.open("rb")).fileno() if state else None
-            argv = arguments(shape, files, qmp_fd=listener.fileno(), state_fd=state_fd)
-            pass_fds = [listener.fileno(), *([] if state_fd is None else [state_fd])]
-            pid = await asyncio.to_thread(_popen_in, shape.netns, argv, pass_fds, output.fileno())
-        return cls(pid, files)
+        line, theirs = socket.socketpair()
+        try:
+            with listener, theirs, files.log.open("ab") as output, contextlib.ExitStack() as stack:
+                _bind(listener, files.qmp)
+                state_fd = stack.enter_context(state.open("rb")).fileno() if state else None
+                argv = arguments(shape, files, qmp_fd=listener.fileno(), line_fd=theirs.fileno(), state_fd=state_fd)
+                pass_fds = [listener.fileno(), theirs.fileno(), *([] if state_fd is None else [state_fd])]
+                pid = await asyncio.to_thread(_popen_in, shape.netns, argv, pass_fds, output.fileno())
+        except BaseException:
+            line.close()
+            raise
+        line.setblocking(False)
+        return cls(pid, files, line)
 
     def on_end(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
@@ -134,6 +157,11 @@ class Machine:
             raise BackendFailed(f"QEMU refused {command}: {error}") from None
         except (QMPError, OSError, EOFError) as error:
             raise BackendFailed(f"QEMU went away during {command}: {error}{self.last_words()}") from None
+
+    async def line_is_open(self) -> bool:
+        """Does something in the machine listen to the line?"""
+        devices = cast("list[dict[str, object]]", await self.execute("query-chardev"))
+        return any(device["label"] == "line" and device["frontend-open"] for device in devices)
 
     async def stop(self) -> None:
         await self.execute("stop")
@@ -210,6 +238,8 @@ class Machine:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
+        if self.line is not None:
+            self.line.close()
 
     async def _client(self) -> QMPClient:
         async with self._qmp_lock:
