@@ -25,7 +25,18 @@ from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid
 from sandbox_gateway.hosts.addresses import name_servers
 from sandbox_gateway.hosts.kvm_xfs import netns
-from sandbox_gateway.hosts.kvm_xfs.netns import AGENT_PORT, GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_MAC, Slot, SlotPool
+from sandbox_gateway.hosts.kvm_xfs.netns import (
+    AGENT_PORT,
+    GATEWAY_ADDRESS,
+    GUEST_ADDRESS,
+    GUEST_MAC,
+    VOLUME_ACCESS,
+    VOLUME_PORTS,
+    Slot,
+    SlotPool,
+    host_table,
+    volume_address,
+)
 from sandbox_gateway.records import NetworkPolicy
 from tests.support import session
 
@@ -183,9 +194,10 @@ def listen(port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.so
 class World:
     """A pool with everything around it, taken away at the end."""
 
-    def __init__(self, pool: SlotPool, prefix: str) -> None:
+    def __init__(self, pool: SlotPool, network: Network) -> None:
         self.pool = pool
-        self.prefix = prefix
+        self.network = network
+        self.prefix = network.prefix
         self._spaces: list[Space] = []
         self._sockets: list[socket.socket] = []
 
@@ -212,7 +224,7 @@ class World:
 async def world(*, ready: int = 0, **settings: Any) -> AsyncIterator[World]:
     network = Network(**{**session.network(), "pool": ready, **settings})
     pool = SlotPool(network)
-    around = World(pool, network.prefix)
+    around = World(pool, network)
     await pool.open(set())
     try:
         yield around
@@ -220,6 +232,13 @@ async def world(*, ready: int = 0, **settings: Any) -> AsyncIterator[World]:
         around.end()
         await pool.destroy()
         assert traces(network.prefix) == []
+        assert not has_address(volume_address(network))
+
+
+def has_address(address: str) -> bool:
+    """Whether this machine listens at an address."""
+    listed = subprocess.run(["ip", "-o", "address"], capture_output=True, text=True, check=True, timeout=20).stdout
+    return f" {address}/" in listed
 
 
 def traces(prefix: str) -> list[str]:
@@ -459,6 +478,105 @@ def test_a_fork_finds_its_inherited_connections_ended_not_hanging() -> None:
     run(test)
 
 
+# --- servers of volumes ----------------------------------------------------------------------------------------
+
+
+def let(network: Network, action: str, slot: Slot, port: int) -> None:
+    """``add`` or ``delete``: let a sandbox use a port of the servers' address, or not."""
+    element = f"{action} element inet {host_table(network)} {VOLUME_ACCESS} {{ {slot.host_address} . {port} }}"
+    subprocess.run(["nft", element], check=True, timeout=20)
+
+
+def serve(w: World, port: int) -> socket.socket:
+    server = socket.create_server((volume_address(w.network), port))
+    server.settimeout(3)
+    return w.keep(server)
+
+
+@pytest.mark.parametrize("policy", [OPEN, CLOSED])
+def test_a_volumes_port_is_the_gateways_to_whom_it_is_open(policy: NetworkPolicy) -> None:
+    async def test() -> None:
+        async with world() as w:
+            slot, other = await w.pool.take(policy), await w.pool.take(OPEN)
+            guest, stranger = w.guest(slot), w.guest(other)
+            port, next_port = VOLUME_PORTS[-1], VOLUME_PORTS[-1] + 1
+            server, _ = serve(w, port), serve(w, next_port)
+            let(w.network, "add", slot, port)
+            client = w.keep(guest.connect(GATEWAY_ADDRESS, port))
+            accepted, peer = server.accept()
+            w.keep(accepted).sendall(b"hello")
+            assert client.recv(5) == b"hello"
+            assert peer[0] == slot.host_address
+            assert not guest.reaches(GATEWAY_ADDRESS, next_port)
+            assert not stranger.reaches(GATEWAY_ADDRESS, port)
+            # By the servers' own address it is nobody's, nor by another's gateway.
+            for target in (volume_address(w.network), other.veth_address, slot.host_address):
+                assert not guest.reaches(target, port)
+
+    run(test)
+
+
+def test_who_is_shut_out_of_a_volume_is_cut_off_at_once() -> None:
+    async def test() -> None:
+        async with world() as w:
+            slot = await w.pool.take(OPEN)
+            guest = w.guest(slot)
+            server = serve(w, VOLUME_PORTS[0])
+            let(w.network, "add", slot, VOLUME_PORTS[0])
+            client = w.keep(guest.connect(GATEWAY_ADDRESS, VOLUME_PORTS[0]))
+            accepted = w.keep(server.accept()[0])
+            accepted.settimeout(0.6)
+            let(w.network, "delete", slot, VOLUME_PORTS[0])
+            client.sendall(b"secret")
+            with pytest.raises(TimeoutError):
+                accepted.recv(6)
+            let(w.network, "add", slot, VOLUME_PORTS[0])
+            accepted.settimeout(5)
+            assert accepted.recv(6) == b"secret", "a guest that is let in again goes on"
+
+    run(test)
+
+
+def test_a_fork_finds_its_connection_to_a_volume_ended_and_makes_another() -> None:
+    async def test() -> None:
+        async with world() as w:
+            first, second = await w.pool.take(OPEN), await w.pool.take(OPEN)
+            guest = w.guest(first)
+            server = serve(w, VOLUME_PORTS[0])
+            for slot in (first, second):
+                let(w.network, "add", slot, VOLUME_PORTS[0])
+            client = w.keep(guest.connect(GATEWAY_ADDRESS, VOLUME_PORTS[0]))
+            w.keep(server.accept()[0])
+            guest.attach(second)
+            start = time.monotonic()
+            client.sendall(b"x")
+            with pytest.raises(ConnectionResetError):
+                client.recv(1)
+            assert time.monotonic() - start < 1
+            w.keep(guest.connect(GATEWAY_ADDRESS, VOLUME_PORTS[0]))
+            accepted, peer = server.accept()
+            w.keep(accepted)
+            assert peer[0] == second.host_address
+
+    run(test)
+
+
+def test_nobody_else_reaches_the_servers_of_volumes() -> None:
+    async def test() -> None:
+        async with world() as w:
+            elsewhere = w.elsewhere()
+            address = volume_address(w.network)
+            serve(w, VOLUME_PORTS[0])
+            elsewhere.ip("route", "add", f"{address}/32", "via", elsewhere.host_address)
+            w.keep(listen(48125))
+            assert elsewhere.reaches(elsewhere.host_address, 48125), "the way there is open"
+            assert not elsewhere.reaches(address, VOLUME_PORTS[0])
+            assert not connects_as(NOBODY, address, VOLUME_PORTS[0])
+            assert connects_as(0, address, VOLUME_PORTS[0]), "the gateway asks how they fare"
+
+    run(test)
+
+
 # --- slots -----------------------------------------------------------------------------------------------------
 
 
@@ -495,15 +613,16 @@ def test_when_all_addresses_are_taken_it_says_so() -> None:
     async def test() -> None:
         subnet = session.network()["subnet"].split("/")[0] + "/28"
         async with world(subnet=subnet, ready=1) as w:
-            slots = [await w.pool.take(OPEN) for _ in range(3)]
+            slots = [await w.pool.take(OPEN) for _ in range(2)]
             await ready_slots(w.pool, 1)
             slots.append(await w.pool.take(OPEN))
-            assert len({slot.number for slot in slots}) == 4
-            with pytest.raises(Busy, match="all 4 network slots"):
+            assert len({slot.number for slot in slots}) == 3
+            assert volume_address(w.network) not in {slot.host_address for slot in slots}
+            with pytest.raises(Busy, match="all 3 network slots"):
                 await w.pool.take(OPEN)
-            await w.pool.release(slots[2])
+            await w.pool.release(slots[1])
             await ready_slots(w.pool, 1)
-            assert (await w.pool.take(OPEN)).number == slots[2].number
+            assert (await w.pool.take(OPEN)).number == slots[1].number
 
     run(test)
 

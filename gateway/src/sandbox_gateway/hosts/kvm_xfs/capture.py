@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from sandbox_gateway.hosts.kvm_xfs import memory, reflink
@@ -36,15 +37,16 @@ class Capture:
         self.pause_ms = 0.0
         self.phases_ms: dict[str, float] = {}
 
-    async def run(self, *, memory: bool) -> None:
+    async def run(self, *, memory: bool, beside: Callable[[], Awaitable[None]] | None = None) -> None:
+        """``beside`` runs while the machine stands still, next to its capture, and ends before it goes on."""
         with self._stack:
             await self._machine.connect()
             await asyncio.to_thread(self._prepare, memory)
             if not memory:
-                await self._while_stopped(None)
+                await self._while_stopped(None, beside)
                 return
             async with self._machine.lent(self._state) as state:
-                held = await self._while_stopped(state)
+                held = await self._while_stopped(state, beside)
             if held is not None:
                 self.memory_bytes = await asyncio.to_thread(held.write, self._image, skip_zeros=self._blank)
 
@@ -66,21 +68,26 @@ class Capture:
         runs, _ = self._ram.written()
         self._buffer = memory.PageBuffer(int(runs[:, 1].sum()) * 5 // 4 + (1 << 20))
 
-    async def _while_stopped(self, state: str | None) -> memory.Held | None:
+    async def _while_stopped(
+        self, state: str | None, beside: Callable[[], Awaitable[None]] | None
+    ) -> memory.Held | None:
         clock = time.perf_counter
         marks = [("", clock())]
         held = None
         await self._machine.stop()
         try:
             marks.append(("stop", clock()))
-            if state is not None:
-                await self._machine.save_devices(state)
-                marks.append(("devices", clock()))
-            reflink.clone_fd(self._disk, self._target)
-            marks.append(("disk", clock()))
-            if state is not None:
-                held = await self._copy_pages()
-                marks.append(("pages", clock()))
+            async with _next_to(beside):
+                if state is not None:
+                    await self._machine.save_devices(state)
+                    marks.append(("devices", clock()))
+                reflink.clone_fd(self._disk, self._target)
+                marks.append(("disk", clock()))
+                if state is not None:
+                    held = await self._copy_pages()
+                    marks.append(("pages", clock()))
+            if beside is not None:
+                marks.append(("volumes", clock()))
         finally:
             await self._machine.cont()
         marks.append(("continue", clock()))
@@ -103,3 +110,19 @@ class Capture:
         descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
         self._stack.callback(os.close, descriptor)
         return descriptor
+
+
+@contextlib.asynccontextmanager
+async def _next_to(work: Callable[[], Awaitable[None]] | None) -> AsyncIterator[None]:
+    """Within, ``work`` runs too; it has ended afterwards in every case."""
+    if work is None:
+        yield
+        return
+    task = asyncio.ensure_future(work())
+    await asyncio.sleep(0)  # Else it would begin when we first wait for something.
+    try:
+        yield
+    except BaseException:
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+    await task

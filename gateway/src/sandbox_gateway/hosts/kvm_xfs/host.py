@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from sandbox_gateway.config import Config
-from sandbox_gateway.errors import BackendFailed, Conflict, NoSpace, Unsupported
+from sandbox_gateway.errors import BackendFailed, Conflict, Unsupported
 from sandbox_gateway.hosts.addresses import name_servers
 from sandbox_gateway.hosts.base import Abilities, Endpoint, Log, Scan, Usage
 from sandbox_gateway.hosts.kvm_xfs import accel, layout, qemu, reflink
 from sandbox_gateway.hosts.kvm_xfs.capture import Capture
 from sandbox_gateway.hosts.kvm_xfs.cgroup import Cgroups
+from sandbox_gateway.hosts.kvm_xfs.host_volumes import VolumeVerbs
 from sandbox_gateway.hosts.kvm_xfs.layout import Instance, Layout
 from sandbox_gateway.hosts.kvm_xfs.netns import GUEST_MAC, Slot, SlotPool
 from sandbox_gateway.hosts.kvm_xfs.qemu import Machine, Platform, Shape
 from sandbox_gateway.hosts.kvm_xfs.rootfs import build_rootfs
+from sandbox_gateway.hosts.kvm_xfs.volume_server import VolumeServers
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import Memory, NetworkPolicy, Sandbox, Snapshot
+from sandbox_gateway.records import Memory, NetworkPolicy, Sandbox, Snapshot, VolumeSnapshot
 
 log = Logger("kvm_xfs")
 
 
-class KvmXfsHost:
+class KvmXfsHost(VolumeVerbs):
     """Implements hosts.base.Host."""
 
     kind = "kvm_xfs"
@@ -44,6 +45,7 @@ class KvmXfsHost:
         self.boot_seconds = config.kvm_xfs.boot_seconds
         self.resume_seconds = config.kvm_xfs.resume_seconds
         self._layout = Layout(config.host.state_root)
+        super().__init__(self._layout, VolumeServers(config.network, self._layout.serving))
         self._slots = SlotPool(config.network, uid_base=config.kvm_xfs.uid_base)
         self._cgroups = Cgroups(config.network.prefix)
         self._machines: dict[str, tuple[Machine, Slot]] = {}
@@ -77,6 +79,7 @@ class KvmXfsHost:
             await machine.detach()
             machine.forget()
         self._machines.clear()
+        await self._close_volumes()
         await self._slots.close()
         self._drop_lock()
 
@@ -124,29 +127,18 @@ class KvmXfsHost:
             scan.repaired += [f"removed {name}, which was never finished" for name in layout.sweep(parent)]
         for parent in (self._layout.templates, self._layout.snapshots):
             for directory in layout.directories(parent):
-                with self._quarantining(directory, scan):
+                with self._layout.quarantining(directory, scan.repaired):
                     scan.snapshots.append(_whole(directory, layout.read_manifest(directory, Snapshot)))
         for directory in layout.directories(self._layout.sandboxes):
             if not (directory / layout.MANIFEST).exists():
                 continue  # never committed: _remove_strays removes it, when its machine is gone
-            with self._quarantining(directory, scan):
+            with self._layout.quarantining(directory, scan.repaired):
                 scan.sandboxes.append(layout.read_manifest(directory, Sandbox))
+        await self._find_volumes(scan)
         await self._adopt(scan)
+        await self._adopt_volumes(scan, {instance: slot.host_address for instance, (_, slot) in self._machines.items()})
         self._remove_strays(scan)
         return scan
-
-    @contextlib.contextmanager
-    def _quarantining(self, directory: Path, scan: Scan) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            if not any(directory.iterdir()):
-                directory.rmdir()
-                scan.repaired.append(f"removed the empty {directory.name}")
-                return
-            kept = self._layout.quarantine(directory)
-            scan.repaired.append(f"{directory.name} is damaged ({error}): moved to {kept}")
-            log.warning("quarantined", path=str(directory), to=str(kept), reason=str(error))
 
     async def _adopt(self, scan: Scan) -> None:
         """Take over the machines that still run and are named by a sandbox; end the others."""
@@ -208,10 +200,11 @@ class KvmXfsHost:
         files = self._layout.instance(sandbox)
         if with_memory:
             self._check_platform(snapshot)
-        with _explaining():
+        with layout.explaining():
             try:
                 await asyncio.to_thread(_lay_out, source, files, sandbox, with_memory)
                 await self._launch(sandbox, files, source / "device.state" if with_memory else None)
+                sandbox.host["line"] = with_memory and snapshot.host.get("line", False)
             except BaseException:
                 await self.discard(sandbox)
                 raise
@@ -233,10 +226,12 @@ class KvmXfsHost:
     async def _launch(self, sandbox: Sandbox, files: Instance, state: Path | None) -> None:
         slot = await self._slots.take(sandbox.network)
         try:
+            if sandbox.mounts:
+                await self._admit(sandbox, sandbox.mounts, slot.host_address)
             shape = self._shape(sandbox, slot)
             machine = await Machine.spawn(shape, files, state=state)
         except BaseException:
-            await self._slots.release(slot)
+            await self._release(sandbox.instance, slot)
             raise
         self._watch(sandbox.instance, machine, slot)
         sandbox.host = {
@@ -246,6 +241,11 @@ class KvmXfsHost:
             "platform": asdict(self.platform),
         }
         self._limit(sandbox, machine.pid)
+
+    async def _release(self, instance: str, slot: Slot) -> None:
+        """Give back the slot of a machine that has ended, when no volume knows its address any more."""
+        if not self._dismiss(instance, lambda: self._slots.release(slot)):
+            await self._slots.release(slot)
 
     def _limit(self, sandbox: Sandbox, pid: int) -> None:
         """Put a machine under its limits, beside its start: the kernel takes its time to move a process."""
@@ -280,34 +280,39 @@ class KvmXfsHost:
 
     # -- capture ----------------------------------------------------------------------------------------------------
 
-    async def capture(self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool) -> Snapshot:
+    async def capture(
+        self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
+    ) -> Snapshot:
         machine, _ = self._running(sandbox)
         files = self._layout.instance(sandbox)
         partial, final = self._layout.partial(snapshot), self._layout.snapshot(snapshot)
         work = Capture(machine, files, partial)
-        with _explaining():
-            try:
-                await work.run(memory=memory)
-                snapshot.memory = work.mode if memory else Memory.NONE
-                snapshot.memory_bytes_written = work.memory_bytes
-                snapshot.pause_ms = work.pause_ms
-                snapshot.resources = sandbox.resources
-                snapshot.host = {"platform": sandbox.host["platform"], "phases_ms": work.phases_ms}
-                await asyncio.to_thread(_finish_snapshot, partial, final, snapshot)
-            except BaseException:
-                await asyncio.to_thread(shutil.rmtree, partial, True)
-                raise
+        with layout.explaining():
+            async with self._recording(volumes) as recordings:
+                try:
+                    await work.run(memory=memory, beside=recordings.take if volumes else None)
+                    snapshot.memory = work.mode if memory else Memory.NONE
+                    snapshot.memory_bytes_written = work.memory_bytes
+                    snapshot.pause_ms = work.pause_ms
+                    snapshot.resources = sandbox.resources
+                    snapshot.host = {"platform": sandbox.host["platform"], "phases_ms": work.phases_ms}
+                    snapshot.host["line"] = memory and await machine.line_is_open()
+                    await recordings.commit()
+                    await asyncio.to_thread(_finish_snapshot, partial, final, snapshot)
+                except BaseException:
+                    await asyncio.to_thread(_undo_snapshot, partial, final)
+                    raise
         return snapshot
 
     # -- records and removal ----------------------------------------------------------------------------------------
 
     async def save(self, sandbox: Sandbox) -> None:
-        with _explaining():
+        with layout.explaining():
             self._layout.sandbox(sandbox).mkdir(mode=0o711, exist_ok=True)
             await asyncio.to_thread(layout.write_manifest, self._layout.sandbox(sandbox), sandbox)
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
-        with _explaining():
+        with layout.explaining():
             await asyncio.to_thread(layout.write_manifest, self._layout.snapshot(snapshot), snapshot)
 
     async def stop(self, sandbox: Sandbox) -> None:
@@ -319,7 +324,7 @@ class KvmXfsHost:
             await asyncio.wait([placing])
         await machine.kill()
         self._cgroups.remove(sandbox.instance)
-        await self._slots.release(slot)
+        await self._release(sandbox.instance, slot)
 
     async def discard(self, sandbox: Sandbox) -> None:
         await self.stop(sandbox)
@@ -353,8 +358,8 @@ class KvmXfsHost:
         return name_servers(self._config.network)
 
     def endpoint(self, sandbox: Sandbox) -> Endpoint:
-        _, slot = self._running(sandbox)
-        return Endpoint(slot.host_address)
+        machine, slot = self._running(sandbox)
+        return Endpoint(slot.host_address, machine.line if sandbox.host.get("line") else None)
 
     def ended(self, sandbox: Sandbox) -> str:
         """Why the instance's machine is not there any more; empty while it runs."""
@@ -418,6 +423,13 @@ def _finish_snapshot(partial: Path, final: Path, snapshot: Snapshot) -> None:
     _commit_snapshot(partial, final, snapshot)
 
 
+def _undo_snapshot(partial: Path, final: Path) -> None:
+    if partial.exists():
+        shutil.rmtree(partial, ignore_errors=True)
+    else:  # Renamed already; what failed came after.
+        layout.remove_tree(final)
+
+
 def _commit_snapshot(partial: Path, final: Path, snapshot: Snapshot) -> None:
     layout.write_manifest(partial, snapshot)
     layout.commit(partial, final)
@@ -453,14 +465,3 @@ async def _end(machine: Machine) -> None:
     started = time.monotonic()
     await machine.kill()
     log.info("ended a stray machine", pid=machine.pid, ms=round((time.monotonic() - started) * 1000))
-
-
-@contextlib.contextmanager
-def _explaining() -> Iterator[None]:
-    """Turn what the operating system says into a sentence for the caller."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpace("no space left on the state file system: remove snapshots or sandboxes, or grow it") from None
-        raise BackendFailed(f"{error.strerror}: {error.filename}" if error.filename else str(error)) from error

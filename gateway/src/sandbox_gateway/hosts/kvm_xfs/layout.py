@@ -3,13 +3,17 @@
     templates/<id>/   snapshots/<id>/      rootfs.img [memory.img device.state] kernel initrd manifest.json
     sandboxes/<id>/                        manifest.json and one directory per machine:
         <instance>/                        rootfs.img memory.base kernel initrd run/
+    volumes/<id>/                          volume.img manifest.json and one directory per snapshot of it:
+        snapshots/<id>/                    volume.img manifest.json
+    serving/                               what the volumes' servers need while they run; nothing after a reboot
 
-A snapshot is made in `.partial-<id>` and renamed into place; a sandbox exists once its manifest does.
+A snapshot and a volume are made in `.partial-<id>` and renamed into place; a sandbox exists once its manifest does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -19,13 +23,17 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, now
+from sandbox_gateway.errors import BackendFailed, NoSpace
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot, now
+
+log = Logger("kvm_xfs")
 
 PARTIAL = ".partial-"
 DAMAGED = ".damaged"
 MANIFEST = "manifest.json"
 
-Record = TypeVar("Record", Sandbox, Snapshot)
+Record = TypeVar("Record", Sandbox, Snapshot, Volume, VolumeSnapshot)
 
 
 class Layout:
@@ -36,9 +44,11 @@ class Layout:
         self.templates = root / "templates"
         self.snapshots = root / "snapshots"
         self.sandboxes = root / "sandboxes"
+        self.volumes = root / "volumes"
+        self.serving = root / "serving"
 
     def create(self) -> None:
-        for directory in (self.templates, self.snapshots, self.sandboxes):
+        for directory in (self.templates, self.snapshots, self.sandboxes, self.volumes):
             directory.mkdir(mode=0o711, parents=True, exist_ok=True)
 
     def snapshot(self, snapshot: Snapshot) -> Path:
@@ -66,6 +76,24 @@ class Layout:
         target = damaged / f"{path.parent.name}-{path.name}-{now():%Y%m%dT%H%M%S%f}"
         path.rename(target)
         return target
+
+    @contextlib.contextmanager
+    def quarantining(self, directory: Path, repaired: list[str]) -> Iterator[None]:
+        """A ValueError within says that ``directory`` is damaged: it is moved away, and ``repaired`` says so."""
+        try:
+            yield
+        except ValueError as error:
+            if not any(directory.iterdir()):
+                directory.rmdir()
+                repaired.append(f"removed the empty {directory.name}")
+                return
+            kept = self.quarantine(directory)
+            repaired.append(f"{directory.name} is damaged ({error}): moved to {kept}")
+            log.warning("quarantined", path=str(directory), to=str(kept), reason=str(error))
+
+    def quarantined(self, id: str) -> bool:
+        """Was the snapshot or sandbox ``id`` moved away?"""
+        return any((self.root / DAMAGED).glob(f"*-{id}-*"))
 
 
 class Instance:
@@ -156,3 +184,14 @@ def sweep(parent: Path) -> list[str]:
 
 def directories(parent: Path) -> list[Path]:
     return [entry for entry in sorted(parent.iterdir()) if entry.is_dir() and not entry.name.startswith(".")]
+
+
+@contextlib.contextmanager
+def explaining() -> Iterator[None]:
+    """Turn what the operating system says into a sentence for the caller."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpace("no space left on the state file system: remove snapshots or sandboxes, or grow it") from None
+        raise BackendFailed(f"{error.strerror}: {error.filename}" if error.filename else str(error)) from error

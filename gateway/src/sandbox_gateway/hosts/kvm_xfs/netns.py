@@ -12,6 +12,10 @@ somewhere), and a /30 of it leaves 169.254.169.254 to the rules.
 The rules stand in two places, both out of the guest's reach: in the slot (address of the guest, its policy) and on
 the host (nothing from a slot to the host, or to another slot). A slot is committed by its last step, setting the
 host's end of the veth up; whatever is not up at start-up was never finished.
+
+Servers of volumes listen on one address of their own, the last of `network.subnet`. A guest knows them as ports of
+its gateway, so that what it has mounted is the same from slot to slot; the host lets a slot through to a port if the
+pair is in a set of its table, asked for each packet, and nobody else to that address at all.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import fcntl
 import ipaddress
 import os
 import re
+import socket
 import struct
 import threading
 from collections import deque
@@ -48,6 +53,11 @@ GUEST_MAC = "02:5b:78:00:00:01"
 TAP_MAC = "02:5b:78:00:00:02"
 TAP = "tap0"
 AGENT_PORT = 49983
+VOLUME_PORTS = range(22000, 32000, 2)
+"""Of the gateway's address, as guests see it: a volume has one and the next; nothing a host offers by default."""
+
+VOLUME_ACCESS = "volume_access"
+"""Name of the set of (slot's `host_address` . port) that may talk to servers of volumes."""
 
 _RUN_NETNS = Path("/run/netns")
 _TABLE = "sandbox"
@@ -87,7 +97,7 @@ class SlotPool:
     def __init__(self, network: Network, *, uid_base: int = 0) -> None:
         self._network = network
         self._subnet = ipaddress.IPv4Network(network.subnet)
-        self._capacity = self._subnet.num_addresses // 4
+        self._capacity = self._subnet.num_addresses // 4 - 1  # The last four are for the servers of volumes.
         self._uid_base = uid_base
         self._dns = name_servers(network)
         self._ready: deque[Slot] = deque()
@@ -134,7 +144,7 @@ class SlotPool:
         while self._ready:
             await self._remove(self._ready.pop())
         if not self._all:
-            await self._nft_host(_emptied(self._host_table))
+            await self._leave_host()
 
     async def destroy(self) -> None:
         """Remove everything this prefix has on the host: slots (also those in use) and rules."""
@@ -143,7 +153,7 @@ class SlotPool:
         for number in found:
             await _threaded(_unmake, self._slot(number))
         self._all.clear()
-        await self._nft_host(_emptied(self._host_table))
+        await self._leave_host()
 
     # -- slots ----------------------------------------------------------------------------------------------------
 
@@ -306,17 +316,34 @@ class SlotPool:
     def _prepare_host(self) -> None:
         _share_run_netns()
         _sysctl("net/ipv4/ip_forward", "1")
+        with IPRoute() as route:
+            route.addr("replace", index=_index(route, "lo"), address=volume_address(self._network), prefixlen=32)
+
+    async def _leave_host(self) -> None:
+        await self._nft_host(_emptied(self._host_table))
+        await _threaded(_remove_address, volume_address(self._network))
 
     @property
     def _host_table(self) -> str:
-        return f"{self._network.prefix}_sandbox"
+        return host_table(self._network)
 
     def _host_rules(self) -> str:
         slots = f'"{self._network.prefix}-*"'
+        volumes = volume_address(self._network)
         return f"""{_emptied(self._host_table)}
 table inet {self._host_table} {{
+    set {VOLUME_ACCESS} {{
+        type ipv4_addr . inet_service
+    }}
+    chain volumes {{
+        # Each packet, not each connection: who is taken out of the set is cut off at once.
+        iifname {slots} ip saddr . tcp dport @{VOLUME_ACCESS} accept
+        iifname "lo" accept
+        drop
+    }}
     chain input {{
         type filter hook input priority filter - 5; policy accept;
+        ip daddr {volumes} jump volumes
         iifname {slots} meta nfproto ipv4 ct state established,related accept
         iifname {slots} drop
     }}
@@ -324,6 +351,7 @@ table inet {self._host_table} {{
         type filter hook output priority filter - 5; policy accept;
         # To a sandbox's agent the host is its gateway, whom it obeys without a token: no other user may speak for it.
         oifname {slots} tcp dport {AGENT_PORT} meta skuid != {os.geteuid()} reject with tcp reset
+        ip daddr {volumes} meta skuid != {os.geteuid()} meta l4proto tcp reject with tcp reset
     }}
     chain forward {{
         type filter hook forward priority filter - 5; policy accept;
@@ -346,6 +374,8 @@ table inet {self._host_table} {{
     def _slot_rules(self, slot: Slot) -> str:
         veth = f'"{slot.name}v"'
         tap = f'"{TAP}"'
+        volumes = volume_address(self._network)
+        ports = f"{VOLUME_PORTS.start}-{VOLUME_PORTS.stop - 1}"
         return f"""{_emptied(_TABLE)}
 table inet {_TABLE} {{
     chain guard {{
@@ -357,6 +387,7 @@ table inet {_TABLE} {{
         type nat hook prerouting priority dstnat; policy accept;
         # From the host alone: late packets of an earlier sandbox's connections come from elsewhere.
         iifname {veth} ip saddr {slot.veth_address} ip daddr {slot.host_address} dnat ip to {GUEST_ADDRESS}
+        iifname {tap} ip daddr {GATEWAY_ADDRESS} tcp dport {ports} dnat ip to {volumes}
     }}
     chain outwards {{
         type nat hook postrouting priority srcnat; policy accept;
@@ -374,6 +405,8 @@ table inet {_TABLE} {{
         # Connections that only the memory of the sandbox knows end at once instead of hanging.
         ct state invalid meta l4proto tcp reject with tcp reset
         ct state invalid drop
+        # Volumes are not a matter of policies; which of them, the host decides.
+        iifname {tap} oifname {veth} ip daddr {volumes} tcp dport {ports} ct status dnat accept
         # Each packet, not each connection: a new policy holds for what is open too.
         iifname {tap} oifname {veth} ct direction original jump outside
         ct state established,related accept
@@ -383,6 +416,16 @@ table inet {_TABLE} {{
     }}
 }}
 {policy_rules(NetworkPolicy(), self._dns, self._subnet)}"""
+
+
+def host_table(network: Network) -> str:
+    """Name of the host's nftables table, of family inet."""
+    return f"{network.prefix}_sandbox"
+
+
+def volume_address(network: Network) -> str:
+    """Where the servers of volumes listen; an address of the host's loopback interface."""
+    return str(ipaddress.IPv4Network(network.subnet).broadcast_address - 1)
 
 
 def policy_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IPv4Network) -> str:
@@ -518,6 +561,14 @@ def _unmake(slot: Slot) -> None:
     while _libc.umount2(os.fsencode(slot.path), _MNT_DETACH) == 0:
         pass
     slot.path.unlink(missing_ok=True)
+
+
+def _remove_address(address: str) -> None:
+    """Take an address away from the loopback interface if it is there."""
+    with IPRoute() as route:
+        lo = _index(route, "lo")
+        for _ in route.get_addr(family=socket.AF_INET, index=lo, address=address):
+            route.addr("del", index=lo, address=address, prefixlen=32)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,955 @@
+"""Servers of volumes: real nfs-ganesha processes on an XFS, asked by a client that says what it likes, from network
+slots as sandboxes have them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import ipaddress
+import os
+import select
+import shutil
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.config import Network
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.kvm_xfs import reflink, volume_server
+from sandbox_gateway.hosts.kvm_xfs.netns import (
+    GATEWAY_ADDRESS,
+    VOLUME_ACCESS,
+    VOLUME_PORTS,
+    Slot,
+    SlotPool,
+    host_table,
+    volume_address,
+)
+from sandbox_gateway.hosts.kvm_xfs.volume_server import VolumeServers, configuration, format_image
+from sandbox_gateway.records import NetworkPolicy, new_id
+from tests.kvm_xfs.test_netns import Guest, Space, inside
+from tests.support import nfs3, session
+from tests.support.nfs3 import Mount, Nfs, NfsError, Refused
+
+OPEN = NetworkPolicy()
+LOOP_GET_STATUS64 = 0x4C05
+CUT_OFF = (TimeoutError, ConnectionError)
+
+
+class Volume:
+    """One volume's image and port."""
+
+    def __init__(self, stand: Stand, image: Path, port: int) -> None:
+        self._stand = stand
+        self.id = new_id()
+        self.image = image
+        self.port = port
+
+    async def serve(self, clients: Mapping[Slot, bool]) -> None:
+        wanted = {slot.host_address: read_only for slot, read_only in clients.items()}
+        await self._stand.servers.serve(self.id, self.image, self.port, wanted)
+
+    def mount(self, guest: Space, path: str = "", *, source: int = 0, seconds: float = 3) -> bytes:
+        with inside(guest.path, lambda: Mount(GATEWAY_ADDRESS, self.port + 1, seconds=seconds, source=source)) as mount:
+            return mount.mnt(path or f"/{self.id}")
+
+    def nfs(self, guest: Space, *, uid: int = 0, source: int = 0, seconds: float = 3) -> Nfs:
+        found = inside(
+            guest.path, lambda: Nfs(GATEWAY_ADDRESS, self.port, uid=uid, gid=uid, source=source, seconds=seconds)
+        )
+        self._stand.stack.callback(found.close)
+        return found
+
+    @property
+    def pid(self) -> int:
+        return self._stand.servers._servers[self.id].pid
+
+    def content(self, name: str) -> bytes:
+        """What a file has in the image, without any server."""
+        command = ["debugfs", "-R", f"cat /{name}", str(self.image)]
+        return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+
+
+class Stand:
+    """Slots and servers of a gateway; all of it is taken away at the end."""
+
+    def __init__(self, network: Network, root: Path) -> None:
+        self.network = network
+        self.root = root
+        self.pool = SlotPool(network)
+        self.servers = VolumeServers(network, root / "servers")
+        self.stack = contextlib.ExitStack()
+        self._ports = iter(VOLUME_PORTS)
+
+    async def volume(self, size_mb: int = 64) -> Volume:
+        volume = Volume(self, self.root / f"{new_id()}.img", next(self._ports))
+        await format_image(volume.image, volume.id, size_mb)
+        return volume
+
+    async def guest(self) -> tuple[Slot, Guest]:
+        slot = await self.pool.take(OPEN)
+        guest = Guest(slot)
+        self.stack.callback(guest.end)
+        return slot, guest
+
+    async def crash(self) -> None:
+        """The gateway's process is gone, nothing else."""
+        for server in self.servers._servers.values():
+            volume_server._forget(server)
+        self.servers = VolumeServers(self.network, self.root / "servers")
+
+
+@contextlib.asynccontextmanager
+async def stand(xfs_root: Path) -> AsyncIterator[Stand]:
+    network = Network(**{**session.network(), "pool": 0})
+    root = xfs_root / f"volumes-{network.prefix}"
+    root.mkdir()
+    made = Stand(network, root)
+    await made.pool.open(set())
+    await made.servers.open(set())
+    try:
+        yield made
+    finally:
+        made.stack.close()
+        await made.servers.destroy()
+        await made.pool.destroy()
+        assert loops(root) == []
+        shutil.rmtree(root)
+
+
+def loops(root: Path) -> list[str]:
+    """Files under ``root`` that loop devices have. Their paths are of no use: they are as some server saw them."""
+    files = {(each.stat().st_dev, each.stat().st_ino): str(each) for each in root.rglob("*.img")}
+    found = []
+    for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
+        with contextlib.suppress(OSError), Path("/dev", backing.parts[3]).open("rb") as device:
+            status = bytearray(232)
+            fcntl.ioctl(device, LOOP_GET_STATUS64, status)
+            found.append(struct.unpack_from("=QQ", status))
+    return [files[each] for each in found if each in files]
+
+
+@pytest.fixture
+def run(xfs_root: Path) -> Callable[[Callable[[Stand], Awaitable[None]]], None]:
+    def run_one(test: Callable[[Stand], Awaitable[None]]) -> None:
+        async def body() -> None:
+            async with stand(xfs_root) as made:
+                await test(made)
+
+        asyncio.run(asyncio.wait_for(body(), 90))
+
+    return run_one
+
+
+Run = Callable[[Callable[[Stand], Awaitable[None]]], None]
+
+
+def output(*argv: str) -> str:
+    """What a command prints; it must succeed."""
+    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+async def killed(pid: int) -> None:
+    """Kill a process; returns when it has ended."""
+    pidfd = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    await asyncio.to_thread(select.select, [pidfd], [], [], 10)
+    os.close(pidfd)
+
+
+async def let_go(root: Path) -> None:
+    """Return when no loop device has a file under ``root`` any more."""
+    for _ in range(500):
+        if not loops(root):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"still there: {loops(root)}")
+
+
+def status_of(procedure: Callable[..., object], *arguments: object) -> int:
+    """The NFS status it ends with."""
+    try:
+        procedure(*arguments)
+    except NfsError as error:
+        return error.status
+    return nfs3.OK
+
+
+# --- without a server ------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_says_who_may_do_what() -> None:
+    text = configuration(
+        "10.0.0.254", "abc", 22004, {"10.0.0.2": False, "10.0.0.6": True, "10.0.0.10": False}, "240.1.1.1"
+    )
+    assert "CLIENT { Clients = 10.0.0.10, 10.0.0.2; Access_Type = RW; }" in text
+    assert "CLIENT { Clients = 10.0.0.6; Access_Type = RO; }" in text
+    assert "Bind_addr = 10.0.0.254; NFS_Port = 22004; MNT_Port = 22005;" in text
+    assert "Export_Id = 1; Path = /abc; Pseudo = /abc; Access_Type = None;" in text
+    only_readers = configuration("10.0.0.254", "abc", 22004, {"10.0.0.6": True}, "240.1.1.1")
+    assert "Access_Type = RW" not in only_readers
+
+
+def test_a_marker_is_no_address_and_names_the_clients() -> None:
+    def marker(clients: dict[str, bool]) -> str:
+        return volume_server._marker(volume_server._Wanted("", 0, clients))
+
+    markers = {marker({"10.0.0.2": read_only}) for read_only in (False, True)} | {marker({"10.0.0.6": False})}
+    assert len(markers) == 3
+    assert all(ipaddress.IPv4Address(each).is_reserved for each in markers)
+    assert marker({"a": True, "b": False}) == marker({"b": False, "a": True})
+
+
+def test_what_a_guest_mounts_depends_on_the_volume_alone() -> None:
+    servers = [VolumeServers(Network(subnet=f"10.{net}.0.0/24"), Path("/nowhere")) for net in (1, 2)]
+    one, other = (each.mounts("abc", 22004, "/data", False) for each in servers)
+    assert one == other
+    assert (one.source, one.type, one.path, one.read_only) == (f"{GATEWAY_ADDRESS}:/abc", "nfs", "/data", False)
+    options = one.options.split(",")
+    assert {"vers=3", "proto=tcp", "port=22004", "mountport=22005", "hard", "nolock"} <= set(options)
+    assert servers[0].mounts("abd", 22006, "/data", True).source != one.source
+
+
+def test_a_missing_server_says_what_to_install(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        servers = VolumeServers(s.network, s.root / "others", ganesha="no-such-ganesha")
+        volume, (slot, _) = await s.volume(), await s.guest()
+        with pytest.raises(BackendFailed, match="install nfs-ganesha and nfs-ganesha-vfs"):
+            await servers.serve(volume.id, volume.image, volume.port, {slot.host_address: False})
+
+    run(test)
+
+
+# --- use -------------------------------------------------------------------------------------------------------
+
+
+def test_what_one_sandbox_writes_another_reads_and_the_image_has_it(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume = await s.volume()
+        (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
+        await volume.serve({a: False, b: False})
+        root = volume.mount(guest_a)
+        assert volume.mount(guest_b) == root
+        writer = volume.nfs(guest_a)
+        file = writer.create(root, "file")
+        writer.write(file, b"hello", stable=nfs3.UNSTABLE)
+        reader = volume.nfs(guest_b)
+        assert reader.read(reader.lookup(root, "file")) == b"hello"
+        await s.servers.stop(volume.id)
+        assert volume.content("file") == b"hello", "nothing was committed, but all is there"
+        await s.servers.stop(volume.id)
+
+    run(test)
+
+
+def test_users_are_those_of_the_sandbox(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        await volume.serve({slot: False})
+        root = volume.mount(guest)
+        as_root, user, other = (volume.nfs(guest, uid=uid) for uid in (0, 1000, 1001))
+        assert as_root.getattr(root).mode == 0o777
+        mine = user.create(root, "mine", 0o600)
+        assert (user.getattr(mine).uid, user.getattr(mine).gid) == (1000, 1000)
+        assert status_of(other.read, mine) == nfs3.ACCES
+        as_root.write(mine, b"root may")
+        assert user.read(mine) == b"root may"
+        assert as_root.getattr(as_root.create(root, "roots")).uid == 0
+        assert status_of(as_root.lookup, root, "lost+found") == nfs3.NOENT
+
+    run(test)
+
+
+def test_a_server_that_is_ended_or_killed_is_followed_by_one_that_knows_the_handles(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        await volume.serve({slot: False})
+        root = volume.mount(guest)
+        file = volume.nfs(guest).create(root, "file")
+        volume.nfs(guest).write(file, b"before")
+        await s.servers.stop(volume.id)
+        # Another loop device, if the kernel numbers them as they come.
+        busy = output("losetup", "--find", "--show", str(volume.image)).strip()
+        try:
+            await volume.serve({slot: False})
+        finally:
+            output("losetup", "--detach", busy)
+        assert volume.mount(guest) == root
+        assert volume.nfs(guest).read(file) == b"before"
+
+        first = volume.pid
+        await killed(first)
+        started = time.monotonic()
+        while True:
+            with contextlib.suppress(OSError):
+                assert await asyncio.to_thread(lambda: volume.nfs(guest, seconds=1).read(file)) == b"before"
+                break
+            assert time.monotonic() - started < 10
+            await asyncio.sleep(0.02)
+        assert volume.pid != first
+
+    run(test)
+
+
+def test_used_bytes_are_known_with_a_server_and_without(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        assert await s.servers.used_bytes(volume.id, volume.image) < 1 << 20
+        await volume.serve({slot: False})
+        client = volume.nfs(guest)
+        file = client.create(volume.mount(guest), "file")
+        for piece in range(32):
+            client.write(file, os.urandom(1 << 17), piece << 17)
+        served = await s.servers.used_bytes(volume.id, volume.image)
+        assert 4 << 20 <= served < 5 << 20
+        await s.servers.stop(volume.id)
+        assert abs(await s.servers.used_bytes(volume.id, volume.image) - served) < 1 << 18
+
+    run(test)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_volume_grows_under_its_users(run: Run, live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if live and not volume_server._may_resize():
+        pytest.skip("no CAP_SYS_RESOURCE here: the kernel does not let us grow what is mounted")
+    monkeypatch.setattr(volume_server, "_may_resize", lambda: live)
+
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(64), await s.guest()
+        await s.servers.grow(volume.id)
+        await volume.serve({slot: False})
+        client = volume.nfs(guest)
+        root = volume.mount(guest)
+        file = client.create(root, "file")
+        piece = b"x" * (1 << 18)
+        pieces = [(file, piece, n << 18, nfs3.UNSTABLE) for n in range(280)]
+        assert status_of(lambda: [client.write(*each) for each in pieces]) == nfs3.NOSPC
+        os.truncate(volume.image, 192 << 20)
+        await s.servers.grow(volume.id)
+        again = volume.nfs(guest)
+        for each in pieces:
+            again.write(*each)
+        assert again.getattr(file).size == 280 << 18
+        await s.servers.stop(volume.id)
+
+        os.truncate(volume.image, 256 << 20)
+        await volume.serve({slot: False})
+        assert os.statvfs(f"/proc/{volume.pid}/root/{volume.id}").f_blocks * 4096 > 200 << 20
+
+    run(test)
+
+
+def test_a_volume_that_cannot_be_served_after_its_growth_is_served_later(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volume_server, "_may_resize", lambda: False)
+    monkeypatch.setattr(volume_server, "_REVIVE_SECONDS", 0.1)
+
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        await volume.serve({slot: False})
+        root = volume.mount(guest)
+        fit = volume_server._fit
+
+        async def fails(image: Path) -> None:
+            monkeypatch.setattr(volume_server, "_fit", fit)
+            raise BackendFailed("forced")
+
+        monkeypatch.setattr(volume_server, "_fit", fails)
+        os.truncate(volume.image, 128 << 20)
+        with pytest.raises(BackendFailed, match="forced"):
+            await s.servers.grow(volume.id)
+        for _ in range(500):
+            if s.servers._servers[volume.id].obeys:
+                break
+            await asyncio.sleep(0.02)
+        await volume.serve({slot: False})
+        assert volume.nfs(guest).getattr(root).kind == 2
+
+    run(test)
+
+
+def test_what_is_no_file_system_is_refused_and_leaves_nothing(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        volume.image.write_bytes(b"\0" * (64 << 20))
+        with pytest.raises(BackendFailed, match=r"cannot be served: .*mount|is damaged"):
+            await volume.serve({slot: False})
+        assert loops(s.root) == []
+        assert not guest.reaches(GATEWAY_ADDRESS, volume.port)
+
+    run(test)
+
+
+def test_a_port_that_another_service_has_is_said(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, _) = await s.volume(), await s.guest()
+        with (
+            socket.create_server((volume_address(s.network), volume.port)),
+            pytest.raises(BackendFailed, match=r"cannot be served: .*bind"),
+        ):
+            await volume.serve({slot: False})
+        await volume.serve({slot: False})
+
+    run(test)
+
+
+# --- who may do what -------------------------------------------------------------------------------------------
+
+
+def test_what_changes_for_clients_holds_at_once_for_handles_and_connections_they_have(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume = await s.volume()
+        (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
+        await volume.serve({a: False})
+        root = volume.mount(guest_a)
+        client = volume.nfs(guest_a, seconds=0.7)
+        file = client.create(root, "file")
+        pid = volume.pid
+
+        async def change(clients: dict[Slot, bool]) -> None:
+            started = time.monotonic()
+            await volume.serve(clients)
+            assert time.monotonic() - started < 2
+            assert volume.pid == pid, "the server goes on"
+
+        await change({a: True})
+        assert status_of(client.write, file, b"x") == nfs3.ROFS
+        await change({a: False, b: True})
+        client.write(file, b"x")
+        reader = volume.nfs(guest_b, seconds=0.7)
+        assert reader.read(file) == b"x"
+        assert status_of(reader.write, file, b"y") == nfs3.ROFS
+        await change({b: False})
+        with pytest.raises(CUT_OFF):
+            client.read(file)
+        with pytest.raises(CUT_OFF):
+            volume.nfs(guest_a, seconds=0.7)
+        reader.write(file, b"y")
+        await change({a: True, b: True})
+        assert volume.nfs(guest_a).read(file) == b"y"
+        await volume.serve({})
+        assert loops(s.root) == []
+        with pytest.raises(CUT_OFF):
+            reader.read(file)
+
+    run(test)
+
+
+def test_a_server_refuses_whom_it_does_not_know_even_if_the_host_lets_them_through(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume = await s.volume()
+        (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
+        await volume.serve({a: False})
+        root = volume.mount(guest_a)
+        # As if the host's rule were missing: the server has its own.
+        await s.servers._admit("other", {f"{b.host_address} . {port}" for port in (volume.port, volume.port + 1)})
+        assert status_of(volume.mount, guest_b) == nfs3.ACCES
+        client = volume.nfs(guest_b)
+        for procedure in (client.getattr, client.read, lambda handle: client.create(handle, "file")):
+            with pytest.raises(Refused):
+                procedure(root)
+        with inside(guest_b.path, lambda: Mount(GATEWAY_ADDRESS, volume.port + 1)) as mount:
+            assert mount.exports() == []
+
+    run(test)
+
+
+def test_a_reader_changes_nothing(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume = await s.volume()
+        (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
+        await volume.serve({a: False, b: True})
+        root = volume.mount(guest_a)
+        file = volume.nfs(guest_a).create(root, "file", 0o666)
+        volume.nfs(guest_a).write(file, b"as it was")
+        for uid in (0, 1000):
+            reader = volume.nfs(guest_b, uid=uid)
+            for procedure, *arguments in (
+                (reader.write, file, b"changed"),
+                (reader.truncate, file, 0),
+                (reader.create, root, "new"),
+                (reader.mkdir, root, "new"),
+                (reader.symlink, root, "new", "/etc/passwd"),
+                (reader.mknod, root, "new", 8, 0),
+                (reader.remove, root, "file"),
+                (reader.rename, root, "file", root, "new"),
+            ):
+                assert status_of(procedure, *arguments) == nfs3.ROFS
+            assert reader.read(file) == b"as it was"
+            assert status_of(reader.lookup, root, "new") == nfs3.NOENT
+
+    run(test)
+
+
+def test_low_ports_and_high_ones_are_the_same_to_it(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        await volume.serve({slot: False})
+        for source in (700, 40700):
+            root = volume.mount(guest, source=source + 1)
+            assert volume.nfs(guest, source=source).getattr(root).kind == 2
+
+    run(test)
+
+
+# --- hostile guests --------------------------------------------------------------------------------------------
+
+
+def test_no_path_leads_out_of_the_volume(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, other = await s.volume(), await s.volume()
+        (a, guest), (b, _) = await s.guest(), await s.guest()
+        await volume.serve({a: False})
+        await other.serve({b: False})
+        for path in ("/", "", "/usr", "/proc", f"/{other.id}", f"/{volume.id}/..", f"/{volume.id}/../usr", "usr"):
+            assert status_of(volume.mount, guest, path or "/.") != nfs3.OK
+        with pytest.raises(CUT_OFF):
+            other.mount(guest, seconds=0.7)
+        client = volume.nfs(guest)
+        root = volume.mount(guest)
+        assert client.lookup(root, "..") == root
+        client.symlink(root, "out", "/usr")
+        assert status_of(volume.mount, guest, f"/{volume.id}/out") != nfs3.OK
+        out = client.lookup(root, "out")
+        assert client.getattr(out).kind == 5, "the link, not what it names"
+        assert status_of(client.lookup, out, "bin") != nfs3.OK
+        # Slashes, which no client has in a name; the server has the kernel follow them.
+        for name in (
+            "/usr",
+            "../usr",
+            "out/bin",
+            "/etc/hosts",
+            "/proc/self/root",
+            "/dev/null",
+            "/ganesha.conf",
+            "/host",
+        ):
+            assert status_of(client.lookup, root, name) != nfs3.OK
+        for name in ("/new", "../new", "/etc/hosts", "/ganesha.conf", "/run/new", f"/{volume.id}/../new"):
+            for procedure in (client.create, client.mkdir):
+                assert status_of(procedure, root, name) != nfs3.OK
+            assert status_of(client.symlink, root, name, "x") != nfs3.OK
+        assert status_of(client.remove, root, "/ganesha.conf") != nfs3.OK
+        client.create(root, "file")
+        for name in ("/ganesha.conf", "../ganesha.conf"):
+            assert status_of(client.rename, root, "file", root, name) != nfs3.OK
+            assert status_of(client.rename, root, name, root, "stolen") != nfs3.OK
+        assert status_of(client.mknod, root, "disk", 8, 0) == nfs3.PERM
+        assert volume.mount(guest) == root, "it serves on"
+
+    run(test)
+
+
+def test_no_handle_leads_out_of_the_volume(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, other = await s.volume(), await s.volume()
+        (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
+        await other.serve({b: False})
+        others_root = other.mount(guest_b)
+        secret = other.nfs(guest_b).create(others_root, "secret")
+        other.nfs(guest_b).write(secret, b"secret")
+
+        await volume.serve({a: False})
+        root = volume.mount(guest_a)
+        volume.nfs(guest_a).create(root, "public")
+        inodes = {volume.nfs(guest_a).getattr(root).fileid, 12}
+
+        def look(handle: bytes) -> None:
+            """A made-up handle is refused, or is one of this volume's own files."""
+            client = volume.nfs(guest_a)
+            try:
+                found = client.getattr(handle)
+            except (NfsError, Refused, OSError):
+                return
+            assert found.fsid == client.getattr(root).fsid
+            assert found.fileid in inodes | {8}, handle.hex()
+            assert status_of(client.lookup, handle, "secret") != nfs3.OK
+            with contextlib.suppress(NfsError):
+                assert client.read(handle) != b"secret"
+
+        at = root.index(fsid(f"/proc/{volume.pid}/root/{volume.id}"))
+        look(others_root)
+        look(secret)
+        for place in range(len(root)):
+            for change in (0x01, 0x80, 0xFF):
+                look(root[:place] + bytes([root[place] ^ change]) + root[place + 1 :])
+        # Of what else there is in the server's view: the host's own file systems, by their number and root.
+        for path in ("/usr", "/", str(s.root), "/proc", "/dev", f"/proc/{volume.pid}/root"):
+            for inode in (2, 1, 64, 128, os.lstat(path).st_ino & 0xFFFFFFFF):
+                made_up = root[:at] + fsid(path) + b"\x01" + struct.pack("<II", inode, 0)
+                look(made_up.ljust(len(root), b"\0"))
+        for handle in (b"", b"\0" * 64, b"\xff" * 64, root[:5], root * 2, os.urandom(64)):
+            look(handle)
+        assert volume.nfs(guest_a).getattr(root).kind == 2, "it serves on"
+
+    run(test)
+
+
+def fsid(path: str) -> bytes:
+    """The number of a file system, as handles have it."""
+    return struct.pack("<Q", os.statvfs(path).f_fsid)
+
+
+def test_a_removed_file_is_gone_for_who_has_its_handle(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        await volume.serve({slot: False})
+        root = volume.mount(guest)
+        client = volume.nfs(guest)
+        file = client.create(root, "file")
+        client.write(file, b"old")
+        client.remove(root, "file")
+        reborn = client.create(root, "another")
+        client.write(reborn, b"new")
+        assert status_of(client.read, file) == nfs3.STALE
+
+    run(test)
+
+
+def test_after_a_rollback_handles_are_good_for_what_is_there(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        await volume.serve({slot: False})
+        root = volume.mount(guest)
+        kept = volume.nfs(guest).create(root, "kept")
+        volume.nfs(guest).write(kept, b"then")
+        old = volume.image.with_suffix(".old")
+        async with s.servers.frozen(volume.id):
+            reflink.clone(volume.image, old)
+        volume.nfs(guest).write(kept, b"now")
+        late = volume.nfs(guest).create(root, "late")
+        await s.servers.stop(volume.id)
+        old.rename(volume.image)
+        await volume.serve({slot: False})
+        client = volume.nfs(guest)
+        assert client.read(kept) == b"then"
+        assert status_of(client.read, late) == nfs3.STALE
+        client.write(client.create(root, "later"), b"other")
+        assert status_of(client.read, late) == nfs3.STALE, "though a new file may have its inode"
+
+    run(test)
+
+
+def test_nothing_but_nfs_3_and_mount_is_served(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        await volume.serve({slot: False})
+        for port in (volume.port, volume.port + 1):
+            with inside(guest.path, lambda port=port: nfs3.Connection(GATEWAY_ADDRESS, port)) as connection:
+                for program, version in ((nfs3.NFS, 4), (nfs3.NLM, 4), (nfs3.RQUOTA, 1), (nfs3.PORTMAP, 2)):
+                    with pytest.raises((Refused, ConnectionError)):
+                        connection.call(program, version, 0)
+        for port in (111, 2049, 20048):
+            assert not guest.reaches(GATEWAY_ADDRESS, port)
+        listening = output("ss", "-Hlnptu").splitlines()
+        ours = [line.split() for line in listening if f"pid={volume.pid}," in line]
+        address = volume_address(s.network)
+        assert sorted(fields[4].replace("[::ffff:", "").replace("]", "") for fields in ours) == [
+            f"{address}:{volume.port}",
+            f"{address}:{volume.port + 1}",
+        ]
+        assert all(fields[0] == "tcp" for fields in ours)
+
+    run(test)
+
+
+def foreign_descriptors(proc: Path, volume: str) -> list[str]:
+    """A descriptor of a host's file would be a way to all of its file system."""
+    own = {(proc / "root" / path).stat().st_dev for path in ("", volume)}
+    found = []
+    for descriptor in (proc / "fd").iterdir():
+        target, status = str(descriptor.readlink()), descriptor.stat()
+        memory = target == "/ganesha.pid" or target.startswith(("socket:", "pipe:", "anon_inode:", "/memfd:log "))
+        if not (memory or status.st_dev in own) or stat.S_ISBLK(status.st_mode) or stat.S_ISCHR(status.st_mode):
+            found.append(target)
+    return found
+
+
+def test_a_server_has_nothing_of_the_hosts(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        await volume.serve({slot: False})
+        volume.nfs(guest).create(volume.mount(guest), "file")
+        proc = Path(f"/proc/{volume.pid}")
+        mounts = {fields[1]: fields for fields in (line.split() for line in (proc / "mounts").read_text().splitlines())}
+        assert mounts.keys() == {"/", f"/{volume.id}"}
+        assert mounts["/"][2] == "tmpfs"
+        assert "ro" in mounts["/"][3].split(",")
+        assert {"nosuid", "nodev", "noexec"} <= set(mounts[f"/{volume.id}"][3].split(","))
+        assert foreign_descriptors(proc, volume.id) == []
+        status = dict(line.split(":\t", 1) for line in (proc / "status").read_text().splitlines() if ":\t" in line)
+        assert int(status["CapBnd"], 16) == int(status["CapEff"], 16) == 0b11011111
+        assert status["NoNewPrivs"] == "1"
+        limits = (proc / "limits").read_text().splitlines()
+        assert next(line.split()[3] for line in limits if line.startswith("Max data size")) == str(768 << 20)
+        for space in ("mnt", "pid", "ipc"):
+            assert not (proc / "ns" / space).samefile(f"/proc/self/ns/{space}")
+        assert int(status["Threads"]) < 40
+
+    run(test)
+
+
+def test_nobody_is_let_through_to_a_server_that_is_not_shut_in_yet(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        let_through: list[str] = []
+        see_it_start = VolumeServers._see_it_start
+
+        async def watched(*arguments: Any) -> None:
+            await see_it_start(*arguments)
+            let_through.append(output("nft", "list", "set", "inet", host_table(s.network), VOLUME_ACCESS))
+
+        monkeypatch.setattr(VolumeServers, "_see_it_start", watched)
+        await volume.serve({slot: False})
+        root = volume.mount(guest)
+        os.kill(volume.pid, signal.SIGSTOP)
+        await volume.serve({slot: True})  # It does not obey: another takes its place.
+        assert volume.nfs(guest).getattr(root).kind == 2
+        first = volume.pid
+        await killed(first)
+        for _ in range(500):
+            if len(let_through) == 3:
+                break
+            await asyncio.sleep(0.02)
+        assert len(let_through) == 3
+        assert not any(slot.host_address in elements for elements in let_through)
+        await volume.serve({slot: True})
+        assert slot.host_address in output("nft", "list", "set", "inet", host_table(s.network), VOLUME_ACCESS)
+
+    run(test)
+
+
+def test_a_server_that_was_not_shut_in_is_not_adopted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, _) = await s.volume(), await s.guest()
+        await volume.serve({slot: False})
+        monkeypatch.setattr(volume_server._Server, "shut_in", lambda server: False)
+        await s.crash()
+        assert len(await s.servers.open({volume.id})) == 1
+        await let_go(s.root)
+        with pytest.raises(BackendFailed, match="cannot be served"):
+            await volume.serve({slot: False})
+        await let_go(s.root)
+
+    run(test)
+
+
+# --- standing still --------------------------------------------------------------------------------------------
+
+
+def test_within_frozen_nothing_changes_and_a_clone_of_the_image_is_whole(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        clone = volume.image.with_suffix(".clone")
+        async with s.servers.frozen(volume.id):
+            pass  # There is no server: nothing to do.
+        await volume.serve({slot: False})
+        root = volume.mount(guest)
+        client = volume.nfs(guest, seconds=30)
+        file = client.create(root, "file")
+        client.write(file, b"before", stable=nfs3.UNSTABLE)
+        await s.servers.flush(volume.id)
+        async with s.servers.frozen(volume.id):
+            late = volume.nfs(guest, seconds=0.5)
+            with pytest.raises(TimeoutError):
+                late.write(file, b"within", stable=nfs3.UNSTABLE)
+            reflink.clone(volume.image, clone)
+        assert client.read(file) in (b"within", b"before")
+        client.write(file, b"after!")
+
+        copy = Volume(s, clone, VOLUME_PORTS[-1])
+        await copy.serve({slot: False})
+        assert copy.nfs(guest).read(copy.nfs(guest).lookup(copy.mount(guest), "file")) == b"before"
+        await s.servers.stop(copy.id)
+        output("e2fsck", "-fn", str(clone))
+
+    run(test)
+
+
+def test_a_failure_within_lets_the_server_go_on(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        await volume.serve({slot: False})
+        root = volume.mount(guest)
+        with pytest.raises(ZeroDivisionError):
+            async with s.servers.frozen(volume.id):
+                raise ZeroDivisionError
+        assert volume.nfs(guest).getattr(root).kind == 2
+
+    run(test)
+
+
+def test_a_clone_is_a_moment_of_a_volume_that_is_written_to(run: Run) -> None:
+    """Files are made in order, each with its number inside: a clone has the first so many, whole, and no more."""
+
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        await volume.serve({slot: False})
+        root = volume.mount(guest)
+        stop = False
+
+        def write() -> int:
+            client = volume.nfs(guest, seconds=30)
+            made = 0
+            while not stop:
+                client.write(client.create(root, f"n{made}"), f"{made}".encode(), stable=nfs3.FILE_SYNC)
+                made += 1
+            return made
+
+        writer = asyncio.ensure_future(asyncio.to_thread(write))
+        clones = []
+        for number in range(4):
+            await asyncio.sleep(0.15)
+            clones.append(volume.image.with_suffix(f".{number}"))
+            async with s.servers.frozen(volume.id):
+                reflink.clone(volume.image, clones[-1])
+        stop = True
+        made = await writer
+        before = 0
+        for place, clone in enumerate(clones):
+            copy = Volume(s, clone, VOLUME_PORTS[-1 - place])
+            await copy.serve({slot: False})
+            client, top = copy.nfs(guest), copy.mount(guest)
+            count = 0
+            while status_of(client.lookup, top, f"n{count}") == nfs3.OK:
+                count += 1
+            assert before < count <= made
+            contents = [client.read(client.lookup(top, f"n{number}")) for number in range(count)]
+            assert contents[:-1] == [f"{number}".encode() for number in range(count - 1)]
+            assert contents[-1] in (b"", f"{count - 1}".encode()), "the last may be caught before it is filled"
+            assert status_of(client.lookup, top, f"n{count + 1}") == nfs3.NOENT
+            before = count
+            await s.servers.stop(copy.id)
+
+    run(test)
+
+
+# --- crashes ---------------------------------------------------------------------------------------------------
+
+
+def test_servers_outlive_the_gateway_and_are_adopted_if_they_are_known(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        kept, unknown = await s.volume(), await s.volume()
+        slot, guest = await s.guest()
+        for volume in (kept, unknown):
+            await volume.serve({slot: False})
+        root, pid = kept.mount(guest), kept.pid
+        client = kept.nfs(guest)
+        unknown_pidfd = os.pidfd_open(unknown.pid)
+        await s.crash()
+        file = client.create(root, "file")
+
+        await s.pool._nft_host(s.pool._host_rules())  # As SlotPool.open does, before servers are adopted.
+        said = await s.servers.open({kept.id})
+        assert said == [f"ended the server of volume {unknown.id}, which belonged to nothing"]
+        assert select.select([unknown_pidfd], [], [], 0)[0]
+        os.close(unknown_pidfd)
+        assert loops(s.root) == [str(kept.image)]
+        client.write(file, b"as before")
+        await kept.serve({slot: True})
+        assert kept.pid == pid
+        assert status_of(client.write, file, b"x") == nfs3.ROFS
+        assert sorted(path.name for path in (s.root / "servers").iterdir()) == [kept.id]
+
+        await s.servers.close()
+        assert client.read(file) == b"as before"
+
+    run(test)
+
+
+def test_a_gateway_that_dies_within_frozen_is_followed_by_one_that_lets_it_go_on(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        await volume.serve({slot: False})
+        root, pid = volume.mount(guest), volume.pid
+        frozen = s.servers.frozen(volume.id)
+        await frozen.__aenter__()
+        await s.crash()
+        with pytest.raises(TimeoutError):
+            volume.nfs(guest, seconds=0.4).getattr(root)
+        await s.servers.open({volume.id})
+        assert volume.nfs(guest).getattr(root).kind == 2
+        assert volume.pid == pid
+        with contextlib.suppress(GeneratorExit, RuntimeError, OSError):
+            await frozen.__aexit__(None, None, None)
+
+    run(test)
+
+
+def test_a_server_that_dies_with_the_gateway_leaves_nothing(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        await volume.serve({slot: False})
+        root, pid = volume.mount(guest), volume.pid
+        volume.nfs(guest).write(volume.nfs(guest).create(root, "file"), b"kept", stable=nfs3.UNSTABLE)
+        os.kill(pid, signal.SIGSTOP)  # In the midst of a capture, at that.
+        await s.crash()
+        os.kill(pid, signal.SIGKILL)
+        await let_go(s.root)
+        assert volume.content("file") == b"kept"
+        assert await s.servers.open({volume.id}) == []
+        assert list((s.root / "servers").iterdir()) == []
+        await volume.serve({slot: False})
+        assert volume.mount(guest) == root
+
+    run(test)
+
+
+def test_a_server_that_hangs_is_replaced_or_ended_in_time(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, guest), (other, _) = await s.volume(), await s.guest(), await s.guest()
+        await volume.serve({slot: False})
+        root, pid = volume.mount(guest), volume.pid
+        os.kill(pid, signal.SIGSTOP)
+        started = time.monotonic()
+        await volume.serve({slot: False, other: True})
+        assert time.monotonic() - started < 10
+        assert volume.pid != pid
+        assert volume.nfs(guest).getattr(root).kind == 2
+        os.kill(volume.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        await volume.serve({})
+        assert time.monotonic() - started < 5
+        assert loops(s.root) == []
+
+    run(test)
+
+
+def test_a_start_that_is_given_up_leaves_nothing(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        for delay in (0.0, 0.02, 0.05, 0.08, 0.12):
+            starting = asyncio.ensure_future(volume.serve({slot: False}))
+            await asyncio.sleep(delay)
+            starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await starting
+                await s.servers.stop(volume.id)
+            await let_go(s.root)
+        await volume.serve({slot: False})
+        assert volume.nfs(guest).getattr(volume.mount(guest)).kind == 2
+
+    run(test)
+
+
+def test_an_image_is_never_mounted_twice(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, _) = await s.volume(), await s.guest()
+        await volume.serve({slot: False})
+        again = Volume(s, volume.image, VOLUME_PORTS[-1])
+        with pytest.raises(BackendFailed, match="in use by an earlier server"):
+            await again.serve({slot: False})
+        assert loops(s.root) == [str(volume.image)]
+
+    run(test)

@@ -1,0 +1,202 @@
+"""Volumes in machines: what is open goes on in forks, what is captured is of the machine's instant."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.engine.spec import ForkSpec, MountSpec
+from sandbox_gateway.errors import NoSpace
+from sandbox_gateway.records import Sandbox
+from tests.kvm_xfs.test_host import cramped, fill  # noqa: F401
+from tests.support.live import Live
+from tests.support.worlds import TEMPLATE, KvmXfsWorld
+
+SMALL = 64
+SOON = 60
+
+
+@pytest.fixture
+def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
+    config = kvm_xfs_world.config()
+    live = Live(kvm_xfs_world.host(config), config)
+    live.do(live.engine.create_volume("data", SMALL))
+    yield live
+    live.empty()
+    live.close()
+    kvm_xfs_world.forget(config)
+
+
+def create(live: Live, name: str, *mounts: MountSpec, template: str = TEMPLATE, cold: bool = False) -> Sandbox:
+    return live.do(live.engine.create(template, ForkSpec(names=[name], mounts=list(mounts), cold_start=cold)))
+
+
+def run_on(live: Live, ref: str, program: str) -> None:
+    """Let a Python program run on in a sandbox."""
+    live.do(live.engine.exec(ref, ["sh", "-c", "cat >/root/program"], stdin=program.encode()))
+    live.shell(ref, "python3 /root/program </dev/null >/root/said 2>&1 &")
+
+
+def read(live: Live, ref: str, path: str) -> str:
+    return live.shell(ref, f"cat {path} 2>/dev/null || true").strip("\0\n ")
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+OPEN_FILE = """
+import os, time
+file = os.open("/data/file", os.O_RDWR | os.O_CREAT)
+count = 0
+while True:
+    count += 1
+    name = os.uname().nodename
+    place = int(name[-1]) if name[-1].isdigit() else 0
+    # Each its own pages: a page is what an NFS client writes at least, and of one page the last writer's stays.
+    os.pwrite(file, f"{name} {count:08}\\n".encode(), 65536 * place)
+    os.fsync(file)
+    time.sleep(0.05)
+"""
+
+
+def counts(live: Live, ref: str) -> dict[str, int]:
+    """How far each machine has counted in the file all of them have open, as ``ref`` sees it."""
+    lines = (line.split() for line in read(live, ref, "/data/file").replace("\0", "").splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) == 2}
+
+
+def test_forks_of_a_live_machine_go_on_writing_to_the_file_it_has_open(live: Live) -> None:
+    create(live, "source", MountSpec("data", "/data"))
+    create(live, "witness", MountSpec("data", "/data", read_only=True))
+    run_on(live, "source", OPEN_FILE)
+    wait_for(lambda: "source" in counts(live, "witness"))
+    live.do(live.engine.capture("source", name="mark"))
+    live.do(live.engine.fork("mark", ForkSpec(names=["fork1", "fork2"])))
+    wait_for(lambda: {"source", "fork1", "fork2"} <= counts(live, "witness").keys())
+    before = counts(live, "witness")
+    wait_for(lambda: all(count > before[name] + 5 for name, count in counts(live, "witness").items()))
+
+
+TWO_PLACES = """
+import os
+volume = os.open("/data/count", os.O_RDWR | os.O_CREAT)
+disk = os.open("/root/count", os.O_RDWR | os.O_CREAT)
+count = 0
+while True:
+    count += 1
+    for file in (volume, disk):
+        os.pwrite(file, f"{count:08}".encode(), 0)
+        os.fsync(file)
+"""
+
+
+@pytest.mark.parametrize(("memory", "times"), [("auto", 3), ("none", 1)])
+def test_volume_is_captured_at_the_instant_of_the_disk(live: Live, memory: str, times: int) -> None:
+    create(live, "source", MountSpec("data", "/data"))
+    run_on(live, "source", TWO_PLACES)
+    for name in map(str, range(times)):
+        before = counted(live, "source")
+        wait_for(lambda before=before: counted(live, "source") > before + 3)
+        live.do(live.engine.capture("source", name=f"mark{name}", memory=memory, volumes=["data"]))
+        # Of a fork that goes on, the program cannot write to the volume any more.
+        create(live, f"box{name}", MountSpec("data", "/data", clone=True), template=f"mark{name}")
+        volume, disk = (int(read(live, f"box{name}", f"{place}/count")) for place in ("/data", "/root"))
+        assert disk > before and volume - disk in (0, 1)
+        live.do(live.engine.kill(f"box{name}"))
+    assert [each.name for each in live.engine.volumes()] == ["data"]
+
+
+def counted(live: Live, ref: str) -> int:
+    return int(read(live, ref, "/root/count") or 0)
+
+
+def test_clone_of_a_captured_volume_is_one_s_own(live: Live) -> None:
+    create(live, "source", MountSpec("data", "/data"))
+    live.shell("source", "echo before >/data/file")
+    live.do(live.engine.capture("source", name="mark", volumes=["data"]))
+    live.shell("source", "echo after >/data/file && sync")
+    create(live, "fork", MountSpec("data", "/data", clone=True), template="mark")
+    assert read(live, "fork", "/data/file") == "before"
+    live.shell("fork", "echo own >/data/file && sync")
+    assert read(live, "source", "/data/file") == "after"
+
+
+def test_a_capture_without_volumes_has_no_part_in_them(live: Live) -> None:
+    create(live, "source", MountSpec("data", "/data"))
+    captured = live.do(live.engine.capture("source"))
+    assert "volumes" not in captured.host["phases_ms"]
+    captured = live.do(live.engine.capture("source", volumes=["data"]))
+    assert captured.host["phases_ms"]["volumes"] < 1000
+
+
+def test_growth_is_seen_by_who_has_it_mounted(live: Live) -> None:
+    create(live, "source", MountSpec("data", "/data"))
+    live.do(live.engine.grow_volume("data", 3 * SMALL))
+    live.shell("source", f"dd if=/dev/zero of=/data/fill bs=1M count={2 * SMALL} conv=fsync")
+
+
+def test_rollback_under_who_has_it_mounted(live: Live) -> None:
+    create(live, "source", MountSpec("data", "/data"))
+    live.shell("source", "echo before >/data/file && sync")
+    live.do(live.engine.snapshot_volume("data", "mark"))
+    live.shell("source", "echo after >/data/file && sync")
+    live.do(live.engine.rollback_volume("data", "mark", force=True))
+    wait_for(lambda: read(live, "source", "/data/file") == "before")
+    live.shell("source", "echo again >/data/other && sync")
+
+
+def test_no_space_while_volumes_are_captured(kvm_xfs_world: KvmXfsWorld, cramped: Live) -> None:  # noqa: F811
+    live = cramped
+    live.do(live.engine.create_volume("data", SMALL))
+    create(live, "one", MountSpec("data", "/data"))
+    live.shell("one", "head -c 20000000 /dev/urandom >/run/blob; echo kept >/data/file; sync")
+    root = live.config.host.state_root
+    before = files(root)
+    fill(root, 4 << 20)
+    with pytest.raises(NoSpace, match="no space left"):
+        live.do(live.engine.capture("one", name="big", volumes=["data"]))
+    (root / "filler").unlink()
+    assert files(root) == before
+    assert read(live, "one", "/data/file") == "kept"
+    live.shell("one", "echo more >>/data/file && sync")
+    live.do(live.engine.capture("one", name="big", volumes=["data"]))
+
+
+def files(root: Path) -> set[str]:
+    """What there is of snapshots and volumes."""
+    return {
+        str(Path(place, name).relative_to(root))
+        for top in ("snapshots", "volumes")
+        for place, below, names in os.walk(root / top)
+        for name in below + names
+    }
+
+
+def test_end_of_the_last_that_has_a_volume_ends_its_server(live: Live) -> None:
+    volume = live.engine.volume("data")
+    create(live, "one", MountSpec("data", "/data"))
+    assert servers(live, volume.id)
+    live.do(live.engine.kill("one"))
+    wait_for(lambda: not servers(live, volume.id))
+
+
+def servers(live: Live, volume: str) -> list[str]:
+    """The processes that have to do with a volume of this gateway."""
+    place = f"{live.config.host.state_root}/serving"
+    found = []
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = process.read_text(errors="replace").replace("\0", " ")
+        except OSError:
+            continue
+        if place in line and volume in line:
+            found.append(line)
+    return found

@@ -1,0 +1,236 @@
+"""A client of NFSv3 and its MOUNT protocol (RFC 1813), over TCP, that says what a hostile sandbox may say.
+
+Handles, user ids and programs are whatever the caller gives. Only what tests need is there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from typing import Self
+
+NFS, MOUNT, NLM, RQUOTA, PORTMAP = 100003, 100005, 100021, 100011, 100000
+OK, PERM, NOENT, IO, ACCES, EXIST, NOSPC, ROFS, STALE, BADHANDLE = 0, 1, 2, 5, 13, 17, 28, 30, 70, 10001
+UNSTABLE, FILE_SYNC = 0, 2
+
+
+class Refused(Exception):
+    """The server understood the call and did not carry it out for anybody: of its RPC layer, not of a file."""
+
+
+class NfsError(Exception):
+    """The procedure's status, one of the numbers above."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"NFS status {status}")
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Attributes:
+    kind: int
+    mode: int
+    links: int
+    uid: int
+    gid: int
+    size: int
+    fsid: int
+    fileid: int
+
+
+class Reader:
+    """XDR."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def u32(self) -> int:
+        return int(self._take(">I", 4))
+
+    def u64(self) -> int:
+        return int(self._take(">Q", 8))
+
+    def opaque(self) -> bytes:
+        size = self.u32()
+        data = self._data[self._at : self._at + size]
+        self._at += (size + 3) // 4 * 4
+        return data
+
+    def _take(self, form: str, size: int) -> int:
+        value: int = struct.unpack_from(form, self._data, self._at)[0]
+        self._at += size
+        return value
+
+    def attributes(self) -> Attributes:
+        kind, mode, links, uid, gid = (self.u32() for _ in range(5))
+        size, _, _, fsid, fileid = (self.u64() for _ in range(5))
+        for _ in range(3):
+            self.u64()
+        return Attributes(kind, mode, links, uid, gid, size, fsid, fileid)
+
+    def post_attributes(self) -> Attributes | None:
+        return self.attributes() if self.u32() else None
+
+    def wcc(self) -> None:
+        if self.u32():
+            for _ in range(3):
+                self.u64()
+        self.post_attributes()
+
+
+def opaque(data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + data + b"\0" * (-len(data) % 4)
+
+
+def _new_attributes(mode: int | None = None, size: int | None = None) -> bytes:
+    """sattr3: only what is given is set."""
+    data = struct.pack(">I", 0) if mode is None else struct.pack(">II", 1, mode)
+    data += struct.pack(">II", 0, 0)
+    data += struct.pack(">I", 0) if size is None else struct.pack(">IQ", 1, size)
+    return data + struct.pack(">II", 0, 0)
+
+
+class Connection:
+    """One TCP connection to one of the server's ports, as the user ``uid``:``gid``."""
+
+    def __init__(self, address: str, port: int, *, uid: int = 0, gid: int = 0, seconds: float = 5, source: int = 0):
+        """``source``: the port to come from; 0: any."""
+        self._uid, self._gid = uid, gid
+        self._xids = itertools.count(int.from_bytes(os.urandom(3), "big"))
+        self._socket = socket.create_connection((address, port), seconds, ("", source) if source else None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def call(self, program: int, version: int, procedure: int, arguments: bytes = b"") -> Reader:
+        """Raises Refused, or OSError when the connection ends or nothing comes."""
+        xid = next(self._xids)
+        user = struct.pack(">I", 0) + opaque(b"sandbox") + struct.pack(">III", self._uid, self._gid, 0)
+        head = struct.pack(">IIIIII", xid, 0, 2, program, version, procedure)
+        message = head + struct.pack(">I", 1) + opaque(user) + struct.pack(">II", 0, 0) + arguments
+        self._socket.sendall(struct.pack(">I", len(message) | 1 << 31) + message)
+        while True:
+            reply = Reader(self._record())
+            if reply.u32() == xid:
+                break
+        reply.u32()
+        if reply.u32() != 0:
+            reason = reply.u32()
+            raise Refused(f"denied: {'authentication ' + str(reply.u32()) if reason == 1 else 'RPC version'}")
+        reply.u32(), reply.opaque()
+        accepted = reply.u32()
+        if accepted != 0:
+            raise Refused(f"not accepted: {accepted}")
+        return reply
+
+    def _record(self) -> bytes:
+        data = b""
+        while True:
+            mark = int.from_bytes(self._exactly(4), "big")
+            data += self._exactly(mark & 0x7FFFFFFF)
+            if mark >> 31:
+                return data
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            piece = self._socket.recv(size - len(data))
+            if not piece:
+                raise ConnectionResetError("the server hung up")
+            data += piece
+        return data
+
+
+class Mount(Connection):
+    def mnt(self, path: str) -> bytes:
+        """The handle of an export's root."""
+        reply = self.call(MOUNT, 3, 1, opaque(path.encode()))
+        _check(reply)
+        return reply.opaque()
+
+    def exports(self) -> list[tuple[str, list[str]]]:
+        """What is exported, and to whom, as far as it is told."""
+        reply, found = self.call(MOUNT, 3, 5), []
+        while reply.u32():
+            path, groups = reply.opaque().decode(), []
+            while reply.u32():
+                groups.append(reply.opaque().decode())
+            found.append((path, groups))
+        return found
+
+
+class Nfs(Connection):
+    """Handles are bytes. Each procedure raises NfsError for a status that is not OK."""
+
+    def getattr(self, handle: bytes) -> Attributes:
+        return self._nfs(1, opaque(handle)).attributes()
+
+    def truncate(self, handle: bytes, size: int) -> None:
+        self._nfs(2, opaque(handle) + _new_attributes(size=size) + struct.pack(">I", 0))
+
+    def lookup(self, directory: bytes, name: str) -> bytes:
+        return self._nfs(3, opaque(directory) + opaque(name.encode())).opaque()
+
+    def read(self, handle: bytes, offset: int = 0, count: int = 65536) -> bytes:
+        reply = self._nfs(6, opaque(handle) + struct.pack(">QI", offset, count))
+        reply.post_attributes(), reply.u32(), reply.u32()
+        return reply.opaque()
+
+    def write(self, handle: bytes, data: bytes, offset: int = 0, stable: int = FILE_SYNC) -> int:
+        reply = self._nfs(7, opaque(handle) + struct.pack(">QII", offset, len(data), stable) + opaque(data))
+        reply.wcc()
+        return reply.u32()
+
+    def create(self, directory: bytes, name: str, mode: int = 0o644) -> bytes:
+        """Make a file, or take the one that is there; its handle."""
+        arguments = opaque(directory) + opaque(name.encode()) + struct.pack(">I", 0) + _new_attributes(mode)
+        return self._made(self._nfs(8, arguments), directory, name)
+
+    def mkdir(self, directory: bytes, name: str, mode: int = 0o755) -> bytes:
+        return self._made(
+            self._nfs(9, opaque(directory) + opaque(name.encode()) + _new_attributes(mode)), directory, name
+        )
+
+    def symlink(self, directory: bytes, name: str, target: str) -> None:
+        self._nfs(10, opaque(directory) + opaque(name.encode()) + _new_attributes() + opaque(target.encode()))
+
+    def mknod(self, directory: bytes, name: str, major: int, minor: int) -> None:
+        """A block device."""
+        data = opaque(directory) + opaque(name.encode())
+        self._nfs(11, data + struct.pack(">I", 3) + _new_attributes(0o666) + struct.pack(">II", major, minor))
+
+    def remove(self, directory: bytes, name: str) -> None:
+        self._nfs(12, opaque(directory) + opaque(name.encode()))
+
+    def rename(self, directory: bytes, name: str, to: bytes, new: str) -> None:
+        self._nfs(14, opaque(directory) + opaque(name.encode()) + opaque(to) + opaque(new.encode()))
+
+    def commit(self, handle: bytes) -> None:
+        self._nfs(21, opaque(handle) + struct.pack(">QI", 0, 0))
+
+    def null(self) -> None:
+        self.call(NFS, 3, 0)
+
+    def _made(self, reply: Reader, directory: bytes, name: str) -> bytes:
+        return reply.opaque() if reply.u32() else self.lookup(directory, name)
+
+    def _nfs(self, procedure: int, arguments: bytes) -> Reader:
+        reply = self.call(NFS, 3, procedure, arguments)
+        _check(reply)
+        return reply
+
+
+def _check(reply: Reader) -> None:
+    status = reply.u32()
+    if status != OK:
+        raise NfsError(status)
