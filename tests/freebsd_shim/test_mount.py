@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +76,66 @@ def test_links_are_resolved(shim: Shim, places: tuple[Path, Path], tmp_path: Pat
     assert mounted(shim)[0]["node"] == str(target)
 
 
+def test_a_link_put_in_the_way_in_the_last_moment_is_followed_and_told(
+    shim: Shim, places: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Whatever the table says is where the mount is, though somebody swaps the target all the time."""
+    source, target = places
+    outside, target = tmp_path / "outside", target / "swapped"
+    outside.mkdir()
+    target.mkdir()
+    swapping = [True]
+
+    def swap() -> None:
+        while swapping:
+            for change in (
+                lambda: target.rename(tmp_path / "aside"),
+                lambda: target.symlink_to(outside),
+                target.unlink,
+                lambda: (tmp_path / "aside").rename(target),
+            ):
+                with contextlib.suppress(OSError):
+                    change()
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        for _ in range(20):
+            done = shim("mount", "-t", "nullfs", "-o", "ro,nocover", str(source), str(target))
+            assert done.returncode in (0, 1), done
+            rows = mounted(shim)
+            assert [row["node"] for row in rows] in ([], [str(outside)], [str(target)], [str(tmp_path / "aside")])
+            assert len(rows) == (done.returncode == 0), (done, rows)
+            for row in rows:
+                assert os.path.ismount(str(row["node"]))
+                shim.ok("umount", str(row["fsid"]))
+    finally:
+        swapping.clear()
+        thread.join()
+
+
+def test_a_mount_keeps_its_name_when_what_is_above_it_is_renamed(shim: Shim, places: tuple[Path, Path]) -> None:
+    source, target = places
+    (target / "above/node").mkdir(parents=True)
+    shim.ok("mount", "-t", "nullfs", str(source), f"{target}/above/node")
+    (target / "above").rename(target / "else")
+    row = mounted(shim)[0]
+    assert (row["special"], row["node"]) == (str(source), f"{target}/above/node")
+    assert (target / "else/node/inner").is_dir()
+    shim.ok("umount", str(row["fsid"]))
+    assert not (target / "else/node/inner").exists()
+
+
+def test_a_mount_that_is_busy_for_good(shim: Shim, places: tuple[Path, Path]) -> None:
+    source, target = places
+    shim.ok("mount", "-t", "nullfs", str(source), str(target))
+    shim.ok("freebsd-shim", "set", "busy", str(target))
+    for options in ([], ["-f"]):
+        shim.fails(1, f"umount: unmount of {target} failed: Device busy", "umount", *options, str(target))
+    shim.ok("freebsd-shim", "set", "busy", "")
+    shim.ok("umount", str(target))
+
+
 def test_errors(shim: Shim, places: tuple[Path, Path]) -> None:
     source, target = places
     words = ["mount", "-t", "nullfs"]
@@ -107,6 +171,29 @@ def test_umount_by_special_takes_the_newest_and_force(shim: Shim, places: tuple[
         shim.fails(1, f"umount: unmount of {target} failed: Device busy", "umount", str(target))
         shim.ok("umount", "-f", str(target))
     assert mounted(shim) == []
+
+
+def test_what_is_open_keeps_the_file_system_below_a_forced_unmount(shim: Shim, places: tuple[Path, Path]) -> None:
+    source, target = places
+    shim.ok("/usr/bin/mount", "-t", "tmpfs", "tmpfs", str(source))
+    shim.ok("mount", "-t", "nullfs", str(source), str(target))
+    device = source.stat().st_dev
+    with (target / "open").open("w") as file:
+        shim.ok("umount", "-f", str(target))
+        assert mounted(shim) == []
+        shim.ok("/usr/bin/umount", str(source))
+        file.write("still")
+    deadline = time.monotonic() + 10
+    while any(holds(path, device) for path in Path("/proc").iterdir()):
+        assert time.monotonic() < deadline, "something keeps it for ever"
+        time.sleep(0.1)
+
+
+def holds(process: Path, device: int) -> bool:
+    try:
+        return process.name.isdigit() and any(file.stat().st_dev == device for file in (process / "fd").iterdir())
+    except OSError:
+        return False
 
 
 def test_a_mount_that_somebody_else_took_away_is_not_listed(shim: Shim, places: tuple[Path, Path]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.jail_zfs.commands import Commands, together
-from sandbox_gateway.hosts.jail_zfs.jail import Jail, Jails, Mount, parse_jails, parse_mounts
+from sandbox_gateway.hosts.jail_zfs.jail import Jail, Jails, Mounted, parse_jails, parse_mounts
 from sandbox_gateway.hosts.jail_zfs.rctl import parse_usage, rules
 from sandbox_gateway.records import Resources
 from tests.support.jail_world import JailZfsWorld, environment, shim
@@ -53,13 +53,31 @@ def test_any_text_is_a_list_or_an_error(text: str) -> None:
         parse_jails(text)
     except BackendFailed as error:
         assert len(error.message) < 2000
-    parse_mounts(text)
+    try:
+        parse_mounts(text)
+    except BackendFailed as error:
+        assert len(error.message) < 2000
     parse_usage(text)
 
 
 def test_the_mount_table() -> None:
-    text = "zroot/a\t/a\t\tzfs\trw\t0 0\ndevfs\t\t/a/dev\tdevfs\trw\t0 0\nodd line\n/x\tb\tnullfs\tro\t0 0\n"
-    assert parse_mounts(text) == [Mount("zroot/a", "/a", "zfs"), Mount("devfs", "/a/dev", "devfs")]
+    rows = (
+        '{"special":"zroot/a","node":"/a","fstype":"zfs","opts":["local"]},'
+        '{"special":"/b c","node":"/a/d e","fstype":"nullfs","opts":["local","read-only"],"fsid":"01ff000029000000"},'
+        '{"special":"devfs","node":"/a/dev","fstype":"devfs","fsid":"02ff000071000000"}'
+    )
+    assert parse_mounts('{"mount": {"mounted": [' + rows + "]}}") == [
+        Mounted("zroot/a", "/a", "zfs"),
+        Mounted("/b c", "/a/d e", "nullfs", "01ff000029000000", read_only=True),
+        Mounted("devfs", "/a/dev", "devfs", "02ff000071000000"),
+    ]
+    assert parse_mounts('{"mount": {}}') == []
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"mount": []}', '{"mount": {"mounted": [{"special": "x"}]}}', "{"])
+def test_what_is_no_table_of_mounts_is_said(text: str) -> None:
+    with pytest.raises(BackendFailed, match="no table of mounts"):
+        parse_mounts(text)
 
 
 def test_limits_as_they_are_written_and_measured() -> None:
@@ -78,8 +96,10 @@ def jails(jail_zfs_world: JailZfsWorld) -> Jails:
 
 def test_what_is_not_there_can_be_ended(jails: Jails, tmp_path: Path) -> None:
     do(jails.end("nowhere", "nowhere-b"))
-    do(jails.unmount(str(tmp_path)))
-    do(jails.unmount(str(tmp_path / "missing")))
+    do(jails.unmount(Mounted("", str(tmp_path), "nullfs")))
+    do(jails.unmount(Mounted("", str(tmp_path / "missing"), "nullfs")))
+    do(jails.unmount(Mounted("", "", "nullfs", "00ff00ff00ff00ff")))
+    do(jails.signal("nowhere", "STOP"))
     assert do(jails.mounts(tmp_path)) == []
 
 

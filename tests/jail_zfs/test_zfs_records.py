@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.hosts.jail_zfs import storage_scan
 from sandbox_gateway.hosts.jail_zfs.zfs_parse import VALUE_MAX, Property, property_value
-from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD, QUARANTINE, decode, encode, stale_parts
-from sandbox_gateway.records import Sandbox, Snapshot
+from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD, QUARANTINE, Kind, Record, decode, encode, stale_parts
+from sandbox_gateway.records import Sandbox, Snapshot, Volume, VolumeSnapshot
 
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=3000)
 _sandboxes = st.builds(
@@ -21,13 +21,26 @@ _sandboxes = st.builds(
 _snapshots = st.builds(Snapshot, description=_texts, recipe=st.dictionaries(_texts, _texts, max_size=8))
 
 
-@given(_sandboxes | _snapshots, st.integers(1, 10**9))
-def test_a_record_is_read_back(record: Sandbox | Snapshot, generation: int) -> None:
+_volumes = st.builds(Volume, name=st.just("data"), size_mb=st.integers(64, 1 << 26), host=st.just({"dataset": "p/v"}))
+_volume_snapshots = st.builds(VolumeSnapshot, name=st.just("mark"), volume=st.just("0" * 12), size_mb=st.just(64))
+_kinds: dict[type[Record], Kind] = {
+    Sandbox: "sandbox",
+    Snapshot: "snapshot",
+    Volume: "volume",
+    VolumeSnapshot: "volume-snapshot",
+}
+
+
+@given(_sandboxes | _snapshots | _volumes | _volume_snapshots, st.integers(1, 10**9))
+def test_a_record_is_read_back(record: Record, generation: int) -> None:
     props = encode(record, generation)
     assert list(props)[-1] == HEAD
     for prop, value in props.items():
         assert property_value(prop, value).isascii() and len(value) <= VALUE_MAX and "\n" not in value
-    assert decode(props, "sandbox" if isinstance(record, Sandbox) else "snapshot") == (generation, record)
+    assert decode(props, _kinds[type(record)]) == (generation, record)
+    for other in set(_kinds.values()) - {_kinds[type(record)]}:
+        with pytest.raises(ValueError, match="was expected"):
+            decode(props, other)
     assert stale_parts(props) == []
 
 

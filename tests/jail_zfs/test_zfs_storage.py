@@ -19,7 +19,7 @@ from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, new_id
 from tests.jail_zfs import pools
 from tests.support import session
 
-_EMPTY = ["", "/ballast", "/retired", "/sandboxes"]
+_EMPTY = ["", "/ballast", "/retired", "/sandboxes", "/volumes"]
 
 
 def _names(storage: ZfsStorage, types: str = "filesystem,snapshot") -> list[str]:

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -170,11 +170,13 @@ class JailZfsWorld:
         mounts = {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()}
         rows = zfs.get_tree(root, ("defer_destroy", "type"))
         # A name for each jail whatever its process's name: what is in there has its root there.
-        # A dataset too busy to be moved among the retired ones stays where it is, unmounted, until the next scan.
+        # A dataset too busy to be moved among the retired ones stays where it is, unmounted, until the next scan;
+        # what a volume was before a rollback stays so until the last snapshot of it goes.
         waiting = {
             name
             for name in rows
-            if name.startswith(f"{root}/sandboxes/") and f"{place}{name.removeprefix(root)}" not in mounts
+            if name.startswith((f"{root}/sandboxes/", f"{root}/volumes/"))
+            if f"{place}{name.removeprefix(root)}" not in mounts
         }
         return {
             "datasets": {name.removeprefix(root) for name in rows if "@" not in name and name not in waiting},
@@ -202,11 +204,31 @@ class JailZfsWorld:
         instances = {f"/sandboxes/{each.instance}" for each in sandboxes}
         mounted = {name for name in found["datasets"] if f"{self.place(config)}{name}" in found["mounts"]}
         assert {name for name in mounted if name.startswith("/sandboxes/")} == instances, when
+        volumes = {each.host["dataset"].removeprefix(config.jail_zfs.dataset) for each in engine.volumes()}
+        assert {name for name in mounted if name.startswith("/volumes/")} == volumes, when
         known = {each.host["zfsSnapshot"].partition("@")[2] for each in engine.index.snapshots.values()}
-        assert found["snapshots"] == known, when
+        assert found["snapshots"] == known | set(engine.index.volume_snapshots), when
+        assert self.volume_mounts(config) == {
+            (f"{self.place(config)}/sandboxes/{sandbox.instance}{mount.path}", mount.volume, mount.read_only)
+            for sandbox in running
+            for mount in sandbox.mounts
+        }, when
         for kind in ("jails", "cables", "anchors", "identities"):
             assert len(found[kind]) == len(running), (when, kind, found[kind])
         assert len(found["limits"]) == 3 * len(running), (when, found["limits"])
+
+    def territory(self, config: Config) -> Path:
+        return self.place(config)
+
+    def volume_mounts(self, config: Config) -> set[tuple[str, str, bool]]:
+        """``(where, volume id, read-only)`` of each volume that is mounted in a jail."""
+        rows = json.loads(shim("mount", "--libxo", "json", "-v", "-t", "nullfs"))["mount"].get("mounted", [])
+        volumes = f"{self.place(config)}/volumes/"
+        return {
+            (row["node"], row["special"].removeprefix(volumes).partition(".")[0], "read-only" in row["opts"])
+            for row in rows
+            if row["special"].startswith(volumes)
+        }
 
     # -- hurting ----------------------------------------------------------------------------------------------------
 
@@ -215,6 +237,19 @@ class JailZfsWorld:
             raise BackendFailed("forced")
 
         monkeypatch.setattr("sandbox_gateway.hosts.jail_zfs.zfs.lzc_snapshot", refuse)
+
+    def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The second snapshot of a capture fails; the first has been taken by then."""
+        take = zfs._snapshot_at_once
+        taken: list[str] = []
+
+        def refuse(names: Sequence[str], options: Sequence[str]) -> None:
+            if taken:
+                raise zfs.exceptions.ZFSGenericError(5, names[0], "forced")
+            taken.extend(names)
+            take(names, options)
+
+        monkeypatch.setattr("sandbox_gateway.hosts.jail_zfs.zfs._snapshot_at_once", refuse)
 
     def power_cut(self, config: Config) -> None:
         prefix = config.network.prefix
@@ -228,11 +263,12 @@ class JailZfsWorld:
             shim("rctl", "-r", ":".join(line.split(":")[:2]), check=False)
         for name in found["anchors"]:
             shim("pfctl", "-q", "-a", name, "-F", "all")
+        own = {f"{self.place(config)}{name}" for name in found["datasets"]}
         for node in sorted(self.traces(config)["mounts"], reverse=True):
-            if node.endswith(("/dev", "/run/sandbox")):
-                shim("umount", node)
+            if node not in own and not node.endswith("/dev/pts"):
+                shim("umount", "-f", node)
         for name in found["datasets"]:
-            if name.startswith("/sandboxes/"):
+            if name.startswith(("/sandboxes/", "/volumes/")):
                 zfs.unmount(f"{config.jail_zfs.dataset}{name}")
         shim("ifconfig", f"{prefix}br", "destroy", check=False)
 

@@ -216,6 +216,7 @@ KNOBS = {
     "kern.racct.enable": "1",
     "kern.osreldate": "1403000",
     "dying": "0",
+    "busy": "",
     "pf.loaded": "1",
 }
 """Every knob with its default; see the README."""

@@ -7,7 +7,7 @@ import os
 from shim import base, prison
 
 USAGE = """\
-usage: freebsd-shim set knob value      (kern.racct.enable, kern.osreldate, dying, pf.loaded)
+usage: freebsd-shim set knob value      (kern.racct.enable, kern.osreldate, dying, busy, pf.loaded)
        freebsd-shim purge               end every jail, mount, epair, bridge, limit and rule of this state directory"""
 
 

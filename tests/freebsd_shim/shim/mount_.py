@@ -40,11 +40,17 @@ LINKS = {"stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "fd": "/proc/self/
 
 
 class Mount:
-    """One line of the mount table."""
+    """One line of the mount table.
 
-    def __init__(self, identity: int, special: str, node: str, fstype: str, options: list[str], fsid: str) -> None:
+    ``node`` is where it was mounted (statfs.f_mntonname, set once by vfs_mount.c vfs_mount_alloc()); ``place`` is where
+    it is, since somebody may have renamed what is above it; ``what`` tells it from a later mount of the same number.
+    """
+
+    def __init__(
+        self, identity: int, special: str, node: str, fstype: str, options: list[str], fsid: str, what: str
+    ) -> None:
         self.identity, self.special, self.node, self.fstype = identity, special, node, fstype
-        self.options, self.fsid = options, fsid
+        self.options, self.fsid, self.place, self.what = options, fsid, node, what
 
 
 def unescape(text: str) -> str:
@@ -77,7 +83,8 @@ def kernel_table() -> list[Mount]:
             options = [word for word in words if word in OPTIONS]
             number = int(fields[0])
             fsid = number.to_bytes(4, "little").hex() + "de000000"
-            found.append(Mount(number, unescape(fields[dash + 2]), unescape(fields[4]), fstype, options, fsid))
+            what = f"{fields[2]} {fields[3]}"
+            found.append(Mount(number, unescape(fields[dash + 2]), unescape(fields[4]), fstype, options, fsid, what))
     return found
 
 
@@ -87,12 +94,12 @@ def table() -> list[Mount]:
     found, hidden = [], []
     for each in kernel_table():
         record = records.get(each.identity)
-        if record is not None and record["node"] == each.node:
+        if record is not None and record["what"] == each.what:
             each.special, each.fstype, each.fsid = record["special"], record["fstype"], record["fsid"]
-            each.options = record["options"]
+            each.options, each.node = record["options"], record["node"]
             if each.fstype == "devfs":
-                hidden.append(each.node + "/pts")
-        if not (each.fstype == "devpts" and each.node in hidden):
+                hidden.append(each.place + "/pts")
+        if not (each.fstype == "devpts" and each.place in hidden):
             found.append(each)
     return found
 
@@ -102,15 +109,15 @@ def record(special: str, node: str, fstype: str, options: list[str]) -> None:
     with base.locked():
         state = base.load("mounts", {"last": 0, "mounts": []})
         now = kernel_table()
-        there = {each.identity: each.node for each in now}
-        state["mounts"] = [each for each in state["mounts"] if there.get(each["id"]) == each["node"]]
-        identity = next(each.identity for each in reversed(now) if each.node == node)
+        there = {each.identity: each.what for each in now}
+        state["mounts"] = [each for each in state["mounts"] if there.get(each["id"]) == each["what"]]
+        made = next(each for each in reversed(now) if each.node == node)
         state["last"] += 1
         # vfs_getnewfsid(): a number of its own and the file system's type number
         kind = "29000000" if fstype == "nullfs" else "71000000"
         fsid = (0x00FF00 + state["last"]).to_bytes(4, "little").hex() + kind
-        entry = {"id": identity, "special": special, "node": node, "fstype": fstype, "options": options, "fsid": fsid}
-        state["mounts"].append(entry)
+        entry = {"id": made.identity, "what": made.what, "special": special, "node": node}
+        state["mounts"].append(entry | {"fstype": fstype, "options": options, "fsid": fsid})
         base.save("mounts", state)
 
 
@@ -202,7 +209,7 @@ def options_of(words: list[str], own: tuple[str, ...]) -> tuple[list[str], str]:
 
 def cover(node: str, on: list[str]) -> int:
     """vfs_mount.c vfs_domount(), vfs_domount_first(): 0, or the errno for a node that must not be covered."""
-    if "nocover" in on and any(each.node == node for each in table()):
+    if "nocover" in on and any(each.place == node for each in table()):
         return errno.EBUSY
     if "emptydir" in on and os.listdir(node):
         return errno.ENOTEMPTY
@@ -219,12 +226,14 @@ def mount_nullfs(special: str, node: str, words: list[str]) -> int:
     if unknown:
         raise base.err(1, f"{node}: mount option <{unknown}> is unknown", errno.EINVAL)
     number = cover(node, on)
-    if not number and any(each.fstype == "nullfs" and each.node == node and each.special == source for each in table()):
+    if not number and any(
+        each.fstype == "nullfs" and each.place == node and each.special == source for each in table()
+    ):
         number = errno.EDEADLK  # nullfs_mount(): "Check multi null mount"
     if number:
         raise base.err(1, node, number)
     try:
-        base.mount_syscall(source, node, "", base.MS_BIND)
+        node = bind(source, node)
         flags = 0
         for name in on:
             flags |= OPTIONS[name][0]
@@ -234,6 +243,17 @@ def mount_nullfs(special: str, node: str, words: list[str]) -> int:
         raise base.err(1, node, error.errno or 0) from None
     record(source, node, "nullfs", on)
     return 0
+
+
+def bind(source: str, node: str) -> str:
+    """vfs_mount.c vfs_domount(): namei() with FOLLOW, then vn_path_to_global_path(): wherever links that came up since
+    have led, that is where the mount is, and what it is called: returned."""
+    covered = os.open(node, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        base.mount_syscall(source, f"/proc/self/fd/{covered}", "", base.MS_BIND)
+        return os.readlink(f"/proc/self/fd/{covered}")
+    finally:
+        os.close(covered)
 
 
 def mount_devfs(special: str, node: str, words: list[str]) -> int:
@@ -365,9 +385,10 @@ def unmount(name: str, force: bool, verbose: bool) -> int:
             base.warnx(f"{name}: not a file system root directory")
             return 1
     try:
-        if found.fstype == "devfs":
-            unmount_devfs(found.node, force)
-        base.umount_syscall(found.node, base.MNT_DETACH if force else 0)
+        if found.node == base.knob("busy"):
+            # dounmount(): MNTK_UNMOUNT, another unmount of it is under way and hangs; no force helps
+            raise OSError(errno.EBUSY, "")
+        take_away(found, force)
     except OSError as error:
         base.warn(f"unmount of {found.node} failed", error.errno or 0)
         return 1
@@ -389,16 +410,80 @@ def look_up(name: str) -> Mount | None:
     return next((each for each in mounts if each.special == name), None)
 
 
-def unmount_devfs(node: str, force: bool) -> None:
-    """The stand-in's second mount goes first."""
-    pts = os.path.join(node, "pts")
-    if any(each.node == pts for each in kernel_table()):
+def take_away(mount: Mount, force: bool) -> None:
+    """Of devfs the stand-in's second mount goes first."""
+    pts = os.path.join(mount.place, "pts")
+    if mount.fstype == "devfs" and any(each.place == pts for each in kernel_table()):
         base.umount_syscall(pts, base.MNT_DETACH if force else 0)
+    if force and is_open(mount.identity):
+        keep_below(mount)
+    base.umount_syscall(mount.place, base.MNT_DETACH if force else 0)
+
+
+def keep_below(mount: Mount) -> None:
+    """Keep the file system below a mount until nothing is open any more by way of that mount.
+
+    On FreeBSD what is open there is dead when the unmount was forced. Here it lives on; were the file system then to
+    go with the last close, zfs-fuse would wait for ever for that close, and answer nobody meanwhile.
+    """
+    import time
+
+    root = os.open(mount.place, os.O_PATH | os.O_DIRECTORY)
+    if os.fork():
+        os.close(root)
+        return
+    try:
+        os.setsid()
+        null = os.open("/dev/null", os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        if base.locked.depth:
+            os.close(base.locked.handle)
+        while is_open(mount.identity):
+            time.sleep(0.1)
+        time.sleep(0.5)  # the last close has arrived by then
+    finally:
+        os._exit(0)
+
+
+def is_open(identity: int) -> bool:
+    """Has another process a file, or its directory or program, by way of the mount of this number?"""
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            files = [f"/proc/{entry}/fdinfo/{fd}" for fd in os.listdir(f"/proc/{entry}/fdinfo")]
+        except OSError:
+            continue
+        if any(mount_of(file) == identity for file in files):
+            return True
+        for link in ("cwd", "root", "exe"):
+            try:
+                fd = os.open(f"/proc/{entry}/{link}", os.O_PATH | os.O_CLOEXEC)
+            except OSError:
+                continue
+            found = mount_of(f"/proc/self/fdinfo/{fd}")
+            os.close(fd)
+            if found == identity:
+                return True
+    return False
+
+
+def mount_of(fdinfo: str) -> int:
+    """The number of the mount that a file was opened by; 0: nobody knows."""
+    try:
+        with open(fdinfo) as file:
+            return next((int(line[7:]) for line in file if line.startswith("mnt_id:")), 0)
+    except OSError:
+        return 0
 
 
 def purge() -> None:
     """Unmount all that was recorded, newest first."""
-    ours = {(entry["id"], entry["node"]) for entry in base.load("mounts", {"mounts": []})["mounts"]}
+    ours = {(entry["id"], entry["what"]) for entry in base.load("mounts", {"mounts": []})["mounts"]}
     for each in reversed(table()):
-        if (each.identity, each.node) in ours:  # the kernel gives the number of a mount that is gone to another
-            unmount(each.node, True, False)
+        if (each.identity, each.what) in ours:  # the kernel gives the number of a mount that is gone to another
+            try:
+                take_away(each, True)
+            except OSError as error:
+                base.warn(f"unmount of {each.node} failed", error.errno or 0)

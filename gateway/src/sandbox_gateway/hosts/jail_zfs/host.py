@@ -9,26 +9,27 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sandbox_gateway.config import Config
-from sandbox_gateway.errors import BackendFailed, Busy, Conflict, GatewayError, Invalid, NotFound, Unsupported
+from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid, NotFound, Unsupported
 from sandbox_gateway.hosts.addresses import AGENT_PORT, name_servers
 from sandbox_gateway.hosts.base import Abilities, Endpoint, Log, Scan, Usage
 from sandbox_gateway.hosts.jail_zfs import rootfs
 from sandbox_gateway.hosts.jail_zfs.commands import Commands, together
-from sandbox_gateway.hosts.jail_zfs.epair import Bridge, Cable
-from sandbox_gateway.hosts.jail_zfs.jail import Jail, Jails
+from sandbox_gateway.hosts.jail_zfs.epair import Bridge
+from sandbox_gateway.hosts.jail_zfs.host_volumes import VolumesOfJails
+from sandbox_gateway.hosts.jail_zfs.jail import Jail, Jails, Mounted
+from sandbox_gateway.hosts.jail_zfs.jail_mounts import JailMounts
+from sandbox_gateway.hosts.jail_zfs.machine import Machine
 from sandbox_gateway.hosts.jail_zfs.pf import Pf
 from sandbox_gateway.hosts.jail_zfs.rctl import Limits
 from sandbox_gateway.hosts.jail_zfs.storage import ZfsStorage
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import Memory, NetworkPolicy, Sandbox, Snapshot
+from sandbox_gateway.records import Memory, NetworkPolicy, Sandbox, Snapshot, VolumeSnapshot
 
 _LOOK_EVERY = 1.0
 _PROBE_LOOKS = 5
@@ -43,24 +44,13 @@ _ENDED = "its jail ended with the agent in it"
 log = Logger("jail_zfs")
 
 
-@dataclass
-class Machine:
-    """A jail that is there, or was and is not ended by us yet."""
-
-    jail: str
-    cable: Cable
-    root: Path
-    running: bool = False
-    answered: bool = False
-    """Its agent listened when we looked; one that is still starting does not."""
-    ended: bool = False
-
-
-class JailZfsHost:
+class JailZfsHost(VolumesOfJails):
     """Implements hosts.base.Host. ``environment`` is added to that of FreeBSD's commands."""
 
     kind = "jail_zfs"
-    abilities = Abilities(memory=False, resize_on_fork=True, independent_snapshots=False, atomic_capture=True)
+    abilities = Abilities(
+        memory=False, resize_on_fork=True, independent_snapshots=False, atomic_capture=True, atomic_append=True
+    )
 
     def __init__(self, config: Config, *, environment: Mapping[str, str] | None = None) -> None:
         self._config = config
@@ -69,6 +59,7 @@ class JailZfsHost:
         self._storage = ZfsStorage(config.jail_zfs.dataset, lock_directory=config.host.state_root)
         self._run = Commands(environment)
         self._jails = Jails(self._run)
+        self._mounts = JailMounts(self._run, self._jails, config.host.state_root, self._later)
         self._bridge = Bridge(
             self._run,
             name=config.jail_zfs.bridge or f"{self._prefix}br",
@@ -127,11 +118,6 @@ class JailZfsHost:
         self._machines.clear()
         await asyncio.to_thread(self._storage.close)
 
-    def _later(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
     # -- finding things again ---------------------------------------------------------------------------------------
 
     @property
@@ -148,7 +134,8 @@ class JailZfsHost:
             asyncio.run_coroutine_threadsafe(work, loop).result(_SWEEP_SECONDS)
 
         (found,) = await together(asyncio.to_thread(self._storage.scan, teardown))
-        scan = Scan(found.snapshots, found.sandboxes, repaired=list(found.repaired))
+        scan = Scan(found.snapshots, found.sandboxes, found.volumes, found.volume_snapshots)
+        scan.repaired += found.repaired
         self._snapshots = {snapshot.id: snapshot for snapshot in found.snapshots}
         self._refresh_places()
         for sandbox in found.sandboxes:
@@ -161,6 +148,7 @@ class JailZfsHost:
             if any(not jail.dying for jail in strays):
                 scan.repaired.append(f"ended the jail {strays[0].name}, which belonged to nothing")
         scan.repaired += await self._sweep()
+        scan.repaired += await self._find_volumes(found.sandboxes)
         await together(*(self._enforce(sandbox) for sandbox in found.sandboxes if sandbox.instance in scan.alive))
         self._later(self._watch())
         return scan
@@ -196,7 +184,7 @@ class JailZfsHost:
         for jail in jails:
             await self._jails.end(jail.name)
         for mount in await self._jails.mounts(self._place / instance):
-            await self._jails.unmount(mount.node)
+            await self._jails.unmount(mount)
 
     async def _sweep(self) -> list[str]:
         """Remove what no machine has: cables, limits, rules, mounts, identities."""
@@ -205,19 +193,20 @@ class JailZfsHost:
         cables = await self._bridge.sweep({machine.cable.number for machine in machines})
         limits = await self._limits.sweep(f"{self._prefix}-", names)
         anchors = await self._pf.sweep(names)
-        mounts = []
+        mounts: list[str] = []
+        stuck: list[str] = []
         for mount in await self._jails.mounts(self._place):
             if mount.kind in ("nullfs", "devfs") and not self._is_alive(mount.node):
-                await self._jails.unmount(mount.node)
-                mounts.append(mount.node)
+                (mounts if await self._mounts.let_go(mount) else stuck).append(mount.node)
         if self._identities.is_dir():
             for directory in self._identities.iterdir():
                 if directory.name not in self._machines:
                     shutil.rmtree(directory, ignore_errors=True)
         swept = {"cable": cables, "limits of the jail": limits, "rules of the jail": anchors, "mount": mounts}
-        return [
+        notes = [
             f"removed the {what} {name}, left by nothing that runs" for what, some in swept.items() for name in some
         ]
+        return notes + [f"the mount {name}, left by nothing that runs, is stuck and tried again" for name in stuck]
 
     def _is_alive(self, node: str) -> bool:
         return Path(node).relative_to(self._place).parts[0] in self._machines
@@ -364,6 +353,7 @@ class JailZfsHost:
     async def _launch(self, machine: Machine, sandbox: Sandbox) -> None:
         identity = self._identities / sandbox.instance
         cable = machine.cable
+        await self._mount_volumes(machine, sandbox)
         await self._jails.create(
             machine.jail,
             machine.root,
@@ -390,14 +380,16 @@ class JailZfsHost:
 
     # -- capture ----------------------------------------------------------------------------------------------------
 
-    async def capture(self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool) -> Snapshot:
+    async def capture(
+        self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
+    ) -> Snapshot:
         if memory:
             raise Unsupported("a jail host captures files, not memory: ask for memory 'none'")
         self._running(sandbox)
         snapshot.memory = Memory.NONE
         snapshot.resources = sandbox.resources
         snapshot.host = {"zfsSnapshot": f"{self._storage.dataset(sandbox.instance)}@{snapshot.id}"}
-        await together(asyncio.to_thread(self._storage.snapshot, sandbox.instance, snapshot))
+        await self._record(sandbox, snapshot, volumes)
         self._know(snapshot)
         return snapshot
 
@@ -434,7 +426,7 @@ class JailZfsHost:
             machine.running = False
         unplugged, *_ = await asyncio.gather(
             self._tried(machine, self._bridge.unplug(machine.cable)),
-            self._tried(machine, self._unmount(machine)),
+            self._tried(machine, self._mounts.release(machine.root)),
             self._tried(machine, self._limits.remove(machine.jail)),
             self._tried(machine, self._pf.flush(machine.jail)),
         )
@@ -451,10 +443,6 @@ class JailZfsHost:
             return False
         return True
 
-    async def _unmount(self, machine: Machine) -> None:
-        for mount in await self._jails.mounts(machine.root):
-            await self._jails.unmount(mount.node)
-
     async def discard(self, sandbox: Sandbox) -> None:
         await self.stop(sandbox)
         await self._drop(sandbox.instance)
@@ -466,6 +454,8 @@ class JailZfsHost:
     async def _drop(self, instance: str) -> None:
         """Remove or retire the dataset; now, or, where a jail that does not finish dying holds it, in a while."""
         try:
+            if self._mounts.stuck(self._of(instance)):
+                raise Busy("a mount in it is stuck")
             await together(asyncio.to_thread(self._storage.discard, instance))
         except Busy as error:
             log.warning("still in use, removed later", instance=instance, reason=error.message)
@@ -474,7 +464,11 @@ class JailZfsHost:
         self._instances.discard(instance)
         self._refresh_places()
 
+    def _of(self, instance: str) -> Callable[[Mounted], bool]:
+        return lambda mount: mount.node.startswith(f"{self._place / instance}/")
+
     async def _drop_later(self, instance: str) -> None:
+        await self._mounts.freed(self._of(instance))
         for _ in range(_RETRIES):
             await asyncio.sleep(_RETRY_SECONDS)
             try:
@@ -526,12 +520,6 @@ class JailZfsHost:
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
         self._exit_callback = callback
-
-    def _running(self, sandbox: Sandbox) -> Machine:
-        machine = self._machines.get(sandbox.instance)
-        if machine is None or machine.ended:
-            raise Conflict(f"sandbox {sandbox.id} has no running jail: resume it first")
-        return machine
 
 
 def _asked(dns: list[str], policy: NetworkPolicy) -> list[str]:

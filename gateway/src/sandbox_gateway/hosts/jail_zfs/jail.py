@@ -34,12 +34,19 @@ class Jail:
 
 
 @dataclass(frozen=True)
-class Mount:
-    """A line of the mount table."""
+class Mounted:
+    """A line of the mount table: ``special`` is what is seen at ``node``. ``fsid``: its number, 16 hex digits."""
 
     special: str
     node: str
     kind: str
+    fsid: str = ""
+    read_only: bool = False
+
+    @property
+    def handle(self) -> str:
+        """What `umount` knows it by: its number, for at the same path there may be another mount by now."""
+        return self.fsid or self.node
 
 
 def parse_jails(text: str) -> list[Jail]:
@@ -51,10 +58,22 @@ def parse_jails(text: str) -> list[Jail]:
         raise BackendFailed(f"jls answered with what is no list of jails: {text[:200]!r}") from None
 
 
-def parse_mounts(text: str) -> list[Mount]:
-    """Read what ``mount -p`` prints; lines that make no sense are passed over (it escapes nothing)."""
-    rows = (line.split() for line in text.splitlines())
-    return [Mount(row[0], row[1], row[2]) for row in rows if len(row) >= 4 and row[1].startswith("/")]
+def parse_mounts(text: str) -> list[Mounted]:
+    """Read what ``mount --libxo json -v`` prints. Raises BackendFailed for anything else."""
+    try:
+        rows = json.loads(text)["mount"].get("mounted", [])
+        return [
+            Mounted(
+                str(row["special"]),
+                str(row["node"]),
+                str(row["fstype"]),
+                str(row.get("fsid", "")),
+                "read-only" in row.get("opts", []),
+            )
+            for row in rows
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise BackendFailed(f"mount answered with what is no table of mounts: {text[:200]!r}") from None
 
 
 class Jails:
@@ -88,30 +107,34 @@ class Jails:
 
     async def end(self, name: str, interface: str = "") -> None:
         """Kill what runs in a jail, take its interface back, remove it. One that is not there is no failure."""
-        await self._kill(name)
+        await self.signal(name, "KILL")
         if interface:
             # With the jail's last process the jail itself may have gone, and its interface home.
             absent = ("Device not configured", "does not exist", *_NOT_FOUND)
             await self._run.unless("ifconfig", interface, "-vnet", name, absent=absent)
         await self._run.unless("jail", "-R", name, absent=_NOT_FOUND)
 
-    async def _kill(self, name: str) -> None:
-        """`pkill` says nothing where nothing runs."""
+    async def mounts(self, below: Path) -> list[Mounted]:
+        """What is mounted below a directory, the deepest and newest first."""
+        inside = [each for each in await self.mount_table() if each.node.startswith(f"{below}/")]
+        inside.reverse()
+        return sorted(inside, key=lambda each: each.node.count("/"), reverse=True)
+
+    async def mount_table(self) -> list[Mounted]:
+        """Every mount of this machine, oldest first."""
+        return parse_mounts(await self._run("mount", "--libxo", "json", "-v"))
+
+    async def unmount(self, mount: Mounted) -> None:
+        """Unmount, by force where it is in use; nothing to do where it is not mounted."""
         try:
-            await self._run("pkill", "-KILL", "-j", name, silent=True)
+            await self._run.unless("umount", mount.handle, absent=_NOT_MOUNTED)
+        except BackendFailed:
+            await self._run.unless("umount", "-f", mount.handle, absent=_NOT_MOUNTED)
+
+    async def signal(self, name: str, signal: str) -> None:
+        """Send a signal to all that runs in a jail; nothing to do where nothing runs, or no jail is."""
+        try:
+            await self._run("pkill", f"-{signal}", "-j", name, silent=True)
         except BackendFailed as error:
             if not any(words in error.message for words in _NOT_FOUND):
                 raise
-
-    async def mounts(self, below: Path) -> list[Mount]:
-        """What is mounted below a directory, the deepest and newest first."""
-        found = parse_mounts(await self._run("mount", "-p"))
-        inside = [each for each in found if each.node.startswith(f"{below}/")]
-        return sorted(inside, key=lambda each: each.node.count("/"), reverse=True)
-
-    async def unmount(self, node: str) -> None:
-        """Unmount, by force where it is in use; nothing to do where nothing is mounted."""
-        try:
-            await self._run.unless("umount", node, absent=_NOT_MOUNTED)
-        except BackendFailed:
-            await self._run.unless("umount", "-f", node, absent=_NOT_MOUNTED)

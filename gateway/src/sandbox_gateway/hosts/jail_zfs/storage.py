@@ -6,6 +6,7 @@
     <root>/sandboxes/<instance>       a clone; its record says which sandbox it embodies
     <root>/sandboxes/<instance>@<id>  a snapshot, with its record
     <root>/ballast                    16 MiB held back for when the pool is full
+    <root>/volumes/<id>               a volume, see storage_volumes
     <root>/retired/<instance>         what is left of an instance whose snapshots have to stay; unmounted, goes with
                                       the last of them (on zfs-fuse it may stay in sandboxes/ for a while)
 
@@ -18,27 +19,26 @@ Functions block; they may be called from several threads. They raise GatewayErro
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, InUse, NotFound, OverQuota
+from sandbox_gateway.errors import BackendFailed, GatewayError, InUse, NotFound
 from sandbox_gateway.hosts.jail_zfs import zfs
 from sandbox_gateway.hosts.jail_zfs.storage_errors import translating
-from sandbox_gateway.hosts.jail_zfs.storage_scan import FACTS, TEMPLATE, Findings, interpret, is_retired
+from sandbox_gateway.hosts.jail_zfs.storage_scan import TEMPLATE, interpret, is_retired
+from sandbox_gateway.hosts.jail_zfs.storage_volumes import VolumeStorage
+from sandbox_gateway.hosts.jail_zfs.volume_scan import VOLUME_FACTS, interpret_volumes
 from sandbox_gateway.hosts.jail_zfs.zfs_owner import Ownership
-from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD, QUARANTINE, decode, encode, stale_parts
-from sandbox_gateway.records import Sandbox, Snapshot
+from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD, decode, encode
+from sandbox_gateway.records import Sandbox, Snapshot, Volume, VolumeSnapshot
 
 R = TypeVar("R")
 
-_CONTAINERS = ("sandboxes", "retired")
+_CONTAINERS = ("sandboxes", "retired", "volumes")
 _BASE = "base"
-_BALLAST = "ballast"
-_BALLAST_BYTES = 16 << 20
 
 
 @dataclass
@@ -50,6 +50,8 @@ class StorageScan:
     sandboxes: list[Sandbox] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)
     """A sentence for each thing that was swept, quarantined or mended."""
+    volumes: list[Volume] = field(default_factory=list)
+    volume_snapshots: list[VolumeSnapshot] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -61,24 +63,15 @@ class Usage:
     available: int
 
 
-class ZfsStorage:
+class ZfsStorage(VolumeStorage):
     """The storage below the dataset ``root_dataset``, which must exist and be mounted somewhere."""
 
     def __init__(self, root_dataset: str, *, lock_directory: Path = Path("/var/run")) -> None:
-        self.root = root_dataset
+        super().__init__(root_dataset)
         self._lock_directory = lock_directory
         self._ownership: Ownership | None = None
-        self._mountpoint: Path | None = None
-        self._guard = threading.RLock()
-        """Over the two maps."""
-        self._shape = threading.RLock()
-        """Over what moves or removes datasets that others may depend on."""
         self._places: dict[str, str] = {}
         """Full name of each snapshot, by its id."""
-        self._generations: dict[str, int] = {}
-        """Of the newest record of each sandbox or snapshot, by its id."""
-        self._long: set[str] = set()
-        """Datasets and snapshots that have, or may have, parts of records."""
 
     # ---- opening ----
 
@@ -100,6 +93,7 @@ class ZfsStorage:
             self._mountpoint = self._mounted_root()
             for name in _CONTAINERS:
                 self._ensure_container(f"{self.root}/{name}")
+            (self._mountpoint / "volumes").chmod(0o700)
             notes += self._take_ballast()
         except BaseException:
             self.close()
@@ -122,19 +116,6 @@ class ZfsStorage:
             )
         zfs.mount(self.root)
         return Path(path)
-
-    def _ensure_container(self, name: str) -> None:
-        if not zfs.lzc_exists(name):
-            # snapshots that some tool takes of everything would keep every instance from going
-            zfs.lzc_create(name, props={"atime": "off", "com.sun:auto-snapshot": "false"})
-        zfs.mount(name)
-
-    @property
-    def mountpoint(self) -> Path:
-        """Of the root dataset. Raises Conflict before ``open``."""
-        if self._mountpoint is None:
-            raise Conflict("the storage is not open")
-        return self._mountpoint
 
     def instance_root(self, instance: str) -> Path:
         """Where the file system of an instance is mounted."""
@@ -205,12 +186,6 @@ class ZfsStorage:
                     del self._places[snapshot_id]
                     raise NotFound("snapshot", snapshot_id) from None
 
-    def _blame_quota(self, origin: str, disk_mb: int | None) -> None:
-        """zfs-fuse says "out of space" where a clone is born larger than its quota."""
-        held = zfs.get_props([origin], ["referenced"])[origin]["referenced"].number
-        if disk_mb is not None and held > disk_mb << 20:
-            raise OverQuota(f"a disk of {disk_mb} MiB is too small: the snapshot holds {(held >> 20) + 1} MiB")
-
     @translating
     def mount(self, instance: str) -> Path:
         """Mount an instance's file system where it is not mounted (after the host went down); returns where."""
@@ -230,12 +205,12 @@ class ZfsStorage:
         self._write(self.dataset(record.instance), record)
 
     @translating
-    def snapshot(self, instance: str, record: Snapshot) -> Snapshot:
-        """Snapshot an instance's file system, as ``record``: there is both or neither.
+    def snapshot(self, instance: str, record: Snapshot, volumes: Sequence[VolumeSnapshot] = ()) -> Snapshot:
+        """Snapshot an instance's file system, as ``record``, and volumes with it: there are all or none.
 
         What programs wrote is in it; what they hold in memory maps is, if they synced it.
         """
-        self._take(f"{self.dataset(instance)}@{record.id}", record)
+        self._take(f"{self.dataset(instance)}@{record.id}", record, volumes)
         return record
 
     @translating
@@ -243,31 +218,16 @@ class ZfsStorage:
         """Write a snapshot's record anew. Raises NotFound if it is gone."""
         self._at_place(record.id, lambda name: self._write(name, record))
 
-    def _take(self, name: str, record: Snapshot) -> None:
+    def _take(self, name: str, record: Snapshot, volumes: Sequence[VolumeSnapshot] = ()) -> None:
         props = encode(record, 1)
-        zfs.lzc_snapshot([name], props)
+        along, volume_props = self._named(volumes)
+        # what is not taken at once is taken in this order: the volumes' are nothing without the sandbox's
+        zfs.lzc_snapshot([*along.values(), name], volume_props | props)
         with self._guard:
+            self._volume_places |= along
             self._places[record.id] = name
             self._generations[record.id] = 1
             self._long.update([name] if len(props) > 1 else [])
-
-    def _write(self, name: str, record: Sandbox | Snapshot) -> None:
-        with self._guard:
-            generation = self._generations[record.id] = self._generations.get(record.id, 0) + 1
-        props = encode(record, generation)
-        for prop, value in props.items():
-            self._in_need(lambda prop=prop, value=value: zfs.lzc_set_prop(name, prop, value))  # type: ignore[misc]
-        if name in self._long:
-            self._drop_stale_parts(name)
-        if len(props) > 1:
-            self._long.add(name)
-
-    @staticmethod
-    def _drop_stale_parts(name: str) -> None:
-        """The record is committed already; what cannot be dropped now is dropped by the next scan."""
-        with suppress(zfs.exceptions.ZFSError):
-            for prop in stale_parts(zfs.local_props(name)):
-                zfs.lzc_inherit_prop(name, prop)
 
     # ---- removing ----
 
@@ -296,10 +256,6 @@ class ZfsStorage:
         except zfs.exceptions.FilesystemNotFound:
             pass
         return True
-
-    def _drop_record(self, dataset: str) -> None:
-        if HEAD in zfs.local_props(dataset):
-            self._in_need(lambda: zfs.lzc_inherit_prop(dataset, HEAD))
 
     def _retire(self, dataset: str) -> None:
         """From the moment it has no record and ``canmount=noauto`` it is retired, wherever it is.
@@ -431,48 +387,24 @@ class ZfsStorage:
         """Bytes that only this snapshot holds."""
         return self._at_place(snapshot_id, zfs.used)
 
-    # ---- when the pool is full ----
-
-    def _in_need(self, change: Callable[[], None]) -> None:
-        """Make a change that must be possible on a full pool, or nothing could ever be removed from it.
-
-        On a full pool ZFS destroys, but writes no property and renames nothing. So a few megabytes are held back in
-        a dataset that can be destroyed; it comes back with the next ``scan`` that finds space.
-        """
-        try:
-            change()
-        except zfs.exceptions.NoSpace:
-            ballast = f"{self.root}/{_BALLAST}"
-            if not zfs.lzc_exists(ballast):
-                raise
-            zfs.lzc_destroy(ballast)
-            change()
-
-    def _take_ballast(self) -> list[str]:
-        ballast = f"{self.root}/{_BALLAST}"
-        if zfs.lzc_exists(ballast):
-            return []
-        try:
-            zfs.lzc_create(ballast, props={"canmount": "off", "refreservation": str(_BALLAST_BYTES)})
-        except (zfs.exceptions.NoSpace, zfs.exceptions.QuotaExceeded):
-            return [f"the pool of {self.root} is nearly full: not even {_BALLAST_BYTES >> 20} MiB can be held back"]
-        return []
-
     # ---- finding again ----
 
     @translating
     def scan(self, teardown: Callable[[str], None] = lambda instance: None) -> StorageScan:
         """Find everything, sweep what was never committed. What is damaged is reported, and stops nothing.
 
+        What volumes leave behind is only found: ``sweep_volumes`` removes it, when jails have let go of it.
         ``teardown(instance)`` is called before an instance is swept, to end what may still run in it; what it raises
         is reported, and the instance stays until the next scan.
         """
         with self._shape:
-            found = interpret(self.root, zfs.get_tree(self.root, FACTS), zfs.local_tree(self.root))
+            facts, local = zfs.get_tree(self.root, VOLUME_FACTS), zfs.local_tree(self.root)
+            found, volumes = interpret(self.root, facts, local), interpret_volumes(self.root, facts, local)
             with self._guard:
                 self._places, self._generations, self._long = found.places, found.generations, found.long
             self._mark(found)
-            notes = [f"{name}: left alone, {why}" for name, why in found.quarantined.items()]
+            notes = self._load_volumes(volumes)
+            notes += [f"{name}: left alone, {why}" for name, why in found.quarantined.items()]
             notes += [f"{name}: its record can be read again" for name in found.mended]
             notes += [self._sweep(instance, why, teardown) for instance, why in found.superseded.items()]
             # asked once more, alone: nothing that another dataset bears may have hidden a record
@@ -486,17 +418,8 @@ class ZfsStorage:
                 notes.append(f"{name}: removed, nothing was kept in it")
             for name in found.to_move:
                 self._move_away(name)
-            return StorageScan(found.snapshots, found.sandboxes, notes + self._take_ballast())
-
-    def _mark(self, found: Findings) -> None:
-        """Properties that say what was found; that they cannot be written (a full pool) changes nothing else."""
-        with suppress(zfs.exceptions.ZFSError):
-            for name, why in found.to_mark.items():
-                zfs.lzc_set_prop(name, QUARANTINE, why)
-            for name in found.mended:
-                zfs.lzc_inherit_prop(name, QUARANTINE)
-            for name, prop in found.stale:
-                zfs.lzc_inherit_prop(name, prop)
+            notes += self._take_ballast()
+            return StorageScan(found.snapshots, found.sandboxes, notes, volumes.volumes, volumes.snapshots)
 
     def _sweep(self, instance: str, why: str, teardown: Callable[[str], None]) -> str:
         dataset = self.dataset(instance)

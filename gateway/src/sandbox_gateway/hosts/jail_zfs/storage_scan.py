@@ -13,13 +13,38 @@ from sandbox_gateway.records import Sandbox, Snapshot
 FACTS = ("createtxg", "defer_destroy", "canmount")
 """The properties ``interpret`` needs of every dataset and snapshot."""
 TEMPLATE = "_template-"
+VOLUMES = "volumes"
 
 Facts = Mapping[str, Mapping[str, Property]]
 UserProperties = Mapping[str, Mapping[str, str]]
 
 
 @dataclass
-class Findings:
+class Marks:
+    """What is to be written on datasets and snapshots themselves."""
+
+    quarantined: dict[str, str] = field(default_factory=dict)
+    """What cannot be read or is claimed twice, with the reason, in ASCII."""
+    to_mark: dict[str, str] = field(default_factory=dict)
+    """Those of them that do not say so yet."""
+    mended: list[str] = field(default_factory=list)
+    """What says it is damaged and is not."""
+    stale: list[tuple[str, str]] = field(default_factory=list)
+    """``(name, property)``: parts of records that are no longer, or never were, committed."""
+
+    def quarantine(self, name: str, props: Mapping[str, str], reason: str) -> None:
+        why = " ".join(reason.encode("ascii", "replace").decode().split())[:500] or "damaged"
+        self.quarantined[name] = why
+        if props.get(QUARANTINE) != why:
+            self.to_mark[name] = why
+
+    def is_well(self, name: str, props: Mapping[str, str]) -> None:
+        if QUARANTINE in props:
+            self.mended.append(name)
+
+
+@dataclass
+class Findings(Marks):
     snapshots: list[Snapshot] = field(default_factory=list)
     """In the order they were taken."""
     sandboxes: list[Sandbox] = field(default_factory=list)
@@ -37,14 +62,6 @@ class Findings:
     """Retired datasets and bases without snapshots."""
     to_move: list[str] = field(default_factory=list)
     """What is retired and still among the sandboxes, with snapshots."""
-    quarantined: dict[str, str] = field(default_factory=dict)
-    """What cannot be read or is claimed twice, with the reason, in ASCII."""
-    to_mark: dict[str, str] = field(default_factory=dict)
-    """Those of them that do not say so yet."""
-    mended: list[str] = field(default_factory=list)
-    """What says it is damaged and is not."""
-    stale: list[tuple[str, str]] = field(default_factory=list)
-    """``(name, property)``: parts of records that are no longer, or never were, committed."""
 
 
 class _Claim(NamedTuple):
@@ -83,11 +100,12 @@ class _Reading:
         return self._local.get(name, {})
 
     def _snapshots(self) -> list[str]:
-        """Oldest first, without those that ZFS only keeps for their clones, and those that are not ours."""
+        """Oldest first, without those that ZFS only keeps for their clones, those of volumes, and others' own."""
         names = (
             name
             for name, facts in self._facts.items()
             if "@" in name and not facts["defer_destroy"].yes and HEAD in self._props(name)
+            if not name.startswith(f"{self._root}/{VOLUMES}/")
         )
         return sorted(names, key=lambda name: self._facts[name]["createtxg"].number)
 
@@ -147,14 +165,10 @@ class _Reading:
             return None
 
     def _quarantine(self, name: str, reason: str) -> None:
-        why = " ".join(reason.encode("ascii", "replace").decode().split())[:500] or "damaged"
-        self.findings.quarantined[name] = why
-        if self._props(name).get(QUARANTINE) != why:
-            self.findings.to_mark[name] = why
+        self.findings.quarantine(name, self._props(name), reason)
 
     def _is_well(self, name: str) -> None:
-        if QUARANTINE in self._props(name):
-            self.findings.mended.append(name)
+        self.findings.is_well(name, self._props(name))
 
     def _find_parts(self) -> None:
         """The parts of what is quarantined are left: they may be what mends it."""

@@ -126,6 +126,7 @@ __all__ = [
     "mount",
     "mounted",
     "reachable",
+    "snapshots_at_once",
     "sync",
     "unmount",
     "used",
@@ -206,6 +207,11 @@ lzc_snap = lzc_snapshot
 _SNAPSHOT: dict[Cause, Make] = {Cause.EXISTS: SnapshotExists, Cause.MISSING: FilesystemNotFound}
 
 
+def snapshots_at_once() -> bool:
+    """Are several snapshots of one ``lzc_snapshot`` of one instant? On zfs-fuse they are taken one after the other."""
+    return not flavour().fuse
+
+
 def _check_together(names: Sequence[str]) -> None:
     filesystems = [filesystem_of(name) for name in names]
     for name, filesystem in zip(names, filesystems, strict=True):
@@ -229,7 +235,7 @@ def _snapshot_in_turn(names: Sequence[str], options: Sequence[str]) -> None:
         for name in names:
             _snapshot_at_once([name], options)
             done.append(name)
-    except ZFSError:
+    except BaseException:
         for name in done:
             run_patiently("destroy", name, name=name)
         raise

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from sandbox_gateway.config import explain
 from sandbox_gateway.errors import Invalid
-from sandbox_gateway.records import Sandbox, Snapshot
+from sandbox_gateway.records import Sandbox, Snapshot, Volume, VolumeSnapshot
 
 HEAD = "sandbox:record"
 QUARANTINE = "sandbox:quarantine"
@@ -30,17 +30,26 @@ _INLINE_MAX = 7900
 _PART_SIZE = 8000
 _RECORD_MAX = 256 * 1024
 
+Record = Sandbox | Snapshot | Volume | VolumeSnapshot
+Kind = Literal["sandbox", "snapshot", "volume", "volume-snapshot"]
+_KINDS: dict[Kind, type[Record]] = {
+    "sandbox": Sandbox,
+    "snapshot": Snapshot,
+    "volume": Volume,
+    "volume-snapshot": VolumeSnapshot,
+}
+
 
 class Stored(NamedTuple):
     """A record as it was read."""
 
     generation: int
-    record: Sandbox | Snapshot
+    record: Record
 
 
-def encode(record: Sandbox | Snapshot, generation: int) -> dict[str, str]:
+def encode(record: Record, generation: int) -> dict[str, str]:
     """The properties that hold ``record``, ``sandbox:record`` last. Raises Invalid if it is beyond measure."""
-    kind = "sandbox" if isinstance(record, Sandbox) else "snapshot"
+    kind = next(kind for kind, type_ in _KINDS.items() if isinstance(record, type_))
     text = _json(record.model_dump(mode="json"))
     if len(text) > _RECORD_MAX:
         raise Invalid(
@@ -55,7 +64,7 @@ def encode(record: Sandbox | Snapshot, generation: int) -> dict[str, str]:
     return {f"{HEAD}.{generation}.{n}": part for n, part in enumerate(parts)} | {HEAD: _json(head)}
 
 
-def decode(props: Mapping[str, str], kind: Literal["sandbox", "snapshot"]) -> Stored:
+def decode(props: Mapping[str, str], kind: Kind) -> Stored:
     """Read what ``encode`` made. Raises ValueError saying what is wrong with it, whatever ``props`` holds."""
     if HEAD not in props:
         raise ValueError(f"the property {HEAD} is missing")
@@ -67,9 +76,18 @@ def decode(props: Mapping[str, str], kind: Literal["sandbox", "snapshot"]) -> St
         raise ValueError(f"a record of a {kind} was expected, this is of a {str(head.get('kind'))[:20]}")
     data = head.get("record") if "parts" not in head else _object(_joined(props, head, generation), "its parts")
     try:
-        return Stored(generation, (Sandbox if kind == "sandbox" else Snapshot).model_validate(data))
+        return Stored(generation, _KINDS[kind].model_validate(data))
     except ValidationError as error:
         raise ValueError(explain(error)[:500]) from None
+
+
+def volume_snapshot_head(snapshot_id: str) -> str:
+    """The property that is the record of a volume's snapshot.
+
+    It is named after the snapshot, so that one `zfs snapshot` of several datasets, which sets the same properties on
+    all, sets each its own record.
+    """
+    return f"sandbox:volume-snapshot.{snapshot_id}"
 
 
 def stale_parts(props: Mapping[str, str]) -> list[str]:

@@ -1,0 +1,80 @@
+"""The way to a mount point in a jail: without links, made where it is missing, left alone where it cannot be."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.errors import BackendFailed, Invalid
+from sandbox_gateway.hosts.jail_zfs.nullfs import prepare
+
+
+def tree(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*")}
+
+
+def test_what_is_missing_is_made_for_all_to_enter(tmp_path: Path) -> None:
+    (tmp_path / "srv").mkdir(mode=0o700)
+    umask = os.umask(0o077)
+    try:
+        prepare(tmp_path, "/srv/data/deep")
+        prepare(tmp_path, "/srv/data/deep")
+    finally:
+        os.umask(umask)
+    modes = [(tmp_path / name).stat().st_mode & 0o7777 for name in ("srv", "srv/data", "srv/data/deep")]
+    assert modes == [0o700, 0o755, 0o755]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/link", "/link is a symbolic link"),
+        ("/link/new", "/link is a symbolic link"),
+        ("/dir/inner/new", "/dir/inner is a symbolic link"),
+        ("/loop/new", "/loop is a symbolic link"),
+        ("/file", "/file is no directory"),
+        ("/file/new", "/file is no directory"),
+        (f"/new/{'x' * 300}", "File name too long"),
+        ("/" + "/".join(["x" * 200] * 6), "too long for a mount point"),
+    ],
+)
+def test_no_link_is_followed_and_nothing_is_left(tmp_path: Path, path: str, words: str) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    (root / "dir").mkdir(parents=True)
+    outside.mkdir()
+    (root / "file").touch()
+    (root / "link").symlink_to(outside)
+    (root / "dir/inner").symlink_to("../../outside")
+    (root / "loop").symlink_to("loop")
+    before = tree(tmp_path)
+    with pytest.raises(Invalid, match=words) as refused:
+        prepare(root, path)
+    assert tree(tmp_path) == before
+    assert str(tmp_path) not in refused.value.message
+    assert len(refused.value.message) < 300
+
+
+@pytest.mark.parametrize("path", ["", "/", "data", "/a/../b", "//a", "/a//b", "/a/", "/a/./b", "/.."])
+def test_path_that_is_none(tmp_path: Path, path: str) -> None:
+    with pytest.raises(Invalid, match="absolute path"):
+        prepare(tmp_path, path)
+    assert tree(tmp_path) == set()
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(BackendFailed, match="are not at"):
+        prepare(tmp_path / "none", "/data")
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        prepare(tmp_path, "/a/b/c")
+        with pytest.raises(Invalid):
+            prepare(tmp_path, "/a/b/../x")
+        with pytest.raises(Invalid):
+            prepare(tmp_path, "/file/x")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

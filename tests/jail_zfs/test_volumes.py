@@ -1,0 +1,541 @@
+"""Volumes in jails: shared, limited, taken away, found again; and jails whose root means harm."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.engine.spec import ForkSpec, MountSpec
+from sandbox_gateway.errors import BackendFailed, Busy, InUse, Invalid
+from sandbox_gateway.hosts.jail_zfs import nullfs, zfs
+from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
+from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD
+from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
+from tests.jail_zfs import pools
+from tests.jail_zfs.test_host import wait_for
+from tests.support.jail_world import JailZfsWorld, shim
+from tests.support.live import Live
+from tests.support.worlds import TEMPLATE
+
+
+@pytest.fixture
+def fresh(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
+    """``fresh()`` opens an engine with a state of its own, ``fresh(config)`` opens a state again."""
+    made: list[Live] = []
+
+    def start(config: Any = None) -> Live:
+        config = config or jail_zfs_world.config()
+        made.append(Live(jail_zfs_world.host(config), config))
+        return made[-1]
+
+    yield start
+    shim("freebsd-shim", "set", "busy", "")
+    for live in made:
+        if not live.closed:
+            live.empty()
+            live.close()
+    for config in {id(live.config): live.config for live in made}.values():
+        jail_zfs_world.forget(config)
+
+
+@pytest.fixture
+def live(fresh: Callable[..., Live]) -> Live:
+    return fresh()
+
+
+def host(live: Live) -> JailZfsHost:
+    assert isinstance(live.engine.host, JailZfsHost)
+    return live.engine.host
+
+
+def volume(live: Live, name: str = "data", size_mb: int = 64, **more: Any) -> Volume:
+    return live.do(live.engine.create_volume(name, size_mb, **more))
+
+
+def box(live: Live, name: str, *mounts: tuple[str, str], read_only: bool = False) -> Sandbox:
+    specs = [MountSpec(volume, path, read_only) for volume, path in mounts]
+    return live.do(live.engine.create(TEMPLATE, ForkSpec(names=[name], mounts=specs)))
+
+
+def root(world: JailZfsWorld, live: Live, name: str) -> Path:
+    return world.place(live.config) / "sandboxes" / live.sandbox(name).instance
+
+
+def repaired(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the log says was mended at start-up."""
+    return [vars(record)["fields"]["what"] for record in caplog.records if record.message == "repaired"]
+
+
+# -- shared -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_writes_and_the_others_only_read(live: Live) -> None:
+    volume(live)
+    box(live, "writer", ("data", "/srv/data"))
+    for name in ("reader1", "reader2"):
+        box(live, name, ("data", "/data"), read_only=True)
+    live.shell("writer", "echo one >/srv/data/file; mkdir /srv/data/dir")
+    for name in ("reader1", "reader2"):
+        assert live.shell(name, "cat /data/file").strip() == "one"
+        for command in ("echo two >/data/file", "touch /data/new", "rmdir /data/dir", "chmod 700 /data"):
+            refused = live.do(live.engine.exec(name, ["sh", "-c", command]))
+            assert refused.exit_code != 0 and b"Read-only file system" in refused.stderr, refused
+    live.shell("writer", "rm /srv/data/file")
+    assert live.shell("reader1", "ls /data").split() == ["dir"]
+
+
+def test_three_append_and_lock_in_one_file(live: Live) -> None:
+    volume(live)
+    names = ["box0", "box1", "box2"]
+    for name in names:
+        box(live, name, ("data", "/data"))
+
+    async def at_once(script: str) -> None:
+        runs = (live.engine.exec(name, ["sh", "-c", script.replace("NAME", name)]) for name in names)
+        for result in await asyncio.gather(*runs):
+            assert result.exit_code == 0, result
+
+    line = "x" * 100
+    live.do(at_once(f"for n in $(seq 200); do echo NAME-$n-{line}-end >>/data/log; done"))
+    found = live.shell("box0", "cat /data/log").splitlines()
+    assert sorted(found) == sorted(f"{name}-{n}-{line}-end" for name in names for n in range(1, 201))
+    live.shell("box0", "echo 0 >/data/count")
+    count = "flock /data/lock sh -c 'n=$(cat /data/count); echo $((n + 1)) >/data/count'"
+    live.do(at_once(f"for n in $(seq 40); do {count}; done"))
+    assert live.shell("box1", "cat /data/count").strip() == "120"
+
+
+def test_set_user_ids_do_not_count_in_a_volume(live: Live) -> None:
+    volume(live)
+    box(live, "box", ("data", "/data"))
+    live.shell("box", "cp /usr/bin/id /data/id; chown root /data/id; chmod 4755 /data/id")
+    assert live.do(live.engine.exec("box", ["/data/id", "-u"], user="user")).stdout.strip() == b"1000"
+
+
+def test_a_full_volume_says_so_and_grows_while_it_is_mounted(live: Live) -> None:
+    volume(live)
+    box(live, "box", ("data", "/data"))
+    fill = "dd if=/dev/urandom of=/data/big bs=1M count=80 conv=fsync"
+    full = live.do(live.engine.exec("box", ["sh", "-c", fill]))
+    assert full.exit_code != 0 and any(words in full.stderr for words in (b"quota exceeded", b"No space left")), full
+    live.do(live.engine.grow_volume("data", 128))
+    live.shell("box", f"rm /data/big; {fill}")
+    wait_for(lambda: live.do(live.engine.volume_state("data")).used_bytes > 80 << 20)
+    assert live.engine.volume("data").size_mb == 128
+
+
+def test_mounted_in_the_order_that_is_wanted_and_one_in_another(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+    """The engine refuses overlaps; the host mounts outer before inner and unmounts inner first."""
+    outer, inner = volume(live, "outer"), volume(live, "inner")
+    sandbox = box(live, "box")
+    for mount in (Mount(volume=outer.id, path="/data"), Mount(volume=inner.id, path="/data/below")):
+        live.do(host(live).attach(sandbox, mount))
+    live.shell("box", "touch /data/a /data/below/b")
+    assert live.shell("box", "cd /data; find . -type f | sort").split() == ["./a", "./below/b"]
+    live.do(live.engine.kill("box"))
+    assert jail_zfs_world.volume_mounts(live.config) == set()
+
+
+def test_long_names(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+    name = "v" + "-" * 63
+    made = volume(live, name)
+    sandbox = box(live, "box")
+    deep = "/srv/" + "/".join(["d" * 120] * 3)
+    live.do(host(live).attach(sandbox, Mount(volume=made.id, path=deep)))
+    live.shell("box", f"touch {deep}/file")
+    assert (f"{root(jail_zfs_world, live, 'box')}{deep}", made.id, False) in jail_zfs_world.volume_mounts(live.config)
+    live.do(host(live).detach(sandbox, Mount(volume=made.id, path=deep)))
+    assert live.shell("box", f"ls {deep}") == ""
+    with pytest.raises(Invalid, match="File name too long"):
+        live.do(host(live).attach(sandbox, Mount(volume=made.id, path=f"/srv/{'x' * 300}")))
+    assert live.shell("box", "ls /srv").split() == ["d" * 120]
+
+
+# -- captured, cloned, rolled back ------------------------------------------------------------------------------------
+
+
+def test_captured_with_its_sandbox_and_cloned_for_a_fork(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+    volume(live, "a")
+    volume(live, "b")
+    box(live, "source", ("a", "/a"), ("b", "/b"))
+    live.shell("source", "echo one | tee /a/file >/b/file")
+    live.do(live.engine.capture("source", name="mark", volumes=["a", "b"]))
+    live.shell("source", "echo two | tee /a/file >/b/file")
+    clones = [MountSpec(name, f"/{name}", clone=True) for name in ("a", "b")]
+    live.do(live.engine.create("mark", ForkSpec(names=["fork"], mounts=clones)))
+    assert live.shell("fork", "cat /a/file /b/file").split() == ["one", "one"]
+    live.shell("fork", "echo three >/a/file")
+    assert live.shell("source", "cat /a/file").strip() == "two"
+    assert list((live.config.host.state_root / "stopped").iterdir()) == []
+    with pytest.raises(InUse):
+        live.do(live.engine.delete_snapshot("mark"))
+    live.do(live.engine.kill("fork"))
+    live.call(jail_zfs_world.check_no_strays, live.engine, live.config, "after the fork")
+    assert live.do(live.engine.delete_snapshot("mark"))
+    assert [each for name in ("a", "b") for each in live.engine.volume_snapshots(name)] == []
+    live.call(jail_zfs_world.check_no_strays, live.engine, live.config, "after the snapshot")
+
+
+def test_capture_whose_second_volume_fails_leaves_none_and_all_goes_on(
+    live: Live, jail_zfs_world: JailZfsWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        volume(live, name)
+    box(live, "source", ("a", "/a"), ("b", "/b"))
+    before = jail_zfs_world.traces(live.config)
+    jail_zfs_world.break_volume_capture(live.engine.host, monkeypatch)
+    with pytest.raises(BackendFailed, match="forced"):
+        live.do(live.engine.capture("source", name="mark", volumes=["a", "b"]))
+    monkeypatch.undo()
+    assert jail_zfs_world.traces(live.config) == before
+    live.shell("source", "echo alive >/a/file")
+
+
+def test_all_that_write_into_a_volume_stand_still_while_it_is_captured(
+    live: Live, jail_zfs_world: JailZfsWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where ZFS takes several snapshots one after the other."""
+    volume(live)
+    box(live, "source", ("data", "/data"))
+    box(live, "writer", ("data", "/data"))
+    box(live, "reader", ("data", "/data"), read_only=True)
+    seen: dict[str, set[str]] = {}
+    take = zfs._snapshot_at_once
+
+    def look(names: Any, options: Any) -> None:
+        time.sleep(0.1)
+        for name in ("source", "writer", "reader"):
+            seen.setdefault(name, set()).update(states(jail_zfs_world, live, name))
+        take(names, options)
+
+    monkeypatch.setattr(zfs, "_snapshot_at_once", look)
+    live.do(live.engine.capture("source", volumes=["data"]))
+    assert (seen["source"], seen["writer"]) == ({"T"}, {"T"})
+    assert "T" not in seen["reader"]
+    assert "T" not in states(jail_zfs_world, live, "source") | states(jail_zfs_world, live, "writer")
+
+
+def states(world: JailZfsWorld, live: Live, name: str) -> set[str]:
+    """What the processes of a jail are doing: letters as `ps` has them."""
+    found = set()
+    for pid in shim("pgrep", "-j", live.sandbox(name).host["jail"], check=False).split():
+        try:
+            found.add(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
+        except OSError:
+            continue
+    return found
+
+
+def test_rollback_under_running_jails(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+    made = volume(live)
+    box(live, "writer", ("data", "/data"))
+    box(live, "reader", ("data", "/srv/data"), read_only=True)
+    marks = []
+    for text in ("one", "two"):
+        live.shell("writer", f"echo {text} >/data/file")
+        marks.append(live.do(live.engine.snapshot_volume("data", text)))
+    live.shell("writer", "(cd /data; exec sleep 1000 >open) </dev/null 2>&1 &")
+    for mark in (marks[0], marks[1], marks[0]):
+        live.do(live.engine.rollback_volume("data", mark.name, force=True))
+        assert live.shell("writer", "cat /data/file").strip() == mark.name
+        assert live.shell("reader", "cat /srv/data/file").strip() == mark.name
+        assert live.do(live.engine.exec("reader", ["touch", "/srv/data/x"])).exit_code != 0
+    live.shell("writer", "echo on >/data/file")
+    assert live.shell("reader", "cat /srv/data/file").strip() == "on"
+    assert [each.name for each in live.engine.volume_snapshots("data")] == ["one", "two"]
+    live.call(jail_zfs_world.check_no_strays, live.engine, live.config, "after rollbacks")
+    assert made.id == live.engine.volume("data").id
+
+
+def test_rollback_that_cannot_be_mounted_leaves_all_as_it_was(
+    live: Live, jail_zfs_world: JailZfsWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume(live)
+    for name in ("first", "second"):
+        box(live, name, ("data", f"/data/{name}"))
+    live.shell("first", "echo old >/data/first/file")
+    live.do(live.engine.snapshot_volume("data", "mark"))
+    live.shell("first", "echo new >/data/first/file")
+    before = jail_zfs_world.volume_mounts(live.config), jail_zfs_world.traces(live.config)
+    commit = "sandbox_gateway.hosts.jail_zfs.storage_volumes.VolumeStorage._write"
+
+    def refuse(*args: Any) -> None:
+        raise BackendFailed("forced")
+
+    with monkeypatch.context() as patch, pytest.raises(BackendFailed, match="forced"):
+        patch.setattr(commit, refuse)
+        live.do(live.engine.rollback_volume("data", "mark", force=True))
+    assert (jail_zfs_world.volume_mounts(live.config), jail_zfs_world.traces(live.config)) == before
+    # a jail's root may make its own mount point vanish; that is its loss, and nobody else's
+    live.shell("second", "mv /data /gone; ln -s /etc /data")
+    with pytest.raises(Invalid, match="symbolic link"):
+        live.do(live.engine.rollback_volume("data", "mark", force=True))
+    assert live.shell("first", "cat /data/first/file").strip() == "new"
+    assert {node for node, *_ in jail_zfs_world.volume_mounts(live.config)} == {
+        f"{root(jail_zfs_world, live, 'first')}/data/first"
+    }
+
+
+# -- found again ------------------------------------------------------------------------------------------------------
+
+
+def test_a_restart_makes_the_mounts_as_the_records_say(
+    fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    live = fresh()
+    for name in ("kept", "missing", "stray", "wrong"):
+        volume(live, name)
+    sandbox = box(live, "box", ("kept", "/kept"), ("missing", "/missing"), ("wrong", "/wrong"))
+    live.shell("box", "echo kept >/kept/file; echo missing >/missing/file; (exec sleep 1000 >/kept/open) 2>&1 &")
+    wanted = jail_zfs_world.volume_mounts(live.config)
+    live.close()
+    place, volumes = root(jail_zfs_world, live, "box"), jail_zfs_world.place(live.config) / "volumes"
+    for name in ("missing", "wrong"):
+        shim("umount", f"{place}/{name}")
+    (place / "stray").mkdir()
+    stray = live.engine.volume("stray").id
+    shim("mount", "-t", "nullfs", "-o", "ro", str(volumes / live.engine.volume("wrong").id), f"{place}/wrong")
+    shim("mount", "-t", "nullfs", str(volumes / stray), f"{place}/stray")
+    (live.config.host.state_root / "stopped").mkdir(exist_ok=True)
+    (live.config.host.state_root / "stopped" / sandbox.host["jail"]).touch()
+    shim("pkill", "-STOP", "-j", sandbox.host["jail"])
+    caplog.clear()
+    again = fresh(live.config)
+    log = repaired(caplog)
+    for words in (
+        f"mounted /missing in sandbox {sandbox.id} again",
+        f"mounted /wrong in sandbox {sandbox.id} again",
+        f"unmounted {place}/stray",
+        f"the jail {sandbox.host['jail']} goes on",
+    ):
+        assert any(words in sentence for sentence in log), log
+    assert jail_zfs_world.volume_mounts(again.config) == wanted
+    assert again.shell("box", "cat /kept/file /missing/file").split() == ["kept", "missing"]
+    again.shell("box", "echo works >/wrong/file")
+    again.close()
+    caplog.clear()
+    third = fresh(live.config)
+    assert repaired(caplog) == [], "the second time there is nothing to mend"
+    third.do(third.engine.kill("box"))
+    assert jail_zfs_world.volume_mounts(third.config) == set()
+
+
+def test_volumes_of_the_dead_are_unmounted(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
+    live = fresh()
+    volume(live)
+    box(live, "box", ("data", "/data"))
+    live.shell("box", "echo kept >/data/file")
+    live.close()
+    shim("pkill", "-KILL", "-j", live.sandbox("box").host["jail"])
+    again = fresh(live.config)
+    wait_for(lambda: again.sandbox("box").state is SandboxState.RUNNING, 60)
+    assert again.shell("box", "cat /data/file").strip() == "kept"
+    again.call(jail_zfs_world.check_no_strays, again.engine, again.config, "after the resume")
+
+
+def test_a_volume_destroyed_by_hand_is_dropped(fresh: Callable[..., Live], caplog: pytest.LogCaptureFixture) -> None:
+    live = fresh()
+    lost, kept = volume(live, "lost"), volume(live, "kept")
+    sandbox = box(live, "box", ("lost", "/lost"), ("kept", "/kept"))
+    live.do(live.engine.pause("box"))
+    live.close()
+    pools.destroy_all(lost.host["dataset"])
+    caplog.clear()
+    again = fresh(live.config)
+    log = repaired(caplog)
+    assert f"sandbox {sandbox.id} has no /lost any more: the volume {lost.id} is gone" in log, log
+    assert [each.id for each in again.engine.volumes()] == [kept.id]
+    assert [each.path for each in again.sandbox("box").mounts] == ["/kept"]
+    again.do(again.engine.resume("box"))
+    again.shell("box", "touch /kept/file")
+
+
+def test_damaged_records_of_volumes_do_not_keep_the_gateway_from_starting(
+    fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld
+) -> None:
+    live = fresh()
+    torn = volume(live, "torn")
+    box(live, "box", ("torn", "/torn"))
+    live.shell("box", "echo kept >/torn/file")
+    record = zfs.local_props(torn.host["dataset"])[HEAD]
+    live.close()
+    zfs.lzc_set_prop(torn.host["dataset"], HEAD, record[:60])
+    again = fresh(live.config)
+    assert again.engine.volumes() == []
+    assert again.shell("box", "cat /torn/file").strip() == "kept", "what is mounted stays until it is known better"
+    again.close()
+    zfs.lzc_set_prop(torn.host["dataset"], HEAD, record)
+    third = fresh(live.config)
+    assert [each.name for each in third.engine.volumes()] == ["torn"]
+    assert third.shell("box", "cat /torn/file").strip() == "kept"
+
+
+# -- what does not let go ---------------------------------------------------------------------------------------------
+
+
+def test_a_stuck_mount_never_blocks_a_kill_and_is_shown(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+    made = volume(live)
+    box(live, "bystander")
+    before = jail_zfs_world.traces(live.config)
+    sandbox = box(live, "box", ("data", "/data"))
+    node = f"{root(jail_zfs_world, live, 'box')}/data"
+    shim("freebsd-shim", "set", "busy", node)
+    with pytest.raises(Busy, match="does not let itself be unmounted"):
+        live.do(host(live).detach(sandbox, Mount(volume=made.id, path="/data")))
+    assert live.do(live.engine.volume_state("data")).stuck == [], "nothing was changed"
+    live.shell("box", "touch /data/file")
+    began = time.monotonic()
+    live.do(live.engine.kill("box"))
+    assert time.monotonic() - began < 10
+    assert [each.name for each in live.engine.sandboxes()] == ["bystander"]
+    (sentence,) = live.do(live.engine.volume_state("data")).stuck
+    assert node in sentence and "Device busy" in sentence and "tried again" in sentence
+    assert jail_zfs_world.traces(live.config) != before, "its files wait"
+    shim("freebsd-shim", "set", "busy", "")
+    wait_for(lambda: jail_zfs_world.traces(live.config) == before, 40)
+    assert live.do(live.engine.volume_state("data")).stuck == []
+
+
+def test_a_volume_that_is_stuck_somewhere_is_removed_later(
+    fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld
+) -> None:
+    live = fresh()
+    before = jail_zfs_world.traces(live.config)
+    volume(live)
+    box(live, "box", ("data", "/data"))
+    shim("freebsd-shim", "set", "busy", f"{root(jail_zfs_world, live, 'box')}/data")
+    live.do(live.engine.kill("box"))
+    began = time.monotonic()
+    live.do(live.engine.delete_volume("data"))
+    assert time.monotonic() - began < 5
+    live.close()
+    again = fresh(live.config)
+    assert again.engine.volumes() == [], "it is none any more, though it is not gone yet"
+    shim("freebsd-shim", "set", "busy", "")
+    wait_for(lambda: jail_zfs_world.volume_mounts(live.config) == set(), 40)
+    again.close()
+    third = fresh(live.config)
+    assert jail_zfs_world.traces(third.config) == before
+
+
+# -- jails that mean harm ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Iterator[Path]:
+    """A place on the host where nothing must be mounted."""
+    place = tmp_path / "outside"
+    place.mkdir()
+    yield place
+    mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    assert [node for node in mounted if node.startswith(str(tmp_path))] == []
+
+
+@pytest.mark.parametrize(
+    ("script", "path"),
+    [
+        ("ln -s {outside} /data", "/data"),
+        ("ln -s {outside} /srv/link", "/srv/link/below"),
+        ("mkdir /data; ln -s ../../../../../../../../..{outside} /data/below", "/data/below"),
+        ("touch /data", "/data"),
+    ],
+)
+def test_links_that_were_planted_lead_nowhere(
+    live: Live, jail_zfs_world: JailZfsWorld, outside: Path, script: str, path: str
+) -> None:
+    made = volume(live)
+    sandbox = box(live, "sly")
+    live.shell("sly", script.format(outside=outside))
+    before = jail_zfs_world.traces(live.config)
+    with pytest.raises(Invalid, match="no volume can be mounted"):
+        live.do(host(live).attach(sandbox, Mount(volume=made.id, path=path)))
+    assert jail_zfs_world.traces(live.config) == before
+    assert list(outside.iterdir()) == []
+    # the same at its next start, from its snapshot
+    live.do(live.engine.capture("sly", name="mark"))
+    with pytest.raises(Invalid, match="no volume can be mounted"):
+        live.do(live.engine.create("mark", ForkSpec(mounts=[MountSpec("data", path)])))
+    live.do(live.engine.delete_snapshot("mark"))
+    assert jail_zfs_world.traces(live.config) == before
+    assert live.shell("sly", "echo alive").strip() == "alive"
+
+
+def test_a_link_swapped_in_between_is_found_out(
+    live: Live, jail_zfs_world: JailZfsWorld, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if something in the jail ran on between the look and the mount."""
+    made = volume(live)
+    bystander = box(live, "bystander", ("data", "/data"))
+    sandbox = box(live, "sly")
+    before = jail_zfs_world.traces(live.config)
+    prepare = nullfs.prepare
+
+    def swapped(where: Path, path: str) -> None:
+        prepare(where, path)
+        (where / "data").rename(where / "aside")
+        (where / "data").symlink_to(outside)
+
+    monkeypatch.setattr(nullfs, "prepare", swapped)
+    with pytest.raises(Invalid, match="a link was put in its way"):
+        live.do(host(live).attach(sandbox, Mount(volume=made.id, path="/data")))
+    assert jail_zfs_world.traces(live.config) == before
+    assert not os.path.ismount(outside)
+    live.shell("bystander", "echo mine >/data/file")
+    assert bystander.mounts[0].volume == made.id
+
+
+def test_a_jail_that_swaps_its_mount_point_all_the_time(
+    live: Live, jail_zfs_world: JailZfsWorld, outside: Path
+) -> None:
+    """Its processes stand still during an attach; somebody whom that does not stop swaps as well."""
+    made = volume(live)
+    sandbox = box(live, "sly")
+    swap = (
+        "mkdir -p /a/data; while :; do mv /a /b; ln -s OUT /a; rm /a; mv /b /a; done </dev/null >/dev/null 2>&1 &"
+    ).replace("OUT", str(outside))
+    live.shell("sly", swap)
+    place, swapping = root(jail_zfs_world, live, "sly"), [True]
+    (place / "c/data").mkdir(parents=True)
+    (outside / "data").mkdir()
+
+    def outsider() -> None:
+        while swapping:
+            for change in (
+                lambda: (place / "c").rename(place / "d"),
+                lambda: (place / "c").symlink_to(outside),
+                lambda: (place / "c").unlink(),
+                lambda: (place / "d").rename(place / "c"),
+            ):
+                with contextlib.suppress(OSError):
+                    change()
+
+    thread = threading.Thread(target=outsider)
+    thread.start()
+    outcomes = set()
+    try:
+        for turn in range(12):
+            mount = Mount(volume=made.id, path=("/a/data", "/c/data")[turn % 2])
+            try:
+                live.do(host(live).attach(sandbox, mount))
+            except Invalid:
+                outcomes.add("refused")
+                assert jail_zfs_world.volume_mounts(live.config) == set()
+                continue
+            outcomes.add("mounted")
+            assert jail_zfs_world.volume_mounts(live.config) == {(f"{place}{mount.path}", made.id, False)}
+            live.do(host(live).detach(sandbox, mount))
+            assert jail_zfs_world.volume_mounts(live.config) == set()
+    finally:
+        swapping.clear()
+        thread.join()
+    assert outcomes
+    assert not any((outside / "data").iterdir())
+    assert live.shell("sly", "echo alive").strip() == "alive"
