@@ -133,8 +133,8 @@ def _loops() -> list[str]:
 
 def _cgroups() -> list[str]:
     """Groups that may be a sandbox's: ours are the only ones below one named after the gateway."""
-    root = Path("/sys/fs/cgroup")
-    return [str(path) for path in root.glob("**/*") if path.is_dir() and _is_ours(path)] if root.is_dir() else []
+    found = (Path(place) for place, _, _ in os.walk("/sys/fs/cgroup"))  # passes over what vanishes meanwhile
+    return [str(path) for path in found if _is_ours(path)]
 
 
 def _is_ours(path: Path) -> bool:

@@ -1,7 +1,9 @@
 """A host that keeps its machines in memory, for tests of what stands above hosts.
 
 A machine is a small HTTP server with the agent's calls, on a loopback address of its own. Its `/exec` knows
-`write KEY VALUE`, `read KEY`, `sleep SECONDS`, `exit CODE`, and `env`; what is written is part of a capture.
+`write KEY VALUE`, `read KEY`, `sleep SECONDS`, `exit CODE`, and `env`; what is written is part of a capture, but for
+keys below the path of a mounted volume, which are the volume's. As on hosts of virtual machines, a volume is there
+when the agent has mounted it, and only as long as the host lets the machine have it.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ import base64
 import itertools
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.base import Abilities, Endpoint, Log, Scan, Usage
+from sandbox_gateway.errors import BackendFailed, Invalid
+from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Log, Scan, Usage, VolumeState
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import Memory, NetworkPolicy, Sandbox, Snapshot
+from sandbox_gateway.records import Memory, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
 AGENT_PORT = 49983
 _slots = itertools.count()
@@ -31,8 +33,13 @@ def _address() -> str:
 class Machine:
     """One running machine: what was written in it, and its agent."""
 
-    def __init__(self, state: dict[str, str]) -> None:
+    def __init__(self, state: dict[str, str], volumes: dict[str, dict[str, str]]) -> None:
         self.state = dict(state)
+        self.volumes = volumes
+        self.allowed: dict[str, bool] = {}
+        """The volumes that the host lets it have; is each read-only?"""
+        self.mounted: dict[str, str] = {}
+        """What its agent has mounted: volumes by path."""
         self.address = ""
         self.identity: dict[str, Any] = {}
         self.seen: list[tuple[str, dict[str, str], bytes]] = []
@@ -97,6 +104,9 @@ class Machine:
             _send(writer, 401, b'{"message": "wrong token"}')
         elif target == "/exec":
             _send(writer, 200, json.dumps(await self._exec(json.loads(body))).encode())
+        elif target == "/mounts":
+            status, answer = self._mount(json.loads(body)["mounts"])
+            _send(writer, status, json.dumps(answer).encode())
         elif target == "/process.Process/Start":
             _send(writer, 200, self._started(body), "application/connect+json")
         else:
@@ -115,13 +125,37 @@ class Machine:
         else:
             await asyncio.sleep(3600)
 
+    def _mount(self, wanted: list[dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+        for each in wanted:
+            if each["source"] not in self.allowed:
+                return 500, {"message": f"{each['source']} cannot be mounted on {each['path']}: access denied"}
+        before, self.mounted = self.mounted, {each["path"]: each["source"] for each in wanted}
+        return 200, {
+            "mounted": [path for path, source in self.mounted.items() if before.get(path) != source],
+            "unmounted": [path for path, source in before.items() if self.mounted.get(path) != source],
+        }
+
+    def _place(self, key: str) -> tuple[dict[str, str], str, bool]:
+        """Where a key is kept, as what, and whether it can be written there."""
+        for path, volume in self.mounted.items():
+            if key.startswith(f"{path}/"):
+                if volume not in self.allowed:
+                    return {}, key, False
+                return self.volumes[volume], key.removeprefix(path), not self.allowed[volume]
+        return self.state, key, True
+
     async def _exec(self, request: dict[str, Any]) -> dict[str, Any]:
         verb, *words = request["args"]
         code, out, err = 0, "", ""
         if verb == "write":
-            self.state[words[0]] = words[1]
+            place, key, writable = self._place(words[0])
+            if writable:
+                place[key] = words[1]
+            else:
+                code, err = 1, "Read-only file system\n"
         elif verb == "read":
-            code, out = (0, self.state[words[0]]) if words[0] in self.state else (1, "")
+            place, key, _ = self._place(words[0])
+            code, out = (0, place[key]) if key in place else (1, "")
         elif verb == "sleep":
             await asyncio.sleep(float(words[0]))
         elif verb == "exit":
@@ -174,7 +208,8 @@ def _send(
 
 
 class MemoryHost:
-    """Implements ``hosts.base.Host``. ``slow`` delays forks; ``failing`` names sandboxes whose fork fails."""
+    """Implements ``hosts.base.Host``. ``slow`` delays forks; ``failing`` names sandboxes whose fork fails, ``blocked``
+    paths that nothing can be mounted on."""
 
     kind = "memory"
     abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True)
@@ -183,10 +218,17 @@ class MemoryHost:
     def __init__(self) -> None:
         self.machines: dict[str, Machine] = {}
         self.disks: dict[str, dict[str, str]] = {}
+        self.mounted: dict[str, dict[str, str]] = {}
+        """What agents had mounted, by the snapshot of their memory."""
         self.saved: dict[str, Sandbox] = {}
+        self.volumes: dict[str, Volume] = {}
+        self.volume_snapshots: dict[str, VolumeSnapshot] = {}
+        self.files: dict[str, dict[str, str]] = {}
+        """What is in volumes and in snapshots of them."""
         self.slow = 0.0
         self.build_seconds = 0.0
         self.failing: set[str] = set()
+        self.blocked: set[str] = set()
         self.forked = 0
         self._exit: Callable[[str], None] = lambda _: None
 
@@ -213,14 +255,24 @@ class MemoryHost:
             raise BackendFailed(f"no machine for {sandbox.name}")
         self.disks[sandbox.instance] = self.disks[snapshot.id]
         await self.start(sandbox)
+        if with_memory:
+            self.machines[sandbox.instance].mounted = dict(self.mounted.get(snapshot.id, {}))
 
     async def start(self, sandbox: Sandbox) -> None:
-        machine = Machine(self.disks[sandbox.instance])
+        machine = Machine(self.disks[sandbox.instance], self.files)
+        machine.allowed = {mount.volume: mount.read_only for mount in sandbox.mounts}
         await machine.start()
         self.machines[sandbox.instance] = machine
 
-    async def capture(self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool) -> Snapshot:
-        self.disks[snapshot.id] = dict(self.machines[sandbox.instance].state)
+    async def capture(
+        self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
+    ) -> Snapshot:
+        for each in volumes:
+            await self.capture_volume(self.volumes[each.volume], each)
+        machine = self.machines[sandbox.instance]
+        self.disks[snapshot.id] = dict(machine.state)
+        if memory:
+            self.mounted[snapshot.id] = dict(machine.mounted)
         changes = {"memory": Memory.INCREMENTAL if memory else Memory.NONE, "resources": sandbox.resources}
         measured = {"pause_ms": 6.25, "memory_bytes_written": 4096, "disk_bytes_unique": 1536}
         return snapshot.model_copy(update=changes | measured)
@@ -246,6 +298,43 @@ class MemoryHost:
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         self.disks.pop(snapshot.id, None)
+        self.mounted.pop(snapshot.id, None)
+
+    async def create_volume(self, volume: Volume, source: VolumeSnapshot | None = None) -> None:
+        self.files[volume.id] = dict(self.files[source.id]) if source else {}
+        self.volumes[volume.id] = volume
+
+    async def grow_volume(self, volume: Volume, size_mb: int) -> None:
+        volume.size_mb = size_mb
+
+    async def remove_volume(self, volume: Volume) -> None:
+        for snapshot in [each for each in self.volume_snapshots.values() if each.volume == volume.id]:
+            await self.remove_volume_snapshot(snapshot)
+        del self.volumes[volume.id], self.files[volume.id]
+
+    async def volume_state(self, volume: Volume) -> VolumeState:
+        return VolumeState(used_bytes=sum(map(len, self.files[volume.id].values())))
+
+    async def capture_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
+        self.files[snapshot.id] = dict(self.files[volume.id])
+        self.volume_snapshots[snapshot.id] = snapshot
+
+    async def remove_volume_snapshot(self, snapshot: VolumeSnapshot) -> None:
+        del self.volume_snapshots[snapshot.id], self.files[snapshot.id]
+
+    async def rollback_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
+        self.files[volume.id] = dict(self.files[snapshot.id])
+
+    async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
+        if mount.path in self.blocked:
+            raise Invalid(f"{mount.path} is not a directory: choose another path")
+        self.machines[sandbox.instance].allowed[mount.volume] = mount.read_only
+
+    async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
+        self.machines[sandbox.instance].allowed.pop(mount.volume, None)
+
+    def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
+        return [GuestMount(each.path, each.volume, "double", "", each.read_only) for each in sandbox.mounts]
 
     async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         return self.machines[sandbox.instance].state != self.disks[head.id]

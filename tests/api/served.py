@@ -116,10 +116,13 @@ class Served:
         return template
 
     def clear(self) -> None:
-        """Remove every sandbox and snapshot."""
+        """Remove every sandbox, snapshot and volume."""
         self.host.slow, self.host.failing, self.host.build_seconds = 0.0, set(), 0.0
         with self.client() as client:
             for sandbox in client.get("/sandboxes?limit=1000").json():
                 client.delete(f"/sandboxes/{sandbox['sandboxID']}").raise_for_status()
             for snapshot in client.get("/snapshots?limit=1000").json():
                 client.delete(f"/snapshots/{snapshot['snapshotID']}").raise_for_status()
+            # Newest first: a volume made from a snapshot of another one goes before that.
+            for volume in reversed(client.get("/volumes").json()):
+                client.delete(f"/volumes/{volume['name']}?withSnapshots=true").raise_for_status()

@@ -21,7 +21,7 @@ from tests.api.served import ADMIN_KEY, Served
 
 EXAMPLES = 8
 """Requests of each route."""
-REFS = ("base", "one", "nothing")
+REFS = ("base", "one", "vol", "nothing")
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         served.build_template("base")
         with served.client() as client:
             client.post("/sandboxes", json={"templateID": "base", "name": "one"})
+            client.post("/volumes", json={"name": "vol"})
         yield served
     finally:
         served.end()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import httpx
 import pytest
 
@@ -31,6 +33,25 @@ def test_forks_of_another_size(api: httpx.Client, taken: str) -> None:
     assert refused.status_code == 400 and refused.json()["kind"] == "unsupported"
     cold = api.post("/snapshots/s1/fork", json={"memoryMB": 512, "coldStart": True})
     assert cold.status_code == 201 and cold.json()["memoryMB"] == 512
+
+
+def test_a_snapshot_taken_under_a_rule_says_so_and_older_ones_go(api: httpx.Client) -> None:
+    create(api, name="one")
+    for name in ("old", "new"):
+        taken = api.post("/sandboxes/one/snapshots", json={"name": name, "retention": {"keepLast": 1}})
+        assert taken.json()["retention"] == {"keepLast": 1, "keepDaily": None, "maxAge": None}
+    deadline = time.monotonic() + 20
+    while api.get("/snapshots/old").status_code == 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert api.get("/snapshots/new").status_code == 200
+
+
+@pytest.mark.parametrize("rule", [{}, {"keepLast": 0}, {"keepDaily": -1}, {"maxAge": 0}])
+def test_a_rule_that_is_none_is_refused(api: httpx.Client, rule: dict[str, int]) -> None:
+    create(api, name="one")
+    refused = api.post("/sandboxes/one/snapshots", json={"retention": rule})
+    assert refused.status_code == 400 and "retention" in refused.json()["message"]
 
 
 def test_a_sandbox_can_be_created_from_a_snapshot(api: httpx.Client, taken: str) -> None:

@@ -2,68 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from sandbox_gateway.cli import main as sandboxctl
 from tests.api.served import ADMIN_KEY, READ_KEY, Served
-
-
-@dataclass
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Outcome]
-SANDBOXCTL = [sys.executable, "-m", "sandbox_gateway.cli.main"]
-
-
-@pytest.fixture
-def run(served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run sandboxctl with these arguments; over the socket unless ``url`` says otherwise."""
-    for name in ("SANDBOX_GATEWAY_TOKEN", "SANDBOX_GATEWAY_TOKEN_FILE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def running(*args: str, url: str = served.unix_url, token: str = "", stdin: bytes = b"") -> Outcome:
-        monkeypatch.setenv("SANDBOX_GATEWAY_URL", url)
-        monkeypatch.setenv("SANDBOX_GATEWAY_TOKEN", token)
-        monkeypatch.setattr(sys, "argv", ["sandboxctl", *args])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            sandboxctl.main()
-            sys.exit(0)
-        out, err = capsys.readouterr()
-        return Outcome(int(ended.value.code or 0), out, err)
-
-    return running
-
-
-def done(outcome: Outcome) -> Outcome:
-    assert outcome.code == 0, outcome.err
-    return outcome
+from tests.cli.running import SANDBOXCTL, Run, done
 
 
 def test_the_way_of_the_readme(run: Run) -> None:
     assert "one" in done(run("create", "base", "--name", "one", "--memory", "256M", "-m", "team=red")).out
     done(run("exec", "one", "--", "write", "k", "before"))
-    taken = done(run("snapshot", "create", "one", "--name", "s1", "--json")).json
+    taken = done(run("snapshot", "create", "one", "--name", "s1", "--keep-last", "9", "--max-age", "7d", "--json")).json
+    assert taken["retention"] == {"keepLast": 9, "keepDaily": None, "maxAge": 604800}
     done(run("exec", "one", "write", "k", "after"))
     assert taken["snapshotID"] in done(run("rollback", "one", "s1")).out
     assert done(run("exec", "one", "read", "k")).out == "before"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.live import Live
-from tests.support.worlds import World
+from tests.support.worlds import World, settled
 
 pytest.register_assert_rewrite("tests.support.worlds")
 
@@ -36,7 +36,7 @@ def live(_shared: Live, world: World) -> Iterator[Live]:
     before = world.traces(_shared.config)
     yield _shared
     _shared.empty()
-    assert world.traces(_shared.config) == before
+    assert settled(lambda: world.traces(_shared.config), lambda found: found == before) == before
 
 
 @pytest.fixture

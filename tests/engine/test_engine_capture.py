@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Conflict, InUse, Invalid, NameTaken, NotFound
-from sandbox_gateway.records import Memory
+from sandbox_gateway.records import Memory, Retention
 from tests.engine.test_engine_fork import START_COUNTER, counter
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE, World
@@ -143,8 +145,6 @@ def test_failed_capture_leaves_the_source_running_and_no_trace(
 
 
 def test_expired_snapshot_goes_unless_it_has_forks(live: Live, source: str) -> None:
-    import time
-
     live.do(live.engine.capture(source, name="short", expires_in=0.5))
     live.do(live.engine.capture(source, name="kept", expires_in=0.5))
     live.do(live.engine.create("kept", ForkSpec(names=["user"])))
@@ -153,6 +153,20 @@ def test_expired_snapshot_goes_unless_it_has_forks(live: Live, source: str) -> N
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert live.engine.snapshot("kept").names == ["kept"]
+
+
+def test_a_rule_gives_up_old_snapshots_but_none_that_is_in_use(live: Live, source: str) -> None:
+    rule = Retention(keep_last=1)
+    live.do(live.engine.capture(source, name="by-hand"))
+    live.do(live.engine.capture(source, name="forked", retention=Retention(keep_last=3)))
+    live.do(live.engine.create("forked", ForkSpec(names=["user"])))
+    live.do(live.engine.capture(source, name="old", retention=Retention(keep_last=3)))
+    live.do(live.engine.capture(source, name="new", retention=rule))
+    deadline = time.monotonic() + 20
+    while any("old" in snapshot.names for snapshot in live.engine.snapshots()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert {name for snapshot in live.engine.snapshots() for name in snapshot.names} == {"by-hand", "forked", "new"}
 
 
 def test_lineage_hangs_each_thing_where_it_came_from(live: Live, source: str) -> None:

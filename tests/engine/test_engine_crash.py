@@ -8,17 +8,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sandbox_gateway.config import Config
-from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.records import SandboxState
+from tests.engine.test_engine_replace import wait_for
 from tests.support import session
-from tests.support.crash import KILLED, VERBS
+from tests.support.crash import KILLED, VERBS, VOLUME_VERBS
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE, World
 
@@ -52,12 +53,22 @@ def moments() -> Iterator[float]:
         yield (point + 0.5) / count
 
 
+Check = Callable[[Live, World, str], None]
+Restore = Callable[[Live], None]
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_killed_in_the_middle(verb: str, settled: Config, world: World, fresh: Any, tmp_path: Path) -> None:
-    steps = rehearsed(verb, settled, world, fresh, tmp_path / "config.json")
+    kill_everywhere(verb, settled, world, fresh, tmp_path / "config.json", check, restore)
+
+
+def kill_everywhere(
+    verb: str, settled: Config, world: World, fresh: Any, path: Path, check: Check, restore: Restore
+) -> None:
+    steps = rehearsed(verb, settled, world, fresh, path, restore)
     wanted = range(1, steps + 1) if POINTS == "all" else sorted({1 + int(share * steps) for share in moments()})
     for fatal in wanted:
-        done = run_until(settled, world, verb, fatal, tmp_path / "config.json")
+        done = run_until(settled, world, verb, fatal, path)
         assert done.returncode in (0, KILLED), done.stderr[-3000:]
         live = fresh(config=settled)
         check(live, world, f"{verb} killed at step {fatal} of {steps}")
@@ -65,7 +76,7 @@ def test_killed_in_the_middle(verb: str, settled: Config, world: World, fresh: A
         live.close()
 
 
-def rehearsed(verb: str, settled: Config, world: World, fresh: Any, path: Path) -> int:
+def rehearsed(verb: str, settled: Config, world: World, fresh: Any, path: Path, restore: Restore) -> int:
     """How many steps the verb takes when nobody kills it; the state is brought back afterwards."""
     done = run_until(settled, world, verb, 0, path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -111,3 +122,123 @@ def restore(live: Live) -> None:
         live.do(engine.pause("sleeper"))
     if not any("spare-mark" in snapshot.names for snapshot in engine.snapshots()):
         live.do(engine.capture("source", name="spare-mark"))
+
+
+# -- volumes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def settled_volumes(fresh: Any) -> Config:
+    """A running source with two volumes, a snapshot that holds one of them, and two volumes that nobody mounts."""
+    live: Live = fresh()
+    for name in ("one", "two", "idle", "spare"):
+        live.do(live.engine.create_volume(name, 64))
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"], mounts=[MountSpec(n, f"/{n}") for n in MOUNTED])))
+    for name in MOUNTED:
+        live.shell("source", f"echo {name} >/{name}/kept && sync")
+    live.do(live.engine.capture("source", name="mark", volumes=["one"]))
+    fill_idle(live)
+    live.do(live.engine.snapshot_volume("spare", "before"))
+    live.close()
+    return live.config
+
+
+MOUNTED = ("one", "two")
+
+
+def fill_idle(live: Live) -> None:
+    """A volume that holds "after", and a snapshot of it that holds "before"."""
+    live.do(live.engine.attach("source", MountSpec("idle", "/idle")))
+    live.shell("source", "echo before >/idle/kept && sync")
+    if not live.engine.volume_snapshots("idle"):
+        live.do(live.engine.snapshot_volume("idle", "before"))
+    live.shell("source", "echo after >/idle/kept && sync")
+    live.do(live.engine.detach("source", "idle"))
+
+
+@pytest.mark.parametrize("verb", VOLUME_VERBS)
+def test_killed_in_the_middle_of_a_verb_of_volumes(
+    verb: str, settled_volumes: Config, world: World, fresh: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    kill_everywhere(verb, settled_volumes, world, fresh, path, check_volumes, restore_volumes)
+
+
+def check_volumes(live: Live, world: World, when: str) -> None:
+    """What the records say is mounted is mounted, and nothing else; each volume and snapshot is whole or not there."""
+    engine = live.engine
+    volumes = {each.name: each for each in engine.volumes()}
+    by_id = {each.id: each for each in volumes.values()}
+    assert {*MOUNTED, "idle"} <= volumes.keys(), when
+    assert live.sandbox("source").state is SandboxState.RUNNING, when
+    mounted = {by_id[mount.volume].name: mount.path for mount in live.sandbox("source").mounts}
+    assert mounted.get("one") == "/one" and mounted.keys() <= {"one", "two", "idle"}, when
+    for name in ("one", "two", "idle"):
+        what = {"idle": ("before", "after")}.get(name, (name,)) if name in mounted else ("",)
+        wait_for(lambda name=name, what=what: kept(live, "source", f"/{name}") in what)  # type: ignore[misc]
+        if name in mounted:
+            live.shell("source", f"echo here >/{name}/written && sync")
+    room = int(live.shell("source", "df --output=size -BM /one | tail -n 1 | tr -d M"))
+    assert 0.75 < room / volumes["one"].size_mb <= 1, (when, room)
+    if "new" in volumes and volumes["new"].from_snapshot:
+        assert content(live, "new") == "before", when
+    assert content(live, "idle") in ("before", "after"), when
+    assert [each.name for each in engine.volume_snapshots("idle")] == ["before"], when
+    if "spare" in volumes:
+        assert [each.name for each in engine.volume_snapshots("spare")] == ["before"], when
+    for each in engine.volume_snapshots("one"):
+        if each.name == "new":
+            engine_made = live.do(engine.create_volume("probe", from_snapshot=each.id))
+            assert content(live, engine_made.name) == "one", when
+            live.do(engine.delete_volume("probe"))
+    snapshots = {each.id: each for each in engine.snapshots()}
+    captures = {each.id for name in MOUNTED for each in engine.volume_snapshots(name) if each.sandbox_snapshot}
+    assert captures == {capture.snapshot for each in snapshots.values() for capture in each.volumes}, when
+    assert all(len(each.volumes) == (1 if each.names == ["mark"] else 2) for each in snapshots.values()), when
+    owners = {each.owner for each in volumes.values() if each.owner}
+    forks = {each.id: each for each in engine.sandboxes() if each.name.startswith("fork")}
+    assert owners == forks.keys(), when
+    for fork in forks.values():
+        assert kept(live, fork.id, "/one") == "one", when
+    world.check_no_strays(engine, live.config, when)
+
+
+def kept(live: Live, ref: str, place: str) -> str:
+    return live.shell(ref, f"cat {place}/kept 2>/dev/null || true").strip()
+
+
+def content(live: Live, name: str) -> str:
+    """What a volume holds, mounted where it is or for this moment."""
+    volume = live.engine.volume(name)
+    for sandbox, mount in live.engine.mounts_of(volume):
+        return kept(live, sandbox.id, mount.path)
+    live.do(live.engine.attach("source", MountSpec(name, "/probe", read_only=True)))
+    found = kept(live, "source", "/probe")
+    live.do(live.engine.detach("source", name))
+    return found
+
+
+def restore_volumes(live: Live) -> None:
+    """Make the state what it was before the verb."""
+    engine = live.engine
+    for sandbox in engine.sandboxes():
+        if sandbox.name.startswith("fork"):
+            live.do(engine.kill(sandbox.id))
+    for snapshot in engine.snapshots():
+        if "new-mark" in snapshot.names:
+            live.do(engine.delete_snapshot(snapshot.id))
+    for each in engine.volume_snapshots("one"):
+        if each.name == "new":
+            live.do(engine.delete_volume_snapshot("one", each.id))
+    present = {each.name for each in engine.volumes()}
+    if "new" in present:
+        live.do(engine.delete_volume("new"))
+    if "spare" not in present:
+        live.do(engine.create_volume("spare", 64))
+        live.do(engine.snapshot_volume("spare", "before"))
+    mounted = {engine.volume(mount.volume).name for mount in live.sandbox("source").mounts}
+    if "idle" in mounted:
+        live.do(engine.detach("source", "idle"))
+    if "two" not in mounted:
+        live.do(engine.attach("source", MountSpec("two", "/two")))
+    fill_idle(live)

@@ -2,7 +2,8 @@
 
 Every step that changes the world outside the process (a file made, linked, renamed, removed, an ioctl, a process
 started, a command to QEMU) is counted by an audit hook; at the step that was asked for the process is gone at once,
-as by ``kill -9``. Without such a step it ends normally and prints how many there were.
+as by ``kill -9``. Without such a step it ends normally and prints how many there were. A scene instead of a verb is
+set up, described on standard output, and stands until somebody kills the process.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import asyncio
 import importlib
 import json
 import os
+import select
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
-from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.engine.spec import ForkSpec, MountSpec
+from tests.support import session
 
 KILLED = 137
 _CHANGES = {
@@ -46,6 +50,79 @@ VERBS: dict[str, Any] = {
     "delete": lambda engine: engine.delete_snapshot("spare-mark"),
 }
 
+VOLUME_VERBS: dict[str, Any] = {
+    "volume-create": lambda engine: engine.create_volume("new", 64),
+    "volume-clone": lambda engine: engine.create_volume("new", from_snapshot="idle@before"),
+    "volume-grow": lambda engine: engine.grow_volume("one", engine.volume("one").size_mb + 32),
+    "volume-capture": lambda engine: engine.snapshot_volume("one", "new"),
+    "volume-rollback": lambda engine: engine.rollback_volume("idle", "before"),
+    "volume-delete": lambda engine: engine.delete_volume("spare", with_snapshots=True),
+    "attach": lambda engine: engine.attach("source", MountSpec("idle", "/idle")),
+    "detach": lambda engine: engine.detach("source", "two"),
+    "capture-with-volumes": lambda engine: engine.capture("source", name="new-mark", volumes=["one", "two"]),
+    "fork-with-clones": lambda engine: engine.fork(
+        "mark", ForkSpec(names=["fork1", "fork2"], mounts=[MountSpec("one", "/one", clone=True)])
+    ),
+}
+
+
+async def _ten_with_volumes(engine: Engine) -> None:
+    """Ten sandboxes: each fourth shares a volume of theirs, all share a fifth, which but the first only read."""
+    for number in range(5):
+        await engine.create_volume(f"v{number}", 64)
+    for first in range(4):
+        names = [f"box{number}" for number in range(first, 10, 4)]
+        mounts = [MountSpec(f"v{first}", "/mine"), MountSpec("v4", "/ours", read_only=first > 0)]
+        await engine.fork("plain", ForkSpec(names=names, mounts=mounts))
+        await engine.exec(names[0], ["sh", "-c", f"echo v{first} >/mine/who && sync"])
+    await engine.exec("box0", ["sh", "-c", "echo v4 >/ours/who && sync"])
+
+
+SCENES: dict[str, Any] = {"ten-with-volumes": _ten_with_volumes}
+
+
+def picture(engine: Engine) -> Any:
+    """Everything about sandboxes and volumes that a restart must not change, as plain data."""
+    sandboxes = [each.model_dump(mode="json", exclude={"host"}) for each in engine.sandboxes()]
+    table = {
+        each.name: [(sandbox.name, mount.path, mount.read_only) for sandbox, mount in engine.mounts_of(each)]
+        for each in engine.volumes()
+    }
+    volumes = [each.model_dump(mode="json") for each in engine.volumes()]
+    return json.loads(json.dumps([sandboxes, volumes, {name: sorted(rows) for name, rows in table.items()}]))
+
+
+class Daemon:
+    """A gateway's engine in a process of its own, with a scene."""
+
+    def __init__(self, config: Config, factory: str, scene: str, path: Path) -> None:
+        path.write_text(config.model_dump_json())
+        self._errors = path.with_suffix(".log").open("w+")
+        argv = [sys.executable, "-m", "tests.support.crash", str(path), factory, scene, "0"]
+        self._process = subprocess.Popen(
+            argv, cwd=session.REPOSITORY, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
+
+    def __enter__(self) -> Daemon:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._errors.close()
+
+    def says(self, seconds: float) -> Any:
+        """The scene's picture, when it stands."""
+        assert self._process.stdout is not None
+        assert select.select([self._process.stdout], [], [], seconds)[0], "the scene was not ready in time"
+        line = self._process.stdout.readline()
+        self._errors.seek(0)
+        assert line, self._errors.read()[-3000:]
+        return json.loads(line)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(30)
+
 
 class Steps:
     """Counts steps, and dies at one."""
@@ -69,8 +146,12 @@ def _writes(arguments: tuple[Any, ...]) -> bool:
 async def _run(host: Any, config: Config, verb: str, steps: Steps) -> None:
     engine = Engine(host, config)
     await engine.open()
+    if verb in SCENES:
+        await SCENES[verb](engine)
+        print(json.dumps(picture(engine)), flush=True)
+        await asyncio.Event().wait()
     steps.armed = True
-    await VERBS[verb](engine)
+    await (VERBS | VOLUME_VERBS)[verb](engine)
     steps.armed = False
     await engine.close()
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.hosts.base import Host
-from sandbox_gateway.records import Sandbox
+from sandbox_gateway.records import Sandbox, Volume
 
 T = TypeVar("T")
 
@@ -48,11 +48,16 @@ class Live:
         return self.do(on_loop())
 
     def empty(self) -> None:
-        """Remove every sandbox and every snapshot that is not a template."""
+        """Remove every sandbox, every volume and every snapshot that is not a template."""
         for sandbox in self.engine.sandboxes():
             self.do(self.engine.kill(sandbox.id))
-        for snapshot in self.engine.snapshots():
-            self.do(self.engine.delete_snapshot(snapshot.id))
+        self.do(self.engine.collect())
+        things = [*self.engine.snapshots(), *self.engine.volumes()]
+        for thing in sorted(things, key=lambda thing: thing.created_at, reverse=True):  # before what it was made from
+            if isinstance(thing, Volume):
+                self.do(self.engine.delete_volume(thing.id, with_snapshots=True))
+            else:
+                self.do(self.engine.delete_snapshot(thing.id))
         self.do(self.engine.collect())
 
     def sandbox(self, ref: str) -> Sandbox:

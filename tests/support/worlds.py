@@ -6,10 +6,13 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import select
 import shutil
 import signal
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +24,10 @@ from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Abilities, Host
 from sandbox_gateway.hosts.kvm_xfs import qemu
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
+from sandbox_gateway.hosts.kvm_xfs.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.netns import SlotPool
+from sandbox_gateway.hosts.kvm_xfs.volume_server import VolumeServers
+from sandbox_gateway.hosts.kvm_xfs.volumes import Recording
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources, SandboxState, Snapshot, SnapshotKind
 from tests.support import session
@@ -29,6 +35,17 @@ from tests.support.live import Live
 
 TEMPLATE = "plain"
 _numbers = itertools.count(1)
+_SETTLE_SECONDS = 20
+
+Traces = dict[str, set[str]]
+
+
+def settled(look: Callable[[], Traces], right: Callable[[Traces], bool]) -> Traces:
+    """What is seen when it is ``right``, or in the end: to let go of a volume keeps nobody waiting."""
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while not right(found := look()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
 
 
 class World(Protocol):
@@ -57,6 +74,12 @@ class World(Protocol):
 
     def break_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let the next captures fail ("forced") after the machine was stopped."""
+
+    def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let the next captures fail ("forced") when the first of their volumes is captured, and the second is not."""
+
+    def territory(self, config: Config) -> Path:
+        """Where on the machine the gateway of ``config`` may write and mount."""
 
     def power_cut(self, config: Config) -> None:
         """End every machine of a gateway that does not run, as when the host goes down."""
@@ -114,18 +137,24 @@ class KvmXfsWorld:
         return KvmXfsHost(config)
 
     def forget(self, config: Config) -> None:
+        asyncio.run(VolumeServers(config.network, Layout(config.host.state_root).serving).destroy())
         asyncio.run(SlotPool(config.network).destroy())
         shutil.rmtree(config.host.state_root)
 
     def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
-        found = self.traces(config)
         sandboxes, snapshots = engine.index.sandboxes.values(), engine.index.snapshots.values()
         running = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.RUNNING]
+        mounted = {mount.volume for sandbox in running for mount in sandbox.mounts}
+        found = settled(lambda: self.traces(config), lambda found: found["servers"] == mounted)
         disks = {f"sandboxes/{each.id}/{each.instance}" for each in sandboxes if not each.pause_snapshot}
         assert found["sandboxes"] == disks | {f"sandboxes/{each.id}/manifest.json" for each in sandboxes}, when
         built = (SnapshotKind.TEMPLATE, SnapshotKind.BASE)
         assert found["snapshots"] == {f"snapshots/{each.id}" for each in snapshots if each.kind not in built}, when
         assert len(found["processes"]) == len(running), (when, found, sandboxes)
+        volumes = {f"volumes/{each.id}" for each in engine.volumes()}
+        captures = {f"volumes/{each.volume}/snapshots/{each.id}" for each in engine.index.volume_snapshots.values()}
+        assert found["volumes"] == volumes | captures, when
+        assert found["servers"] == mounted, when
         assert len(found["cgroups"]) in (0, len(running) * len({Path(each).parent for each in found["cgroups"]})), when
 
     def break_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +163,25 @@ class KvmXfsWorld:
 
         monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.Ram.read", refuse)
 
+    def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        taken: list[Recording] = []
+        genuine = Recording.take
+
+        def refuse_the_second(recording: Recording) -> None:
+            taken.append(recording)
+            if len(taken) == 2:
+                raise BackendFailed("forced")
+            genuine(recording)
+
+        monkeypatch.setattr(Recording, "take", refuse_the_second)
+
+    def territory(self, config: Config) -> Path:
+        return config.host.state_root
+
     def power_cut(self, config: Config) -> None:
-        for pid, _, _ in qemu.running(str(config.host.state_root / "sandboxes")):
+        machines = [pid for pid, _, _ in qemu.running(str(config.host.state_root / "sandboxes"))]
+        serving = config.host.state_root / "serving"
+        for pid in [*machines, *(int(process.name) for process in _processes() if _under(process, serving))]:
             descriptor = os.pidfd_open(pid)
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             assert select.select([descriptor], [], [], 10)[0]
@@ -155,20 +201,29 @@ class KvmXfsWorld:
 
     def traces(self, config: Config) -> dict[str, set[str]]:
         root, prefix = config.host.state_root, config.network.prefix
+        servers = {process: named[0] for process in _processes() if (named := _under(process, root / "serving"))}
         return {
+            "volumes": {str(path.relative_to(root)) for path in (root / "volumes").glob("*")}
+            | {str(path.relative_to(root)) for path in (root / "volumes").glob("*/snapshots/*")},
+            "servers": set(servers.values()),
             "sandboxes": {str(path.relative_to(root)) for path in (root / "sandboxes").glob("*/*")},
             "snapshots": {str(path.relative_to(root)) for path in (root / "snapshots").glob("*")},
             "templates": {str(path.relative_to(root)) for path in (root / "templates").glob("*")},
-            "processes": {path.name for path in Path("/proc").iterdir() if _names(path, f"{root}/")},
+            "processes": {process.name for process in _processes() if process not in servers and _under(process, root)},
             "cgroups": {str(path) for path in Path("/sys/fs/cgroup").glob(f"**/*{prefix}*/*") if path.is_dir()},
         }
 
 
-def _names(process: Path, text: str) -> bool:
+def _processes() -> list[Path]:
+    return [path for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def _under(process: Path, root: Path) -> list[str]:
+    """The names right below ``root`` that a process has in its command line."""
     try:
-        return process.name.isdigit() and text in (process / "cmdline").read_text(errors="replace")
+        return re.findall(rf"{re.escape(str(root))}/([^/\0]+)", (process / "cmdline").read_text(errors="replace"))
     except OSError:
-        return False
+        return []
 
 
 async def _all(lines: Any) -> list[str]:

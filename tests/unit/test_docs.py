@@ -217,7 +217,7 @@ def test_a_wrong_play_is_noticed() -> None:
         {"grove.sandbox.sandbox": {"name": "a", "state": "asleep"}},
         {"grove.sandbox.sandbox": {"state": "absent"}},
         {"grove.sandbox.sandbox": {"name": "a", "network": {"allow_moon": True}}},
-        {"grove.sandbox.sandbox_volume": {"name": "a"}},
+        {"grove.sandbox.sandbox_cloud": {"name": "a"}},
         {"block": [{"grove.sandbox.sandbox_fork": {"number": 3}}]},
         {"ansible.builtin.include_role": {"name": "grove.sandbox.nothing"}},
         {"ansible.builtin.include_role": {"name": "grove.sandbox.gateway"}, "vars": {"gateway_colour": "red"}},
@@ -287,11 +287,14 @@ def parse(root: typer.Typer, argv: list[str]) -> None:
 READERS: dict[str, Any] = {
     "memory": words.mebibytes,
     "disk": words.mebibytes,
+    "size": words.mebibytes,
     "timeout": words.seconds,
     "expires_in": words.seconds,
     "metadata": lambda given: words.pairs(given, "metadata"),
     "env": lambda given: words.pairs(given, "an environment variable"),
     "on_timeout": OnTimeout,
+    # The option, which may be repeated; not a command's argument.
+    "volume": lambda given: [words.mount(each) for each in given if not isinstance(given, str)],
 }
 """How the program reads what its parser takes for any text."""
 
@@ -344,6 +347,8 @@ def test_a_wrong_command_is_noticed() -> None:
         "sandboxctl create web --memory lots",
         "sandboxctl create web --on-timeout explode",
         "sandboxctl create web --metadata team",
+        "sandboxctl create web --volume data",
+        "sandboxctl volume create data --size lots",
         "./dev dance",
     )
     for line in wrong:
@@ -408,6 +413,7 @@ def test_every_kind_of_error_is_explained() -> None:
 def test_every_event_is_explained() -> None:
     published = set()
     for path in (REPOSITORY / "gateway" / "src" / "sandbox_gateway" / "engine").glob("*.py"):
-        published |= set(re.findall(r"(?:publish|_progress)\(\s*\"([a-z]+\.[a-z]+)\"", path.read_text()))
-    explained = set(re.findall(r"`((?:sandbox|snapshot|template|fork)\.[a-z]+)`", (DOCS / "api.md").read_text()))
+        published |= set(re.findall(r"(?:publish|_progress)\(\s*\"([a-z]+\.[a-z-]+)\"", path.read_text()))
+    text = (DOCS / "api.md").read_text()
+    explained = set(re.findall(r"`((?:sandbox|snapshot|template|fork|volume)\.[a-z-]+)`", text))
     assert published == explained

@@ -63,6 +63,52 @@ class NetworkPolicy(_Record):
     deny_out: list[str] = Field(default_factory=list)
 
 
+class Mount(_Record):
+    """A volume as one sandbox sees it."""
+
+    volume: Id
+    path: str
+    """Where, inside: absolute and normal."""
+    read_only: bool = False
+
+
+class VolumeCapture(_Record):
+    """What a snapshot of a sandbox holds of a volume, taken in the same pause."""
+
+    volume: Id
+    snapshot: Id
+    """Of the volume: a VolumeSnapshot."""
+
+
+class Volume(_Record):
+    """Storage that outlives sandboxes; any number of them mount it at once."""
+
+    id: Id = Field(default_factory=new_id)
+    name: Name
+    size_mb: int = Field(default=1024, ge=64, le=1 << 26)
+    """What fits in, in MiB."""
+    from_snapshot: str = ""
+    """Id of the volume snapshot it was made from."""
+    owner: str = ""
+    """The sandbox whose own clone it is: it goes with the last sandbox that mounts it. Empty: it stays."""
+    created_at: datetime = Field(default_factory=now)
+    host: dict[str, Any] = Field(default_factory=dict)
+    """What the host needs to serve it again (a port, …)."""
+
+
+class VolumeSnapshot(_Record):
+    """A volume as it was at one instant."""
+
+    id: Id = Field(default_factory=new_id)
+    name: Name
+    """Unique among the snapshots of its volume."""
+    volume: Id
+    size_mb: int
+    sandbox_snapshot: str = ""
+    """The sandbox's snapshot that it is part of, and goes with. Empty: it stands alone."""
+    created_at: datetime = Field(default_factory=now)
+
+
 class SandboxState(StrEnum):
     RUNNING = "running"
     PAUSED = "paused"
@@ -109,6 +155,8 @@ class Sandbox(_Record):
     on_timeout: OnTimeout = OnTimeout.KILL
     auto_resume: bool = False
     idempotency_key: str = ""
+    mounts: list[Mount] = Field(default_factory=list)
+    """Its volumes, in the order in which they are mounted."""
     host: dict[str, Any] = Field(default_factory=dict)
     """What the host needs to find the machine again (network slot, pid and its start time, …)."""
 
@@ -143,6 +191,17 @@ class SnapshotStatus(StrEnum):
     FAILED = "failed"
 
 
+class Retention(_Record):
+    """Which of a sandbox's snapshots are kept. A snapshot stays if one of the first two rules wants it and it is not
+    too old; without either of them, if it is not too old. The newest stays in every case."""
+
+    keep_last: int | None = Field(default=None, ge=1, le=100_000)
+    keep_daily: int | None = Field(default=None, ge=1, le=100_000)
+    """The newest of each of so many days (UTC) that have one."""
+    max_age: float | None = Field(default=None, gt=0, le=100 * 366 * 86400)
+    """In seconds."""
+
+
 class Snapshot(_Record):
     """A fork point."""
 
@@ -162,6 +221,8 @@ class Snapshot(_Record):
     created_at: datetime = Field(default_factory=now)
     updated_at: datetime = Field(default_factory=now)
     expires_at: datetime | None = None
+    retention: Retention | None = None
+    """It was taken under this rule, and may be removed by a newer one's. None: it stays until it is removed."""
     doomed: bool = False
     """Deleted with ``when=unused``: hidden, removed with its last user."""
     memory: Memory = Memory.NONE
@@ -169,6 +230,10 @@ class Snapshot(_Record):
     disk_bytes_unique: int = 0
     pause_ms: float = 0.0
     resources: Resources = Field(default_factory=Resources)
+    mounts: list[Mount] = Field(default_factory=list)
+    """What its source had mounted; a fork has the same unless it is told otherwise."""
+    volumes: list[VolumeCapture] = Field(default_factory=list)
+    """What was captured of volumes in the same pause: all that were asked for."""
     recipe_digest: str = ""
     recipe: dict[str, Any] = Field(default_factory=dict)
     host: dict[str, Any] = Field(default_factory=dict)

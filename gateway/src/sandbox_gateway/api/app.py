@@ -9,7 +9,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from sandbox_gateway import __version__
-from sandbox_gateway.api import errors, events, metrics, sandboxes, snapshots, templates
+from sandbox_gateway.api import errors, events, metrics, sandboxes, snapshots, templates, volumes
 from sandbox_gateway.api.auth import OPEN_PATHS, Authorise, Keys
 from sandbox_gateway.api.errors import ErrorShape, Guard
 from sandbox_gateway.api.limits import BodyLimit
@@ -67,7 +67,8 @@ def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
     app.state.metrics = metrics.Metrics(engine)
     app.state.pools = Pools(engine)
     errors.register(app)
-    for router in (_health, templates.router, sandboxes.router, snapshots.router, events.router, metrics.router):
+    parts = (templates, sandboxes, snapshots, volumes, events, metrics)
+    for router in (_health, *(part.router for part in parts)):
         app.include_router(router)
     # The last one added is the first one passed.
     app.add_middleware(BodyLimit)

@@ -18,7 +18,8 @@ Key = tuple[datetime, str]
 Order = Literal["asc", "desc"]
 
 HEADER = "x-next-token"
-Limit = Annotated[int, Query(ge=1, le=1000, description="Entries of a page at most.")]
+MOST = 1000
+Limit = Annotated[int, Query(ge=1, le=MOST, description="Entries of a page at most.")]
 NextToken = Annotated[str, Query(max_length=500, description=f"The `{HEADER}` header of the page before.")]
 
 

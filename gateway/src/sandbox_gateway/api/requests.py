@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import Path
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from sandbox_gateway.config import explain
-from sandbox_gateway.engine.spec import UNSET, ForkSpec
+from sandbox_gateway.engine.spec import UNSET, ForkSpec, MountSpec
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.recipes import Recipe, Source
 from sandbox_gateway.records import Name, NetworkPolicy, OnTimeout, Resources
 
 LONGEST_REF = 128
 MOST_FORKS = 1000
+MOST_MOUNTS = 64
 _CENTURY = 3_153_600_000
 
 Ref = Annotated[str, Path(max_length=LONGEST_REF, description="An id or a name.")]
@@ -28,6 +29,8 @@ def _never(value: object) -> object:
     return None if value == -1 else value
 
 
+VolumeSize = Annotated[int, Field(strict=True, ge=64, le=1 << 26)]
+"""MiB."""
 Seconds = Annotated[float, Field(ge=0, le=_CENTURY, allow_inf_nan=False)]
 Life = Annotated[Seconds | None, BeforeValidator(_never)]
 """Seconds to live; null or -1: for ever."""
@@ -78,6 +81,18 @@ class Sizes(Body):
     disk_mb: int | None = Field(None, alias="diskSizeMB", strict=True, ge=64, le=1 << 26)
 
 
+class VolumeMount(Body):
+    """A volume, and where a sandbox sees it."""
+
+    name: AnyRef = Field(description="The volume, by name or id.")
+    path: str = Field(min_length=1, max_length=4096, description="Where, inside: absolute.")
+    read_only: bool = Field(False, alias="readOnly")
+    clone: bool = Field(False, description="Its own clone of what the snapshot holds of the volume.")
+
+    def spec(self) -> MountSpec:
+        return MountSpec(self.name, self.path, read_only=self.read_only, clone=self.clone)
+
+
 class Forked(Sizes):
     """What every making of a sandbox may say."""
 
@@ -91,6 +106,12 @@ class Forked(Sizes):
     auto_resume: AutoResume | None = Field(None, alias="autoResume")
     paused: bool = Field(False, description="Leave it paused.")
     cold_start: bool = Field(False, alias="coldStart", description="Boot from the snapshot's disk, without its memory.")
+    volume_mounts: list[VolumeMount] | None = Field(
+        None,
+        alias="volumeMounts",
+        max_length=MOST_MOUNTS,
+        description="Absent or null: what the source of the snapshot had. An empty list: none.",
+    )
 
     def spec(self, **more: Any) -> ForkSpec:
         network = self.network or Network()
@@ -103,6 +124,7 @@ class Forked(Sizes):
             metadata=self.metadata,
             env=self.env,
             network=network.policy(self.allow_internet_access),
+            mounts=None if self.volume_mounts is None else [mount.spec() for mount in self.volume_mounts],
             timeout=self.given("timeout"),
             on_timeout=self._on_timeout(),
             auto_resume=self._auto_resume(),
@@ -183,11 +205,39 @@ class Exec(Body):
     stdin: str = Field("", description="Base64 of what it reads from standard input.")
 
 
+class KeepRule(Body):
+    keep_last: int | None = Field(None, alias="keepLast", ge=1, le=100_000, description="The newest so many.")
+    keep_daily: int | None = Field(
+        None, alias="keepDaily", ge=1, le=100_000, description="The newest of each of so many days (UTC) that have one."
+    )
+    max_age: float | None = Field(
+        None,
+        alias="maxAge",
+        gt=0,
+        le=100 * 366 * 86400,
+        allow_inf_nan=False,
+        description="None that is older, in seconds.",
+    )
+
+    @model_validator(mode="after")
+    def _says_something(self) -> KeepRule:
+        if self.keep_last is None and self.keep_daily is None and self.max_age is None:
+            raise ValueError("retention needs keepLast, keepDaily or maxAge")
+        return self
+
+
 class CreateSnapshot(Body):
     name: Name | None = None
     description: str = Field("", max_length=4096)
     memory: Literal["auto", "none"] | bool = Field("auto", description="none (or false): the disk only.")
     expires_in: Seconds | None = Field(None, alias="expiresIn", description="Seconds after which it may be removed.")
+    volumes: list[AnyRef] = Field(
+        default_factory=list, max_length=MOST_MOUNTS, description="Volumes to capture in the same pause."
+    )
+    retention: KeepRule | None = Field(
+        None,
+        description="Which of the sandbox's snapshots that were taken under a rule are kept; those in use always are.",
+    )
 
     @property
     def with_memory(self) -> Literal["auto", "none"]:
@@ -201,6 +251,36 @@ class Rollback(Body):
 
 class Promote(Body):
     source: AnyRef | None = Field(None, description="The sandbox that takes over; default: the one it was forked from.")
+
+
+def _unnamed(value: object) -> object:
+    """One client says "" where it leaves the name to us."""
+    return None if value == "" else value
+
+
+class CreateVolume(Body):
+    name: Annotated[Name | None, BeforeValidator(_unnamed)] = Field(None, description="Absent: one is made up.")
+    size_mb: VolumeSize | None = Field(None, alias="sizeMB", description="Absent: 1024, or as the snapshot.")
+    from_snapshot: str | None = Field(
+        None,
+        alias="fromSnapshot",
+        min_length=1,
+        max_length=2 * LONGEST_REF + 1,
+        description="VOLUME@SNAPSHOT, or the id of a volume's snapshot.",
+    )
+
+
+class GrowVolume(Body):
+    size_mb: VolumeSize = Field(alias="sizeMB")
+
+
+class CreateVolumeSnapshot(Body):
+    name: Annotated[Name | None, BeforeValidator(_unnamed)] = Field(None, description="Absent: its id.")
+
+
+class RollbackVolume(Body):
+    snapshot: AnyRef = Field(description="A snapshot of this volume, by name or id.")
+    force: bool = Field(False, description="Also while a sandbox may write to it: what it wrote since is lost.")
 
 
 class SetAlias(Body):

@@ -18,7 +18,7 @@ from sandbox_gateway.api.waiting import unless_gone
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import UNSET
 from sandbox_gateway.errors import GatewayError, Invalid
-from sandbox_gateway.records import Sandbox, SandboxState, new_id
+from sandbox_gateway.records import Retention, Sandbox, SandboxState, new_id
 
 router = APIRouter(tags=["sandboxes"])
 
@@ -155,13 +155,24 @@ async def execute(request: Request, ref: Ref, body: requests.Exec, engine: Engin
     return shapes.exec_shape(await unless_gone(request, work))
 
 
-@router.post("/sandboxes/{ref}/snapshots", status_code=201, summary="Capture it while it runs")
+@router.post(
+    "/sandboxes/{ref}/snapshots",
+    status_code=201,
+    response_model_exclude_unset=True,
+    summary="Capture it while it runs",
+)
 async def snapshot(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.CreateSnapshot | None = None
 ) -> shapes.SnapshotShape:
     body = body or requests.CreateSnapshot()
     work = engine.capture(
-        ref, name=body.name, description=body.description, memory=body.with_memory, expires_in=body.expires_in
+        ref,
+        name=body.name,
+        description=body.description,
+        memory=body.with_memory,
+        expires_in=body.expires_in,
+        volumes=body.volumes,
+        retention=Retention.model_validate(body.retention.model_dump()) if body.retention else None,
     )
     taken = await unless_gone(request, work)
     request.app.state.metrics.captured(taken)

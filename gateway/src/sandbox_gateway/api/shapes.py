@@ -10,24 +10,31 @@ from pydantic import BaseModel, Field
 
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import NetworkPolicy, Sandbox, Snapshot, SnapshotKind
+from sandbox_gateway.records import NetworkPolicy, Retention, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 
 if TYPE_CHECKING:
     from sandbox_gateway.engine.builds import Build
     from sandbox_gateway.engine.spec import ExecResult
-    from sandbox_gateway.hosts.base import Usage
+    from sandbox_gateway.hosts.base import Usage, VolumeState
 
 ENVD_VERSION = "0.4.0"
 """The data plane's level: clients choose calls by it."""
 CLIENT_ID = "local"
 NEVER = datetime(9999, 1, 1, tzinfo=UTC)
 """`endAt` of what has no end; some months short of the last moment, for clients that convert to their own zone."""
+_MIB = 1 << 20
 
 
 class NetworkShape(BaseModel):
     allowInternetAccess: bool
     allowOut: list[str]
     denyOut: list[str]
+
+
+class VolumeMountShape(BaseModel):
+    name: str = Field(description="The volume; its id where it is there no more.")
+    path: str
+    readOnly: bool
 
 
 class LifecycleShape(BaseModel):
@@ -62,8 +69,22 @@ class SandboxShape(BaseModel):
     diverged: bool | None = Field(None, description="Has the file system changed since the head?")
     network: NetworkShape
     allowInternetAccess: bool
+    volumeMounts: list[VolumeMountShape]
     address: str | None = Field(None, description="Where its ports are reached, on the gateway's host.")
     backend: str
+
+
+class VolumeCaptureShape(BaseModel):
+    """What a snapshot holds of a volume."""
+
+    name: str = Field(description="The volume.")
+    snapshotID: str = Field(description="The volume's snapshot, taken in the same pause.")
+
+
+class RetentionShape(BaseModel):
+    keepLast: int | None
+    keepDaily: int | None
+    maxAge: float | None = Field(description="In seconds.")
 
 
 class SnapshotShape(BaseModel):
@@ -80,6 +101,7 @@ class SnapshotShape(BaseModel):
     createdAt: datetime
     updatedAt: datetime
     expiresAt: datetime | None
+    retention: RetentionShape | None = Field(description="The rule it was taken under.")
     memory: str
     coldStartable: bool
     memoryBytesWritten: int
@@ -89,7 +111,10 @@ class SnapshotShape(BaseModel):
     memoryMB: int
     diskSizeMB: int
     forks: int
+    volumeMounts: list[VolumeMountShape] = Field(description="What its source had; a fork has the same.")
+    volumes: list[VolumeCaptureShape] = Field(description="What was captured of volumes along with it.")
     backend: str
+    zfsSnapshot: str | None = Field(None, description="Its name in ZFS, on hosts that have one.")
 
 
 class TemplateShape(BaseModel):
@@ -126,6 +151,39 @@ class BuildStarted(BaseModel):
     aliases: list[str]
     buildStatus: Literal["building", "ready", "error"]
     digest: str
+
+
+class VolumeUserShape(BaseModel):
+    """A sandbox that mounts a volume."""
+
+    sandboxID: str
+    sandboxName: str
+    path: str
+    readonly: bool
+    state: Literal["running", "paused"]
+
+
+class VolumeShape(BaseModel):
+    volumeID: str = Field(description="Its name.")
+    name: str
+    token: str | None = Field(None, description="The volume's own secret; only when it is made or shown alone.")
+    sizeMB: int
+    usedMB: int | None = Field(description="What is in it, rounded up; null where the host cannot tell.")
+    dataset: str | None = Field(None, description="Its name in ZFS, on hosts that have one.")
+    createdAt: datetime
+    mounts: list[VolumeUserShape]
+    fromSnapshot: str = Field(description="The volume's snapshot it was made from.")
+    ownerSandboxID: str = Field(description="The sandbox whose own clone it is. Empty: it stays until it is deleted.")
+    stuck: list[str] = Field(description="What does not let go of it, in words; tried again in the background.")
+
+
+class VolumeSnapshotShape(BaseModel):
+    snapshotID: str
+    name: str
+    volumeID: str
+    sizeMB: int
+    sandboxSnapshotID: str = Field(description="The snapshot of a sandbox it is part of, and goes with.")
+    createdAt: datetime
 
 
 class ExecShape(BaseModel):
@@ -183,7 +241,9 @@ def network_shape(policy: NetworkPolicy) -> NetworkShape:
     return NetworkShape(allowInternetAccess=policy.allow_internet, allowOut=policy.allow_out, denyOut=policy.deny_out)
 
 
-def sandbox_shape(sandbox: Sandbox, *, backend: str, domain: str, **known: Any) -> SandboxShape:
+def sandbox_shape(
+    sandbox: Sandbox, *, backend: str, domain: str, mounts: list[VolumeMountShape], **known: Any
+) -> SandboxShape:
     """``known``: alias, address, envdAccessToken, diverged, as far as they are known."""
     sizes = sandbox.resources
     return SandboxShape(
@@ -209,12 +269,22 @@ def sandbox_shape(sandbox: Sandbox, *, backend: str, domain: str, **known: Any) 
         parentSandboxID=sandbox.parent_sandbox,
         network=network_shape(sandbox.network),
         allowInternetAccess=sandbox.network.allow_internet,
+        volumeMounts=mounts,
         backend=backend,
         **known,
     )
 
 
-def snapshot_shape(snapshot: Snapshot, *, backend: str, forks: int) -> SnapshotShape:
+def snapshot_shape(
+    snapshot: Snapshot,
+    *,
+    backend: str,
+    forks: int,
+    mounts: list[VolumeMountShape],
+    volumes: list[VolumeCaptureShape],
+    **known: Any,
+) -> SnapshotShape:
+    """``known``: zfsSnapshot, where the host has one."""
     sizes = snapshot.resources
     return SnapshotShape(
         snapshotID=snapshot.id,
@@ -230,6 +300,7 @@ def snapshot_shape(snapshot: Snapshot, *, backend: str, forks: int) -> SnapshotS
         createdAt=snapshot.created_at,
         updatedAt=snapshot.updated_at,
         expiresAt=snapshot.expires_at,
+        retention=_retention(snapshot.retention),
         memory=snapshot.memory.value,
         coldStartable=True,
         memoryBytesWritten=snapshot.memory_bytes_written,
@@ -239,7 +310,38 @@ def snapshot_shape(snapshot: Snapshot, *, backend: str, forks: int) -> SnapshotS
         memoryMB=sizes.memory_mb,
         diskSizeMB=sizes.disk_mb,
         forks=forks,
+        volumeMounts=mounts,
+        volumes=volumes,
         backend=backend,
+        **known,
+    )
+
+
+def volume_shape(volume: Volume, state: VolumeState | None, mounts: list[VolumeUserShape], **known: Any) -> VolumeShape:
+    """``state`` is None where the host cannot tell. ``known``: token, dataset, as far as they are known."""
+    return VolumeShape(
+        volumeID=volume.name,
+        name=volume.name,
+        sizeMB=volume.size_mb,
+        usedMB=-(-state.used_bytes // _MIB) if state else None,
+        createdAt=volume.created_at,
+        mounts=mounts,
+        fromSnapshot=volume.from_snapshot,
+        ownerSandboxID=volume.owner,
+        stuck=state.stuck if state else [],
+        **known,
+    )
+
+
+def volume_snapshot_shape(snapshot: VolumeSnapshot, volume: str) -> VolumeSnapshotShape:
+    """``volume`` is the volume's name."""
+    return VolumeSnapshotShape(
+        snapshotID=snapshot.id,
+        name=snapshot.name,
+        volumeID=volume,
+        sizeMB=snapshot.size_mb,
+        sandboxSnapshotID=snapshot.sandbox_snapshot,
+        createdAt=snapshot.created_at,
     )
 
 
@@ -347,3 +449,9 @@ def fork_error_shape(error: GatewayError, name: str) -> ForkErrorShape:
 def names_for(results: Sequence[object], names: Sequence[str] | None) -> list[str]:
     """The name that was asked for each result; "" where none was."""
     return list(names) if names else [""] * len(results)
+
+
+def _retention(rule: Retention | None) -> RetentionShape | None:
+    if rule is None:
+        return None
+    return RetentionShape(keepLast=rule.keep_last, keepDaily=rule.keep_daily, maxAge=rule.max_age)

@@ -22,7 +22,7 @@ When = Annotated[
 ]
 
 
-@router.get("/snapshots", summary="List snapshots")
+@router.get("/snapshots", response_model_exclude_unset=True, summary="List snapshots")
 async def index(
     response: Response,
     engine: EngineDep,
@@ -45,7 +45,7 @@ async def index(
     return [view.snapshot(snapshot) for snapshot in shown]
 
 
-@router.get("/snapshots/{ref}", summary="Show a snapshot (or a template as one)")
+@router.get("/snapshots/{ref}", response_model_exclude_unset=True, summary="Show a snapshot (or a template as one)")
 async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SnapshotShape:
     return view.snapshot(engine.snapshot(ref))
 
@@ -93,7 +93,8 @@ async def remove(engine: Engine, snapshot: Snapshot, when: str | None) -> Respon
     """204: gone. 202: hidden until its last user goes."""
     if await engine.delete_snapshot(snapshot.id, when_unused=when == "unused"):
         return Response(status_code=204)
-    users = [sandbox.id for sandbox in engine.dependents(snapshot)]
+    clones = engine.made_from(engine.captures_of(snapshot))
+    users = [*(sandbox.id for sandbox in engine.dependents(snapshot)), *(volume.id for volume in clones)]
     shape = shapes.Hidden(snapshotID=snapshot.id, status="hidden", blockers=users)
     return JSONResponse(shape.model_dump(), 202)
 

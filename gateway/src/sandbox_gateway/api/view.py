@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from fastapi import Depends, Header, Request
@@ -11,7 +14,8 @@ from sandbox_gateway.api.auth import Permission, caller_of
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import GatewayError, NotFound
-from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
+from sandbox_gateway.hosts.base import VolumeState
+from sandbox_gateway.records import Mount, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 
 
 class View:
@@ -29,10 +33,40 @@ class View:
         known |= self._reach(sandbox, secret and self.permission >= Permission.EXEC)
         if alias := self._alias(sandbox.template_id):
             known["alias"] = alias
-        return shapes.sandbox_shape(sandbox, backend=self.backend, domain=self.config.server.domain, **known)
+        return shapes.sandbox_shape(
+            sandbox,
+            backend=self.backend,
+            domain=self.config.server.domain,
+            mounts=self._mounts(sandbox.mounts),
+            **known,
+        )
 
     def snapshot(self, snapshot: Snapshot) -> shapes.SnapshotShape:
-        return shapes.snapshot_shape(snapshot, backend=self.backend, forks=len(self.engine.dependents(snapshot)))
+        known = {"zfsSnapshot": name} if (name := snapshot.host.get("zfsSnapshot")) else {}
+        return shapes.snapshot_shape(
+            snapshot,
+            backend=self.backend,
+            forks=len(self.engine.dependents(snapshot)),
+            mounts=self._mounts(snapshot.mounts),
+            volumes=[
+                shapes.VolumeCaptureShape(name=self._volume_name(each.volume), snapshotID=each.snapshot)
+                for each in snapshot.volumes
+            ],
+            **known,
+        )
+
+    async def volume(self, volume: Volume, *, secret: bool = False) -> shapes.VolumeShape:
+        """``secret``: with the token, which is empty for a caller who may only read."""
+        known = {"dataset": name} if (name := volume.host.get("dataset")) else {}
+        if secret:
+            known["token"] = self._volume_token(volume) if self.permission >= Permission.EXEC else ""
+        return shapes.volume_shape(volume, await self._volume_state(volume), self._users(volume), **known)
+
+    def volume_snapshot(self, snapshot: VolumeSnapshot) -> shapes.VolumeSnapshotShape:
+        return shapes.volume_snapshot_shape(snapshot, self._volume_name(snapshot.volume))
+
+    def mount(self, mount: Mount) -> shapes.VolumeMountShape:
+        return shapes.VolumeMountShape(name=self._volume_name(mount.volume), path=mount.path, readOnly=mount.read_only)
 
     async def with_divergence(self, sandbox: Sandbox, *, secret: bool = True) -> shapes.SandboxShape:
         return self.sandbox(sandbox, secret=secret, diverged=await self._diverged(sandbox))
@@ -50,6 +84,36 @@ class View:
         except GatewayError:
             return known
         return {**known, "address": address}
+
+    def _mounts(self, mounts: Iterable[Mount]) -> list[shapes.VolumeMountShape]:
+        return [self.mount(mount) for mount in mounts]
+
+    def _volume_name(self, id: str) -> str:
+        try:
+            return self.engine.volume(id).name
+        except NotFound:
+            return id
+
+    def _volume_token(self, volume: Volume) -> str:
+        return hmac.new(self.engine.secret, f"volume {volume.id}".encode(), hashlib.sha256).hexdigest()
+
+    async def _volume_state(self, volume: Volume) -> VolumeState | None:
+        try:
+            return await self.engine.volume_state(volume.id)
+        except GatewayError:
+            return None
+
+    def _users(self, volume: Volume) -> list[shapes.VolumeUserShape]:
+        return [
+            shapes.VolumeUserShape(
+                sandboxID=sandbox.id,
+                sandboxName=sandbox.name,
+                path=mount.path,
+                readonly=mount.read_only,
+                state=sandbox.state.value,
+            )
+            for sandbox, mount in self.engine.mounts_of(volume)
+        ]
 
     def _alias(self, template_id: str) -> str | None:
         try:

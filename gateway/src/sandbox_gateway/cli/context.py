@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SandboxRef = Annotated[str, typer.Argument(metavar="SANDBOX", help="Id or name.")]
 SnapshotRef = Annotated[str, typer.Argument(metavar="SNAPSHOT", help="Id or name.")]
+VolumeRef = Annotated[str, typer.Argument(metavar="VOLUME", help="Id or name.")]
 TemplateRef = Annotated[str, typer.Argument(metavar="TEMPLATE", help="Id or name.")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
 from typing import Any
 
@@ -48,9 +49,13 @@ def refused(status: int, body: Any) -> Failure:
 
 
 def _hint(status: int, kind: str, message: str, blockers: list[str]) -> str:
+    if kind == "in_use" and "volume " in message.partition(":")[0]:
+        return "; ".join(way for sign, way in _WAYS.items() if re.search(sign, message)) or "try again in a moment"
     if kind == "in_use":
-        names = " ".join(blockers) or "them"
-        return f"remove what uses it first (sandboxctl kill {names}), or delete it with --when-unused"
+        ways = f"sandboxctl kill {' '.join(blockers) or 'them'}"
+        if "made from what it holds" in message:
+            ways = "sandboxctl kill SANDBOX, sandboxctl volume delete VOLUME"
+        return f"remove what uses it first ({ways}), or delete it with --when-unused"
     if kind == "not_found":
         return f"`sandboxctl {_lister(message)}` shows what there is"
     hints = {
@@ -64,8 +69,24 @@ def _hint(status: int, kind: str, message: str, blockers: list[str]) -> str:
     return hints.get(kind, "")
 
 
+_WAYS = {
+    r"\d mounts? \(|mounted read-write": "`sandboxctl volume detach SANDBOX VOLUME` unmounts it",
+    r"\d sandbox snapshots? \(": "`sandboxctl snapshot delete SNAPSHOT` removes what holds it",
+    r"\d snapshots? \(": "--with-snapshots removes its snapshots along with it",
+    r"\d clones? \(": "`sandboxctl volume delete VOLUME` removes what was made from it",
+    r"\bforce it$": "--force does it all the same",
+}
+"""What helps against what stands in a volume's way, by what the sentence says of it."""
+
+
 def _lister(message: str) -> str:
-    for noun in ("template", "snapshot"):
+    if match := re.match(r"snapshot of volume (\S+),", message):
+        return f"volume snapshots {match[1]}"
+    if match := re.match(r"in sandbox (\S+),", message):
+        return f"show {match[1]}"
+    if message.startswith("snapshot of a volume"):
+        return "volume list"
+    for noun in ("template", "snapshot", "volume"):
         if message.startswith(noun):
             return f"{noun} list"
     return "list"

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from sandbox_gateway import __version__
-from sandbox_gateway.cli import sandboxes, snapshots, templates, watch
+from sandbox_gateway.cli import sandboxes, snapshots, templates, volumes, watch
 from sandbox_gateway.cli.context import Settings
 from sandbox_gateway.cli.failure import Exit, Failure
 
@@ -30,6 +30,7 @@ app = typer.Typer(
 )
 app.add_typer(templates.app, name="template")
 app.add_typer(snapshots.app, name="snapshot")
+app.add_typer(volumes.app, name="volume")
 sandboxes.register(app)
 snapshots.register(app)
 watch.register(app)

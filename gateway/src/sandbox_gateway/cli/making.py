@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from sandbox_gateway.cli import words
+from sandbox_gateway.cli.failure import Exit, Failure
 
 Cpus = Annotated[int | None, typer.Option("--cpus", metavar="N", help="Virtual CPUs.", show_default=False)]
 Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory, such as 512M.", show_default=False)]
@@ -25,6 +26,13 @@ AllowOut = Annotated[list[str] | None, typer.Option("--allow-out", metavar="CIDR
 DenyOut = Annotated[list[str] | None, typer.Option("--deny-out", metavar="CIDR", help="Not reachable.")]
 Paused = Annotated[bool, typer.Option("--paused", help="Leave it paused.")]
 ColdStart = Annotated[bool, typer.Option("--cold-start", help="Boot from the disk, without the captured memory.")]
+Volumes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--volume", metavar="NAME:PATH[:ro][:clone]", help="Mount a volume; repeatable. Default: as it was captured."
+    ),
+]
+NoVolumes = Annotated[bool, typer.Option("--no-volumes", help="Mount none, whatever was mounted at the capture.")]
 Count = Annotated[int | None, typer.Option("--count", "-n", min=1, max=1000, help="How many.", show_default=False)]
 Names = Annotated[list[str] | None, typer.Option("--names", metavar="A,B,…", help="One sandbox for each name.")]
 Concurrency = Annotated[
@@ -49,6 +57,8 @@ class Options:
     deny_out: list[str] | None = None
     paused: bool = False
     cold_start: bool = False
+    volumes: list[str] | None = None
+    no_volumes: bool = False
 
     def body(self) -> dict[str, Any]:
         network: dict[str, Any] = {"allowOut": words.split(self.allow_out or [])}
@@ -62,6 +72,8 @@ class Options:
             "coldStart": self.cold_start,
         }
         body = {key: value for key, value in said.items() if value}
+        if self.volumes or self.no_volumes:
+            body["volumeMounts"] = mounts(self.volumes or [], self.no_volumes)
         if self.timeout:
             body["timeout"] = words.seconds(self.timeout)
         if self.on_timeout:
@@ -78,6 +90,12 @@ def sizes(cpus: int | None, memory: str, disk: str) -> dict[str, int]:
         "diskSizeMB": words.mebibytes(disk) if disk else None,
     }
     return {key: value for key, value in said.items() if value is not None}
+
+
+def mounts(volumes: list[str], none: bool) -> list[dict[str, Any]]:
+    if volumes and none:
+        raise Failure("--volume and --no-volumes exclude each other", Exit.USAGE, "leave one of them out")
+    return [words.mount(volume) for volume in volumes]
 
 
 def siblings(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from sandbox_gateway.cli import words
@@ -34,6 +34,18 @@ def snapshots(items: Sequence[Mapping[str, Any]]) -> None:
         (_snapshot_row(item) for item in items),
         empty="no snapshots: `sandboxctl snapshot create SANDBOX` takes one",
     )
+
+
+def volumes(items: Sequence[Mapping[str, Any]]) -> None:
+    heads = ("NAME", "SIZE", "USED", "MOUNTED BY", "MADE FROM", "AGE")
+    rows = (_volume_row(item) for item in items)
+    _table(heads, rows, empty="no volumes: `sandboxctl volume create NAME` makes one")
+
+
+def volume_snapshots(items: Sequence[Mapping[str, Any]], volume: str) -> None:
+    heads = ("NAME", "ID", "SIZE", "PART OF", "AGE")
+    rows = (_volume_snapshot_row(item) for item in items)
+    _table(heads, rows, empty=f"no snapshots of it: `sandboxctl volume snapshot {volume}` takes one")
 
 
 def templates(items: Sequence[Mapping[str, Any]]) -> None:
@@ -75,7 +87,9 @@ def console() -> Any:
     return Console(soft_wrap=False, highlight=False, width=None if sys.stdout.isatty() else _WIDE)
 
 
-_SECRET = frozenset({"envdAccessToken", "trafficAccessToken", "clientID", "envdVersion"})
+_SECRET = frozenset({"envdAccessToken", "trafficAccessToken", "token", "clientID", "envdVersion"})
+_NAMED = 3
+"""Sandboxes that a row names at most."""
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:
@@ -121,6 +135,28 @@ def _snapshot_row(item: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _volume_row(item: Mapping[str, Any]) -> tuple[str, ...]:
+    users = [user["sandboxName"] for user in item["mounts"]]
+    return (
+        item["name"],
+        words.mib(item["sizeMB"]),
+        "-" if item["usedMB"] is None else words.mib(item["usedMB"]),
+        (", ".join(users) if len(users) <= _NAMED else f"{len(users)} sandboxes") or "-",
+        item["fromSnapshot"] or "-",
+        words.age(item["createdAt"]),
+    )
+
+
+def _volume_snapshot_row(item: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        item["name"],
+        item["snapshotID"],
+        words.mib(item["sizeMB"]),
+        item["sandboxSnapshotID"] or "-",
+        words.age(item["createdAt"]),
+    )
+
+
 def _template_row(item: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         ", ".join(item["names"]) or "-",
@@ -138,12 +174,14 @@ def _template_row(item: Mapping[str, Any]) -> tuple[str, ...]:
 def _value(key: str, value: Any) -> Any:
     from rich.text import Text
 
-    if key in ("memoryMB", "diskSizeMB"):
+    if key in ("memoryMB", "diskSizeMB", "sizeMB", "usedMB"):
         return words.mib(value)
     if key in ("memoryBytesWritten", "diskBytesUnique"):
         return words.size(value)
     if key == "pauseMs":
         return f"{value:.1f} ms"
+    if key in _LINES:
+        return Text("\n".join(_LINES[key](entry) for entry in value))
     if key == "endAt":
         return words.left(value)
     if key in ("createdAt", "startedAt", "updatedAt"):
@@ -151,6 +189,20 @@ def _value(key: str, value: Any) -> Any:
     if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
         return Text(", ".join(value))
     return Text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def _user(entry: Mapping[str, Any]) -> str:
+    mode = ", read-only" if entry["readonly"] else ""
+    return f"{entry['sandboxName']} ({entry['sandboxID']}, {entry['state']}) at {entry['path']}{mode}"
+
+
+_LINES: dict[str, Callable[[Any], str]] = {
+    "mounts": _user,
+    "volumeMounts": words.mounted,
+    "volumes": lambda entry: f"{entry['name']}@{entry['snapshotID']}",
+    "stuck": str,
+}
+"""A line for each entry of a list."""
 
 
 def _grow(branch: Any, node: Mapping[str, Any]) -> None:

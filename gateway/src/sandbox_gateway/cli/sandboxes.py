@@ -51,12 +51,27 @@ def create(
     deny_out: making.DenyOut = None,
     paused: making.Paused = False,
     cold_start: making.ColdStart = False,
+    volume: making.Volumes = None,
+    no_volumes: making.NoVolumes = False,
     as_json: Json = False,
 ) -> None:
     """Make a sandbox from a template or a snapshot."""
     call = settings(ctx, as_json)
     options = making.Options(
-        cpus, memory, disk, metadata, env, timeout, on_timeout, no_internet, allow_out, deny_out, paused, cold_start
+        cpus,
+        memory,
+        disk,
+        metadata,
+        env,
+        timeout,
+        on_timeout,
+        no_internet,
+        allow_out,
+        deny_out,
+        paused,
+        cold_start,
+        volume,
+        no_volumes,
     )
     body = {"templateID": template, **({"name": name} if name else {}), **options.body()}
     made = call.client.call("POST", "/sandboxes", body)
@@ -216,6 +231,8 @@ def clone(
     best_effort: making.BestEffort = False,
     metadata: making.Metadata = None,
     timeout: making.Life = "",
+    volume: making.Volumes = None,
+    no_volumes: making.NoVolumes = False,
     as_json: Json = False,
 ) -> None:
     """Make siblings of a running sandbox, with its files and its memory."""
@@ -224,7 +241,8 @@ def clone(
 
     call = settings(ctx, as_json)
     many, total = making.siblings(count, names, concurrency, best_effort)
-    body = {**many, **making.Options(metadata=metadata, timeout=timeout).body()}
+    options = making.Options(metadata=metadata, timeout=timeout, volumes=volume, no_volumes=no_volumes)
+    body = {**many, **options.body()}
     made = fork_many(call.client, path("sandboxes", sandbox, "clone"), body, total, f"cloning {sandbox}")
     show_forks(made, call.json)
 

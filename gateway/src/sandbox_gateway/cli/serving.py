@@ -275,7 +275,8 @@ def _clear(path: Path) -> None:
 
 
 def _tcp_socket(address: Address, listen: str) -> socket.socket:
-    bound = socket.socket(address.family, socket.SOCK_STREAM)
+    # With its protocol named: only then does asyncio send small pieces at once, and not 40 ms later (TCP_NODELAY).
+    bound = socket.socket(address.family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address.sockaddr)

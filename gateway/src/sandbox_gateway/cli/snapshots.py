@@ -31,6 +31,19 @@ def create(
     expires_in: Annotated[
         str, typer.Option("--expires-in", metavar="TIME", help="Remove it after 12h, 7d, …", show_default=False)
     ] = "",
+    keep_last: Annotated[
+        int, typer.Option("--keep-last", metavar="N", help="Keep the newest N taken under a rule.", show_default=False)
+    ] = 0,
+    keep_daily: Annotated[
+        int, typer.Option("--keep-daily", metavar="N", help="Keep the newest of each of N days.", show_default=False)
+    ] = 0,
+    max_age: Annotated[
+        str, typer.Option("--max-age", metavar="TIME", help="Keep none older than 12h, 7d, …", show_default=False)
+    ] = "",
+    volumes: Annotated[
+        list[str] | None,
+        typer.Option("--volumes", metavar="A,B,…", help="Capture these volumes in the same pause."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Capture a sandbox while it runs: its disk and its memory, of one instant."""
@@ -41,6 +54,11 @@ def create(
     body |= {key: value for key, value in (("name", name), ("description", description)) if value}
     if expires_in:
         body["expiresIn"] = words.seconds(expires_in)
+    rule = {"keepLast": keep_last, "keepDaily": keep_daily, "maxAge": words.seconds(max_age) if max_age else 0}
+    if any(rule.values()):
+        body["retention"] = {key: value for key, value in rule.items() if value}
+    if volumes:
+        body["volumes"] = words.split(volumes)
     taken = call.client.call("POST", path("sandboxes", sandbox, "snapshots"), body)
     render.print_json(taken) if call.json else render.snapshots([taken])
 
@@ -88,6 +106,8 @@ def fork(
     deny_out: making.DenyOut = None,
     paused: making.Paused = False,
     cold_start: making.ColdStart = False,
+    volume: making.Volumes = None,
+    no_volumes: making.NoVolumes = False,
     as_json: Json = False,
 ) -> None:
     """Make sandboxes from a snapshot: siblings, each going on from where it was captured."""
@@ -97,7 +117,20 @@ def fork(
     call = settings(ctx, as_json)
     many, total = making.siblings(count, names, concurrency, best_effort)
     options = making.Options(
-        cpus, memory, disk, metadata, env, timeout, on_timeout, no_internet, allow_out, deny_out, paused, cold_start
+        cpus,
+        memory,
+        disk,
+        metadata,
+        env,
+        timeout,
+        on_timeout,
+        no_internet,
+        allow_out,
+        deny_out,
+        paused,
+        cold_start,
+        volume,
+        no_volumes,
     )
     route = path("snapshots", snapshot, "fork")
     show_forks(fork_many(call.client, route, {**many, **options.body()}, total, f"forking {snapshot}"), call.json)

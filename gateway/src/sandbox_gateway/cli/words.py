@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 from sandbox_gateway.cli.failure import Exit, Failure
 
@@ -39,6 +41,25 @@ def pairs(words: list[str], what: str) -> dict[str, str]:
             raise Failure(f"{word!r} is not {what}", Exit.USAGE, f"write {what} as KEY=VALUE")
         found[key] = value
     return found
+
+
+def mount(text: str) -> dict[str, Any]:
+    """`NAME:PATH`, with `:ro` and `:clone` behind it in any order, as a gateway is sent it."""
+    name, _, rest = text.partition(":")
+    path, flags = rest, set()
+    while (cut := path.rpartition(":"))[2] in ("ro", "clone"):
+        path = cut[0]
+        flags.add(cut[2])
+    if not name or not path.startswith("/"):
+        raise Failure(
+            f"{text!r} is not a volume and a path", Exit.USAGE, "write NAME:/PATH, with :ro or :clone behind it"
+        )
+    return {"name": name, "path": path, "readOnly": "ro" in flags, "clone": "clone" in flags}
+
+
+def mounted(mount: Mapping[str, Any]) -> str:
+    """What a gateway answers of a mount, as it was asked for: "data:/srv/data:ro"."""
+    return f"{mount['name']}:{mount['path']}{':ro' if mount['readOnly'] else ''}"
 
 
 def split(words: list[str]) -> list[str]:

@@ -7,9 +7,10 @@ import base64
 import contextlib
 import json
 import os
+import socket
 import struct
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import h11
 
 from sandbox_gateway.engine.spec import ExecResult
 from sandbox_gateway.errors import BackendFailed, Invalid, Timeout
-from sandbox_gateway.hosts.base import Endpoint
+from sandbox_gateway.hosts.base import Endpoint, GuestMount
 
 AGENT_PORT = 49983
 _READ = 1 << 16
@@ -26,6 +27,8 @@ _ATTEMPT_EVERY = 0.01
 _ATTEMPT_SLOWLY = 0.25
 _QUICK_SECONDS = 0.5
 _ATTEMPTS_AT_ONCE = 8
+_LINE_FRAME = 4096
+_LINE_SECONDS = 5.0
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -42,6 +45,9 @@ class Identity:
     grow_disk: bool = False
 
     def body(self) -> dict[str, Any]:
+        """Raises Invalid for an environment that the agent would refuse."""
+        if not all(name and "=" not in name and "\0" not in name + value for name, value in self.env.items()):
+            raise Invalid("env must map names of variables, without '=' and NUL, to strings without NUL")
         return {
             "sandboxID": self.sandbox_id,
             "hostname": self.hostname,
@@ -62,19 +68,25 @@ class AgentClient:
 
     def __init__(self, endpoint: Endpoint, access_token: str) -> None:
         self._address = endpoint.address
+        self._line = endpoint.line
         self._token = access_token
 
     async def identify(self, identity: Identity, *, seconds: float, gone: Callable[[], str]) -> None:
         """Tell a machine that was just started who it is; returns when it has answered.
 
-        ``gone()`` says why there is nothing to wait for any more. Raises BackendFailed or Timeout.
+        ``gone()`` says why there is nothing to wait for any more. Raises Invalid, BackendFailed or Timeout.
         """
         deadline = time.monotonic() + seconds
+        body = identity.body()
+        if self._line is not None and len(_told(body)) <= _LINE_FRAME:
+            with contextlib.suppress(OSError):
+                await self._tell(self._line, body)
+                return
         while True:
             reader, writer = await self._reach(deadline, gone)
             try:
                 async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
-                    await self._exchange(reader, writer, "/identity", identity.body())
+                    await self._exchange(reader, writer, "/identity", _now(body))
                 return
             except TimeoutError:
                 raise Timeout(f"the sandbox's agent did not answer within {seconds:g} s") from None
@@ -83,6 +95,26 @@ class AgentClient:
                 await asyncio.sleep(_ATTEMPT_EVERY)
             finally:
                 _hang_up(writer)
+
+    async def _tell(self, line: socket.socket, body: dict[str, Any]) -> None:
+        """Tell it over the line to it, which costs a machine that has just come to be much less than a connection.
+
+        It is asked first, and told when it has answered: what it is told, the time above all, is fresh then. Raises
+        OSError where it hangs up, or does not answer within a few seconds (TimeoutError).
+        """
+        loop = asyncio.get_running_loop()
+        question = b"?" + os.urandom(16)
+        heard = b""
+        with line.dup() as ours:  # its owner may close it at any time
+            async with asyncio.timeout(_LINE_SECONDS):
+                await loop.sock_sendall(ours, question)
+                # What it said to the host before it was captured may come first.
+                while question not in heard:
+                    piece = await loop.sock_recv(ours, _LINE_FRAME)
+                    heard += piece
+                    if not piece or len(heard) > _READ:
+                        raise ConnectionResetError("it hung up, or talks of something else")
+                await loop.sock_sendall(ours, _told(body))
 
     async def _reach(self, deadline: float, gone: Callable[[], str]) -> Streams:
         """Connect to a machine that is not listening yet.
@@ -126,6 +158,20 @@ class AgentClient:
             raise Timeout(f"the sandbox's agent did not answer {path} within {seconds:g} s") from None
         except (OSError, h11.RemoteProtocolError) as error:
             raise BackendFailed(f"the sandbox's agent cannot be reached: {error}") from None
+
+    async def mounts(self, wanted: Sequence[GuestMount], *, seconds: float) -> None:
+        """Have mounted exactly what is ``wanted``, in this order: all of it, or nothing new."""
+        described = [
+            {
+                "path": each.path,
+                "source": each.source,
+                "type": each.type,
+                "options": each.options,
+                "readOnly": each.read_only,
+            }
+            for each in wanted
+        ]
+        await self.call("/mounts", {"mounts": described}, seconds=seconds)
 
     async def exec(
         self,
@@ -237,6 +283,15 @@ class AgentClient:
                 raise ConnectionResetError("it hung up")
         if status >= 300:
             raise _refused(status, path, refusal)
+
+
+def _now(body: dict[str, Any]) -> dict[str, Any]:
+    """An identity with the time as it is."""
+    return body | {"time": time.time()}
+
+
+def _told(body: dict[str, Any]) -> bytes:
+    return b"=" + json.dumps(_now(body)).encode()
 
 
 async def _frames(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, dict[str, Any]]]:

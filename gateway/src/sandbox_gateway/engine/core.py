@@ -6,18 +6,27 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from typing import Any, TypeVar
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.agent import AgentClient
 from sandbox_gateway.engine.events import Events
-from sandbox_gateway.engine.index import Index
+from sandbox_gateway.engine.index import Index, Thing
 from sandbox_gateway.engine.locks import Locks
 from sandbox_gateway.errors import Conflict, GatewayError, Invalid
 from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import NetworkPolicy, Sandbox, SandboxState, Snapshot, SnapshotKind, check_name
+from sandbox_gateway.records import (
+    NetworkPolicy,
+    Sandbox,
+    SandboxState,
+    Snapshot,
+    SnapshotKind,
+    Volume,
+    VolumeSnapshot,
+    check_name,
+)
 
 log = Logger("engine")
 T = TypeVar("T")
@@ -47,6 +56,22 @@ class Core:
             standing = self.index.standing_on(snapshot)
             return [each for each in standing if snapshot.id in (each.forked_from, each.pause_snapshot)]
         return self.index.standing_on(snapshot)
+
+    def captures_of(self, snapshot: Snapshot) -> list[VolumeSnapshot]:
+        """What a snapshot of a sandbox holds of volumes."""
+        ids = (capture.snapshot for capture in snapshot.volumes)
+        return [self.index.volume_snapshots[id] for id in ids if id in self.index.volume_snapshots]
+
+    def made_from(self, snapshots: Iterable[VolumeSnapshot]) -> list[Volume]:
+        """The volumes that keep snapshots of volumes from being deleted."""
+        if self.host.abilities.independent_snapshots:
+            return []
+        ids = {snapshot.id for snapshot in snapshots}
+        return [volume for volume in self.index.volumes.values() if volume.from_snapshot in ids]
+
+    def busy(self, snapshot: Snapshot) -> bool:
+        """Is something being made of a snapshot, or of what it holds of volumes?"""
+        return self.index.in_use(snapshot) or any(map(self.index.in_use, self.captures_of(snapshot)))
 
     def access_token(self, sandbox: Sandbox) -> str:
         """The token that the sandbox's agent asks for: made from the id, kept nowhere."""
@@ -96,6 +121,19 @@ class Core:
             raise
         if not snapshot.hidden:
             self.events.publish("snapshot.deleted", snapshotID=snapshot.id)
+        for capture in self.captures_of(snapshot):
+            try:
+                await asyncio.shield(self.remove_volume_snapshot(capture))
+            except GatewayError as error:
+                log.warning("not removed", volume_snapshot=capture.id, reason=error.message)
+
+    async def remove_volume_snapshot(self, snapshot: VolumeSnapshot) -> None:
+        self.index.drop(snapshot.id)
+        try:
+            await self.host.remove_volume_snapshot(snapshot)
+        except BaseException:
+            self.index.put(snapshot)
+            raise
 
     async def collect(self) -> None:
         """Remove hidden snapshots that nobody stands on any more."""
@@ -103,12 +141,19 @@ class Core:
             if not snapshot.doomed and snapshot.kind is not SnapshotKind.TRANSIENT:
                 continue
             heads = (sandbox.head for sandbox in self.index.sandboxes.values())
-            if self.index.in_use(snapshot) or self.index.standing_on(snapshot) or snapshot.id in heads:
+            if self.index.standing_on(snapshot) or (not snapshot.doomed and snapshot.id in heads):
+                continue
+            if self.busy(snapshot) or self.made_from(self.captures_of(snapshot)):
                 continue
             try:
                 await self.remove_snapshot(snapshot)
             except GatewayError as error:
                 log.warning("not collected", snapshot=snapshot.id, reason=error.message)
+
+
+def called(things: Iterable[Thing]) -> str:
+    """Their names, for a sentence."""
+    return ", ".join((*each.names, each.id)[0] if isinstance(each, Snapshot) else each.name for each in things)
 
 
 async def to_the_end(work: Awaitable[T]) -> T:

@@ -10,9 +10,10 @@ from typing import Any
 
 from sandbox_gateway.engine.building import Building
 from sandbox_gateway.engine.core import checked, log
+from sandbox_gateway.engine.retention import surplus
 from sandbox_gateway.engine.spec import ExecResult
 from sandbox_gateway.errors import BackendFailed, GatewayError
-from sandbox_gateway.hosts.base import Usage
+from sandbox_gateway.hosts.base import Scan, Usage
 from sandbox_gateway.records import NetworkPolicy, OnTimeout, Sandbox, SandboxState, Snapshot, SnapshotKind, now
 
 _TICK = 0.25
@@ -29,12 +30,15 @@ class Engine(Building):
         await self.host.open()
         self.secret = _secret(self.config.host.state_root / "secret")
         scan = await self.host.scan()
-        for sentence in [*scan.repaired, *self.index.load(scan.sandboxes, scan.snapshots)]:
+        for sentence in [*scan.repaired, *self._load(scan)]:
             log.warning("repaired", what=sentence)
         self.host.on_exit(self._machine_ended)
         await self._settle(scan.alive)
         self.spawn(self._watch_timeouts())
         log.info("open", sandboxes=len(self.index.sandboxes), running=len(scan.alive), repaired=len(scan.repaired))
+
+    def _load(self, scan: Scan) -> list[str]:
+        return self.index.load(scan.sandboxes, scan.snapshots, scan.volumes, scan.volume_snapshots)
 
     async def close(self) -> None:
         """Stop working; sandboxes go on."""
@@ -52,6 +56,8 @@ class Engine(Building):
                 await self._mark_stopped(sandbox, "its host went down while it ran")
                 if self.config.restart == "start":
                     self.spawn(self._restart(sandbox.id))
+            elif running and self.host.guest_mounts(sandbox):
+                self.spawn(self.mount_again(sandbox.id))
         owned = {sandbox.pause_snapshot for sandbox in self.index.sandboxes.values()}
         for snapshot in list(self.index.snapshots.values()):
             if snapshot.kind is SnapshotKind.BASE or (snapshot.kind is SnapshotKind.PAUSE and snapshot.id not in owned):
@@ -179,14 +185,22 @@ class Engine(Building):
                 if sandbox.end_at and sandbox.end_at <= at and sandbox.state is SandboxState.RUNNING:
                     await self._expire(sandbox)
             for snapshot in self.snapshots():
-                if snapshot.expires_at and snapshot.expires_at <= at and not self.dependents(snapshot):
+                if snapshot.expires_at and snapshot.expires_at <= at and self._unused(snapshot):
                     await self._expire_snapshot(snapshot)
+            for snapshot in surplus(self.snapshots(), at):
+                if self._unused(snapshot) and await self._expire_snapshot(snapshot):
+                    self.events.publish("snapshot.pruned", snapshotID=snapshot.id, sandboxID=snapshot.source_sandbox)
 
-    async def _expire_snapshot(self, snapshot: Snapshot) -> None:
+    def _unused(self, snapshot: Snapshot) -> bool:
+        return not self.dependents(snapshot) and not self.made_from(self.captures_of(snapshot))
+
+    async def _expire_snapshot(self, snapshot: Snapshot) -> bool:
+        """True if it is gone."""
         try:
-            await self.delete_snapshot(snapshot.id)
+            return await self.delete_snapshot(snapshot.id)
         except GatewayError as error:
             log.warning("expiry failed", snapshot=snapshot.id, reason=error.message)
+            return False
 
     async def _expire(self, sandbox: Sandbox) -> None:
         verb: Callable[[str], Awaitable[None]] = self.pause if sandbox.on_timeout is OnTimeout.PAUSE else self.kill

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 from functools import partial
+from types import MappingProxyType
 
 from sandbox_gateway.engine.agent import Identity
-from sandbox_gateway.engine.core import Core, checked
+from sandbox_gateway.engine.core import checked
 from sandbox_gateway.engine.spec import ForkSpec, Unset
+from sandbox_gateway.engine.volumes import Volumes
 from sandbox_gateway.errors import GatewayError, Invalid, OverQuota, Unsupported
-from sandbox_gateway.records import Memory, Resources, Sandbox, SandboxState, Snapshot, SnapshotKind, new_id, now
+from sandbox_gateway.records import (
+    Memory,
+    Resources,
+    Sandbox,
+    SandboxState,
+    Snapshot,
+    SnapshotKind,
+    Volume,
+    new_id,
+    now,
+)
 
 _LONGEST_SECONDS = 100 * 366 * 86400
 
 
-class Forking(Core):
+class Forking(Volumes):
     """Verbs that make sandboxes."""
 
     _making = 0
@@ -37,16 +50,25 @@ class Forking(Core):
     async def fork_snapshot(self, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         sandboxes = [self._planned(snapshot, spec, name) for name in wanted_names(spec)]
         with_memory = self._with_memory(snapshot, spec, sandboxes[0].resources)
+        wanted = self.wanted_mounts(snapshot, spec.mounts)
         self._admit(len(sandboxes))
         with self.index.reserved(sandbox.name for sandbox in sandboxes), self.index.using(snapshot):
             self._making += len(sandboxes)
             try:
-                return await self._make(snapshot, spec, sandboxes, with_memory)
+                if not wanted:
+                    return await self._make(snapshot, spec, sandboxes, with_memory)
+                async with self.mounting(wanted, sandboxes) as clones:
+                    return await self._make(snapshot, spec, sandboxes, with_memory, clones)
             finally:
                 self._making -= len(sandboxes)
 
     async def _make(
-        self, snapshot: Snapshot, spec: ForkSpec, sandboxes: list[Sandbox], with_memory: bool
+        self,
+        snapshot: Snapshot,
+        spec: ForkSpec,
+        sandboxes: list[Sandbox],
+        with_memory: bool,
+        clones: Mapping[str, list[Volume]] = MappingProxyType({}),
     ) -> list[Sandbox | GatewayError]:
         gate = asyncio.Semaphore(spec.concurrency or self.config.limits.concurrency)
         done = 0
@@ -54,6 +76,8 @@ class Forking(Core):
         async def one(sandbox: Sandbox) -> Sandbox:
             nonlocal done
             async with gate:
+                if sandbox.id in clones:
+                    await self.make_clones(clones[sandbox.id])
                 await self.embody(snapshot, sandbox, with_memory=with_memory)
             done += 1
             self._progress("fork.progress", spec.operation, done, len(sandboxes), sandbox.id)
@@ -84,6 +108,9 @@ class Forking(Core):
         try:
             await self.host.fork(snapshot, sandbox, with_memory=with_memory)
             await self.identify(sandbox, booted=not with_memory)
+            if sandbox.mounts or snapshot.mounts:
+                stale = with_memory and bool(snapshot.mounts)
+                await self.mount_inside(sandbox, stale=stale, seconds=self.host.boot_seconds)
         except BaseException:
             await asyncio.shield(self.host.discard(sandbox))
             raise

@@ -8,23 +8,34 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sandbox_gateway.errors import NameTaken, NotFound
-from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
+from sandbox_gateway.records import Mount, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+
+Thing = Sandbox | Snapshot | Volume | VolumeSnapshot
 
 
 class Index:
-    """Sandboxes and snapshots by id, and the one namespace their names share."""
+    """Sandboxes, snapshots and volumes by id, and the one namespace their names share."""
 
     def __init__(self) -> None:
         self.sandboxes: dict[str, Sandbox] = {}
         self.snapshots: dict[str, Snapshot] = {}
+        self.volumes: dict[str, Volume] = {}
+        self.volume_snapshots: dict[str, VolumeSnapshot] = {}
         self._names: dict[str, str] = {}
         self._reserved: set[str] = set()
         self._in_use: Counter[str] = Counter()
 
-    def load(self, sandboxes: Iterable[Sandbox], snapshots: Iterable[Snapshot]) -> list[str]:
-        """Take in a scan, oldest first; returns a sentence for each name that was taken twice."""
+    def load(
+        self,
+        sandboxes: Iterable[Sandbox],
+        snapshots: Iterable[Snapshot],
+        volumes: Iterable[Volume] = (),
+        volume_snapshots: Iterable[VolumeSnapshot] = (),
+    ) -> list[str]:
+        """Take in a scan, oldest first; returns a sentence for each name that was taken twice, and for each mount
+        of a volume that is not there."""
         clashes = []
-        things: list[Sandbox | Snapshot] = [*sandboxes, *snapshots]
+        things: list[Thing] = [*sandboxes, *snapshots, *volumes, *volume_snapshots]
         for thing in sorted(things, key=lambda thing: thing.created_at):
             for name in _names(thing):
                 if self._names.get(name, thing.id) != thing.id:
@@ -33,22 +44,34 @@ class Index:
                     )
                     _unname(thing, name)
             self.put(thing)
-        return clashes
+        return [*clashes, *self._drop_lost_mounts()]
 
-    def put(self, thing: Sandbox | Snapshot) -> None:
+    def _drop_lost_mounts(self) -> list[str]:
+        lost = []
+        for sandbox in self.sandboxes.values():
+            for mount in [mount for mount in sandbox.mounts if mount.volume not in self.volumes]:
+                sandbox.mounts.remove(mount)
+                lost.append(f"the volume {mount.volume} that sandbox {sandbox.id} has at {mount.path} is not there")
+        return lost
+
+    def put(self, thing: Thing) -> None:
         """Add a thing, or what it has become."""
         self._drop_names(thing.id)
         if isinstance(thing, Sandbox):
             self.sandboxes[thing.id] = thing
-        else:
+        elif isinstance(thing, Snapshot):
             self.snapshots[thing.id] = thing
+        elif isinstance(thing, Volume):
+            self.volumes[thing.id] = thing
+        else:
+            self.volume_snapshots[thing.id] = thing
         for name in _names(thing):
             self._names[name] = thing.id
 
     def drop(self, id: str) -> None:
         self._drop_names(id)
-        self.sandboxes.pop(id, None)
-        self.snapshots.pop(id, None)
+        for things in (self.sandboxes, self.snapshots, self.volumes, self.volume_snapshots):
+            things.pop(id, None)
 
     def _drop_names(self, id: str) -> None:
         for name in [name for name, owner in self._names.items() if owner == id]:
@@ -73,20 +96,26 @@ class Index:
 
     def owner(self, name: str) -> str:
         """The id of what has a name; empty if it is free."""
-        return self._names.get(name) or (name if name in self.sandboxes or name in self.snapshots else "")
+        if name in self._names:
+            return self._names[name]
+        return name if name in self.sandboxes or name in self.snapshots or name in self.volumes else ""
+
+    def free(self, name: str) -> bool:
+        return not self.owner(name) and name not in self._reserved
 
     @contextlib.contextmanager
-    def using(self, snapshot: Snapshot) -> Iterator[None]:
-        """Keep a snapshot from being removed while something is made from it."""
-        self._in_use[snapshot.id] += 1
+    def using(self, *things: Thing) -> Iterator[None]:
+        """Keep things from being removed while something is made with them."""
+        ids = [thing.id for thing in things]
+        self._in_use.update(ids)
         try:
             yield
         finally:
-            self._in_use[snapshot.id] -= 1
+            self._in_use.subtract(ids)
             self._in_use += Counter()
 
-    def in_use(self, snapshot: Snapshot) -> bool:
-        return self._in_use[snapshot.id] > 0
+    def in_use(self, thing: Thing) -> bool:
+        return self._in_use[thing.id] > 0
 
     def sandbox(self, ref: str) -> Sandbox:
         found = self.sandboxes.get(ref) or self.sandboxes.get(self._names.get(ref, ""))
@@ -101,6 +130,34 @@ class Index:
         if found is None or found.doomed or found.kind not in wanted:
             raise NotFound(what, _shown(ref))
         return found
+
+    def volume(self, ref: str) -> Volume:
+        found = self.volumes.get(ref) or self.volumes.get(self._names.get(ref, ""))
+        if found is None:
+            raise NotFound("volume", _shown(ref))
+        return found
+
+    def volume_snapshot(self, ref: str, volume: Volume | None = None) -> VolumeSnapshot:
+        """A snapshot of a volume by its id, or by its name among those of ``volume``."""
+        found = self.volume_snapshots.get(ref)
+        if volume is not None:
+            found = next((each for each in self.snapshots_of(volume) if ref in (each.id, each.name)), None)
+        if found is None:
+            raise NotFound(f"snapshot of volume {volume.name}," if volume else "snapshot of a volume,", _shown(ref))
+        return found
+
+    def snapshots_of(self, volume: Volume) -> list[VolumeSnapshot]:
+        found = [each for each in self.volume_snapshots.values() if each.volume == volume.id]
+        return sorted(found, key=lambda each: (each.created_at, each.id))
+
+    def mounts_of(self, volume: Volume) -> list[tuple[Sandbox, Mount]]:
+        """Who has it mounted, running or paused."""
+        return [
+            (sandbox, mount)
+            for sandbox in self.sandboxes.values()
+            for mount in sandbox.mounts
+            if mount.volume == volume.id
+        ]
 
     def forks(self, snapshot: Snapshot) -> list[Sandbox]:
         return [sandbox for sandbox in self.sandboxes.values() if sandbox.forked_from == snapshot.id]
@@ -144,15 +201,18 @@ def _node(id: str, kind: str, names: list[str], hidden: bool, **more: Any) -> di
     return {"id": id, "kind": kind, "names": list(names), "hidden": hidden, **more, "children": []}
 
 
-def _names(thing: Sandbox | Snapshot) -> list[str]:
-    return [thing.name] if isinstance(thing, Sandbox) else [] if thing.doomed else thing.names
+def _names(thing: Thing) -> list[str]:
+    """Its names in the namespace; a volume's snapshot has one among those of its volume only."""
+    if isinstance(thing, Snapshot):
+        return [] if thing.doomed else thing.names
+    return [] if isinstance(thing, VolumeSnapshot) else [thing.name]
 
 
-def _unname(thing: Sandbox | Snapshot, name: str) -> None:
-    if isinstance(thing, Sandbox):
-        thing.name = thing.id
-    else:
+def _unname(thing: Thing, name: str) -> None:
+    if isinstance(thing, Snapshot):
         thing.names = [each for each in thing.names if each != name]
+    else:
+        thing.name = thing.id
 
 
 def _shown(ref: str) -> str:

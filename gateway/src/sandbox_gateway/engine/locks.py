@@ -16,6 +16,10 @@ class Locks:
         self._seconds = seconds
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
 
+    def held(self, key: str) -> bool:
+        """Does anybody hold ``key``, or wait for it?"""
+        return key in self._locks
+
     @contextlib.asynccontextmanager
     async def hold(self, key: str, what: str) -> AsyncIterator[None]:
         """Hold ``key``; ``what`` names it in the error. Raises Busy when it is not free in time."""

@@ -18,6 +18,7 @@ class Replacing(Capturing):
     async def rollback(self, ref: str, snapshot_ref: str, *, cold_start: bool = False) -> Sandbox:
         """Bring a sandbox back to a snapshot, under its id and name. Until the new machine answers, the old goes on.
 
+        It mounts what the snapshot's source did, of what is still there; what is in volumes stays as it is.
         ``cold_start``: boot from the snapshot's disk rather than go on from its memory.
         """
         snapshot = self.snapshot(snapshot_ref)
@@ -40,8 +41,10 @@ class Replacing(Capturing):
         """Fork ``snapshot`` beside ``old``, and let it take over the identity once it answers."""
         with self.index.using(snapshot):
             new = _successor(old, head=snapshot.id, base=snapshot.id, resources=snapshot.resources, pause_snapshot="")
-            await self.embody(snapshot, new, with_memory=not cold_start and snapshot.memory is not Memory.NONE)
-            return await to_the_end(self._take_over(old, new))
+            new.mounts = self.surviving(snapshot.mounts, old)
+            async with self.sharing(mount.volume for mount in new.mounts):
+                await self.embody(snapshot, new, with_memory=not cold_start and snapshot.memory is not Memory.NONE)
+                return await to_the_end(self._take_over(old, new))
 
     async def _take_over(self, old: Sandbox, new: Sandbox) -> Sandbox:
         try:
@@ -91,7 +94,8 @@ class Replacing(Capturing):
             end_at = sandbox.end_at if isinstance(timeout, Unset) and not up else self.end_at(timeout)
             if sandbox.pause_snapshot:
                 return await self._resume_captured(sandbox, end_at, cold_start or sandbox.cold_start)
-            return await to_the_end(self._resume_disk(sandbox, end_at))
+            async with self.sharing(mount.volume for mount in sandbox.mounts):
+                return await to_the_end(self._resume_disk(sandbox, end_at))
 
     async def _resume_captured(self, old: Sandbox, end_at: datetime | None, cold_start: bool) -> Sandbox:
         snapshot = self.index.snapshots.get(old.pause_snapshot)
@@ -99,8 +103,9 @@ class Replacing(Capturing):
             raise NotFound("the capture of this paused sandbox, snapshot", old.pause_snapshot)
         with self.index.using(snapshot):
             new = _successor(old, end_at=end_at, pause_snapshot="", cold_start=False)
-            await self.embody(snapshot, new, with_memory=not cold_start and snapshot.memory is not Memory.NONE)
-            resumed = await to_the_end(self._take_over(old, new))
+            async with self.sharing(mount.volume for mount in new.mounts):
+                await self.embody(snapshot, new, with_memory=not cold_start and snapshot.memory is not Memory.NONE)
+                resumed = await to_the_end(self._take_over(old, new))
         self.events.publish("sandbox.resumed", sandboxID=old.id)
         return resumed
 
@@ -108,6 +113,8 @@ class Replacing(Capturing):
         await self.host.start(sandbox)
         try:
             await self.identify(sandbox, booted=True)
+            if sandbox.mounts:
+                await self.mount_inside(sandbox, seconds=self.host.boot_seconds)
             sandbox.state, sandbox.state_reason, sandbox.end_at = SandboxState.RUNNING, "", end_at
             sandbox.started_at = now()
             await self.host.save(sandbox)

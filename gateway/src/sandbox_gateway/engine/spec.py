@@ -15,6 +15,18 @@ class Unset:
 UNSET: Final = Unset()
 
 
+@dataclass(frozen=True)
+class MountSpec:
+    """A volume to mount in a sandbox."""
+
+    volume: str
+    """Its name or id."""
+    path: str
+    read_only: bool = False
+    clone: bool = False
+    """Its own clone of what the snapshot holds of that volume, not the volume itself."""
+
+
 @dataclass
 class ForkSpec:
     """How many sandboxes to make, and what they shall be like. ``None`` and UNSET: as the snapshot has it."""
@@ -34,6 +46,8 @@ class ForkSpec:
     metadata: dict[str, str] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     network: NetworkPolicy = field(default_factory=NetworkPolicy)
+    mounts: list[MountSpec] | None = None
+    """In the order in which they are mounted; None: what the snapshot's source had."""
     timeout: float | Unset | None = UNSET
     """Seconds to live; None: for ever; UNSET: the host's default."""
     on_timeout: OnTimeout = OnTimeout.KILL

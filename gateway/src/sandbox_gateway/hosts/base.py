@@ -6,12 +6,13 @@ machines (by ``Sandbox.instance``) and snapshots (by id); names, order, locks, u
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import NetworkPolicy, Sandbox, Snapshot
+from sandbox_gateway.records import Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
 Log = Callable[[str], None]
 """Takes one line of progress for a person to read."""
@@ -29,6 +30,8 @@ class Abilities:
     """A snapshot can be removed while sandboxes stand on it; without it, a rolled-back sandbox holds its snapshot."""
     atomic_capture: bool = False
     """A disk captured without memory is of one instant while its machine runs on: nothing has to be frozen for it."""
+    atomic_append: bool = False
+    """Sandboxes that append to one file of a volume at once lose nothing, and locks hold between them."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Endpoint:
     """Where a machine's ports are reached from the host: ``address`` forwards every port to the machine."""
 
     address: str
+    line: socket.socket | None = None
+    """To the machine's agent alone, without a network, where the agent is known to listen; closed by the host."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,35 @@ class Usage:
     memory_bytes: int
 
 
+@dataclass(frozen=True)
+class GuestMount:
+    """What a machine's agent must mount itself, because the host cannot do it from outside."""
+
+    path: str
+    source: str
+    type: str
+    options: str
+    """As mount(2) takes them, with commas; without the flags."""
+    read_only: bool
+
+
+@dataclass(frozen=True)
+class VolumeState:
+    """How a volume fares on the host."""
+
+    used_bytes: int
+    stuck: list[str] = field(default_factory=list)
+    """A sentence for each unmount that does not succeed and is tried again in the background."""
+
+
 @dataclass
 class Scan:
     """What was found at start-up."""
 
     snapshots: list[Snapshot] = field(default_factory=list)
     sandboxes: list[Sandbox] = field(default_factory=list)
+    volumes: list[Volume] = field(default_factory=list)
+    volume_snapshots: list[VolumeSnapshot] = field(default_factory=list)
     alive: set[str] = field(default_factory=set)
     """Instances whose machine still runs; adopted."""
     repaired: list[str] = field(default_factory=list)
@@ -87,11 +115,14 @@ class Host(Protocol):
     async def start(self, sandbox: Sandbox) -> None:
         """Boot the stopped instance from its own disk."""
 
-    async def capture(self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool) -> Snapshot:
+    async def capture(
+        self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
+    ) -> Snapshot:
         """Record the running instance as ``snapshot`` and commit it; returns it with what was measured.
 
         The machine goes on in every case; on failure nothing of the snapshot remains. With memory, disk and memory
-        are of one instant.
+        are of one instant; so are ``volumes``, which are captured in the same pause and committed before the
+        snapshot, whose record names them: those of a snapshot that was never committed are swept by the next scan.
         """
 
     async def save(self, sandbox: Sandbox) -> None:
@@ -111,6 +142,45 @@ class Host(Protocol):
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         """Remove a snapshot; at once, or not at all."""
+
+    # -- volumes: `Sandbox.mounts` says what a sandbox mounts; `fork` and `start` mount it, `discard` and `stop` undo it
+
+    async def create_volume(self, volume: Volume, source: VolumeSnapshot | None = None) -> None:
+        """Make a volume, empty or as ``source`` (which may be smaller), and commit it; fills ``volume.host``."""
+
+    async def grow_volume(self, volume: Volume, size_mb: int) -> None:
+        """Let it hold ``size_mb`` while it is mounted, and commit that; fills ``volume.size_mb``."""
+
+    async def remove_volume(self, volume: Volume) -> None:
+        """Remove it and the snapshots of it; nobody mounts it. At once, or not at all."""
+
+    async def volume_state(self, volume: Volume) -> VolumeState:
+        """What is in it, and what does not let go of it."""
+
+    async def capture_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
+        """Record the volume as it is at one instant, and commit that. Who mounts it goes on."""
+
+    async def remove_volume_snapshot(self, snapshot: VolumeSnapshot) -> None:
+        """Remove a snapshot of a volume; raises InUse where snapshots are not
+        independent and something was made from it."""
+
+    async def rollback_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
+        """Let the volume be what the snapshot holds: whole, or not at all. Who mounts it sees the old files anew.
+
+        It stays as large as it has become since.
+        """
+
+    async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
+        """Let the running instance have a volume. On a path that cannot be mounted on: Invalid, nothing is changed.
+
+        What it must then mount itself is in ``guest_mounts``.
+        """
+
+    async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
+        """Take it away again, whatever the instance does with it; ``sandbox.mounts`` lacks it already."""
+
+    def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
+        """What the agent of the running instance is to have mounted, in this order, for ``sandbox.mounts``."""
 
     async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         """Has the instance's file system (as written through to its disk) changed since ``head``?"""

@@ -1,0 +1,40 @@
+"""Where in a sandbox a volume may be mounted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from sandbox_gateway.errors import Invalid
+
+_LONGEST = 255
+_PARTS = re.compile(r"(/[A-Za-z0-9_.@+:=-]+)+")
+_SYSTEM = ("/proc", "/sys", "/dev", "/run")
+"""Nothing is mounted there, nor below."""
+_TOP = ("/etc", "/usr", "/bin", "/sbin", "/lib", "/boot", "/root", "/home", "/var", "/tmp")
+"""Nothing is mounted over these themselves."""
+
+
+def check_mounts(paths: Iterable[str]) -> None:
+    """Raise Invalid, saying why, where one sandbox cannot have mounts at all of ``paths``."""
+    seen: list[str] = []
+    for path in paths:
+        _check(path)
+        for other in seen:
+            if f"{path}/".startswith(f"{other}/") or f"{other}/".startswith(f"{path}/"):
+                raise Invalid(f"the mounts at {other} and {path} overlap: mount one beside the other")
+        seen.append(path)
+
+
+def _check(path: str) -> None:
+    shown = path if len(path) <= 80 else f"{path[:77]}..."
+    parts = path.split("/")
+    if not _PARTS.fullmatch(path) or "." in parts or ".." in parts:
+        raise Invalid(
+            f"a volume cannot be mounted at {shown!r}: give an absolute path without '.', '..', '//' or a '/' at its "
+            "end, made of letters, digits and _.@+:=-"
+        )
+    if len(path) > _LONGEST:
+        raise Invalid(f"a volume cannot be mounted at {shown!r}: a path has at most {_LONGEST} characters")
+    if path in _TOP or f"/{parts[1]}" in _SYSTEM:
+        raise Invalid(f"a volume cannot be mounted at {shown!r}, which the system needs: choose a directory of its own")

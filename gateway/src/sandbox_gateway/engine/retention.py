@@ -1,0 +1,41 @@
+"""Which snapshots a rule of retention gives up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import date, datetime
+
+from sandbox_gateway.records import Snapshot
+
+
+def surplus(snapshots: Iterable[Snapshot], at: datetime) -> list[Snapshot]:
+    """Those that nothing wants kept any more, oldest first.
+
+    Snapshots of one sandbox that were taken under a rule are one series, and the newest one's rule is that of all;
+    those taken without a rule belong to none.
+    """
+    series: dict[str, list[Snapshot]] = {}
+    for snapshot in snapshots:
+        if snapshot.retention is not None:
+            series.setdefault(snapshot.source_sandbox, []).append(snapshot)
+    found = [each for members in series.values() for each in _surplus(members, at)]
+    return sorted(found, key=lambda each: each.created_at)
+
+
+def _surplus(members: list[Snapshot], at: datetime) -> list[Snapshot]:
+    newest_first = sorted(members, key=lambda each: (each.created_at, each.id), reverse=True)
+    newest = newest_first[0]
+    rule = newest.retention
+    assert rule is not None
+    wanted = {newest.id}
+    if rule.keep_last is None and rule.keep_daily is None:
+        wanted |= {each.id for each in members}
+    wanted |= {each.id for each in newest_first[: rule.keep_last or 0]}
+    days: dict[date, str] = {}
+    for each in newest_first:
+        days.setdefault(each.created_at.date(), each.id)
+    wanted |= set(list(days.values())[: rule.keep_daily or 0])
+    if rule.max_age is not None:
+        old = {each.id for each in members if (at - each.created_at).total_seconds() > rule.max_age}
+        wanted -= old - {newest.id}
+    return [each for each in members if each.id not in wanted]

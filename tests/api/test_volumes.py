@@ -1,0 +1,296 @@
+"""Routes of volumes, and what the other routes say of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
+from tests.api.test_sandboxes import create, run
+
+e2b = pytest.importorskip("e2b", reason="needs the e2b client: pip install e2b==2.63.0")
+HERE = {"name": "data", "path": "/srv/data", "readOnly": False}
+
+
+def volume(api: httpx.Client, name: str = "data", **body: Any) -> dict[str, Any]:
+    answer = api.post("/volumes", json={"name": name, **body})
+    assert answer.status_code == 201, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+def refused(answer: httpx.Response, status: int, kind: str, *words: str) -> dict[str, Any]:
+    body: dict[str, Any] = answer.json()
+    assert (answer.status_code, body["kind"]) == (status, kind), body
+    assert all(word in body["message"] for word in words), body
+    return body
+
+
+def test_a_volume_has_all_its_fields(api: httpx.Client) -> None:
+    made = volume(api, sizeMB=2048, driver="nfs")
+    assert made.pop("token") and made.pop("createdAt")
+    assert made == {
+        "volumeID": "data",
+        "name": "data",
+        "sizeMB": 2048,
+        "usedMB": 0,
+        "mounts": [],
+        "fromSnapshot": "",
+        "ownerSandboxID": "",
+        "stuck": [],
+    }
+
+
+@pytest.mark.parametrize("body", [{}, {"name": ""}, {"name": None}])
+def test_a_name_is_made_up(api: httpx.Client, body: dict[str, Any]) -> None:
+    made = api.post("/volumes", json=body)
+    assert made.status_code == 201 and made.json()["sizeMB"] == 1024
+    assert api.get(f"/volumes/{made.json()['name']}").status_code == 200
+
+
+def test_the_token_is_its_own_and_stays_and_is_not_for_everybody(served: Served, api: httpx.Client) -> None:
+    made, other = volume(api), volume(api, "other")
+    assert made["token"] != other["token"]
+    assert api.get("/volumes/data").json()["token"] == made["token"]
+    assert all("token" not in item for item in api.get("/volumes").json())
+    assert "token" not in api.patch("/volumes/data", json={"sizeMB": 2048}).json()
+    with served.client(READ_KEY) as reader, served.client(EXEC_KEY) as runner:
+        assert reader.get("/volumes/data").json()["token"] == ""
+        assert runner.get("/volumes/data").json()["token"] == made["token"]
+        assert reader.get("/volumes").status_code == reader.get("/volumes/data/snapshots").status_code == 200
+        for caller in (reader, runner):
+            assert caller.post("/volumes", json={"name": "mine"}).status_code == 403
+            assert caller.delete("/volumes/data").status_code == 403
+            assert caller.post("/volumes/data/snapshots").status_code == 403
+            assert caller.post("/sandboxes/one/volumes", json=HERE).status_code == 403
+
+
+def test_lists_are_paged_and_filtered(api: httpx.Client) -> None:
+    for name in ("a", "b", "c"):
+        volume(api, name)
+    first = api.get("/volumes?limit=2")
+    assert [item["name"] for item in first.json()] == ["a", "b"]
+    rest = api.get("/volumes", params={"limit": 2, "nextToken": first.headers["x-next-token"]})
+    assert [item["name"] for item in rest.json()] == ["c"] and "x-next-token" not in rest.headers
+    assert [item["name"] for item in api.get("/volumes?name=b").json()] == ["b"]
+    for number in range(3):
+        api.post("/volumes/a/snapshots", json={"name": f"s{number}"})
+    page = api.get("/volumes/a/snapshots?limit=2")
+    assert [item["name"] for item in page.json()] == ["s0", "s1"] and page.headers["x-next-token"]
+    assert [item["name"] for item in api.get("/volumes/a/snapshots?name=s2").json()] == ["s2"]
+
+
+def test_a_volume_without_a_word_of_paging_is_in_the_one_page_that_clients_ask_for(api: httpx.Client) -> None:
+    for number in range(101):
+        volume(api, f"v{number}")
+    assert len(api.get("/volumes").json()) == 101
+
+
+def test_it_grows_and_does_not_shrink(api: httpx.Client) -> None:
+    volume(api)
+    assert api.patch("/volumes/data", json={"sizeMB": 4096}).json()["sizeMB"] == 4096
+    assert api.get("/volumes/data").json()["sizeMB"] == 4096
+    refused(api.patch("/volumes/data", json={"sizeMB": 1024}), 400, "invalid", "4096", "shrink")
+    refused(api.patch("/volumes/data", json={}), 400, "invalid", "sizeMB", "required")
+    refused(api.post("/volumes", json={"name": "x", "sizeMB": 63}), 400, "invalid", "sizeMB")
+    refused(api.post("/volumes", json={"name": "a b"}), 400, "invalid", "not allowed")
+
+
+def test_one_namespace_of_names(api: httpx.Client) -> None:
+    volume(api)
+    create(api, name="one")
+    refused(api.post("/volumes", json={"name": "one"}), 409, "name_taken")
+    refused(api.post("/volumes", json={"name": "data"}), 409, "name_taken")
+    refused(api.post("/sandboxes", json={"templateID": "base", "name": "data"}), 409, "name_taken")
+
+
+def test_mounts_from_the_beginning(api: httpx.Client) -> None:
+    volume(api)
+    volume(api, "lib")
+    wanted = [HERE, {"name": "lib", "path": "/srv/lib", "readOnly": True}]
+    made = create(api, name="one", volumeMounts=wanted)
+    assert made["volumeMounts"] == wanted
+    assert api.get("/sandboxes/one").json()["volumeMounts"] == api.get("/sandboxes").json()[0]["volumeMounts"] == wanted
+    user = {"sandboxID": made["sandboxID"], "sandboxName": "one", "path": "/srv/lib", "readonly": True}
+    assert api.get("/volumes/lib").json()["mounts"] == [{**user, "state": "running"}]
+    api.post("/sandboxes/one/pause")
+    assert api.get("/volumes/lib").json()["mounts"] == [{**user, "state": "paused"}]
+
+
+@pytest.mark.parametrize("path", ["relative", "/", "/srv/../etc", "/proc/x", "/a b", "/usr", ""])
+def test_paths_that_cannot_be(api: httpx.Client, path: str) -> None:
+    volume(api)
+    mount = {"name": "data", "path": path}
+    refused(api.post("/sandboxes", json={"templateID": "base", "volumeMounts": [mount]}), 400, "invalid", path)
+    assert api.get("/sandboxes").json() == []
+
+
+def test_a_volume_that_is_not_there(api: httpx.Client) -> None:
+    create(api, name="one")
+    mount = {"name": "nothing", "path": "/srv/x"}
+    for answer in (
+        api.post("/sandboxes", json={"templateID": "base", "volumeMounts": [mount]}),
+        api.post("/sandboxes/one/volumes", json=mount),
+        api.get("/volumes/nothing"),
+        api.delete("/volumes/nothing"),
+        api.patch("/volumes/nothing", json={"sizeMB": 4096}),
+        api.get("/volumes/nothing/snapshots"),
+        api.post("/volumes/nothing/snapshots"),
+        api.delete("/volumes/nothing/snapshots/s"),
+        api.post("/volumes/nothing/rollback", json={"snapshot": "s"}),
+    ):
+        refused(answer, 404, "not_found", "volume", "'nothing'", "not found")
+
+
+def test_attach_and_detach(api: httpx.Client) -> None:
+    volume(api)
+    create(api, name="one")
+    answer = api.post("/sandboxes/one/volumes", json={"name": "data", "path": "/srv/data"})
+    assert answer.status_code == 201 and answer.json() == HERE
+    assert api.get("/sandboxes/one").json()["volumeMounts"] == [HERE]
+    refused(api.post("/sandboxes/one/volumes", json=HERE), 409, "conflict", "already")
+    assert api.delete("/sandboxes/one/volumes/data").status_code == 204
+    assert api.get("/sandboxes/one").json()["volumeMounts"] == api.get("/volumes/data").json()["mounts"] == []
+    refused(api.delete("/sandboxes/one/volumes/data"), 404, "not_found", "data")
+    refused(api.delete("/sandboxes/none/volumes/data"), 404, "not_found", "none")
+
+
+def test_delete_counts_the_mounts_in_the_way(api: httpx.Client) -> None:
+    volume(api)
+    ids = [create(api, name=name, volumeMounts=[HERE])["sandboxID"] for name in ("one", "two")]
+    api.post("/sandboxes/two/pause")
+    body = refused(api.delete("/volumes/data"), 409, "in_use", "2 mounts", "one", "two")
+    assert sorted(body["blockers"]) == sorted(ids)
+    api.delete("/sandboxes/two/volumes/data")
+    refused(api.delete("/volumes/data"), 409, "in_use", "1 mount")
+    api.delete("/sandboxes/one")
+    assert api.delete("/volumes/data").status_code == 204
+    assert api.get("/volumes").json() == []
+
+
+def test_snapshots_of_a_volume(api: httpx.Client) -> None:
+    volume(api, sizeMB=512)
+    taken = api.post("/volumes/data/snapshots", json={"name": "monday"})
+    assert taken.status_code == 201
+    shape = taken.json()
+    assert shape.pop("createdAt")
+    assert shape == {
+        "snapshotID": shape["snapshotID"],
+        "name": "monday",
+        "volumeID": "data",
+        "sizeMB": 512,
+        "sandboxSnapshotID": "",
+    }
+    nameless = api.post("/volumes/data/snapshots").json()
+    assert nameless["name"] == nameless["snapshotID"]
+    assert [item["name"] for item in api.get("/volumes/data/snapshots").json()] == ["monday", nameless["name"]]
+    refused(api.post("/volumes/data/snapshots", json={"name": "monday"}), 409, "name_taken")
+    copy = volume(api, "copy", fromSnapshot="data@monday")
+    assert copy["fromSnapshot"] == shape["snapshotID"] and copy["sizeMB"] == 512
+    assert volume(api, "other", fromSnapshot=shape["snapshotID"], sizeMB=1024)["sizeMB"] == 1024
+    refused(api.post("/volumes", json={"name": "x", "fromSnapshot": "data@never"}), 404, "not_found", "never")
+    assert api.delete(f"/volumes/data/snapshots/{nameless['snapshotID']}").status_code == 204
+    refused(api.delete("/volumes/data/snapshots/never"), 404, "not_found", "never")
+    for name in ("copy", "other"):
+        assert api.delete(f"/volumes/{name}").status_code == 204
+    longest = "x" * 64
+    volume(api, longest)
+    api.post(f"/volumes/{longest}/snapshots", json={"name": longest})
+    assert volume(api, "copy", fromSnapshot=f"{longest}@{longest}")["fromSnapshot"]
+    body = refused(api.delete("/volumes/data"), 409, "in_use", "1 snapshot")
+    assert body["blockers"] == [shape["snapshotID"]]
+    assert api.delete("/volumes/data?withSnapshots=true").status_code == 204
+
+
+def test_rollback_of_a_volume(api: httpx.Client) -> None:
+    volume(api)
+    made = create(api, name="one", volumeMounts=[HERE])
+    run(api, "one", "write", "/srv/data/k", "then")
+    api.post("/volumes/data/snapshots", json={"name": "monday"})
+    api.patch("/volumes/data", json={"sizeMB": 2048})
+    run(api, "one", "write", "/srv/data/k", "now")
+    body = refused(api.post("/volumes/data/rollback", json={"snapshot": "monday"}), 409, "in_use", "one")
+    assert body["blockers"] == [made["sandboxID"]]
+    done = api.post("/volumes/data/rollback", json={"snapshot": "monday", "force": True})
+    assert done.status_code == 200 and done.json()["sizeMB"] == 2048 and "token" not in done.json()
+    assert run(api, "one", "read", "/srv/data/k")["stdout"] == "then"
+    refused(api.post("/volumes/data/rollback", json={"snapshot": "never"}), 404, "not_found", "never")
+
+
+def test_what_a_snapshot_of_a_sandbox_holds_of_volumes(api: httpx.Client) -> None:
+    volume(api)
+    create(api, name="one", volumeMounts=[HERE])
+    answer = api.post("/sandboxes/one/snapshots", json={"name": "s1", "volumes": ["data"]})
+    assert answer.status_code == 201, answer.text
+    (part,) = api.get("/volumes/data/snapshots").json()
+    assert part["sandboxSnapshotID"] == answer.json()["snapshotID"]
+    assert answer.json()["volumes"] == [{"name": "data", "snapshotID": part["snapshotID"]}]
+    assert api.get("/snapshots/s1").json() == api.get("/snapshots").json()[0] == answer.json()
+    assert answer.json()["volumeMounts"] == [HERE] and "zfsSnapshot" not in answer.json()
+    refused(api.delete("/volumes/data?withSnapshots=true"), 409, "in_use")
+    refused(api.delete(f"/volumes/data/snapshots/{part['snapshotID']}"), 409, "in_use", "s1")
+    refused(api.post("/sandboxes/one/snapshots", json={"volumes": ["nothing"]}), 404, "not_found", "volume")
+    assert api.delete("/snapshots/s1").status_code == 204
+    assert api.get("/volumes/data/snapshots").json() == []
+
+
+@pytest.mark.parametrize("route", ["/snapshots/s1/fork", "/sandboxes/one/clone", "/sandboxes/one/fork"])
+def test_siblings_inherit_or_are_told(api: httpx.Client, route: str) -> None:
+    volume(api)
+    volume(api, "other")
+    create(api, name="one", volumeMounts=[HERE])
+    api.post("/sandboxes/one/snapshots", json={"name": "s1"})
+
+    def mounts(**body: Any) -> Any:
+        answer = api.post(route, json={"count": 1, **body})
+        assert answer.status_code == 201, answer.text
+        made = answer.json()
+        return (made[0]["sandbox"] if isinstance(made, list) else made["sandboxes"][0])["volumeMounts"]
+
+    elsewhere = {"name": "other", "path": "/srv/other", "readOnly": True}
+    assert mounts() == mounts(volumeMounts=None) == [HERE]
+    assert mounts(volumeMounts=[]) == []
+    assert mounts(volumeMounts=[elsewhere]) == [elsewhere]
+
+
+def test_clones_of_their_own(api: httpx.Client) -> None:
+    volume(api)
+    create(api, name="one", volumeMounts=[HERE])
+    api.post("/sandboxes/one/snapshots", json={"name": "s1", "volumes": ["data"]})
+    body = {"names": ["a", "b"], "volumeMounts": [{**HERE, "clone": True}]}
+    made = api.post("/snapshots/s1/fork", json=body).json()["sandboxes"]
+    owners = {item["name"]: item["ownerSandboxID"] for item in api.get("/volumes").json()}
+    assert owners == {"data": "", "a-data": made[0]["sandboxID"], "b-data": made[1]["sandboxID"]}
+    assert made[0]["volumeMounts"] == [{**HERE, "name": "a-data"}]
+    api.delete("/sandboxes/a")
+    assert [item["name"] for item in api.get("/volumes").json()] == ["data", "b-data"]
+
+
+def test_a_fork_whose_volume_is_gone(api: httpx.Client) -> None:
+    volume(api)
+    create(api, name="one", volumeMounts=[HERE])
+    api.post("/sandboxes/one/snapshots", json={"name": "s1"})
+    api.delete("/sandboxes/one/volumes/data")
+    api.delete("/volumes/data")
+    assert api.get("/snapshots/s1").json()["volumeMounts"][0]["path"] == "/srv/data"
+    refused(api.post("/snapshots/s1/fork"), 409, "conflict", "volumeMounts")
+    assert api.post("/snapshots/s1/fork", json={"volumeMounts": []}).status_code == 201
+
+
+def test_the_published_client_knows_its_volumes(served: Served, api: httpx.Client) -> None:
+    access = {"api_key": ADMIN_KEY, "api_url": served.url, "validate_api_key": False}
+    made = e2b.Volume.create("data", **access)
+    assert (made.volume_id, made.name) == ("data", "data") and made.token
+    assert e2b.Volume.connect("data", **access).token == made.token
+    assert [(item.volume_id, item.name) for item in e2b.Volume.list(**access)] == [("data", "data")]
+    create(api, name="one", volumeMounts=[HERE])
+    info = e2b.Sandbox.get_info(api.get("/sandboxes/one").json()["sandboxID"], **access)
+    assert info.volume_mounts == [{"name": "data", "path": "/srv/data"}]
+    with pytest.raises(e2b.VolumeException, match="1 mount"):
+        e2b.Volume.destroy("data", **access)
+    api.delete("/sandboxes/one")
+    assert e2b.Volume.destroy("data", **access) is True and e2b.Volume.destroy("data", **access) is False
+    with pytest.raises(e2b.VolumeNotFoundException):
+        e2b.Volume.connect("data", **access)

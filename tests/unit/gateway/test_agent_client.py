@@ -1,0 +1,159 @@
+"""Telling a machine who it is: over the line to it where it listens there, by HTTP where it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.engine import agent
+from sandbox_gateway.engine.agent import AgentClient, Identity
+from sandbox_gateway.errors import BackendFailed, Invalid
+from sandbox_gateway.hosts.base import Endpoint
+
+ADDRESS = "127.0.0.1"
+FRAME = 4096
+
+
+class Machine:
+    """Something that keeps what it is told over the line, and the HTTP requests it gets.
+
+    ``says``: what it answers over the line to a question; None: nothing, but for hanging up.
+    """
+
+    def __init__(self, says: list[bytes | None]) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
+        self._says = says
+        self._listener = socket.create_server((ADDRESS, 0))
+        self.port = self._listener.getsockname()[1]
+        self.line, self._end = socket.socketpair()
+        self.line.setblocking(False)
+        self._end.setblocking(False)
+
+    async def identify(self, identity: Identity, *, line: bool = True, gone: str = "") -> None:
+        server = await asyncio.start_server(self._serve, sock=self._listener)
+        answering = asyncio.create_task(self._answer())
+        client = AgentClient(Endpoint(ADDRESS, self.line if line else None), "")
+        try:
+            await client.identify(identity, seconds=10, gone=lambda: gone)
+            await asyncio.sleep(0.05)
+        finally:
+            answering.cancel()
+            server.close()
+
+    def close(self) -> None:
+        for each in (self._listener, self.line, self._end):
+            each.close()
+
+    async def _answer(self) -> None:
+        loop = asyncio.get_running_loop()
+        while frame := await loop.sock_recv(self._end, FRAME):
+            if frame[:1] == b"=":
+                self.told.append(json.loads(frame[1:]))
+                continue
+            for said in self._says:
+                if said is None:
+                    self._end.shutdown(socket.SHUT_RDWR)
+                    return
+                await loop.sock_sendall(self._end, said.replace(b"QUESTION", frame))
+                await asyncio.sleep(0.01)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(int(line[15:]) for line in head.splitlines() if line.lower().startswith(b"content-length:"))
+        self.requests.append(json.loads(await reader.readexactly(length)))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+
+def identity(**env: str) -> Identity:
+    return Identity(sandbox_id="0123", hostname="one", access_token="t", env=env, dns=["192.0.2.1"])
+
+
+@contextlib.contextmanager
+def machine(monkeypatch: pytest.MonkeyPatch, *says: bytes | None) -> Iterator[Machine]:
+    made = Machine(list(says))
+    monkeypatch.setattr(agent, "AGENT_PORT", made.port)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        [b"QUESTION"],
+        [b"?what it said before it was captured", b"QUESTION"],
+        [b"?what it said before it was captured" + b"QUESTION"],
+    ],
+)
+def test_who_answers_over_the_line_is_told_over_the_line(monkeypatch: pytest.MonkeyPatch, says: list[bytes]) -> None:
+    with machine(monkeypatch, *says) as there:
+        asyncio.run(there.identify(identity(COLOUR="green")))
+    assert there.requests == []
+    (told,) = there.told
+    assert (told["hostname"], told["env"], told["wait"]) == ("one", {"COLOUR": "green"}, False)
+    assert abs(told["time"] - time.time()) < 5
+
+
+def test_where_there_is_no_line_it_is_told_by_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    with machine(monkeypatch) as there:
+        asyncio.run(there.identify(identity(COLOUR="green"), line=False))
+    assert there.told == []
+    assert [request["env"] for request in there.requests] == [{"COLOUR": "green"}]
+
+
+@pytest.mark.parametrize("says", [[], [b"?something else"], [None], [b"x" * FRAME] * 100])
+def test_who_does_not_answer_over_the_line_is_told_by_http(
+    monkeypatch: pytest.MonkeyPatch, says: list[bytes | None]
+) -> None:
+    monkeypatch.setattr(agent, "_LINE_SECONDS", 0.3)
+    with machine(monkeypatch, *says) as there:
+        start = time.monotonic()
+        asyncio.run(there.identify(identity()))
+    assert time.monotonic() - start < 2
+    assert there.told == [] and len(there.requests) == 1
+
+
+def test_what_does_not_fit_the_line_is_told_by_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    with machine(monkeypatch, b"QUESTION") as there:
+        asyncio.run(there.identify(identity(LONG="x" * FRAME)))
+    assert there.told == []
+    assert [request["env"]["LONG"] for request in there.requests] == ["x" * FRAME]
+
+
+def test_a_machine_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with machine(monkeypatch, None) as there:
+        start = time.monotonic()
+        there._listener.close()
+        there._listener = socket.create_server((ADDRESS, 0))
+        with pytest.raises(BackendFailed, match="its machine ended"):
+            asyncio.run(there.identify(identity(), gone="its machine ended"))
+    assert time.monotonic() - start < 1
+
+
+def test_the_host_may_close_the_line_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(there: Machine) -> None:
+        asyncio.get_running_loop().call_later(0.1, there.line.close)
+        await there.identify(identity())
+
+    monkeypatch.setattr(agent, "_LINE_SECONDS", 0.3)
+    with machine(monkeypatch) as there:
+        asyncio.run(test(there))
+    assert len(there.requests) == 1
+
+
+@pytest.mark.parametrize("env", [{"": "x"}, {"A=B": "x"}, {"A\0": "x"}, {"A": "x\0"}])
+def test_an_environment_that_no_process_can_have_is_refused(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str]
+) -> None:
+    with machine(monkeypatch, b"QUESTION") as there, pytest.raises(Invalid, match="env must map"):
+        asyncio.run(there.identify(identity(**env)))
+    assert there.told == there.requests == []

@@ -1,0 +1,142 @@
+"""What the inventory makes of sandboxes, without Ansible around it: filters, names, groups, variables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.plugin_utils import _gateways, _inventory
+from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway
+
+ALL = list(_inventory.GROUPINGS)
+EVIL = "{{ lookup('ansible.builtin.pipe', 'touch /tmp/evil') }}"
+
+
+def sandbox(**more: Any) -> dict[str, Any]:
+    return {
+        "id": "0123456789ab",
+        "name": "web",
+        "state": "running",
+        "template": "base",
+        "template_id": "aaaaaaaaaaaa",
+        "head": "golden",
+        "metadata": {"team": "blue"},
+        "backend": "kvm_xfs",
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("filters", "through"),
+    [
+        ({}, True),
+        ({"state": "running"}, True),
+        ({"state": ["paused", "running"]}, True),
+        ({"state": "paused"}, False),
+        ({"template": "base"}, True),
+        ({"template": ["other", "aaaaaaaaaaaa"]}, True),
+        ({"template": "Base"}, False),
+        ({"name": ["db", "we*"]}, True),
+        ({"name": "we"}, False),
+        ({"metadata": {"team": "blue"}}, True),
+        ({"metadata": {"team": ["red", "b*"]}}, True),
+        ({"metadata": {"team": "red"}}, False),
+        ({"metadata": {"owner": "*"}}, False),
+        ({"metadata": {"team": "blue", "owner": "me"}}, False),
+        ({"name": "web", "state": "paused"}, False),
+        ({"name": None}, True),
+    ],
+)
+def test_filters(filters: dict[str, Any], through: bool) -> None:
+    assert _inventory.wanted(sandbox(), filters) is through
+
+
+def test_a_number_in_a_filter_is_text() -> None:
+    assert _inventory.wanted(sandbox(metadata={"run": "7"}), {"metadata": {"run": 7}})
+
+
+@pytest.mark.parametrize(
+    "name", ["all", "ungrouped", "localhost", "127.0.0.1", "::1", EVIL, "a b", "", "-x", "a\nb", "web[1:3]"]
+)
+def test_names_that_mean_something_else(name: str) -> None:
+    assert _inventory.host_name(sandbox(name=name), "name", "east") == "0123456789ab"
+    assert _inventory.host_name(sandbox(name=name), "name_gateway", "east") == "0123456789ab.east"
+
+
+def test_names() -> None:
+    assert _inventory.host_name(sandbox(), "name", "east") == "web"
+    assert _inventory.host_name(sandbox(), "id", "east") == "0123456789ab"
+    assert _inventory.host_name(sandbox(), "name_gateway", "east") == "web.east"
+    assert _inventory.host_name(sandbox(name="state_running"), "name", "east", {"state_running"}) == "0123456789ab"
+
+
+def test_groups() -> None:
+    groups = _inventory.groups_of(sandbox(metadata={"team": "blue", "empty": ""}), "east", ALL)
+    assert groups == [
+        "template_base",
+        "head_golden",
+        "state_running",
+        "metadata_team_blue",
+        "metadata_empty",
+        "gateway_east",
+    ]
+    assert _inventory.groups_of(sandbox(), "east", ["state"]) == ["state_running"]
+    assert _inventory.groups_of(sandbox(head=""), "east", ["head"]) == []
+
+
+def test_variables_hold_no_key() -> None:
+    gateway = Gateway(
+        "https://a.example", token="very-secret-key", ca_path="/ca.pem", validate_certs=False, name="east"
+    )
+    variables = _inventory.variables_of(sandbox(), gateway, "")
+    assert variables["ansible_host"] == "0123456789ab" and variables["ansible_connection"] == "grove.sandbox.sandbox"
+    assert variables["ansible_sandbox_gateway_url"] == "https://a.example"
+    assert variables["ansible_sandbox_ca_path"] == "/ca.pem" and variables["ansible_sandbox_validate_certs"] is False
+    assert variables["ansible_python_interpreter"] == "/usr/bin/python3"
+    assert variables["grove_sandbox"]["gateway"] == "east"
+    assert "very-secret-key" not in str(variables)
+    assert "ansible_python_interpreter" not in _inventory.variables_of(sandbox(backend="jail_zfs"), gateway, "")
+    assert _inventory.variables_of(sandbox(), gateway, "/opt/py")["ansible_python_interpreter"] == "/opt/py"
+    plain = _inventory.variables_of(sandbox(), Gateway("unix:///x", token_file="/key"), "")
+    assert plain["ansible_sandbox_gateway_token_file"] == "/key"
+    assert not {"ansible_sandbox_ca_path", "ansible_sandbox_validate_certs"} & plain.keys()
+
+
+def test_foreign_text_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What a mark is depends on the release of Ansible: from 2.19 on it is the absence of one.
+    monkeypatch.setattr(_inventory, "wrap_var", lambda text: ("marked", text))
+    given = {"metadata": {"key": [EVIL, "plain", 3, None], "{% raw %}": "{# x #}"}}
+    assert _inventory.unsafe(given) == {
+        "metadata": {"key": [("marked", EVIL), "plain", 3, None], ("marked", "{% raw %}"): ("marked", "{# x #}")}
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [({"url": "x", "tokn": "y"}, "no key tokn"), ("east", "must be a mapping"), (["a"], "must be a mapping")],
+)
+def test_what_the_file_cannot_say(given: Any, says: str) -> None:
+    with pytest.raises(Failure, match=says):
+        _inventory.check_keys(given, _inventory.GATEWAY_KEYS, "gateway 1 of 1")
+
+
+def test_keys(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("from-the-file\n")
+    assert Gateway("x", token="own", token_file=str(file)).key() == "own"
+    assert Gateway("x", token_file=str(file)).key() == "from-the-file"
+    assert Gateway("x").key() == ""
+    with pytest.raises(Failure, match="cannot be read: No such file"):
+        Gateway("x", token_file=str(tmp_path / "none")).key()
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(Failure, match="not a line of plain text"):
+        Gateway("x", token_file=str(file)).key()
+
+
+def test_what_is_remembered() -> None:
+    gateway = Gateway("x")
+    _gateways.remember("feedfeedfeed", gateway)
+    assert _gateways.recall("feedfeedfeed") is gateway
+    assert _gateways.recall("web") is None
