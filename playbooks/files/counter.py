@@ -6,6 +6,7 @@
     history   a stamp for each of its first counts, taken from how the clock trembled just then: two copies have the
               same stamps up to the count at which they were parted, and other ones ever after
     files     names of the notes beside it
+    shared    names of the notes in the volume
 """
 
 import json
@@ -19,6 +20,7 @@ from pathlib import Path
 ADDRESS = "\0counter"
 PID_FILE = Path("/run/counter.pid")
 NOTES = Path("/root/notes")
+SHARED = Path("/srv/shared")
 TICK = 0.5
 REMEMBERED = 240
 
@@ -29,7 +31,8 @@ def main():
     answer = ask()
     if answer is None:
         sys.exit("the counter does not run")
-    answer["files"] = sorted(path.name for path in NOTES.glob("*"))
+    for kind, place in (("files", NOTES), ("shared", SHARED)):
+        answer[kind] = sorted(path.name for path in place.glob("*"))
     print(json.dumps(answer))
 
 
@@ -77,7 +80,7 @@ def count(listener):
 
 
 def stamp():
-    readings = [time.perf_counter_ns() for _ in range(64)]
+    readings = [time.perf_counter_ns() for reading in range(64)]
     return f"{zlib.crc32(repr(readings).encode()):08x}"
 
 

@@ -13,6 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
+    OPTIONS,
+    Mount,
+    check_there,
+    desired_mounts,
+    find_volumes,
+)
 from ansible_collections.grove.sandbox.plugins.module_utils._names import holders, taken_by
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Action,
@@ -25,7 +32,11 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import (
     apply_to_one,
+    check_mounts,
     check_sizes,
+    last,
+    mounted,
+    remount,
     remove,
     replace,
     size_words,
@@ -57,6 +68,11 @@ ARGUMENTS: dict[str, Any] = {
     "cold_start": {"type": "bool", "default": False},
     "cpus": {"type": "int"},
     "memory_mb": {"type": "int"},
+    "volumes": {
+        "type": "list",
+        "elements": "dict",
+        "options": {**OPTIONS, "clone": {"type": "bool", "default": False}},
+    },
     "recreate": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
 }
@@ -86,6 +102,7 @@ class Desired:
     paused: bool = False
     cold_start: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
+    mounts: tuple[Mount, ...] | None = None
     recreate: bool = False
 
 
@@ -94,12 +111,16 @@ class Current:
     """``things``: the sandboxes that have the names asked for, and every sibling; ``siblings``: names of the latter.
 
     ``source`` is the snapshot's or sandbox's shape; None where it is gone, which only ``absent`` accepts.
+    ``volumes``: what the gateway says of each, by name; ``captures``: by name of a volume, the id of the snapshot of
+    it that the source holds; a sandbox holds none yet, of what it has mounted.
     """
 
     things: Mapping[str, Mapping[str, Any]]
     siblings: frozenset[str]
     source: Mapping[str, Any] | None = None
     taken: Mapping[str, str] = field(default_factory=dict)
+    volumes: Mapping[str, Any] = field(default_factory=dict)
+    captures: Mapping[str, str] = field(default_factory=dict)
 
 
 def desired(params: Mapping[str, Any]) -> Desired:
@@ -119,6 +140,7 @@ def desired(params: Mapping[str, Any]) -> Desired:
         paused=bool(params.get("paused")),
         cold_start=bool(params.get("cold_start")),
         sizes={word: at_least(params[word], 1, word) for word in ("cpus", "memory_mb") if params.get(word) is not None},
+        mounts=desired_mounts(params.get("volumes")),
         recreate=bool(params.get("recreate")),
     )
 
@@ -139,20 +161,26 @@ def _names(params: Mapping[str, Any], prefix: str) -> tuple[str, ...]:
 
 
 def observe(client: Client, want: Desired) -> Current:
-    source = _source(client, want)
+    source, captures = _source(client, want)
     everyone = {shape["name"]: shape for shape in map(sandbox_shape, client.pages("/sandboxes"))}
     siblings = _siblings(client, want, source, everyone.values()) if source else frozenset()
     things = {name: shape for name, shape in everyone.items() if name in siblings or name in want.names}
     missing = [] if want.state == "absent" else [name for name in want.names if name not in everyone]
-    return Current(things, siblings, source, holders(client, missing, kinds=("snapshot", "template")))
+    volumes = {} if want.state == "absent" else find_volumes(client, want.mounts, source)
+    taken = holders(client, missing, other_than="sandbox")
+    return Current(things, siblings, source, taken, volumes, captures)
 
 
-def _source(client: Client, want: Desired) -> dict[str, Any] | None:
+def _source(client: Client, want: Desired) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """Its shape (None: it is gone), and what it holds of volumes."""
     place = f"/{'snapshots' if want.source_kind == 'snapshot' else 'sandboxes'}/{segment(want.source)}"
     found = client.find(place) if want.state == "absent" else client.get(place)
     if found is None:
-        return None
-    return snapshot_shape(found) if want.source_kind == "snapshot" else sandbox_shape(found)
+        return None, {}
+    if want.source_kind == "snapshot":
+        return snapshot_shape(found), {each["name"]: each["snapshotID"] for each in found.get("volumes") or []}
+    shape = sandbox_shape(found)
+    return {**shape, "mounts": shape["volumes"]}, {each["name"]: "" for each in shape["volumes"]}
 
 
 def _siblings(
@@ -180,7 +208,7 @@ def plan(want: Desired, have: Current) -> Plan:
             elif now is None or _to_replace(want, have, name, now):
                 fresh.append((name, _free(have, name, now)))
             else:
-                actions += _adjust(want, name, now)
+                actions += _adjust(want, have, name, now)
         except Failure as failure:
             refused[name] = failure
     if fresh:
@@ -227,6 +255,9 @@ def _to_replace(want: Desired, have: Current, name: str, now: Mapping[str, Any])
             return True
         raise _foreign(want, name, now)
     other = [f"{key} {now[key]}, not {value}" for key, value in want.sizes.items() if now[key] != value]
+    for mount in want.mounts or ():
+        if mount.clone and _clone_of(want, have, now, mount) is None:
+            other.append(f"no clone of its own of volume {mount.volume!r} at {mount.path}")
     if other and not want.recreate:
         raise Failure(
             f"sandbox {name!r} has {' and '.join(other)}: that cannot change while it lives; set recreate: true to "
@@ -235,6 +266,16 @@ def _to_replace(want: Desired, have: Current, name: str, now: Mapping[str, Any])
             blockers=[now["id"]],
         )
     return bool(other) or _dead(now)
+
+
+def _clone_of(want: Desired, have: Current, now: Mapping[str, Any], mount: Mount) -> str | None:
+    """The name of the sibling's own clone that ``mount`` asks for, where it has it."""
+    for each in now["volumes"]:
+        volume = have.volumes.get(each["name"], {})
+        right = want.source_kind == "sandbox" or volume.get("fromSnapshot") == have.captures.get(mount.volume)
+        if (each["path"], each["read_only"]) == (mount.path, mount.read_only) and right:
+            return each["name"] if volume.get("ownerSandboxID") == now["id"] else None
+    return None
 
 
 def _dead(now: Mapping[str, Any]) -> bool:
@@ -256,12 +297,16 @@ def _fork(want: Desired, have: Current, fresh: list[tuple[str, Mapping[str, Any]
         check_awake(want.source, source)
         # A clone goes on from the memory of its source, wherever the host captures memory.
         check_sizes(want.sizes, {**source, "memory": "auto"}, want.cold_start)
+    check_mounts(want.mounts, source, have.volumes)
+    _check_captured(want, have)
     changes = tuple(Change(name, None if now is None else view(now), _after(want, source, name)) for name, now in fresh)
     body: dict[str, Any] = {
         "names": [name for name, _now in fresh],
         "atomic": want.atomic,
         **size_words(want.sizes),
     }
+    if want.mounts is not None:
+        body["volumeMounts"] = [mount.words() for mount in want.mounts]
     if want.concurrency is not None:
         body["concurrency"] = want.concurrency
     if want.metadata:
@@ -275,6 +320,22 @@ def _fork(want: Desired, have: Current, fresh: list[tuple[str, Mapping[str, Any]
     return Action(verb, changes, {"source": source.get("id", ""), "body": body, "old": old})
 
 
+def _check_captured(want: Desired, have: Current) -> None:
+    """Raises the failure that cloning a volume would meet of which the source holds nothing."""
+    for mount in want.mounts or ():
+        if not mount.clone or mount.volume in have.captures:
+            continue
+        if want.source_kind == "sandbox":
+            raise Failure(
+                f"volume {mount.volume!r} is not mounted in sandbox {want.source!r}, and is cloned with it: attach it "
+                "there first, or mount the volume itself with clone: false"
+            )
+        raise Failure(
+            f"snapshot {want.source!r} holds nothing of volume {mount.volume!r} to clone: take one that names it in "
+            "volumes, or mount the volume itself with clone: false"
+        )
+
+
 def _after(want: Desired, source: Mapping[str, Any], name: str) -> dict[str, Any]:
     after: dict[str, Any] = {
         "name": name,
@@ -282,6 +343,9 @@ def _after(want: Desired, source: Mapping[str, Any], name: str) -> dict[str, Any
         **{key: want.sizes.get(key, source[key]) for key in ("cpus", "memory_mb", "disk_mb")},
         "metadata": dict(want.metadata or {}),
     }
+    if not any(mount.clone for mount in want.mounts or ()):
+        # The names of clones are the gateway's to choose.
+        after["volumes"] = mounted(want.mounts, source)
     if want.source_kind == "snapshot":
         after["forked_from"] = source["id"]
     else:
@@ -289,19 +353,34 @@ def _after(want: Desired, source: Mapping[str, Any], name: str) -> dict[str, Any
     return after
 
 
-def _adjust(want: Desired, name: str, now: Mapping[str, Any]) -> list[Action]:
+def _adjust(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> list[Action]:
+    """What is different and can change in place. It runs before it is changed, and is paused last."""
     before = view(now)
-    actions = []
+    check_there(want.mounts, have.volumes)
+    actions: list[Action] = []
+    if not want.paused and before["state"] == "paused":
+        actions.append(Action("resume", (Change(name, before, {**before, "state": "running"}),), {"id": now["id"]}))
+        before = last(actions, before)
     if want.metadata is not None and want.metadata != before["metadata"]:
         after = {**before, "metadata": dict(want.metadata)}
         request = {"id": now["id"], "body": {"metadata": dict(want.metadata)}}
         actions.append(Action("update", (Change(name, before, after),), request))
         before = after
-    state = "paused" if want.paused else "running"
-    if before["state"] != state:
-        verb = "pause" if want.paused else "resume"
-        actions.append(Action(verb, (Change(name, before, {**before, "state": state}),), {"id": now["id"]}))
+    actions += remount(name, now, before, _as_it_has_them(want, have, now))
+    before = last(actions, before)
+    if want.paused and before["state"] == "running":
+        actions.append(Action("pause", (Change(name, before, {**before, "state": "paused"}),), {"id": now["id"]}))
     return actions
+
+
+def _as_it_has_them(want: Desired, have: Current, now: Mapping[str, Any]) -> tuple[Mount, ...] | None:
+    """The mounts asked for, clones under the names that they have in this sibling."""
+    if want.mounts is None:
+        return None
+    return tuple(
+        Mount(_clone_of(want, have, now, mount) or mount.volume, mount.path, mount.read_only) if mount.clone else mount
+        for mount in want.mounts
+    )
 
 
 def _surplus(want: Desired, have: Current) -> list[Action]:

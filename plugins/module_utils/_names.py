@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Who has a name: sandboxes, snapshots and templates share one namespace."""
+"""Who has a name: sandboxes, snapshots, templates and volumes share one namespace."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
-_LISTS = {"sandbox": "/sandboxes", "snapshot": "/snapshots", "template": "/templates"}
+_LISTS = {"sandbox": "/sandboxes", "snapshot": "/snapshots", "template": "/templates", "volume": "/volumes"}
 
 
-def holders(client: Client, names: Iterable[str], *, kinds: Iterable[str]) -> dict[str, str]:
-    """Which of ``names`` are taken by a thing of ``kinds``: name → the word for it. Asks nothing for no names."""
+def holders(client: Client, names: Iterable[str], *, other_than: str) -> dict[str, str]:
+    """Which of ``names`` a thing of another kind has: name → the word for it. Asks nothing for no names."""
     wanted = set(names)
     if not wanted:
         return {}
     query = {"name": next(iter(wanted))} if len(wanted) == 1 else {}
     taken = {}
-    for kind in kinds:
-        for entry in client.pages(_LISTS[kind], **query):
+    for kind, place in _LISTS.items():
+        if kind == other_than:
+            continue
+        for entry in client.pages(place, **query):
             if entry.get("buildStatus", "ready") != "ready":
                 continue
             for name in [entry.get("name"), *(entry.get("names") or [])]:
@@ -36,6 +38,7 @@ def holders(client: Client, names: Iterable[str], *, kinds: Iterable[str]) -> di
 
 def taken_by(name: str, kind: str) -> Failure:
     return Failure(
-        f"the name {name!r} is taken by a {kind}: sandboxes, snapshots and templates share their names, choose another",
+        f"the name {name!r} is taken by a {kind}: sandboxes, snapshots, templates and volumes share their names, "
+        "choose another",
         "name_taken",
     )

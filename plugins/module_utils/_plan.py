@@ -19,13 +19,17 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-SANDBOX, SNAPSHOT, TEMPLATE = "sandbox", "snapshot", "template"
+SANDBOX, SNAPSHOT, TEMPLATE, VOLUME = "sandbox", "snapshot", "template", "volume"
 _ANEW = ("build", "clone", "fork", "replace")
 """Verbs after which a thing of the same name is another one."""
 _UNSETTLED = {
+    "attach": ("used_mb",),
+    "capture": ("used_mb",),
+    "detach": ("used_mb",),
+    "grow": ("used_mb",),
     "pause": ("address",),
     "resume": ("address", "started_at", "state_reason"),
-    "rollback": ("address", "started_at", "state_reason"),
+    "rollback": ("address", "started_at", "state_reason", "used_mb", "volumes"),
     "set_timeout": ("end_at",),
 }
 """What else is another after a verb, and known only then."""
@@ -101,7 +105,7 @@ def predict(shapes: Mapping[str, Mapping[str, Any]], actions: Iterable[Action]) 
             keys = KEYS[change.kind]
             fresh = change.before is None or action.verb in _ANEW
             known = dict.fromkeys(keys) if fresh else result.get(change.name, dict.fromkeys(keys))
-            known.update(dict.fromkeys(_UNSETTLED.get(action.verb, ()) if not fresh else ()))
+            known.update((key, None) for key in _UNSETTLED.get(action.verb, ()) if key in keys)
             result[change.name] = {**known, **{key: value for key, value in change.after.items() if key in keys}}
     return result
 

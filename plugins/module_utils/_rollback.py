@@ -83,7 +83,7 @@ def observe(client: Client, want: Desired) -> Current:
             things[ref] = sandbox_shape(detail)
     names = tuple(want.backups.values())
     backups = find_snapshots(client, names)
-    taken = holders(client, [name for name in names if name not in backups], kinds=("sandbox", "template"))
+    taken = holders(client, [name for name in names if name not in backups], other_than="snapshot")
     return Current(things, snapshot, {**taken, **dict.fromkeys(backups, "snapshot")}, backups)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, join
+from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action, Plan, diff, predict
 
 HIDDEN = "********"
@@ -19,13 +20,14 @@ HIDDEN = "********"
 def run(thing: Any, params: Mapping[str, Any], *, check: bool, client: Client | None = None) -> dict[str, Any]:
     """Bring about what ``params`` say; with ``check`` only say what that would be.
 
-    ``thing`` is one of the modules beside this one (``_sandbox``, …). Returns a module's result, with ``failed``
-    and ``failure`` where something cannot be done; raises nothing a user can cause. ``diff`` is always in it.
+    ``thing`` is one of the modules beside this one (``_sandbox``, …), or a ``Listing`` of ``_info``. Returns a
+    module's result, with ``failed`` and ``failure`` where something cannot be done; raises nothing a user can cause.
+    ``diff`` is in it, unless only a list was asked for.
     """
     try:
         own = client or connect(params)
         try:
-            result = _Run(thing, params, own, check).result()
+            result = thing.told(own, params) if isinstance(thing, Listing) else _Run(thing, params, own, check).result()
         finally:
             if client is None:
                 own.close()

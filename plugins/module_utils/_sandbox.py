@@ -14,6 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
+    OPTIONS,
+    Mount,
+    check_running,
+    check_there,
+    desired_mounts,
+    find_volumes,
+    gone,
+)
 from ansible_collections.grove.sandbox.plugins.module_utils._names import holders, taken_by
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Action,
@@ -58,6 +67,7 @@ ARGUMENTS: dict[str, Any] = {
             "deny_out": {"type": "list", "elements": "str"},
         },
     },
+    "volumes": {"type": "list", "elements": "dict", "options": OPTIONS},
     "recreate": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
 }
@@ -84,17 +94,19 @@ class Desired:
     metadata: Mapping[str, str] | None = None
     timeout: int | None = None
     network: Mapping[str, Any] | None = None
+    mounts: tuple[Mount, ...] | None = None
     recreate: bool = False
 
 
 @dataclass(frozen=True)
 class Current:
-    """What there is: sandboxes by the name asked for, the source as a shape, names others have."""
+    """What there is: sandboxes by the name asked for, the source as a shape, names others have, volumes by name."""
 
     things: Mapping[str, Mapping[str, Any]]
     now: datetime
     source: Mapping[str, Any] | None = None
     taken: Mapping[str, str] = field(default_factory=dict)
+    volumes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def desired(params: Mapping[str, Any]) -> Desired:
@@ -113,6 +125,7 @@ def desired(params: Mapping[str, Any]) -> Desired:
         metadata=words(params.get("metadata"), "metadata"),
         timeout=timeout,
         network=_network(params.get("network")),
+        mounts=desired_mounts(params.get("volumes")),
         recreate=bool(params.get("recreate")),
     )
 
@@ -130,8 +143,8 @@ def observe(client: Client, want: Desired) -> Current:
         return Current(things, client.now())
     source = find_source(client, want.source_kind, want.source) if want.source else None
     missing = [name for name in want.names if name not in things]
-    taken = holders(client, missing, kinds=("snapshot", "template"))
-    return Current(things, client.now(), source, taken)
+    taken = holders(client, missing, other_than="sandbox")
+    return Current(things, client.now(), source, taken, find_volumes(client, want.mounts, source))
 
 
 def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -161,7 +174,7 @@ def find_source(client: Client, kind: str, ref: str) -> dict[str, Any]:
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
     """The declared part of a sandbox."""
-    result = {key: shape[key] for key in ("name", "state", "forked_from", *SIZES, "metadata")}
+    result = {key: shape[key] for key in ("name", "state", "forked_from", *SIZES, "metadata", "volumes")}
     network = shape["network"]
     result["network"] = {
         "allow_internet": network["allow_internet"],
@@ -220,6 +233,7 @@ def _create(want: Desired, have: Current, name: str) -> Action:
     if have.source is None:
         raise Failure(f"sandbox {name!r} not found, and to make it 'template' or 'snapshot' is needed", "not_found")
     check_sizes(want.sizes, have.source, want.cold_start)
+    check_mounts(want.mounts, have.source, have.volumes)
     return Action(
         "create", (Change(name, None, _fresh(want, name, have.source)),), {"body": _body(want, name, have.source)}
     )
@@ -230,6 +244,7 @@ def _replace(want: Desired, have: Current, name: str, now: Mapping[str, Any]) ->
     if source is None:
         raise Failure(f"to replace sandbox {name!r}, 'template' or 'snapshot' must say what to make it from")
     check_sizes(want.sizes, source, want.cold_start)
+    check_mounts(want.mounts, source, have.volumes)
     request = {"id": now["id"], "aside": aside(now["name"], now["id"]), "body": _body(want, now["name"], source)}
     return Action("replace", (Change(name, view(now), _fresh(want, now["name"], source)),), request)
 
@@ -243,6 +258,7 @@ def _fresh(want: Desired, name: str, source: Mapping[str, Any]) -> dict[str, Any
         **{key: want.sizes.get(key, source[key]) for key in SIZES},
         "metadata": dict(want.metadata or {}),
         "network": {"allow_internet": True, "allow_out": [], "deny_out": [], **(want.network or {})},
+        "volumes": mounted(want.mounts, source),
     }
     if want.timeout is not None:
         after["timeout"] = want.timeout
@@ -256,6 +272,8 @@ def _body(want: Desired, name: str, source: Mapping[str, Any]) -> dict[str, Any]
         body["envVars"] = dict(want.env)
     if want.network is not None:
         body["network"] = _network_words({"allow_internet": True, "allow_out": [], "deny_out": [], **want.network})
+    if want.mounts is not None:
+        body["volumeMounts"] = [mount.words() for mount in want.mounts]
     if want.timeout is not None:
         body["timeout"] = want.timeout
     if want.cold_start:
@@ -275,6 +293,24 @@ def check_sizes(sizes: Mapping[str, int], source: Mapping[str, Any], cold_start:
             f"{source['name'] or source['id']!r} holds the memory of a machine with {' and '.join(other)}: leave the "
             "sizes as they are, or set cold_start: true to boot from its disk instead",
             "unsupported",
+        )
+
+
+def mounted(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a fork of ``source`` has mounted."""
+    return [dict(each) for each in source.get("mounts", [])] if mounts is None else [each.view() for each in mounts]
+
+
+def check_mounts(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any], volumes: Mapping[str, Any]) -> None:
+    """Raises the failure that forking ``source`` with these volumes would meet; None: with its own."""
+    check_there(mounts, volumes)
+    lost = gone(source, volumes) if mounts is None else []
+    if lost:
+        raise Failure(
+            f"{source['name'] or source['id']!r} was captured with volumes that are there no more ({', '.join(lost)}): "
+            "say in volumes what to mount instead; [] is nothing",
+            "conflict",
+            blockers=lost,
         )
 
 
@@ -303,6 +339,7 @@ def _adjust(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> 
         actions.append(Action(verb, (Change(name, before, after),), {"id": now["id"], **request}))
         before = after
 
+    check_there(want.mounts, have.volumes)
     if want.state == "running" and now["state"] == "paused":
         step("resume", {}, state="running")
     network = {**before["network"], **(want.network or {})}
@@ -310,11 +347,42 @@ def _adjust(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> 
         step("set_network", {"body": _network_words(network)}, network=network)
     if want.metadata is not None and want.metadata != before["metadata"]:
         step("update", {"body": {"metadata": dict(want.metadata)}}, metadata=dict(want.metadata))
+    actions += remount(name, now, before, want.mounts)
+    before = last(actions, before)
     if want.timeout is not None and _other_life(want.timeout, before["timeout"]):
         step("set_timeout", {"end": _end(want, have, name, now)}, timeout=want.timeout)
     if want.state == "paused" and before["state"] == "running":
         step("pause", {}, state="paused")
     return actions
+
+
+def remount(
+    name: str, now: Mapping[str, Any], before: Mapping[str, Any], mounts: tuple[Mount, ...] | None
+) -> list[Action]:
+    """From the volumes of the view ``before`` to ``mounts``: what goes is detached before what comes is attached."""
+    wanted = [] if mounts is None else [mount.view() for mount in mounts]
+    surplus = [] if mounts is None else [each for each in before["volumes"] if each not in wanted]
+    missing = [mount for mount in mounts or () if mount.view() not in before["volumes"]]
+    if missing:
+        check_running(name, before, now["id"])
+    actions = []
+
+    def step(verb: str, request: Mapping[str, Any], volumes: list[Any]) -> None:
+        nonlocal before
+        after = {**before, "volumes": sorted(volumes, key=lambda each: each["path"])}
+        actions.append(Action(verb, (Change(name, before, after),), {"id": now["id"], **request}))
+        before = after
+
+    for each in surplus:
+        step("detach", {"volume": each["name"]}, [other for other in before["volumes"] if other != each])
+    for mount in missing:
+        step("attach", {"body": mount.words()}, [*before["volumes"], mount.view()])
+    return actions
+
+
+def last(actions: list[Action], before: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The view after ``actions`` on one thing whose view was ``before``."""
+    return actions[-1].changes[0].after or {} if actions else before
 
 
 def _other_life(wanted: int, found: int) -> bool:
@@ -370,6 +438,10 @@ def apply_to_one(action: Action, client: Client) -> None:
         client.put(f"{place}/network", dict(request["body"]))
     elif action.verb == "update":
         client.patch(place, dict(request["body"]))
+    elif action.verb == "attach":
+        client.post(f"{place}/volumes", dict(request["body"]))
+    elif action.verb == "detach":
+        client.delete(f"{place}/volumes/{segment(request['volume'])}")
     elif action.verb == "set_timeout":
         client.post(f"{place}/timeout", {"timeout": _remaining(request["end"], client)})
     else:

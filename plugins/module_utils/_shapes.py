@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from typing import Any
 
@@ -25,6 +26,7 @@ SANDBOX_KEYS = (
     "disk_mb",
     "metadata",
     "network",
+    "volumes",
     "created_at",
     "started_at",
     "end_at",
@@ -49,6 +51,8 @@ SNAPSHOT_KEYS = (
     "cpus",
     "memory_mb",
     "disk_mb",
+    "mounts",
+    "volumes",
     "forks",
     "created_at",
     "expires_at",
@@ -72,7 +76,20 @@ TEMPLATE_KEYS = (
     "updated_at",
 )
 
-KEYS = {"sandbox": SANDBOX_KEYS, "snapshot": SNAPSHOT_KEYS, "template": TEMPLATE_KEYS}
+VOLUME_KEYS = (
+    "name",
+    "size_mb",
+    "used_mb",
+    "attachments",
+    "snapshots",
+    "captured_by",
+    "from_snapshot",
+    "owner_sandbox_id",
+    "stuck",
+    "created_at",
+)
+
+KEYS = {"sandbox": SANDBOX_KEYS, "snapshot": SNAPSHOT_KEYS, "template": TEMPLATE_KEYS, "volume": VOLUME_KEYS}
 
 RECIPE_WORDS = {
     "from": "from",
@@ -113,6 +130,7 @@ def sandbox_shape(detail: dict[str, Any]) -> dict[str, Any]:
             "allow_out": list(network.get("allowOut") or []),
             "deny_out": list(network.get("denyOut") or []),
         },
+        "volumes": _mounts(detail),
         "created_at": detail.get("createdAt"),
         "started_at": detail.get("startedAt"),
         "end_at": None if moment(detail.get("endAt")) is None else detail["endAt"],
@@ -141,6 +159,8 @@ def snapshot_shape(snapshot: dict[str, Any]) -> dict[str, Any]:
         "cpus": snapshot.get("cpuCount"),
         "memory_mb": snapshot.get("memoryMB"),
         "disk_mb": snapshot.get("diskSizeMB"),
+        "mounts": _mounts(snapshot),
+        "volumes": sorted(each["name"] for each in snapshot.get("volumes") or []),
         "forks": snapshot.get("forks"),
         "created_at": snapshot.get("createdAt"),
         "expires_at": snapshot.get("expiresAt"),
@@ -168,6 +188,42 @@ def template_shape(template: dict[str, Any]) -> dict[str, Any]:
         "created_at": template.get("createdAt"),
         "updated_at": template.get("updatedAt"),
     }
+
+
+def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """``snapshots``: all that the gateway has of the volume."""
+    listed = list(snapshots)
+    attachments = [
+        {
+            "sandbox": each["sandboxName"],
+            "sandbox_id": each["sandboxID"],
+            "path": each["path"],
+            "read_only": each["readonly"],
+            "state": each["state"],
+        }
+        for each in volume.get("mounts") or []
+    ]
+    return {
+        "name": volume["name"],
+        "size_mb": volume.get("sizeMB"),
+        "used_mb": volume.get("usedMB"),
+        "attachments": sorted(attachments, key=lambda each: (each["sandbox"], each["sandbox_id"])),
+        "snapshots": sorted(each["name"] for each in listed if not each.get("sandboxSnapshotID")),
+        "captured_by": sorted(each["sandboxSnapshotID"] for each in listed if each.get("sandboxSnapshotID")),
+        "from_snapshot": volume.get("fromSnapshot") or "",
+        "owner_sandbox_id": volume.get("ownerSandboxID") or "",
+        "stuck": list(volume.get("stuck") or []),
+        "created_at": volume.get("createdAt"),
+    }
+
+
+def _mounts(thing: dict[str, Any]) -> list[dict[str, Any]]:
+    """In the order of their paths: none is inside another, so the order in which they were mounted says nothing."""
+    mounts = [
+        {"name": each["name"], "path": each["path"], "read_only": bool(each.get("readOnly"))}
+        for each in thing.get("volumeMounts") or []
+    ]
+    return sorted(mounts, key=lambda each: each["path"])
 
 
 def moment(text: str | None) -> datetime | None:

@@ -19,6 +19,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Change,
     Plan,
     Planner,
+    at_least,
     checked_names,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
@@ -37,6 +38,8 @@ ARGUMENTS: dict[str, Any] = {
     "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
     "description": {"type": "str"},
     "memory": {"type": "str", "choices": ["auto", "none"], "default": "auto"},
+    "volumes": {"type": "list", "elements": "str"},
+    "expires_in": {"type": "int"},
     "when_changed": {"type": "bool", "default": False},
     "when_unused": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
@@ -53,6 +56,8 @@ class Desired:
     sandboxes: Mapping[str, str] = field(default_factory=dict)
     description: str | None = None
     memory: str = "auto"
+    volumes: tuple[str, ...] | None = None
+    expires_in: int | None = None
     when_changed: bool = False
     when_unused: bool = False
 
@@ -85,9 +90,15 @@ def desired(params: Mapping[str, Any]) -> Desired:
         sandboxes=dict(zip(names, sandboxes)),
         description=params.get("description"),
         memory=params.get("memory") or "auto",
+        volumes=_volumes(params.get("volumes")),
+        expires_in=at_least(params.get("expires_in"), 1, "expires_in (seconds)"),
         when_changed=bool(params.get("when_changed")),
         when_unused=bool(params.get("when_unused")),
     )
+
+
+def _volumes(given: list[str] | None) -> tuple[str, ...] | None:
+    return checked_names(given, "volume") if given else None if given is None else ()
 
 
 def observe(client: Client, want: Desired) -> Current:
@@ -110,7 +121,7 @@ def observe(client: Client, want: Desired) -> Current:
             head = client.find(f"/snapshots/{segment(sandboxes[ref]['snapshot_id'] or '-')}")
             if head is not None and head.get("kind", "snapshot") == "snapshot":
                 heads[head["snapshotID"]] = snapshot_shape(head)
-    return Current(things, sandboxes, heads, holders(client, missing, kinds=("sandbox", "template")))
+    return Current(things, sandboxes, heads, holders(client, missing, other_than="snapshot"))
 
 
 def find_snapshots(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -134,7 +145,7 @@ def users_of(client: Client, snapshots: Iterable[Mapping[str, Any]]) -> dict[str
 
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: shape[key] for key in ("name", "description", "source_sandbox_id", "status")}
+    return {key: shape[key] for key in ("name", "description", "source_sandbox_id", "status", "volumes")}
 
 
 def plan(want: Desired, have: Current) -> Plan:
@@ -154,18 +165,27 @@ def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
     if name in have.taken:
         raise taken_by(name, have.taken[name])
     sandbox = have.sandboxes[want.sandboxes[name]]
-    if want.when_changed and unchanged_since(have, sandbox) is not None:
+    if want.when_changed and unchanged_since(want, have, sandbox) is not None:
         return []
     check_awake(want.sandboxes[name], sandbox)
-    return [capture(name, sandbox, want.description, want.memory)]
+    return [_capture(want, name, sandbox)]
 
 
-def capture(name: str, sandbox: Mapping[str, Any], description: str | None, memory: str) -> Action:
-    return Action(
-        "capture",
-        (Change(name, None, captured_view(name, sandbox, description), SNAPSHOT),),
-        {"sandbox": sandbox["id"], "body": {"name": name, "description": description or "", "memory": memory}},
-    )
+def _capture(want: Desired, name: str, sandbox: Mapping[str, Any]) -> Action:
+    for volume in want.volumes or ():
+        if all(each["name"] != volume for each in sandbox["volumes"]):
+            raise Failure(
+                f"volume {volume!r} is not mounted in sandbox {sandbox['name']!r}, and its snapshot shall hold it: "
+                "attach it first, or take a snapshot of the volume alone with the module grove.sandbox.sandbox_volume",
+                blockers=[sandbox["id"]],
+            )
+    body: dict[str, Any] = {"name": name, "description": want.description or "", "memory": want.memory}
+    if want.volumes:
+        body["volumes"] = list(want.volumes)
+    if want.expires_in is not None:
+        body["expiresIn"] = want.expires_in
+    after = captured_view(name, sandbox, want.description, want.volumes or ())
+    return Action("capture", (Change(name, None, after, SNAPSHOT),), {"sandbox": sandbox["id"], "body": body})
 
 
 def check_awake(ref: str, sandbox: Mapping[str, Any]) -> None:
@@ -179,22 +199,26 @@ def check_awake(ref: str, sandbox: Mapping[str, Any]) -> None:
         )
 
 
-def captured_view(name: str, sandbox: Mapping[str, Any], description: str | None) -> dict[str, Any]:
+def captured_view(
+    name: str, sandbox: Mapping[str, Any], description: str | None, volumes: Iterable[str] = ()
+) -> dict[str, Any]:
     return {
         "name": name,
         "description": description or "",
         "source_sandbox_id": sandbox["id"],
         "status": "ready",
+        "mounts": sandbox["volumes"],
+        "volumes": sorted(volumes),
         **{key: sandbox[key] for key in ("cpus", "memory_mb", "disk_mb")},
     }
 
 
-def unchanged_since(have: Current, sandbox: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Its last snapshot, if the file system has not changed since."""
+def unchanged_since(want: Desired, have: Current, sandbox: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Its last snapshot, if the file system has not changed since, and it holds the volumes that are asked for."""
     head = have.heads.get(sandbox["snapshot_id"])
     if head is None or head["source_sandbox_id"] != sandbox["id"] or sandbox["diverged"] is not False:
         return None
-    return head
+    return head if set(want.volumes or ()) <= set(head["volumes"]) else None
 
 
 def _check_same(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> None:
@@ -207,6 +231,8 @@ def _check_same(want: Desired, have: Current, name: str, now: Mapping[str, Any])
         other.append(f"has the description {now['description']!r}")
     if want.memory == "none" and now["memory"] != "none":
         other.append("holds memory")
+    if want.volumes is not None and now["volumes"] != sorted(want.volumes):
+        other.append(f"holds the volumes {', '.join(now['volumes'])}" if now["volumes"] else "holds no volume")
     if other:
         raise Failure(
             f"snapshot {name!r} exists and {' and '.join(other)}: a snapshot never changes; choose another name, "
@@ -258,7 +284,7 @@ def things_of(want: Desired, have: Current) -> Mapping[str, Mapping[str, Any]]:
     for name, ref in want.sandboxes.items():
         sandbox = have.sandboxes.get(ref)
         if name not in result and sandbox is not None and want.when_changed:
-            head = unchanged_since(have, sandbox)
+            head = unchanged_since(want, have, sandbox)
             if head is not None:
                 result[name] = head
     return result

@@ -99,7 +99,7 @@ def observe(client: Client, want: Desired) -> Current:
     if want.state == "absent":
         return Current(things, users={} if want.when_unused else users_of(client, things.values()))
     missing = [name for name in want.names if name not in things]
-    return Current(things, holders(client, missing, kinds=("sandbox", "snapshot")))
+    return Current(things, holders(client, missing, other_than="template"))
 
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ options:
   name:
     description:
       - The name or names. Names are 1 to 64 letters, digits, C(_), C(.) or C(-), starting with a letter or digit;
-        sandboxes, snapshots and templates share them.
+        sandboxes, snapshots, templates and volumes share them.
     type: list
     elements: str
     required: true
@@ -93,6 +93,32 @@ options:
           - Addresses or networks it does not reach.
         type: list
         elements: str
+  volumes:
+    description:
+      - The volumes that it has, each at one path; exactly these. A list that is empty is none.
+      - What differs is detached and attached while it runs. Programs in it that use a volume which is detached find
+        that it is gone.
+      - If not set, a new sandbox has the volumes that the source of O(snapshot) had, and one that exists is left as it
+        is.
+    type: list
+    elements: dict
+    suboptions:
+      name:
+        description:
+          - The volume. It must exist; the module M(grove.sandbox.sandbox_volume) makes it.
+        type: str
+        required: true
+      path:
+        description:
+          - Where it is mounted; an absolute path of letters, digits and C(_), C(.), C(@), C(+), C(:), C(=) or C(-),
+            outside what the system needs. It is made if it is not there. No two volumes are mounted inside each other.
+        type: str
+        required: true
+      read_only:
+        description:
+          - Whether the sandbox can only read it.
+        type: bool
+        default: false
   recreate:
     description:
       - If V(true), a sandbox that differs in what cannot change is replaced, which loses what is in it. The old one
@@ -116,6 +142,8 @@ seealso:
   - module: grove.sandbox.sandbox_rollback
   - module: grove.sandbox.sandbox_snapshot
   - module: grove.sandbox.sandbox_template
+  - module: grove.sandbox.sandbox_volume
+  - module: grove.sandbox.sandbox_info
 """
 
 EXAMPLES = r"""
@@ -134,6 +162,14 @@ EXAMPLES = r"""
     timeout: 3600
     network:
       allow_internet: false
+
+- name: It has a volume, which it can only read
+  grove.sandbox.sandbox:
+    name: web
+    volumes:
+      - name: data
+        path: /srv/data
+        read_only: true
 
 - name: Stop it for the night, with its memory
   grove.sandbox.sandbox:
@@ -187,6 +223,14 @@ sandboxes:
         allow_internet: {description: Anything but what is denied below., type: bool}
         allow_out: {description: Reachable in any case., type: list, elements: str}
         deny_out: {description: Not reachable., type: list, elements: str}
+    volumes:
+      description: Its volumes, in the order of their paths.
+      type: list
+      elements: dict
+      contains:
+        name: {description: The volume., type: str}
+        path: {description: Where it is mounted., type: str}
+        read_only: {description: Whether the sandbox can only read it., type: bool}
     created_at: {description: When it was made (RFC 3339)., type: str}
     started_at: {description: When it was started (RFC 3339)., type: str}
     end_at: {description: When its time is up (RFC 3339); V(null) for never., type: str}

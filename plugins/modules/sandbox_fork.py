@@ -88,6 +88,39 @@ options:
     description:
       - Memory of each in MiB. If not set, that of the snapshot or sandbox.
     type: int
+  volumes:
+    description:
+      - The volumes that each has, at one path each; exactly these. A list that is empty is none.
+      - What differs in a sibling that runs is detached and attached.
+      - If not set, new siblings have the volumes that the source of the snapshot had, and those that exist are left as
+        they are.
+    type: list
+    elements: dict
+    suboptions:
+      name:
+        description:
+          - The volume. It must exist; the module M(grove.sandbox.sandbox_volume) makes it.
+        type: str
+        required: true
+      path:
+        description:
+          - Where it is mounted; an absolute path of letters, digits and C(_), C(.), C(@), C(+), C(:), C(=) or C(-),
+            outside what the system needs. It is made if it is not there. No two volumes are mounted inside each other.
+        type: str
+        required: true
+      read_only:
+        description:
+          - Whether the sandbox can only read it.
+        type: bool
+        default: false
+      clone:
+        description:
+          - Whether each new sibling has a clone of its own, of what the snapshot holds of the volume, instead of the
+            volume that all share. The snapshot must have been taken with this volume among its O(volumes); a sandbox
+            that is cloned must have it mounted.
+          - The gateway names the clone, and removes it with the last sandbox that has it.
+        type: bool
+        default: false
   recreate:
     description:
       - If V(true), a sandbox that differs in what cannot change is replaced, which loses what is in it. The old one
@@ -109,6 +142,7 @@ author:
 seealso:
   - module: grove.sandbox.sandbox
   - module: grove.sandbox.sandbox_snapshot
+  - module: grove.sandbox.sandbox_volume
 """
 
 EXAMPLES = r"""
@@ -133,6 +167,18 @@ EXAMPLES = r"""
     names: [web-a, web-b]
     metadata:
       experiment: colours
+
+- name: Two more, which share a data set and have a clone each of what was captured of a cache
+  grove.sandbox.sandbox_fork:
+    snapshot: golden
+    names: [train-a, train-b]
+    volumes:
+      - name: data
+        path: /srv/data
+        read_only: true
+      - name: cache
+        path: /srv/cache
+        clone: true
 
 - name: Remove all of them
   grove.sandbox.sandbox_fork:
@@ -173,6 +219,14 @@ sandboxes:
         allow_internet: {description: Anything but what is denied below., type: bool}
         allow_out: {description: Reachable in any case., type: list, elements: str}
         deny_out: {description: Not reachable., type: list, elements: str}
+    volumes:
+      description: Its volumes, in the order of their paths.
+      type: list
+      elements: dict
+      contains:
+        name: {description: The volume., type: str}
+        path: {description: Where it is mounted., type: str}
+        read_only: {description: Whether the sandbox can only read it., type: bool}
     created_at: {description: When it was made (RFC 3339)., type: str}
     started_at: {description: When it was started (RFC 3339)., type: str}
     end_at: {description: When its time is up (RFC 3339); V(null) for never., type: str}

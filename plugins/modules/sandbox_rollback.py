@@ -107,6 +107,14 @@ sandboxes:
         allow_internet: {description: Anything but what is denied below., type: bool}
         allow_out: {description: Reachable in any case., type: list, elements: str}
         deny_out: {description: Not reachable., type: list, elements: str}
+    volumes:
+      description: Its volumes, in the order of their paths.
+      type: list
+      elements: dict
+      contains:
+        name: {description: The volume., type: str}
+        path: {description: Where it is mounted., type: str}
+        read_only: {description: Whether the sandbox can only read it., type: bool}
     created_at: {description: When it was made (RFC 3339)., type: str}
     started_at: {description: When it was started (RFC 3339)., type: str}
     end_at: {description: When its time is up (RFC 3339); V(null) for never., type: str}
@@ -141,6 +149,15 @@ backups:
     cpus: {description: Virtual CPUs of what is forked from it., type: int}
     memory_mb: {description: Memory of what is forked from it in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}
+    mounts:
+      description: The volumes that its source had, in the order of their paths; a fork has the same.
+      type: list
+      elements: dict
+      contains:
+        name: {description: "The volume; its id if it is there no more.", type: str}
+        path: {description: Where it is mounted., type: str}
+        read_only: {description: Whether it can only be read., type: bool}
+    volumes: {description: The volumes that were captured at the same instant., type: list, elements: str}
     forks: {description: How many sandboxes were forked from it and exist., type: int}
     created_at: {description: When it was taken (RFC 3339)., type: str}
     expires_at: {description: When it may be removed (RFC 3339); V(null) for never., type: str}

@@ -18,7 +18,7 @@ options:
   name:
     description:
       - The name or names of the snapshots. Names are 1 to 64 letters, digits, C(_), C(.) or C(-), starting with a
-        letter or digit; sandboxes, snapshots and templates share them.
+        letter or digit; sandboxes, snapshots, templates and volumes share them.
     type: list
     elements: str
     required: true
@@ -46,10 +46,22 @@ options:
     type: str
     choices: [auto, none]
     default: auto
+  volumes:
+    description:
+      - Volumes that the sandbox has mounted, by name, to be captured at the same instant. All of them are, or nothing.
+      - What is captured of a volume goes with the snapshot. A fork has the volumes themselves, unless it asks for a
+        clone.
+    type: list
+    elements: str
+  expires_in:
+    description:
+      - After how many seconds it may be removed; it then goes when nobody uses it. If not set, never.
+      - It is given when it is taken, and not compared with anything for a snapshot that exists.
+    type: int
   when_changed:
     description:
       - If V(true), a sandbox whose file system has not changed since its last snapshot is not captured again; the last
-        snapshot is returned instead. Changes in memory alone do not count.
+        snapshot is returned instead, if it holds O(volumes). Changes in memory or in volumes alone do not count.
     type: bool
     default: false
   when_unused:
@@ -73,6 +85,8 @@ author:
 seealso:
   - module: grove.sandbox.sandbox_fork
   - module: grove.sandbox.sandbox_rollback
+  - module: grove.sandbox.sandbox_volume
+  - module: grove.sandbox.sandbox_snapshot_info
 """
 
 EXAMPLES = r"""
@@ -87,6 +101,13 @@ EXAMPLES = r"""
     name: [web-monday, db-monday]
     sandbox: [web, db]
     when_changed: true
+
+- name: Capture a sandbox and its data at one instant, for a week
+  grove.sandbox.sandbox_snapshot:
+    name: with-data
+    sandbox: web
+    volumes: [data]
+    expires_in: 604800
 
 - name: Remove a snapshot, or hide it until its last fork is gone
   grove.sandbox.sandbox_snapshot:
@@ -123,6 +144,15 @@ snapshots:
     cpus: {description: Virtual CPUs of what is forked from it., type: int}
     memory_mb: {description: Memory of what is forked from it in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}
+    mounts:
+      description: The volumes that its source had, in the order of their paths; a fork has the same.
+      type: list
+      elements: dict
+      contains:
+        name: {description: "The volume; its id if it is there no more.", type: str}
+        path: {description: Where it is mounted., type: str}
+        read_only: {description: Whether it can only be read., type: bool}
+    volumes: {description: The volumes that were captured at the same instant., type: list, elements: str}
     forks: {description: How many sandboxes were forked from it and exist., type: int}
     created_at: {description: When it was taken (RFC 3339)., type: str}
     expires_at: {description: When it may be removed (RFC 3339); V(null) for never., type: str}

@@ -20,7 +20,7 @@ options:
   name:
     description:
       - The name or names. Names are 1 to 64 letters, digits, C(_), C(.) or C(-), starting with a letter or digit;
-        sandboxes, snapshots and templates share them.
+        sandboxes, snapshots, templates and volumes share them.
     type: list
     elements: str
     required: true
@@ -127,6 +127,7 @@ author:
 seealso:
   - module: grove.sandbox.sandbox
   - module: grove.sandbox.sandbox_snapshot
+  - module: grove.sandbox.sandbox_template_info
 """
 
 EXAMPLES = r"""

@@ -60,3 +60,6 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
             # What is listed as a template may be a build that failed.
             if thing.get("buildStatus", "ready") == "ready" and any(name and name.startswith(prefix) for name in names):
                 real.client.delete(f"/{kind}/{thing[ident]}")
+    for volume in list(real.client.pages("/volumes")):
+        if volume["name"].startswith(prefix):
+            real.client.delete(f"/volumes/{volume['name']}", withSnapshots=True)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+PAGING = ("limit", "nextToken")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 NEVER = "9999-01-01T00:00:00Z"
 RECIPE = {
@@ -38,6 +39,8 @@ RECIPE = {
     "diskSizeMB": 2048,
 }
 SIZES = ("cpuCount", "memoryMB", "diskSizeMB")
+PATH = re.compile(r"(/[A-Za-z0-9_.@+:=-]+)+")
+TOP = ("/etc", "/usr", "/bin", "/sbin", "/lib", "/boot", "/root", "/home", "/var", "/tmp")
 
 
 class Refused(Exception):
@@ -60,6 +63,9 @@ class DoubleGateway:
         self.sandboxes: dict[str, dict[str, Any]] = {}
         self.snapshots: dict[str, dict[str, Any]] = {}
         self.builds: dict[str, dict[str, Any]] = {}
+        self.volumes: dict[str, dict[str, Any]] = {}
+        self.captures: dict[str, dict[str, Any]] = {}
+        """Snapshots of volumes."""
         self.calls: list[tuple[str, str]] = []
         self.fail_at = ""
         self.busy = 0
@@ -114,8 +120,15 @@ class DoubleGateway:
                 return 204, None, {}
             case ("PATCH", "sandboxes", ref):
                 return 200, self._detail(self._patch(self._sandbox(ref), body)), {}
+            case ("POST", "sandboxes", ref, "volumes"):
+                return 201, self._mount_shape(self._attach(self._sandbox(ref), body)), {}
+            case ("DELETE", "sandboxes", ref, "volumes", name):
+                self._detach(self._sandbox(ref), self._volume(name))
+                return 204, None, {}
             case (_, "sandboxes", ref, verb):
                 return self._verb(method, verb, self._sandbox(ref), body)
+            case (_, "volumes", *rest):
+                return self._volumes(method, rest, query, body)
             case ("GET", "snapshots"):
                 shown = [self._snapshot_shape(s) for s in self._visible("snapshot") if self._matches(s, query)]
                 return _page(shown, query)
@@ -168,9 +181,35 @@ class DoubleGateway:
         return [s for s in self.snapshots.values() if s["kind"] in kinds and not s["doomed"]]
 
     def _matches(self, snapshot: dict[str, Any], query: dict[str, str]) -> bool:
+        _only(query, "name", "sandboxID", "templateID", *PAGING)
         if "name" in query and query["name"] not in snapshot["names"]:
             return False
-        return query.get("sandboxID", snapshot["source"]) == snapshot["source"]
+        source = self.sandboxes.get(snapshot["source"], {"name": None})["name"]
+        taken_of = query.get("sandboxID") in (None, snapshot["source"], source)
+        return taken_of and self._is(query.get("templateID"), snapshot["template"])
+
+    def _volume(self, ref: str) -> dict[str, Any]:
+        for volume in self.volumes.values():
+            if ref in (volume["name"], volume["id"]):
+                return volume
+        raise Refused(404, "not_found", f"volume {ref!r} not found")
+
+    def _captured(self, volume: dict[str, Any], ref: str) -> dict[str, Any]:
+        for capture in self._captures_of(volume):
+            if ref in (capture["name"], capture["id"]):
+                return capture
+        raise Refused(404, "not_found", f"snapshot {ref!r} of volume {volume['name']} not found")
+
+    def _captures_of(self, volume: dict[str, Any]) -> list[dict[str, Any]]:
+        return [capture for capture in self.captures.values() if capture["volume"] == volume["id"]]
+
+    def _mounts_of(self, volume: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        return [
+            (box, mount)
+            for box in self.sandboxes.values()
+            for mount in box["mounts"]
+            if mount["volume"] == volume["id"]
+        ]
 
     def _users(self, snapshot: dict[str, Any]) -> list[dict[str, Any]]:
         return [box for box in self.sandboxes.values() if box["forked_from"] == snapshot["id"]]
@@ -180,6 +219,7 @@ class DoubleGateway:
             raise Refused(400, "invalid", f"the name {name[:80]!r} is not allowed")
         taken = {box["name"] for box in self.sandboxes.values()}
         taken |= {known for s in self._visible("snapshot", "template") for known in s["names"]}
+        taken |= {volume["name"] for volume in self.volumes.values()}
         if name in taken:
             raise Refused(409, "name_taken", f"the name {name!r} is taken")
         return name
@@ -187,13 +227,22 @@ class DoubleGateway:
     # Sandboxes
 
     def _list_sandboxes(self, query: dict[str, str]) -> tuple[int, Any, dict[str, str]]:
+        _only(query, "name", "snapshotID", "template", "state", "metadata", "startedAfter", "diverged", *PAGING)
         found = [
-            self._detail(box)
+            {**self._detail(box), **({"diverged": box["diverged"]} if query.get("diverged") == "true" else {})}
             for box in self.sandboxes.values()
             if query.get("name", box["name"]) == box["name"]
-            and query.get("snapshotID", box["forked_from"]) == box["forked_from"]
+            and self._is(query.get("snapshotID"), box["forked_from"])
+            and self._is(query.get("template"), box["template"])
+            and box["state"] in query.get("state", "running,paused").split(",")
+            and dict(parse_qsl(query.get("metadata", ""))).items() <= box["metadata"].items()
+            and box["begun"] > datetime.fromisoformat(query.get("startedAfter", "2000-01-01T00:00:00Z"))
         ]
         return _page(found, query)
+
+    def _is(self, ref: str | None, ident: str) -> bool:
+        """Is ``ref`` (None: any) the id, or a name of the snapshot or template of that id?"""
+        return ref in (None, ident, *self.snapshots.get(ident, {"names": []})["names"])
 
     def _create(self, body: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -206,6 +255,7 @@ class DoubleGateway:
         if not body.get("coldStart") and any(body.get(size, source[size]) != source[size] for size in SIZES):
             raise Refused(400, "unsupported", f"snapshot {source['id']} holds the memory of a machine of other sizes")
         network = body.get("network") or {}
+        mounts = self._wanted(source, body.get("volumeMounts"))
         now = datetime.now(UTC)
         life = body.get("timeout")
         box = {
@@ -232,7 +282,80 @@ class DoubleGateway:
         if name == self.fail_at:
             raise Refused(500, "backend_failed", f"sandbox {name!r} did not answer within 20 s")
         self.sandboxes[box["id"]] = box
+        box["mounts"] = [self._own(box, mount) for mount in mounts]
         return box
+
+    def _wanted(self, source: dict[str, Any], given: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        if given is None:
+            lost = [mount for mount in source["mounts"] if mount["volume"] not in self.volumes]
+            if lost:
+                raise Refused(409, "conflict", f"the volume at {lost[0]['path']} is gone: say with volumeMounts what …")
+            return [dict(mount) for mount in source["mounts"]]
+        mounts: list[dict[str, Any]] = []
+        for each in given:
+            _only(each, "name", "path", "readOnly", "clone")
+            mount = self._mount(each, mounts)
+            if each.get("clone"):
+                held = {capture["volume"]: capture["snapshot"] for capture in source["volumes"]}
+                if mount["volume"] not in held:
+                    raise Refused(400, "invalid", f"snapshot {source['id']} holds no capture of {each['name']}")
+                mount["from"] = held[mount["volume"]]
+            mounts.append(mount)
+        return mounts
+
+    def _mount(self, body: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, Any]:
+        volume, path = self._volume(body["name"]), body["path"]
+        steps = path.split("/")
+        if not PATH.fullmatch(path) or {".", ".."} & set(steps) or len(path) > 255:
+            raise Refused(400, "invalid", f"a volume cannot be mounted at {path!r}: give an absolute path")
+        if path in TOP or steps[1] in ("proc", "sys", "dev", "run"):
+            raise Refused(400, "invalid", f"a volume cannot be mounted at {path!r}, which the system needs")
+        for other in others:
+            if f"{path}/".startswith(f"{other['path']}/") or f"{other['path']}/".startswith(f"{path}/"):
+                raise Refused(400, "invalid", f"the mounts at {other['path']} and {path} overlap")
+            if other["volume"] == volume["id"]:
+                raise Refused(400, "invalid", f"volume {volume['name']} is named more than once")
+        return {"volume": volume["id"], "path": path, "readOnly": bool(body.get("readOnly"))}
+
+    def _own(self, box: dict[str, Any], mount: dict[str, Any]) -> dict[str, Any]:
+        """``mount``, of a clone of its own where that is asked for."""
+        source = mount.pop("from", None)
+        if source is None:
+            return mount
+        name = f"{box['name']}-{self.volumes[mount['volume']]['name']}"
+        clone = self._new_volume(
+            name, self.captures[source]["size"], source=source, owner=box["id"], suffix=secrets.token_hex(6)
+        )
+        return {**mount, "volume": clone["id"]}
+
+    def _attach(self, box: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+        _only(body, "name", "path", "readOnly")
+        if box["state"] == "paused":
+            raise Refused(409, "conflict", f"sandbox {box['name']!r} is paused: resume it first")
+        if any(mount["volume"] == self._volume(body["name"])["id"] for mount in box["mounts"]):
+            raise Refused(409, "conflict", f"sandbox {box['name']} has volume {body['name']} already: detach it first")
+        box["mounts"].append(self._mount(body, box["mounts"]))
+        return box["mounts"][-1]  # type: ignore[no-any-return]
+
+    def _detach(self, box: dict[str, Any], volume: dict[str, Any]) -> None:
+        if all(mount["volume"] != volume["id"] for mount in box["mounts"]):
+            raise Refused(404, "not_found", f"in sandbox {box['name']}, volume {volume['name']} not found")
+        box["mounts"] = [mount for mount in box["mounts"] if mount["volume"] != volume["id"]]
+        self._collect()
+
+    def _collect(self) -> None:
+        """What is hidden goes with its last user, and what it holds of volumes with it; own clones do likewise."""
+        heads = {box["head"] for box in self.sandboxes.values()}
+        for ident, snapshot in list(self.snapshots.items()):
+            hidden = snapshot["doomed"] or snapshot["kind"] == "transient"
+            if hidden and ident not in heads and not self._users(snapshot):
+                del self.snapshots[ident]
+        for ident, capture in list(self.captures.items()):
+            if capture["with"] and capture["with"] not in self.snapshots:
+                del self.captures[ident]
+        for ident, volume in list(self.volumes.items()):
+            if volume["owner"] and not self._mounts_of(volume) and not self._captures_of(volume):
+                del self.volumes[ident]
 
     def _detail(self, box: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -255,15 +378,14 @@ class DoubleGateway:
             "forkedFrom": box["forked_from"],
             "parentSandboxID": box["parent"],
             "network": box["network"],
+            "volumeMounts": [self._mount_shape(mount) for mount in box["mounts"]],
             "backend": "kvm_xfs",
             **({"address": "10.231.0.2"} if box["state"] == "running" else {}),
         }
 
     def _kill(self, box: dict[str, Any]) -> None:
         del self.sandboxes[box["id"]]
-        for ident, snapshot in list(self.snapshots.items()):
-            if snapshot["doomed"] and not self._users(snapshot):
-                del self.snapshots[ident]
+        self._collect()
 
     def _patch(self, box: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
         if body.get("name"):
@@ -304,10 +426,13 @@ class DoubleGateway:
                 target = self._snapshot(body["snapshotID"])
                 box.update(head=target["id"], diverged=False, state="running", reason="", begun=datetime.now(UTC))
                 box.update({size: target[size] for size in SIZES})
+                box["mounts"] = [dict(mount) for mount in target["mounts"] if mount["volume"] in self.volumes]
+                self._collect()
                 shape = {"sandboxID": box["id"], "snapshotID": target["id"], "operationID": "0", "status": "READY"}
                 return 200, shape, {}
             case ("POST", "clone"):
-                return self._fork(self._capture(box, {}, kind="transient"), body)
+                cloned = [each["name"] for each in body.get("volumeMounts") or [] if each.get("clone")]
+                return self._fork(self._capture(box, {"volumes": cloned}, kind="transient"), body)
         raise Refused(
             404, "not_found", f"route {method} /sandboxes/…/{verb} not found: GET /openapi.json lists the routes"
         )
@@ -318,8 +443,15 @@ class DoubleGateway:
         names = [self._reserve(body["name"])] if body.get("name") else []
         if box["state"] == "paused":
             raise Refused(409, "conflict", f"sandbox {box['name']!r} is paused: resume it first")
+        _only(body, "name", "description", "memory", "volumes", "expiresIn")
+        ident, life = secrets.token_hex(6), body.get("expiresIn")
+        volumes = [self._volume(ref) for ref in body.get("volumes") or []]
+        for volume in volumes:
+            if all(mount["volume"] != volume["id"] for mount in box["mounts"]):
+                raise Refused(400, "invalid", f"volume {volume['name']} is not mounted in sandbox {box['name']}")
+        held = [self._new_capture(volume, ident, owner=ident) for volume in volumes]
         snapshot = {
-            "id": secrets.token_hex(6),
+            "id": ident,
             "kind": kind,
             "names": names,
             "description": body.get("description", ""),
@@ -329,6 +461,9 @@ class DoubleGateway:
             "memory": "none" if body.get("memory") == "none" else "incremental",
             "doomed": False,
             "recipe": {},
+            "mounts": [dict(mount) for mount in box["mounts"]],
+            "volumes": [{"volume": capture["volume"], "snapshot": capture["id"]} for capture in held],
+            "expires": None if life is None else datetime.now(UTC) + timedelta(seconds=life),
             **{size: box[size] for size in SIZES},
         }
         self.snapshots[snapshot["id"]] = snapshot
@@ -358,6 +493,7 @@ class DoubleGateway:
         if users:
             raise Refused(409, "in_use", f"in_use: {len(users)} forks ({', '.join(users)})", users)
         del self.snapshots[snapshot["id"]]
+        self._collect()
         return 204, None, {}
 
     def _snapshot_shape(self, snapshot: dict[str, Any]) -> dict[str, Any]:
@@ -374,7 +510,7 @@ class DoubleGateway:
             "originID": snapshot["template"],
             "createdAt": "2026-01-01T00:00:00Z",
             "updatedAt": "2026-01-01T00:00:00Z",
-            "expiresAt": None,
+            "expiresAt": None if snapshot.get("expires") is None else stamp(snapshot["expires"]),
             "memory": snapshot["memory"],
             "coldStartable": True,
             "memoryBytesWritten": 4096,
@@ -382,7 +518,152 @@ class DoubleGateway:
             "pauseMs": 6.5,
             **{size: snapshot[size] for size in SIZES},
             "forks": len(self._users(snapshot)),
+            "volumeMounts": [self._mount_shape(mount) for mount in snapshot["mounts"]],
+            "volumes": [
+                {"name": self.volumes[capture["volume"]]["name"], "snapshotID": capture["snapshot"]}
+                for capture in snapshot["volumes"]
+            ],
             "backend": "kvm_xfs",
+        }
+
+    # Volumes
+
+    def _volumes(
+        self, method: str, rest: list[str], query: dict[str, str], body: dict[str, Any]
+    ) -> tuple[int, Any, dict[str, str]]:
+        match (method, *rest):
+            case ("GET",):
+                _only(query, "name", *PAGING)
+                shown = [v for v in self.volumes.values() if query.get("name", v["name"]) == v["name"]]
+                return _page([self._volume_shape(volume) for volume in shown], query)
+            case ("POST",):
+                return 201, self._with_token(self._create_volume(body)), {}
+            case ("GET", ref):
+                return 200, self._with_token(self._volume(ref)), {}
+            case ("PATCH", ref):
+                _only(body, "sizeMB")
+                return 200, self._volume_shape(self._grow(self._volume(ref), body["sizeMB"])), {}
+            case ("DELETE", ref):
+                _only(query, "withSnapshots")
+                self._delete_volume(self._volume(ref), purge=query.get("withSnapshots") == "true")
+                return 204, None, {}
+            case ("GET", ref, "snapshots"):
+                found = self._captures_of(self._volume(ref))
+                return _page([self._capture_shape(capture) for capture in found], query)
+            case ("POST", ref, "snapshots"):
+                _only(body, "name")
+                return 201, self._capture_shape(self._new_capture(self._volume(ref), body["name"])), {}
+            case ("DELETE", ref, "snapshots", name):
+                capture = self._captured(self._volume(ref), name)
+                if capture["with"]:
+                    raise Refused(409, "in_use", "a snapshot of a sandbox holds it", [capture["with"]])
+                del self.captures[capture["id"]]
+                self._collect()
+                return 204, None, {}
+            case ("POST", ref, "rollback"):
+                _only(body, "snapshot", "force")
+                return 200, self._volume_shape(self._restore(self._volume(ref), body)), {}
+        raise Refused(404, "not_found", f"route {method} /volumes/{'/'.join(rest)} not found: …")
+
+    def _create_volume(self, body: dict[str, Any]) -> dict[str, Any]:
+        _only(body, "name", "sizeMB", "fromSnapshot")
+        size, source = body.get("sizeMB", 1024), None
+        if ref := body.get("fromSnapshot"):
+            volume, at, name = ref.rpartition("@")
+            places = [self._volume(volume)] if at else list(self.volumes.values())
+            found = [c for place in places for c in self._captures_of(place) if name in (c["id"], at and c["name"])]
+            if not found:
+                raise Refused(404, "not_found", f"volume snapshot {name!r} not found")
+            source, size = found[0]["id"], body.get("sizeMB", found[0]["size"])
+            if size < found[0]["size"]:
+                raise Refused(400, "invalid", f"{size} MiB is less than the {found[0]['size']} MiB of the snapshot")
+        return self._new_volume(body["name"], size, source=source)
+
+    def _new_volume(
+        self, name: str, size: int, *, source: str | None = None, owner: str = "", suffix: str = ""
+    ) -> dict[str, Any]:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 64:
+            raise Refused(400, "invalid", f"a volume of {size} MiB is not possible")
+        try:
+            self._reserve(name)
+        except Refused:
+            if not suffix:
+                raise
+            name = self._reserve(f"{name[:51]}-{suffix}")
+        volume = {"id": secrets.token_hex(6), "name": name, "size": size, "from": source or "", "owner": owner}
+        self.volumes[volume["id"]] = {**volume, "at": datetime.now(UTC)}
+        return self.volumes[volume["id"]]
+
+    def _new_capture(self, volume: dict[str, Any], name: str, owner: str = "") -> dict[str, Any]:
+        if not NAME.fullmatch(name):
+            raise Refused(400, "invalid", f"the name {name[:80]!r} is not allowed")
+        if any(name in (capture["name"], capture["id"]) for capture in self._captures_of(volume)):
+            raise Refused(409, "name_taken", f"volume {volume['name']} has a snapshot {name!r} already")
+        ident = secrets.token_hex(6)
+        capture = {"id": ident, "name": name, "volume": volume["id"], "size": volume["size"], "with": owner}
+        self.captures[ident] = capture
+        return capture
+
+    def _grow(self, volume: dict[str, Any], size: int) -> dict[str, Any]:
+        if size < volume["size"]:
+            raise Refused(400, "invalid", f"volume {volume['name']} has {volume['size']} MiB and cannot shrink")
+        volume["size"] = size
+        return volume
+
+    def _delete_volume(self, volume: dict[str, Any], *, purge: bool) -> None:
+        captures = self._captures_of(volume)
+        blockers = [box["id"] for box, _ in self._mounts_of(volume)]
+        blockers += [capture["with"] or capture["id"] for capture in captures if capture["with"] or not purge]
+        if blockers:
+            raise Refused(409, "in_use", f"volume {volume['name']} is in use: {', '.join(blockers)}", blockers)
+        for capture in captures:
+            del self.captures[capture["id"]]
+        del self.volumes[volume["id"]]
+
+    def _restore(self, volume: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+        self._captured(volume, body["snapshot"])
+        writers = [box["id"] for box, mount in self._mounts_of(volume) if not mount["readOnly"]]
+        if writers and not body.get("force"):
+            raise Refused(409, "in_use", f"volume {volume['name']} is mounted read-write", writers)
+        return volume
+
+    def _mount_shape(self, mount: dict[str, Any]) -> dict[str, Any]:
+        name = self.volumes.get(mount["volume"], {"name": mount["volume"]})["name"]
+        return {"name": name, "path": mount["path"], "readOnly": mount["readOnly"]}
+
+    def _with_token(self, volume: dict[str, Any]) -> dict[str, Any]:
+        return {**self._volume_shape(volume), "token": "a-volume-token-nobody-should-see"}
+
+    def _volume_shape(self, volume: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "volumeID": volume["name"],
+            "name": volume["name"],
+            "sizeMB": volume["size"],
+            "usedMB": 1,
+            "createdAt": stamp(volume["at"]),
+            "mounts": [
+                {
+                    "sandboxID": box["id"],
+                    "sandboxName": box["name"],
+                    "path": mount["path"],
+                    "readonly": mount["readOnly"],
+                    "state": box["state"],
+                }
+                for box, mount in self._mounts_of(volume)
+            ],
+            "fromSnapshot": volume["from"],
+            "ownerSandboxID": volume["owner"],
+            "stuck": [],
+        }
+
+    def _capture_shape(self, capture: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "snapshotID": capture["id"],
+            "name": capture["name"],
+            "volumeID": self.volumes[capture["volume"]]["name"],
+            "sizeMB": capture["size"],
+            "sandboxSnapshotID": capture["with"],
+            "createdAt": "2026-01-01T00:00:00Z",
         }
 
     def _build(self, body: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
@@ -443,6 +724,8 @@ class DoubleGateway:
             "memory": "full",
             "doomed": False,
             "recipe": build["recipe"],
+            "mounts": [],
+            "volumes": [],
             "build": build["id"],
             **{size: build["recipe"][size] for size in SIZES},
         }
@@ -463,6 +746,13 @@ class DoubleGateway:
             "memory": template["memory"],
             "forks": len(self._users(template)),
         }
+
+
+def _only(given: dict[str, Any], *known: str) -> None:
+    """Stricter than the gateway, which passes over what it does not know: who sends that is caught."""
+    unknown = sorted(given.keys() - set(known))
+    if unknown:
+        raise Refused(400, "invalid", f"unknown: {', '.join(unknown)}")
 
 
 def _started(build: dict[str, Any]) -> dict[str, Any]:

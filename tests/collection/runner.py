@@ -110,17 +110,20 @@ class Target:
         return real
 
 
+LISTS = ("sandboxes", "snapshots", "templates", "volumes", "backups")
+
+
 def foretold(said: Result, done: Result) -> None:
     """What check mode said is what was done: the same changes, and the same things but for what was not known."""
     assert said["changed"] == done["changed"]
     assert said["diff"] == done["diff"]
     assert said["outcomes"] == done["outcomes"]
-    for key in ("sandboxes", "snapshots", "templates", "backups"):
+    for key in LISTS:
         assert (key in said) == (key in done)
         for expected, found in zip(said.get(key, []), done.get(key, []), strict=True):
             matches(expected, found)
     for name, view in done["diff"]["after"].items():
-        for key in ("sandboxes", "snapshots", "templates", "backups"):
+        for key in LISTS:
             for thing in done.get(key, []):
                 if thing["name"] == name:
                     matches({word: value for word, value in view.items() if word in thing}, thing)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.support import session
 from tests.support.gateway import Gateway
@@ -156,6 +157,25 @@ def state(machine: Machine, name: str) -> str:
 def unit(machine: Machine, name: str) -> str:
     """A property of the unit."""
     return machine.run("systemctl", "show", f"--property={name}", "--value", "sandbox-gateway").strip()
+
+
+def test_services_that_come_with_the_hosts_packages_never_run(machine: Machine) -> None:
+    known = yaml.safe_load((session.REPOSITORY / "roles/kvm_xfs_host/vars/Debian.yml").read_text())
+    units = [unit for listed in known["kvm_xfs_host_services"].values() for unit in listed]
+    book = session.run_dir() / "packages.json"
+    task = {"ansible.builtin.include_role": {"name": "grove.sandbox.kvm_xfs_host", "tasks_from": "packages"}}
+    python = {"ansible_python_interpreter": "/usr/bin/python3"}
+    play = {"hosts": "localhost", "connection": "local", "gather_facts": False, "vars": {**python, **known}}
+    book.write_text(json.dumps([{**play, "tasks": [task]}]))
+    ansible = (str(Path(sys.executable).with_name("ansible-playbook")), "-i", "localhost,", str(book))
+    first = machine.run(*ansible)
+    assert "TASK [grove.sandbox.kvm_xfs_host : Keep services that come along from starting]" in first
+    machine.run("dpkg-query", "--show", "nfs-ganesha", "nfs-ganesha-vfs", "rpcbind")
+    machine.run("test", "-x", "/usr/bin/ganesha.nfsd", "-a", "!", "-e", "/usr/sbin/policy-rc.d")
+    for each in units:
+        shown = machine.run("systemctl", "show", "--property=LoadState,ActiveEnterTimestampMonotonic", each)
+        assert sorted(shown.split()) == ["ActiveEnterTimestampMonotonic=0", "LoadState=masked"], each
+    assert "changed=0 " in machine.run(*ansible)
 
 
 def test_check_mode_then_run_then_nothing(machine: Machine, variables: dict[str, Any]) -> None:

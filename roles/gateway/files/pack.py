@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """The gateway's package as one file, always the same bytes for the same source.
 
 `pack.py SOURCE` prints the SHA-256 of what the package is made of; `pack.py SOURCE OUT.tar.gz` writes it.

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Say whether a guest really boots on /dev/kvm: print ``{"accelerator": "kvm"|"tcg", "reason": sentence}``.
 
 That the device opens proves nothing: below another hypervisor it may open while no stock kernel gets past its boot

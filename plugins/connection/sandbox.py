@@ -1,0 +1,328 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+---
+name: sandbox
+short_description: Run tasks in a sandbox through its gateway
+version_added: "0.1.0"
+description:
+  - Commands, and files in both directions, go through the gateway to the agent inside the sandbox. The sandbox needs
+    no SSH server, no key, and no address that the control node can reach.
+  - The inventory plugin P(grove.sandbox.sandboxes#inventory) sets all that is needed. Where a sandbox is in its
+    inventory, gateway, certificates and key are what the inventory found, whatever variables of the host say; only
+    O(gateway_token) goes before.
+author:
+  - The grove.sandbox authors (@grove-sandbox)
+options:
+  sandbox:
+    description:
+      - The sandbox, by id or name.
+    type: str
+    default: inventory_hostname
+    vars:
+      - name: inventory_hostname
+      - name: ansible_host
+  gateway_url:
+    description:
+      - Where the gateway listens, as C(unix:///path/to/gateway.sock), C(http://host:port) or C(https://host:port), seen
+        from the control node.
+    type: str
+    default: unix:///run/sandbox-gateway/gateway.sock
+    env:
+      - name: SANDBOX_GATEWAY_URL
+    ini:
+      - section: grove_sandbox
+        key: gateway_url
+    vars:
+      - name: ansible_sandbox_gateway_url
+  gateway_token:
+    description:
+      - A key of the gateway's key file, of scope C(exec) or C(admin). Over the unix socket none is needed.
+      - If not set, the key that the inventory used; for a sandbox of no inventory that of O(gateway_token_file);
+        without either O(default_token).
+    type: str
+    vars:
+      - name: ansible_sandbox_gateway_token
+  gateway_token_file:
+    description:
+      - A file on the control node with nothing but such a key in it.
+    type: str
+    env:
+      - name: SANDBOX_GATEWAY_TOKEN_FILE
+    ini:
+      - section: grove_sandbox
+        key: gateway_token_file
+    vars:
+      - name: ansible_sandbox_gateway_token_file
+  default_token:
+    description:
+      - Such a key, for gateways for which nothing else names one.
+    type: str
+    env:
+      - name: SANDBOX_GATEWAY_TOKEN
+    ini:
+      - section: grove_sandbox
+        key: gateway_token
+  ca_path:
+    description:
+      - A file with the certificates of the authorities that may vouch for the gateway, in PEM form.
+      - If not set, those of the system.
+    type: str
+    ini:
+      - section: grove_sandbox
+        key: ca_path
+    vars:
+      - name: ansible_sandbox_ca_path
+  validate_certs:
+    description:
+      - Whether the gateway's certificate is checked.
+    type: bool
+    default: true
+    ini:
+      - section: grove_sandbox
+        key: validate_certs
+    vars:
+      - name: ansible_sandbox_validate_certs
+  gateway_timeout:
+    description:
+      - How many seconds may pass without a sign of life. A command may run for longer, since the agent gives signs of
+        life while it runs.
+      - This is also how long becoming another user may take.
+    type: int
+    default: 60
+    ini:
+      - section: grove_sandbox
+        key: connection_timeout
+    vars:
+      - name: ansible_sandbox_gateway_timeout
+  remote_user:
+    description:
+      - The user inside as whom commands run and to whom files belong. Any user of the sandbox will do;
+        no password is asked for.
+      - If it is the user to become, Ansible needs neither sudo nor su.
+    type: str
+    default: root
+    env:
+      - name: ANSIBLE_REMOTE_USER
+    ini:
+      - section: defaults
+        key: remote_user
+    vars:
+      - name: ansible_user
+    cli:
+      - name: user
+    keyword:
+      - name: remote_user
+  pipelining:
+    description:
+      - Whether modules go to the standard input of their interpreter, rather than into a file first.
+    type: bool
+    default: true
+    env:
+      - name: ANSIBLE_PIPELINING
+    ini:
+      - section: connection
+        key: pipelining
+      - section: defaults
+        key: pipelining
+    vars:
+      - name: ansible_pipelining
+notes:
+  - A sandbox that is paused, removed or rolled back meanwhile, and a gateway that cannot be reached, make the host
+    unreachable. A command that was running is not repeated.
+  - Commands are not ended when the control node goes away.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from ansible.errors import AnsibleConnectionFailure, AnsibleError, AnsibleFileNotFound
+from ansible.plugins.connection import ConnectionBase
+from ansible.utils.display import Display
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway, recall
+from ansible_collections.grove.sandbox.plugins.plugin_utils._stream import INSIDE, Channel, Process
+
+display = Display()
+
+
+class Connection(ConnectionBase):
+    transport: Any = "grove.sandbox.sandbox"
+    has_pipelining = True
+    has_tty = False
+
+    _channel: Channel | None = None
+
+    def _connect(self) -> Connection:
+        """Nothing goes over the wire before there is something to say."""
+        if self._channel is None:
+            try:
+                self._channel = self._new_channel()
+            except Failure as failure:
+                raise AnsibleConnectionFailure(failure.message) from None
+            self._connected = True
+        return self
+
+    def _new_channel(self) -> Channel:
+        sandbox = self.get_option("sandbox")
+        gateway = recall(sandbox)
+        if gateway is None:
+            gateway = Gateway(
+                self.get_option("gateway_url"),
+                token_file=self.get_option("gateway_token_file") or "",
+                ca_path=self.get_option("ca_path") or "",
+                validate_certs=self.get_option("validate_certs"),
+            )
+        return Channel(
+            sandbox,
+            self.get_option("remote_user"),
+            timeout=self.get_option("gateway_timeout"),
+            url=gateway.url,
+            token=self.get_option("gateway_token") or gateway.key() or self.get_option("default_token") or "",
+            ca_path=str(Path(gateway.ca_path).expanduser()) if gateway.ca_path else "",
+            validate_certs=gateway.validate_certs,
+        )
+
+    def exec_command(self, cmd: str, in_data: bytes | None = None, sudoable: bool = True) -> tuple[int, bytes, bytes]:
+        """Returns (exit code, stdout, stderr); 128 + n for a command that signal n ended."""
+        super().exec_command(cmd, in_data=in_data, sudoable=sudoable)
+        display.vvv(f"EXEC {cmd}", host=self._sandbox)
+        escalation = _Escalation(self.become, self._sandbox, self.get_option("gateway_timeout")) if sudoable else None
+        try:
+            process = self._channel.start(
+                ["/bin/sh", "-c", cmd], stdin=bool(in_data) or bool(escalation and escalation.waiting)
+            )
+            out, err = self._converse(process, in_data, escalation)
+        except Failure as failure:
+            raise self._unreachable(failure) from None
+        if escalation and process.exit_code:
+            escalation.check_refusal(err)
+        return process.exit_code, out, err
+
+    def _converse(self, process: Process, in_data: bytes | None, escalation: _Escalation | None) -> tuple[bytes, bytes]:
+        taken = {"stdout": bytearray(), "stderr": bytearray()}
+        waiting = bool(escalation and escalation.waiting)
+        started = False
+        for kind, data in process.output():
+            if not started:
+                started = True
+                if in_data and not waiting:
+                    process.feed(in_data)
+            if kind:
+                taken[kind].extend(data)
+            if waiting:
+                waiting = escalation.go_on(process, taken["stdout"], taken["stderr"])
+                if not waiting:
+                    process.feed(in_data or b"")
+        out, err = bytes(taken["stdout"]), bytes(taken["stderr"])
+        return (escalation.without_prompt(out), escalation.without_prompt(err)) if escalation else (out, err)
+
+    def put_file(self, in_path: str, out_path: str) -> None:
+        super().put_file(in_path, out_path)
+        display.vvv(f"PUT {in_path} TO {out_path}", host=self._sandbox)
+        try:
+            with Path(in_path).expanduser().open("rb") as file:
+                self._channel.upload(file, os.fstat(file.fileno()).st_size, out_path)
+        except FileNotFoundError:
+            raise AnsibleFileNotFound(f"file or module does not exist: {in_path}") from None
+        except OSError as error:
+            raise AnsibleError(f"{in_path} cannot be read: {error.strerror or error}") from None
+        except Failure as failure:
+            if failure.kind == INSIDE:
+                raise AnsibleError(f"{out_path} cannot be written in sandbox {self._sandbox}: {failure}") from None
+            raise self._unreachable(failure) from None
+
+    def fetch_file(self, in_path: str, out_path: str) -> None:
+        super().fetch_file(in_path, out_path)
+        display.vvv(f"FETCH {in_path} TO {out_path}", host=self._sandbox)
+        try:
+            with Path(out_path).open("wb") as file:
+                self._channel.download(in_path, file)
+        except OSError as error:
+            raise AnsibleError(f"{out_path} cannot be written: {error.strerror or error}") from None
+        except Failure as failure:
+            # Half a file could be taken for one.
+            Path(out_path).unlink()
+            if failure.kind == INSIDE:
+                raise AnsibleError(f"{in_path} cannot be read in sandbox {self._sandbox}: {failure}") from None
+            raise self._unreachable(failure) from None
+
+    def reset(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self._connected = False
+
+    @property
+    def _sandbox(self) -> str:
+        return str(self.get_option("sandbox"))
+
+    def _unreachable(self, failure: Failure) -> AnsibleConnectionFailure:
+        self.close()
+        return AnsibleConnectionFailure(failure.message)
+
+
+class _Escalation:
+    """Becoming another user, where that takes a password.
+
+    ``waiting``: a prompt is to be expected.
+    """
+
+    def __init__(self, become: Any, sandbox: str, seconds: float) -> None:
+        self.become = become
+        self.waiting = bool(become and become.success and become.expect_prompt())
+        self._sandbox = sandbox
+        self._until = time.monotonic() + seconds
+        self._answered_at: tuple[int, int] | None = None
+
+    def go_on(self, process: Process, out: bytearray, err: bytearray) -> bool:
+        """Look at what was said so far, answer if asked; returns whether there is still something to wait for.
+
+        Raises AnsibleError where it did not go well.
+        """
+        if self.become.check_success(bytes(out)):
+            return False
+        seen = self._answered_at or (0, 0)
+        asked = any(self.become.check_password_prompt(bytes(taken[start:])) for taken, start in zip((out, err), seen))
+        if asked and self._answered_at is None:
+            self._answered_at = (len(out), len(err))
+            process.write(self.become.get_option("become_pass").encode() + b"\n")
+        elif asked or self.become.check_incorrect_password(bytes(out + err)):
+            self._give_up(process, "the password is not accepted")
+        elif time.monotonic() > self._until:
+            self._give_up(process, "neither success nor a prompt for a password is seen")
+        return True
+
+    def check_refusal(self, err: bytes) -> None:
+        """Raises AnsibleError where a command failed because a password is missing."""
+        if self.become and self.become.check_missing_password(err):
+            raise AnsibleError(
+                f"{self.become.name} in sandbox {self._sandbox} wants a password: give ansible_become_password, or "
+                f"connect as the user to become (remote_user), which needs none"
+            )
+
+    def _give_up(self, process: Process, why: str) -> None:
+        process.kill()
+        raise AnsibleError(f"{self.become.name} failed in sandbox {self._sandbox}: {why}")
+
+    def without_prompt(self, taken: bytes) -> bytes:
+        """All of an output but the prompt, what came before it, and the end of its line.
+
+        For the end: what of the two outputs arrives first is chance.
+        """
+        if self._answered_at is None:
+            return taken
+        prompt = self.become.prompt
+        if not isinstance(prompt, str) or prompt.encode() not in taken:
+            return taken
+        rest = taken.partition(prompt.encode())[2].lstrip(b" ")
+        return rest[1:] if rest.startswith(b"\n") else rest

@@ -1,0 +1,307 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+---
+name: sandboxes
+short_description: Every sandbox of one or several gateways is a host
+version_added: "0.1.0"
+description:
+  - Lists the sandboxes of the gateways that its file names, groups them, and sets the connection plugin
+    P(grove.sandbox.sandbox#connection) for them.
+  - The file's name must end in C(sandboxes.yml) or C(sandboxes.yaml).
+  - What a sandbox's owner wrote (names, metadata) is never taken for a template.
+author:
+  - The grove.sandbox authors (@grove-sandbox)
+options:
+  plugin:
+    description:
+      - Says that the file is one of this plugin.
+    type: str
+    required: true
+    choices: [grove.sandbox.sandboxes]
+  gateways:
+    description:
+      - The gateways to ask. If not set, the one that O(gateways[].url) defaults to.
+    type: list
+    elements: dict
+    default: []
+    suboptions:
+      name:
+        description:
+          - What to call it, in groups and names. Needed if there are several.
+        type: str
+        default: default
+      url:
+        description:
+          - Where it listens, seen from the control node, as C(unix:///path/to/gateway.sock), C(http://host:port) or
+            C(https://host:port). May be a template.
+          - If not set, the environment variable E(SANDBOX_GATEWAY_URL), or else the socket
+            C(unix:///run/sandbox-gateway/gateway.sock).
+        type: str
+      token:
+        description:
+          - A key of the gateway's key file. May be a template, or encrypted by Ansible Vault. Over the unix socket none
+            is needed.
+          - To list sandboxes a key of scope C(read) is enough; to run tasks in them the scope C(exec) is needed.
+          - It becomes no variable. The connection gets it within the process that read this file.
+          - If neither this nor O(gateways[].token_file) is set, the environment variable E(SANDBOX_GATEWAY_TOKEN) is
+            used.
+        type: str
+      token_file:
+        description:
+          - A file with nothing but such a key in it.
+        type: path
+      ca_path:
+        description:
+          - A file with the certificates of the authorities that may vouch for the gateway, in PEM form.
+          - If not set, those of the system.
+        type: path
+      validate_certs:
+        description:
+          - Whether the gateway's certificate is checked.
+        type: bool
+        default: true
+      timeout:
+        description:
+          - How long the gateway may take to answer, in seconds.
+        type: int
+        default: 30
+  filters:
+    description:
+      - Which sandboxes become hosts. Of several filters all have to let a sandbox through.
+      - Each is a value or a list of values, one of which has to fit; values may be globs.
+    type: dict
+    default: {}
+    suboptions:
+      name:
+        description:
+          - Names of sandboxes.
+        type: list
+        elements: str
+      state:
+        description:
+          - V(running), V(paused) or both. A paused sandbox is a host, but cannot be reached.
+        type: list
+        elements: str
+      template:
+        description:
+          - Names or ids of templates, at the root of a sandbox's descent.
+        type: list
+        elements: str
+      metadata:
+        description:
+          - Keys of the metadata with the values that they shall have.
+        type: dict
+  hostname:
+    description:
+      - What hosts are called. V(name), as the sandboxes; V(name_gateway), the same with a dot and the name of the
+        gateway after it; V(id), by their ids.
+      - If not set, V(name) for one gateway and V(name_gateway) for several.
+      - A sandbox whose name would mean something else to Ansible, as V(localhost) or the name of a group does, is
+        called by its id. Where V(name) is a host already, it is V(name_gateway).
+    type: str
+    choices: [name, name_gateway, id]
+  group_by:
+    description:
+      - Which groups to make, called for example C(template_base), C(head_golden), C(state_running),
+        C(metadata_team_blue) and C(gateway_default).
+      - What may not be in the name of a group becomes C(_).
+    type: list
+    elements: str
+    choices: [template, head, state, metadata, gateway]
+    default: [template, head, state, metadata, gateway]
+  python_interpreter:
+    description:
+      - The C(ansible_python_interpreter) of the hosts.
+      - If not set, C(/usr/bin/python3) for sandboxes on a host of the kind C(kvm_xfs); on others Ansible searches
+        for it.
+    type: str
+  strict:
+    description:
+      - If V(true), a gateway that cannot be asked is an error, as is a template that cannot be evaluated.
+      - If V(false), there is a warning, and the inventory has the hosts of the other gateways.
+extends_documentation_fragment:
+  - constructed
+  - inventory_cache
+notes:
+  - Each host has a variable C(grove_sandbox), with what the modules return of a sandbox, and C(template), C(head) and
+    C(gateway), their names.
+  - The cache holds these and nothing else.
+"""
+
+EXAMPLES = r"""
+# The gateway of this machine, or the one of SANDBOX_GATEWAY_URL
+plugin: grove.sandbox.sandboxes
+---
+# Two gateways; of what they have, what runs and belongs to a team
+plugin: grove.sandbox.sandboxes
+gateways:
+  - name: east
+    url: https://east.example:8700
+    token: "{{ lookup('ansible.builtin.env', 'EAST_KEY') }}"
+  - name: west
+    url: https://west.example:8700
+    token_file: ~/.config/sandbox/west.key
+    ca_path: /etc/ssl/my-authority.pem
+filters:
+  state: running
+  metadata:
+    team: [blue, "green-*"]
+strict: true
+---
+# More groups and variables
+plugin: grove.sandbox.sandboxes
+keyed_groups:
+  - key: grove_sandbox.backend
+    prefix: kind
+groups:
+  changed: grove_sandbox.snapshot_id != grove_sandbox.forked_from
+compose:
+  ansible_user: grove_sandbox.metadata.user | default('root')
+cache: true
+cache_plugin: ansible.builtin.jsonfile
+cache_connection: ~/.cache/sandboxes
+cache_timeout: 60
+"""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+from ansible.errors import AnsibleParserError
+from ansible.module_utils.parsing.convert_bool import boolean
+from ansible.plugins.inventory import BaseInventoryPlugin, Cacheable, Constructable
+from ansible_collections.grove.sandbox.plugins.module_utils._client import DEFAULT_URL, Client
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.plugin_utils import _inventory
+from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway, remember
+
+
+class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
+    NAME = "grove.sandbox.sandboxes"
+
+    def verify_file(self, path: str) -> bool:
+        return super().verify_file(path) and path.endswith(("sandboxes.yml", "sandboxes.yaml"))
+
+    def parse(self, inventory: Any, loader: Any, path: str, cache: bool = True) -> None:
+        super().parse(inventory, loader, path, cache)
+        self._read_config_data(path)
+        try:
+            sources = self._sources(Path(path).parent)
+            _inventory.check_keys(self.get_option("filters"), _inventory.FILTER_KEYS, "filters")
+        except Failure as failure:
+            raise AnsibleParserError(f"{path}: {failure}") from None
+        found = self._found(sources, self.get_cache_key(path), cache)
+        hosts = [
+            (sandbox, source.gateway)
+            for source in sources
+            for sandbox in found.get(source.key, [])
+            if _inventory.wanted(sandbox, self.get_option("filters"))
+        ]
+        groups = {name for sandbox, gateway in hosts for name in self._groups_of(sandbox, gateway)}
+        taken = groups | set(self.inventory.groups) | set(self.get_option("groups"))
+        for sandbox, gateway in hosts:
+            self._add(self._name(sandbox, gateway, taken, several=len(sources) > 1), sandbox, gateway)
+
+    def _sources(self, beside: Path) -> list[_Source]:
+        entries = self.get_option("gateways") or [{}]
+        sources = []
+        for number, entry in enumerate(entries, 1):
+            where = f"gateway {number} of {len(entries)}"
+            _inventory.check_keys(entry, _inventory.GATEWAY_KEYS, where)
+            if len(entries) > 1 and not entry.get("name"):
+                raise Failure(f"{where} has no name: where there are several, each needs one")
+            sources.append(_Source(entry, self._text, beside))
+        names = [source.gateway.name for source in sources]
+        if len(set(names)) < len(names):
+            raise Failure(f"two gateways have the same name: {', '.join(names)}")
+        return sources
+
+    def _text(self, value: Any) -> str:
+        """A value of the file, which is as trustworthy as a play, or decrypted, or a template."""
+        return str(self.templar.template(value)) if isinstance(value, str) else str(value or "")
+
+    def _found(self, sources: list[_Source], cache_key: str, cache: bool) -> dict[str, list[dict[str, Any]]]:
+        """The sandboxes of each gateway, from the cache where that has them and may be used."""
+        caching = self.get_option("cache")
+        known: dict[str, list[dict[str, Any]]] = {}
+        if caching and cache:
+            with contextlib.suppress(KeyError):
+                known = dict(self._cache[cache_key])
+        missing = [source for source in sources if source.key not in known]
+        for source in missing:
+            try:
+                known[source.key] = source.observe()
+            except Failure as failure:
+                sentence = f"the sandboxes of gateway {source.gateway.name} are not in the inventory: {failure}"
+                if self.get_option("strict"):
+                    raise AnsibleParserError(sentence) from None
+                self.display.warning(sentence)
+        if caching and missing:
+            self._cache[cache_key] = known
+        return known
+
+    def _groups_of(self, sandbox: dict[str, Any], gateway: Gateway) -> list[str]:
+        groups = _inventory.groups_of(sandbox, gateway.name, self.get_option("group_by"))
+        return [self._sanitize_group_name(group) for group in groups]
+
+    def _name(self, sandbox: dict[str, Any], gateway: Gateway, taken: set[str], *, several: bool) -> str:
+        """The name of its host, which is none of ``taken`` and no host yet: nobody's tasks shall go astray."""
+        hostname = self.get_option("hostname") or ("name_gateway" if several else "name")
+        host = _inventory.host_name(sandbox, hostname, gateway.name, taken)
+        if host in self.inventory.hosts:
+            other = _inventory.host_name(sandbox, "name_gateway", gateway.name, taken)
+            self.display.warning(f"there is a host {host} already: the sandbox of that name is the host {other}")
+            host = other
+        return host
+
+    def _add(self, host: str, sandbox: dict[str, Any], gateway: Gateway) -> None:
+        self.inventory.add_host(host)
+        remember(sandbox["id"], gateway)
+        variables = _inventory.variables_of(sandbox, gateway, self.get_option("python_interpreter") or "")
+        for key, value in variables.items():
+            self.inventory.set_variable(host, key, _inventory.unsafe(value))
+        for group in self._groups_of(sandbox, gateway):
+            self.inventory.add_host(host, self.inventory.add_group(group))
+        strict = self.get_option("strict")
+        known = self.inventory.get_host(host).get_vars()
+        self._set_composite_vars(self.get_option("compose"), known, host, strict=strict)
+        self._add_host_to_composed_groups(self.get_option("groups"), known, host, strict=strict)
+        self._add_host_to_keyed_groups(self.get_option("keyed_groups"), known, host, strict=strict)
+
+
+class _Source:
+    """One gateway of the file. ``key``: what its sandboxes are cached under."""
+
+    def __init__(self, entry: dict[str, Any], text: Any, beside: Path) -> None:
+        token, token_file = text(entry.get("token")), _path(text(entry.get("token_file")), beside)
+        if not token and not token_file:
+            token = os.environ.get("SANDBOX_GATEWAY_TOKEN", "")
+        self.gateway = Gateway(
+            text(entry.get("url")) or os.environ.get("SANDBOX_GATEWAY_URL") or DEFAULT_URL,
+            token=token,
+            token_file=token_file,
+            ca_path=_path(text(entry.get("ca_path")), beside),
+            validate_certs=boolean(entry.get("validate_certs", True)),
+            name=text(entry.get("name")) or "default",
+        )
+        self._timeout = float(entry.get("timeout") or 30)
+        self.key = f"{self.gateway.name} {self.gateway.url}"
+
+    def observe(self) -> list[dict[str, Any]]:
+        """Raises Failure."""
+        gateway = self.gateway
+        client = Client(gateway.url, gateway.key(), gateway.ca_path, gateway.validate_certs, self._timeout)
+        try:
+            return _inventory.observe(client)
+        finally:
+            client.close()
+
+
+def _path(text: str, beside: Path) -> str:
+    return str(beside / Path(text).expanduser()) if text else ""

@@ -1,0 +1,113 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""The ``*_info`` modules: what there is, in the shapes that the modules which declare it return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Optional
+from urllib.parse import urlencode
+
+from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._plan import words
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
+    sandbox_shape,
+    snapshot_shape,
+    template_shape,
+    volume_shape,
+)
+
+if TYPE_CHECKING:
+    from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+
+Shape = Callable[["Client", "dict[str, Any]"], Optional["dict[str, Any]"]]
+"""Of an entry of a list; None: it went meanwhile."""
+_NAME = {"name": {"type": "list", "elements": "str", "aliases": ["names"]}}
+
+
+@dataclass(frozen=True)
+class Listing:
+    """One kind of thing, and the options that choose from it.
+
+    ``plural``: the gateway's list of them, and the key of the result; ``ident``: the gateway's word for the id;
+    ``queries``: option → the gateway's query.
+    """
+
+    plural: str
+    ident: str
+    shape: Shape
+    options: Mapping[str, Any] = field(default_factory=dict)
+    queries: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ARGUMENTS(self) -> dict[str, Any]:
+        return {**_NAME, **self.options}
+
+    @property
+    def RULES(self) -> dict[str, Any]:
+        return {}
+
+    def told(self, client: Client, params: Mapping[str, Any]) -> dict[str, Any]:
+        """A module's result: all that the options leave. Raises Failure."""
+        query = {theirs: _word(params.get(ours)) for ours, theirs in self.queries.items()}
+        names = params.get("name")
+        entries = client.pages(f"/{self.plural}", **query)
+        found = [
+            self.shape(client, entry) for entry in entries if names is None or not self._called(entry).isdisjoint(names)
+        ]
+        return {"changed": False, self.plural: [shape for shape in found if shape is not None]}
+
+    def _called(self, entry: Mapping[str, Any]) -> set[str]:
+        return {str(entry.get("name")), str(entry[self.ident]), *(entry.get("names") or [])}
+
+
+def _word(value: Any) -> Any:
+    """As the gateway's queries take it; None and empty values are left out by the client."""
+    if isinstance(value, dict):
+        return urlencode(words(value, "metadata") or {})
+    return ",".join(value) if isinstance(value, list) else value or None
+
+
+def _volume(client: Client, volume: dict[str, Any]) -> dict[str, Any] | None:
+    try:
+        return volume_shape(volume, client.pages(f"/volumes/{segment(volume['name'])}/snapshots"))
+    except Failure as failure:
+        if failure.kind == "not_found":
+            return None
+        raise
+
+
+SANDBOXES = Listing(
+    "sandboxes",
+    "sandboxID",
+    lambda _client, entry: sandbox_shape(entry),
+    {
+        "state": {"type": "list", "elements": "str", "choices": ["running", "paused"]},
+        "metadata": {"type": "dict"},
+        "template": {"type": "str"},
+        "snapshot": {"type": "str"},
+        "started_after": {"type": "str"},
+        "diverged": {"type": "bool", "default": False},
+    },
+    {
+        "state": "state",
+        "metadata": "metadata",
+        "template": "template",
+        "snapshot": "snapshotID",
+        "started_after": "startedAfter",
+        "diverged": "diverged",
+    },
+)
+SNAPSHOTS = Listing(
+    "snapshots",
+    "snapshotID",
+    lambda _client, entry: snapshot_shape(entry),
+    {"sandbox": {"type": "str"}, "template": {"type": "str"}},
+    {"sandbox": "sandboxID", "template": "templateID"},
+)
+TEMPLATES = Listing("templates", "templateID", lambda _client, entry: template_shape(entry))
+VOLUMES = Listing("volumes", "volumeID", _volume)

@@ -1,0 +1,123 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""What an inventory makes of sandboxes: which of them, under which names, in which groups, with which variables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ansible.utils.unsafe_proxy import wrap_var
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import sandbox_shape
+from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway
+
+GATEWAY_KEYS = ("name", "url", "token", "token_file", "ca_path", "validate_certs", "timeout")
+FILTER_KEYS = ("name", "state", "template", "metadata")
+GROUPINGS = ("template", "head", "state", "metadata", "gateway")
+INTERPRETERS = {"kvm_xfs": "/usr/bin/python3"}
+"""Where templates of a kind of host have their Python. Others are left to Ansible's own search."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_RESERVED = frozenset({"all", "ungrouped", "localhost"})
+"""A sandbox called localhost would get what is meant for the control node."""
+
+
+def observe(client: Client) -> list[dict[str, Any]]:
+    """Every sandbox of a gateway as plain data: what the modules return of one, and the names of what it is from."""
+    names = {each["templateID"]: (each.get("names") or [""])[0] for each in client.pages("/templates")}
+    names.update({each["snapshotID"]: (each.get("names") or [""])[0] for each in client.pages("/snapshots")})
+    found = []
+    for detail in client.pages("/sandboxes"):
+        shape = sandbox_shape(detail)
+        shape["template"] = detail.get("alias") or names.get(shape["template_id"]) or shape["template_id"]
+        shape["head"] = names.get(shape["snapshot_id"]) or shape["snapshot_id"]
+        found.append(shape)
+    return found
+
+
+def check_keys(given: Any, known: tuple[str, ...], where: str) -> None:
+    """Raises Failure for what is no mapping, or has a key that is not known."""
+    if not isinstance(given, Mapping):
+        raise Failure(f"{where} must be a mapping of {', '.join(known)}, not {given!r}")
+    unknown = [str(key) for key in given if key not in known]
+    if unknown:
+        raise Failure(f"{where} has no key {', '.join(unknown)}; it may have {', '.join(known)}")
+
+
+def wanted(sandbox: Mapping[str, Any], filters: Mapping[str, Any]) -> bool:
+    """Is it one of those that every filter lets through? A filter lists what it lets through; names may be globs."""
+    for key in ("name", "state", "template"):
+        patterns = _list(filters.get(key))
+        values = [sandbox["template"], sandbox["template_id"]] if key == "template" else [sandbox[key]]
+        if patterns and not any(fnmatchcase(str(value), pattern) for value in values for pattern in patterns):
+            return False
+    metadata = filters.get("metadata") or {}
+    return all(
+        any(fnmatchcase(sandbox["metadata"].get(key, ""), pattern) for pattern in _list(value))
+        and key in sandbox["metadata"]
+        for key, value in metadata.items()
+    )
+
+
+def host_name(sandbox: Mapping[str, Any], hostname: str, gateway: str, taken: Container[str] = ()) -> str:
+    """The host's name: no text that anything but a name could be made of, and none that means another thing.
+
+    ``taken``: names of groups.
+    """
+    name = sandbox["name"]
+    if hostname == "id" or not _NAME.fullmatch(name) or re.fullmatch(r"[\d.]+", name) or name in _RESERVED:
+        name = sandbox["id"]
+    host = f"{name}.{gateway}" if hostname == "name_gateway" else name
+    return sandbox["id"] if host in taken else host
+
+
+def groups_of(sandbox: Mapping[str, Any], gateway: str, group_by: list[str]) -> list[str]:
+    """The names of its groups, before they are made safe."""
+    groups = [f"{key}_{sandbox[key]}" for key in ("template", "head", "state") if key in group_by and sandbox[key]]
+    if "metadata" in group_by:
+        groups += [
+            f"metadata_{key}_{value}" if value else f"metadata_{key}" for key, value in sandbox["metadata"].items()
+        ]
+    if "gateway" in group_by:
+        groups.append(f"gateway_{gateway}")
+    return groups
+
+
+def variables_of(sandbox: Mapping[str, Any], gateway: Gateway, interpreter: str) -> dict[str, Any]:
+    """The variables of its host. A key is in none of them."""
+    variables: dict[str, Any] = {
+        "ansible_connection": "grove.sandbox.sandbox",
+        "ansible_host": sandbox["id"],
+        "ansible_sandbox_gateway_url": gateway.url,
+        "grove_sandbox": {**sandbox, "gateway": gateway.name},
+    }
+    if gateway.ca_path:
+        variables["ansible_sandbox_ca_path"] = gateway.ca_path
+    if not gateway.validate_certs:
+        variables["ansible_sandbox_validate_certs"] = False
+    if gateway.token_file:
+        variables["ansible_sandbox_gateway_token_file"] = gateway.token_file
+    interpreter = interpreter or INTERPRETERS.get(sandbox["backend"] or "", "")
+    if interpreter:
+        variables["ansible_python_interpreter"] = interpreter
+    return variables
+
+
+def unsafe(value: Any) -> Any:
+    """``value`` with what could be taken for a template marked as none; the rest stays plain."""
+    if isinstance(value, Mapping):
+        return {unsafe(key): unsafe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [unsafe(item) for item in value]
+    return wrap_var(value) if isinstance(value, str) and "{" in value else value
+
+
+def _list(value: Any) -> list[str]:
+    if value is None:
+        return []
+    return [str(item) for item in value] if isinstance(value, (list, tuple)) else [str(value)]

@@ -1,0 +1,332 @@
+# Copyright (c) 2026, The grove.sandbox authors
+# GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+"""The gateway's data plane: processes and files inside one sandbox, streamed both ways through its agent."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import select
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+from urllib.parse import urlencode
+
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+
+AGENT_PORT = 49983
+INSIDE = "inside"
+"""The ``kind`` of a Failure of the agent: the sandbox was reached, what was asked of it cannot be done."""
+IDLE_SECONDS = 30
+"""A connection that was unused for longer is not used again: the gateway would soon close it."""
+INPUT_SECONDS = 60
+"""How long the agent waits for a process that does not read its input."""
+_TIMED_OUT = 504
+_PIECE = 256 << 10
+_FRAME = struct.Struct(">BI")
+_LAST = 2
+
+
+class Channel(Client):
+    """Requests to the agent of ``sandbox`` (an id or a name) as ``user``; connections are kept and used again.
+
+    ``timeout``: how many seconds may pass without any sign of life from the other side. Methods raise Failure: of
+    kind INSIDE where the agent refused, of any other where sandbox or gateway cannot be reached.
+    """
+
+    def __init__(self, sandbox: str, user: str = "", *, timeout: float = 60, **gateway: Any) -> None:
+        super().__init__(timeout=timeout, **gateway)
+        self.sandbox = sandbox
+        login = base64.b64encode(f"{user}:".encode()).decode()
+        self._headers = {
+            "E2b-Sandbox-Id": sandbox,
+            "E2b-Sandbox-Port": str(AGENT_PORT),
+            "Authorization": f"Basic {login}",
+        }
+        if self._token:
+            self._headers["X-API-Key"] = self._token
+        self._idle: list[tuple[float, http.client.HTTPConnection]] = []
+
+    def close(self) -> None:
+        super().close()
+        while self._idle:
+            self._idle.pop()[1].close()
+
+    def start(self, argv: list[str], *, stdin: bool = False) -> Process:
+        """Start a process; without ``stdin`` it reads /dev/null."""
+        config = {"cmd": argv[0], "args": argv[1:]}
+        message = json.dumps({"process": config, "stdin": stdin}).encode()
+        headers = {
+            "Content-Type": "application/connect+json",
+            "Keepalive-Ping-Interval": str(max(1, int(self.timeout / 4))),
+        }
+        body = _FRAME.pack(0, len(message)) + message
+        return Process(self, *self.ask("POST", "/process.Process/Start", body, headers))
+
+    def upload(self, file: BinaryIO, size: int, path: str) -> None:
+        """Write ``size`` bytes of a real file to ``path`` inside, in whatever memory one piece needs."""
+        connection = self.connection()
+        try:
+            connection.putrequest("POST", _files(path), skip_accept_encoding=True)
+            for name, value in {**self._headers, "Content-Type": "application/octet-stream"}.items():
+                connection.putheader(name, value)
+            connection.putheader("Content-Length", str(size))
+            connection.endheaders()
+            failed = None
+            try:
+                if size and connection.sock.sendfile(file, count=size) != size:
+                    raise Failure(f"the file became shorter than {size} bytes while it was sent", INSIDE)
+            except OSError as error:
+                # Whoever refuses a body may stop reading it; what it has to say is there all the same.
+                failed = error
+            try:
+                response = connection.getresponse()
+            except (http.client.HTTPException, OSError) as error:
+                raise self.broken("POST /files", failed or error) from None
+        except Failure:
+            connection.close()
+            raise
+        except OSError as error:
+            connection.close()
+            raise self.broken("POST /files", error) from None
+        self._read_all("POST /files", connection, self._accepted("POST /files", connection, response))
+
+    def download(self, path: str, out: BinaryIO) -> None:
+        """Write what is at ``path`` inside to ``out``, piece by piece."""
+        connection, response = self.ask("GET", _files(path), None, {"Accept-Encoding": "identity"})
+        piece = memoryview(bytearray(_PIECE))
+        try:
+            size = response.readinto(piece)
+            while size:
+                out.write(piece[:size])
+                size = response.readinto(piece)
+            if response.length:
+                raise Failure(f"the transfer of {path} ended {response.length} bytes early", "unreachable")
+        except (http.client.HTTPException, ConnectionError, socket.timeout) as error:
+            connection.close()
+            raise self.broken("GET /files", error) from None
+        except BaseException:
+            connection.close()
+            raise
+        self.keep(connection, response)
+
+    def unary(self, method: str, message: dict[str, Any], patience: float = 0) -> None:
+        """Call ``method`` of the agent's process service; the answer may take ``patience`` seconds longer."""
+        path = f"/process.Process/{method}"
+        body = json.dumps(message).encode()
+        connection, response = self.ask("POST", path, body, {"Content-Type": "application/json"}, patience)
+        self._read_all(path, connection, response)
+
+    def ask(
+        self, method: str, target: str, body: bytes | None, headers: dict[str, str], patience: float = 0
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """Send a request; returns its answer, whose body is still to be read, if that is no error."""
+        asked = f"{method} {target.partition('?')[0]}"
+        connection = self.connection()
+        connection.sock.settimeout(self.timeout + patience)
+        try:
+            connection.request(method, target, body, {**self._headers, **headers})
+            response = connection.getresponse()
+        except (http.client.HTTPException, OSError) as error:
+            connection.close()
+            raise self.broken(asked, error) from None
+        return connection, self._accepted(asked, connection, response)
+
+    def connection(self) -> http.client.HTTPConnection:
+        """One that idles, or a new one. It belongs to the caller until ``keep``."""
+        while self._idle:
+            since, connection = self._idle.pop()
+            # Readable means closed by the other side: nothing was asked that could be answered.
+            if time.monotonic() - since < IDLE_SECONDS and not _readable(connection.sock):
+                connection.sock.settimeout(self.timeout)
+                return connection
+            connection.close()
+        self._connected_once = False
+        connection = self._new_connection()
+        try:
+            connection.connect()
+        except OSError as error:
+            connection.close()
+            raise self._unreachable("a connection", error) from None
+        self._connected_once = True
+        connection.sock.settimeout(self.timeout)
+        if not self.address.socket:
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    def keep(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
+        """Take back a connection whose answer was read to its end."""
+        if response.will_close:
+            connection.close()
+        else:
+            self._idle.append((time.monotonic(), connection))
+
+    def broken(self, asked: str, error: Exception) -> Failure:
+        if isinstance(error, socket.timeout):
+            return Failure(
+                f"sandbox {self.sandbox} gave no sign of life for {self.timeout:g} s ({asked})", "unreachable"
+            )
+        if isinstance(error, (http.client.HTTPException, ConnectionError)):
+            return Failure(
+                f"the connection to sandbox {self.sandbox} broke off ({asked}): it was paused, rolled back or removed, "
+                f"or the gateway at {self.address.url} ended",
+                "unreachable",
+            )
+        return self._unreachable(asked, error)
+
+    def _accepted(
+        self, asked: str, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
+    ) -> http.client.HTTPResponse:
+        if response.status < 400:
+            return response
+        try:
+            data = self._decoded(asked, response.status, response.read())
+        except (http.client.HTTPException, OSError) as error:
+            raise self.broken(asked, error) from None
+        finally:
+            connection.close()
+        # The agent has no words for machines, the gateway has.
+        if isinstance(data, dict) and "message" in data and "kind" not in data:
+            raise Failure(str(data["message"]), INSIDE, status=response.status)
+        raise self._failure(asked, response.status, data)
+
+    def _read_all(self, asked: str, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
+        try:
+            response.read()
+        except (http.client.HTTPException, OSError) as error:
+            connection.close()
+            raise self.broken(asked, error) from None
+        self.keep(connection, response)
+
+
+class Process:
+    """A process inside. ``output`` is to be iterated to its end; then ``exit_code`` is known."""
+
+    def __init__(
+        self, channel: Channel, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
+    ) -> None:
+        self.exit_code: int | None = None
+        self.pid = 0
+        self._channel = channel
+        self._connection = connection
+        self._response = response
+        self._feeder: threading.Thread | None = None
+        self._feed_failure: Failure | None = None
+
+    def output(self) -> Iterator[tuple[str, bytes]]:
+        """``("stdout"|"stderr", data)`` as it comes; ``("", b"")`` when there is nothing but a sign of life.
+
+        The first is such a sign: the process has started.
+        """
+        try:
+            for flags, message in self._frames():
+                if flags & _LAST:
+                    self._finish(message)
+                    return
+                event = message.get("event") or {}
+                if "start" in event:
+                    self.pid = event["start"]["pid"]
+                if "end" in event:
+                    self.exit_code = _exit_code(event["end"])
+                    continue
+                data = event.get("data") or {}
+                for kind in ("stdout", "stderr"):
+                    if kind in data:
+                        yield kind, base64.b64decode(data[kind])
+                if not data:
+                    yield "", b""
+        except (http.client.HTTPException, OSError) as error:
+            raise self._channel.broken("its output", error) from None
+        finally:
+            self._stop_feeding()
+            if self._connection.sock is not None and not self._response.isclosed():
+                self._connection.close()
+
+    def _frames(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        while True:
+            flags, size = _FRAME.unpack(self._exactly(_FRAME.size))
+            yield flags, json.loads(self._exactly(size) or b"{}")
+
+    def _exactly(self, size: int) -> bytes:
+        data = self._response.read(size)
+        if len(data) != size:
+            raise http.client.IncompleteRead(data, size - len(data))
+        return data
+
+    def _finish(self, last: dict[str, Any]) -> None:
+        self._response.read()
+        self._channel.keep(self._connection, self._response)
+        error = last.get("error")
+        if error:
+            raise Failure(str(error.get("message", "the agent gave no reason")), INSIDE)
+        if self.exit_code is None:
+            raise Failure(f"the agent of sandbox {self._channel.sandbox} did not say how the command ended", INSIDE)
+        if self._feed_failure is not None:
+            raise self._feed_failure
+
+    def write(self, data: bytes) -> None:
+        """Give the process something to read."""
+        text = base64.b64encode(data).decode()
+        message = {"process": {"pid": self.pid}, "input": {"stdin": text}}
+        self._channel.unary("SendInput", message, INPUT_SECONDS)
+
+    def close_stdin(self) -> None:
+        self._channel.unary("CloseStdin", {"process": {"pid": self.pid}})
+
+    def kill(self) -> None:
+        """End the process and its group; one that has ended already is left alone."""
+        with contextlib.suppress(Failure):
+            self._channel.unary("SendSignal", {"process": {"pid": self.pid}, "signal": "SIGNAL_SIGKILL"})
+
+    def feed(self, data: bytes) -> None:
+        """``write`` all of it and ``close_stdin``, while the output is read: either could wait for the other."""
+        self._feeder = threading.Thread(target=self._feed, args=(data,), daemon=True)
+        self._feeder.start()
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            for start in range(0, len(data), 4 * _PIECE):
+                self.write(data[start : start + 4 * _PIECE])
+            self.close_stdin()
+        except Failure as failure:
+            # It ended, or closed its input: its exit code tells what that means.
+            if failure.kind == INSIDE and failure.status != _TIMED_OUT:
+                return
+            # Without the rest of its input it would wait forever.
+            self._feed_failure = failure
+            self.kill()
+
+    def _stop_feeding(self) -> None:
+        """The agent answers at once when the process is gone, unless a child of it holds on to its input."""
+        if self._feeder is not None:
+            self._feeder.join(2 if self.exit_code is not None else 0)
+
+
+def _files(path: str) -> str:
+    return "/files?" + urlencode({"path": path.encode("utf-8", "surrogateescape")})
+
+
+def _readable(sock: Any) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _exit_code(end: dict[str, Any]) -> int:
+    """As a shell has it: 128 + n for a process that signal n ended."""
+    if end.get("exited", True):
+        return int(end.get("exitCode", 0))
+    name = str(end.get("status", "")).partition(": ")[2]
+    for number in signal.valid_signals():
+        if name in (str(int(number)), (signal.strsignal(number) or "").lower()):
+            return 128 + int(number)
+    return 255

@@ -1,0 +1,68 @@
+"""A real gateway above real agents: each sandbox is an agent's process on a loopback address, with this machine's
+files and users. What goes through the data plane is as with any host; there is no machine around it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.api import memory_host
+from tests.api.memory_host import AGENT_PORT, Machine, _address
+from tests.api.served import Served
+from tests.support.session import REPOSITORY
+
+SOURCE = REPOSITORY / "gateway" / "src"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_START_SECONDS = 20
+
+
+class AgentMachine(Machine):
+    """``kill`` ends the agent as a machine's end would."""
+
+    process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self.address = _address()
+        options = ("--unmanaged", "--bind", self.address, "--port", str(AGENT_PORT))
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "sandbox_agent", *options),
+            env={"PYTHONPATH": str(SOURCE), "PATH": PATH, "LC_ALL": "C.UTF-8"},
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert self.process.stderr
+        said = b""
+        async with asyncio.timeout(_START_SECONDS):
+            while b"listening on" not in said:
+                line = await self.process.stderr.readline()
+                assert line, f"the agent did not start: {said.decode()}"
+                said += line
+
+    async def stop(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+
+@contextmanager
+def serve(root: Path, **sections: dict[str, Any]) -> Iterator[Served]:
+    """A gateway with the template `base`; ``sections`` are of its configuration."""
+    with mock.patch.object(memory_host, "Machine", AgentMachine):
+        gateway = Served(root, **sections)
+        try:
+            gateway.build_template("base")
+            yield gateway
+        finally:
+            gateway.end()

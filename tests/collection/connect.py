@@ -1,0 +1,62 @@
+"""Makes calls of the connection plugin in a process of its own, as Ansible would, and says how they went.
+
+`python connect.py COLLECTIONS` reads ``{variables, remember, become, calls: [[method, argument…]…]}`` as JSON and
+writes ``{results: [{value} | {error, message}…], growth}``; bytes are base64, ``growth`` is by how much the process
+became larger, in KiB, from the first call on.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import resource
+import sys
+from typing import Any
+
+
+def main() -> None:
+    from ansible.plugins.loader import become_loader, connection_loader, init_plugin_loader
+
+    init_plugin_loader([sys.argv[1]])
+    from ansible.errors import AnsibleError
+    from ansible.playbook.play_context import PlayContext
+
+    asked = json.load(sys.stdin)
+    connection = connection_loader.get("grove.sandbox.sandbox", PlayContext())
+    from ansible_collections.grove.sandbox.plugins.plugin_utils import _gateways
+
+    for sandbox, gateway in asked.get("remember", {}).items():
+        _gateways.remember(sandbox, _gateways.Gateway(**gateway))
+    connection.set_options(var_options=asked["variables"])
+    if asked.get("become"):
+        become = become_loader.get(asked["become"].pop("method"))
+        become.set_options(direct=asked["become"])
+        connection.set_become_plugin(become)
+    before, results = _largest(), []
+    for method, *arguments in asked["calls"]:
+        try:
+            results.append({"value": call(connection, method, arguments)})
+        except AnsibleError as error:
+            results.append({"error": type(error).__name__, "message": str(error)})
+    json.dump({"results": results, "growth": _largest() - before}, sys.stdout)
+
+
+def call(connection: Any, method: str, arguments: list[Any]) -> Any:
+    if method == "become":
+        return exec_command(connection, connection.become.build_become_command(arguments[0], connection._shell))
+    if method == "exec_command":
+        return exec_command(connection, arguments[0], base64.b64decode(arguments[1]) if arguments[1:] else None)
+    return getattr(connection, method)(*arguments)
+
+
+def exec_command(connection: Any, command: str, data: bytes | None = None) -> list[Any]:
+    code, out, err = connection.exec_command(command, in_data=data)
+    return [code, base64.b64encode(out).decode(), base64.b64encode(err).decode()]
+
+
+def _largest() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+if __name__ == "__main__":
+    main()

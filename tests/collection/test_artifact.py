@@ -1,0 +1,99 @@
+"""The collection as its users get it: built, installed into an empty place, and the demo run from there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import session
+from tests.support.roles import environment
+
+_BIN = Path(sys.executable).parent
+_FORKS = [f"fork-{number}" for number in range(1, 11)]
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from what the repository tracks: what lies about in a developer's tree must not be what makes it work."""
+    place = tmp_path_factory.mktemp("artifact")
+    source = place / "source"
+    listed = _run("git", "-C", session.REPOSITORY, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    for name in filter(None, listed.split("\0")):
+        if (session.REPOSITORY / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(session.REPOSITORY / name, source / name)
+    _run(_BIN / "ansible-galaxy", "collection", "build", source, "--output-path", place)
+    (built,) = place.glob("grove-sandbox-*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(artifact: Path) -> Path:
+    """A collections path that holds this collection alone."""
+    path = artifact.parent / "collections"
+    _run(_BIN / "ansible-galaxy", "collection", "install", artifact, "--offline", "--collections-path", path)
+    return path
+
+
+def test_the_artifact_carries_the_gateway_and_nothing_of_the_workshop(artifact: Path) -> None:
+    with tarfile.open(artifact) as archive:
+        names = set(archive.getnames())
+    assert {"gateway/pyproject.toml", "gateway/src/sandbox_agent/__main__.py", "meta/runtime.yml", "README.md"} <= names
+    workshop = ("tests", "benchmarks", "requirements", "molecule", "dev", ".ci", ".git", ".venv", ".cache")
+    assert not [name for name in names if name.split("/")[0] in workshop or "__pycache__" in name]
+
+
+def test_every_plugin_of_the_artifact_is_documented(installed: Path) -> None:
+    for kind in ("module", "connection", "inventory"):
+        place = "plugins/modules" if kind == "module" else f"plugins/{kind}"
+        wanted = {f"grove.sandbox.{path.stem}" for path in (session.REPOSITORY / place).glob("[a-z]*.py")}
+        said = _run(_BIN / "ansible-doc", "--list", "--type", kind, "grove.sandbox", collections=installed)
+        assert wanted == set(re.findall(r"^grove\.sandbox\.\w+", said, re.M)), kind
+
+
+@pytest.fixture
+def demo_state() -> Iterator[Path]:
+    state = session.run_dir() / "demo"
+    yield state
+    if state.exists():
+        _play("demo_clean", state, session.COLLECTIONS)
+
+
+def test_the_demo_runs_from_the_artifact_and_changes_nothing_when_run_again(installed: Path, demo_state: Path) -> None:
+    _play("demo", demo_state, installed)
+    said = (demo_state / "demo.txt").read_text()
+    rows = [line.split() for line in said.splitlines() if line.split()[:1] and line.split()[0] in ("source", *_FORKS)]
+    assert [row[0] for row in rows] == ["source", *_FORKS]
+    assert len({row[1] for row in rows}) == 11, "each is a sandbox of its own"
+    assert len({row[2] for row in rows}) == 1, "all go on from the same count"
+    assert all(row[4:6] == [rows[0][4], "same"] for row in rows), "in the process that was captured"
+    for row in rows:
+        assert " ".join(row[6:]) == ("source" if row[0] == "source" else f"{row[0]}, source")
+    assert _changed(_play("demo", demo_state, installed)) == 0
+
+
+def _play(playbook: str, state: Path, collections: Path) -> str:
+    argv = (_BIN / "ansible-playbook", "-i", "localhost,", f"grove.sandbox.{playbook}", "-e", f"demo_state={state}")
+    return _run(*argv, collections=collections, seconds=900)
+
+
+def _changed(output: str) -> int:
+    found = re.search(r"changed=(\d+) +unreachable=0 +failed=0", output)
+    assert found, output[-2000:]
+    return int(found[1])
+
+
+def _run(*argv: str | Path, collections: Path | None = None, seconds: float = 120) -> str:
+    variables = environment(session.run_dir())
+    if collections is not None:
+        variables["ANSIBLE_COLLECTIONS_PATH"] = str(collections)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds, env=variables, check=False)
+    assert done.returncode == 0, f"{argv}: {(done.stdout + done.stderr)[-4000:]}"
+    return done.stdout

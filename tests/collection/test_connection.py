@@ -1,0 +1,527 @@
+"""The connection plugin through a real gateway to real agents, and once to a real machine."""
+
+from __future__ import annotations
+
+import base64
+import grp
+import hashlib
+import json
+import os
+import pwd
+import resource
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
+from tests.collection import agents
+from tests.collection.runner import Target, ansible_playbook
+from tests.support import session
+from tests.support.gateway import Gateway
+
+MANY = 200 << 20
+PYTHON = "/usr/bin/python3"
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with agents.serve(tmp_path_factory.mktemp("agents")) as made:
+        yield made
+
+
+@pytest.fixture
+def web(gateway: Served) -> Iterator[str]:
+    """The id of a running sandbox called web."""
+    with gateway.client() as api:
+        made = api.post("/sandboxes", json={"templateID": "base", "name": "web"})
+        assert made.status_code == 201, made.text
+        yield made.json()["sandboxID"]
+        api.delete("/sandboxes/web")
+
+
+def calls(*asked: list[Any], variables: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What the plugin did of each call: see connect.py."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.collection.connect", str(session.COLLECTIONS)],
+        input=json.dumps({"variables": variables, "calls": asked, **more}),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=session.REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(session.REPOSITORY), "ANSIBLE_LOCALHOST_WARNING": "0"},
+    )
+    assert run.returncode == 0, run.stderr
+    answer = json.loads(run.stdout)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def ways(gateway: Served) -> dict[str, dict[str, str]]:
+    return {
+        "socket": {"ansible_host": "web", "ansible_sandbox_gateway_url": gateway.unix_url},
+        "tcp": {
+            "ansible_host": "web",
+            "ansible_sandbox_gateway_url": gateway.url,
+            "ansible_sandbox_gateway_token": EXEC_KEY,
+        },
+    }
+
+
+def ran(result: dict[str, Any]) -> tuple[int, bytes, bytes]:
+    assert "value" in result, result
+    code, out, err = result["value"]
+    return code, base64.b64decode(out), base64.b64decode(err)
+
+
+def encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+@pytest.mark.parametrize("way", ["socket", "tcp"])
+def test_commands(gateway: Served, web: str, way: str) -> None:
+    odd = bytes(range(256)) * 8192
+    answer = calls(
+        ["exec_command", "printf 'a\\0b'; printf 'c\\377' >&2; exit 7"],
+        ["exec_command", "kill -9 $$"],
+        ["exec_command", "read line || echo nothing to read; pwd; id -un"],
+        ["exec_command", "cat", encoded(odd)],
+        ["exec_command", "head -c 3", encoded(odd)],
+        ["exec_command", "exec <&-; echo done", encoded(odd)],
+        ["exec_command", "sleep 60 >/dev/null 2>&1 & echo gone"],
+        ["exec_command", f"head -c {20 << 20} /dev/zero"],
+        ["exec_command", "exec /nowhere/to/be/found"],
+        variables=ways(gateway)[way],
+    )
+    first, killed, user, same, head, closed, background, large, missing = map(ran, answer["results"])
+    assert first == (7, b"a\0b", b"c\xff")
+    assert killed == (137, b"", b"")
+    home = pwd.getpwnam("root").pw_dir
+    assert user == (0, f"nothing to read\n{home}\nroot\n".encode(), b"")
+    assert same == (0, odd, b"")
+    assert head == (0, odd[:3], b"")
+    assert closed == (0, b"done\n", b"")
+    assert background == (0, b"gone\n", b"")
+    assert large == (0, bytes(20 << 20), b"")
+    assert missing[0] == 127 and b"/nowhere/to/be/found" in missing[2]
+
+
+def test_users(gateway: Served, web: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    for above in tmp_path.parents[:3]:
+        above.chmod(0o755)
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    given, group = tmp_path / "given", grp.getgrgid(pwd.getpwnam("nobody").pw_gid).gr_name
+    given.write_text("text")
+    variables = {**ways(gateway)["socket"], "ansible_user": "nobody"}
+    answer = calls(
+        ["exec_command", "id -un; touch /etc/hostname 2>/dev/null || echo no"],
+        ["put_file", str(given), str(folder / "put")],
+        variables=variables,
+    )
+    assert ran(answer["results"][0])[:2] == (0, b"nobody\nno\n")
+    assert "value" in answer["results"][1]
+    assert (folder / "put").owner() == "nobody" and (folder / "put").group() == group
+    (refused,) = calls(["exec_command", "id"], variables={**variables, "ansible_user": "nosuchuser"})["results"]
+    assert refused["error"] == "AnsibleConnectionFailure" and "'nosuchuser' does not exist" in refused["message"]
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "a b  c", "qu'o\"te$HOME;`id`", "grün-日本", "per%20cent?x=1&y#z+", "-n\nline"]
+)
+def test_files_of_any_name_and_bytes(gateway: Served, web: str, tmp_path: Path, name: str) -> None:
+    source, inside, back = tmp_path / "source", tmp_path / "in side" / name, tmp_path / "back"
+    data = bytes(range(256)) * 300 + os.urandom(4097)
+    source.write_bytes(data)
+    empty = tmp_path / "empty"
+    empty.touch()
+    answer = calls(
+        ["put_file", str(source), str(inside)],
+        ["fetch_file", str(inside), str(back)],
+        ["put_file", str(empty), str(inside)],
+        ["exec_command", f"wc -c < {shlex.quote(str(inside))}"],
+        ["fetch_file", str(inside), str(back) + ".2"],
+        variables=ways(gateway)["tcp"],
+    )
+    assert all("value" in result for result in answer["results"]), answer
+    assert back.read_bytes() == data
+    assert ran(answer["results"][3])[1].strip() == b"0"
+    assert (tmp_path / "back.2").read_bytes() == b""
+
+
+@pytest.mark.parametrize("way", ["socket", "tcp"])
+def test_large_files_need_little_memory(gateway: Served, web: str, tmp_path: Path, way: str) -> None:
+    source, inside, back = tmp_path / "source", tmp_path / "inside", tmp_path / "back"
+    block, digest = os.urandom(1 << 20), hashlib.sha256()
+    with source.open("wb") as file:
+        for number in range(MANY >> 20):
+            piece = number.to_bytes(8, "big") + block[8:]
+            file.write(piece)
+            digest.update(piece)
+    agent, here = peak_of(gateway, web), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    variables = ways(gateway)[way]
+    answer = calls(["put_file", str(source), str(inside)], ["fetch_file", str(inside), str(back)], variables=variables)
+    assert all("value" in result for result in answer["results"]), answer
+    assert inside.stat().st_size == MANY and sha256(back) == digest.hexdigest()
+    assert answer["growth"] < 16 << 10, "the plugin held the file in memory"
+    assert peak_of(gateway, web) - agent < 16 << 10, "the agent held the file in memory"
+    # The gateway runs in this process.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - here < 32 << 10, "the gateway held the file in memory"
+
+
+def peak_of(gateway: Served, sandbox: str) -> int:
+    machine = gateway.machine(sandbox)
+    assert isinstance(machine, agents.AgentMachine)
+    status = Path(f"/proc/{machine.pid}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def test_files_that_cannot_be(gateway: Served, web: str, tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("x")
+    answer = calls(
+        ["put_file", str(tmp_path / "missing"), "/tmp/x"],
+        ["put_file", str(tmp_path / "there"), str(tmp_path)],
+        ["fetch_file", str(tmp_path / "missing"), str(tmp_path / "back")],
+        ["fetch_file", str(tmp_path), str(tmp_path / "back")],
+        ["exec_command", "echo still here"],
+        variables=ways(gateway)["tcp"],
+    )
+    missing, folder, nothing, directory, after = answer["results"]
+    assert missing["error"] == "AnsibleFileNotFound"
+    for result in (folder, nothing, directory):
+        assert result["error"] == "AnsibleError" and str(tmp_path) in result["message"], result
+    assert "not a regular file" in folder["message"] and "a directory" in directory["message"]
+    assert not (tmp_path / "back").exists()
+    assert ran(after)[1] == b"still here\n"
+
+
+@pytest.mark.parametrize("way", ["socket", "tcp"])
+def test_one_connection_serves_many_calls(gateway: Served, web: str, tmp_path: Path, way: str) -> None:
+    (tmp_path / "file").write_text("x")
+    asked = [["exec_command", "true"], ["put_file", str(tmp_path / "file"), str(tmp_path / "copy")]] * 10
+    made: list[bool] = []
+    before = H11Protocol.connection_made
+
+    def connection_made(self: Any, transport: Any) -> None:
+        accepted = transport.get_extra_info("socket")
+        made.append(way == "socket" or bool(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+        before(self, transport)
+
+    with mock.patch.object(H11Protocol, "connection_made", connection_made):
+        answer = calls(*asked, ["reset"], ["exec_command", "true"], variables=ways(gateway)[way])
+    assert all("value" in result for result in answer["results"]), answer
+    assert len(made) == 2, "one before the reset, one after"
+    assert all(made), "an answer waits for the client's acknowledgement, 40 ms each"
+
+
+def test_tls(tmp_path: Path) -> None:
+    certificate, key, sent = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "sent"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    sent.write_bytes(os.urandom(5_000_001))
+    with agents.serve(tmp_path, server={"tls_cert": str(certificate), "tls_key": str(key)}) as made:
+        with made.client() as api:
+            api.post("/sandboxes", json={"templateID": "base", "name": "web"}).raise_for_status()
+        over = {
+            "ansible_host": "web",
+            "ansible_sandbox_gateway_url": made.url.replace("http", "https", 1),
+            "ansible_sandbox_gateway_token": EXEC_KEY,
+        }
+        asked = [
+            ["exec_command", "cat", encoded(sent.read_bytes())],
+            ["put_file", str(sent), str(tmp_path / "inside")],
+            ["fetch_file", str(tmp_path / "inside"), str(tmp_path / "back")],
+        ]
+        said, *files = calls(*asked, variables={**over, "ansible_sandbox_ca_path": str(certificate)})["results"]
+        assert ran(said) == (0, sent.read_bytes(), b"")
+        assert files == [{"value": None}] * 2 and (tmp_path / "back").read_bytes() == sent.read_bytes()
+        (unchecked,) = calls(["exec_command", "true"], variables={**over, "ansible_sandbox_validate_certs": False})[
+            "results"
+        ]
+        assert ran(unchecked)[0] == 0
+        (refused,) = calls(["exec_command", "true"], variables=over)["results"]
+        assert refused["error"] == "AnsibleConnectionFailure" and "was not accepted" in refused["message"]
+
+
+def test_who_may(gateway: Served, web: str, tmp_path: Path) -> None:
+    keys = tmp_path / "key"
+    keys.write_text(f"{EXEC_KEY}\n")
+    tcp = {"ansible_host": web, "ansible_sandbox_gateway_url": gateway.url}
+    elsewhere = {"ansible_sandbox_gateway_url": "http://192.0.2.1:1", "ansible_sandbox_validate_certs": "false"}
+    right: list[dict[str, Any]] = [
+        {"variables": {**tcp, "ansible_sandbox_gateway_token": ADMIN_KEY}},
+        {"variables": {**tcp, "ansible_sandbox_gateway_token_file": str(keys)}},
+        {"variables": tcp, "remember": {web: {"url": gateway.url, "token": EXEC_KEY}}},
+        # What the inventory found goes before whatever a fact pretends.
+        {"variables": {**tcp, **elsewhere}, "remember": {web: {"url": gateway.url, "token_file": str(keys)}}},
+        {
+            "variables": {**tcp, "ansible_sandbox_gateway_token": EXEC_KEY},
+            "remember": {web: {"url": gateway.url, "token": READ_KEY}},
+        },
+    ]
+    for asked in right:
+        assert ran(calls(["exec_command", "true"], **asked)["results"][0])[0] == 0, asked
+    for key, says in ((READ_KEY, "has scope read"), ("x" * 20, "does not accept the key"), ("", "does not accept")):
+        (result,) = calls(["exec_command", "true"], variables={**tcp, "ansible_sandbox_gateway_token": key})["results"]
+        assert result["error"] == "AnsibleConnectionFailure" and says in result["message"]
+        assert not key or key not in result["message"]
+
+
+def test_what_cannot_be_reached(gateway: Served, web: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(3 << 20))
+    over = ways(gateway)["socket"]
+    asked = [["exec_command", "true"], ["put_file", str(tmp_path / "file"), "/tmp/x"]]
+    asked.append(["fetch_file", "/etc/hostname", str(tmp_path / "back")])
+    with gateway.client() as api:
+        api.post("/sandboxes/web/pause").raise_for_status()
+    for result in calls(*asked, variables=over)["results"]:
+        assert result["error"] == "AnsibleConnectionFailure" and "is paused" in result["message"], result
+    for result in calls(*asked, variables={**over, "ansible_host": "0" * 12})["results"]:
+        assert result["error"] == "AnsibleConnectionFailure" and "not found" in result["message"], result
+    for url, says in (
+        (f"unix://{tmp_path}/none.sock", "is sandbox-gateway started"),
+        ("http://127.0.0.1:9", "nothing listens"),
+        ("ftp://x", "is no address of a gateway"),
+    ):
+        (result,) = calls(asked[0], variables={**over, "ansible_sandbox_gateway_url": url})["results"]
+        assert result["error"] == "AnsibleConnectionFailure" and says in result["message"], result
+
+
+@pytest.mark.parametrize("verb", ["pause", "rollback", "kill"])
+def test_a_machine_that_ends_under_a_command(gateway: Served, web: str, tmp_path: Path, verb: str) -> None:
+    begun = tmp_path / "begun"
+
+    def end() -> None:
+        while not begun.exists():
+            time.sleep(0.02)
+        with gateway.client() as api:
+            if verb == "kill":
+                api.delete("/sandboxes/web").raise_for_status()
+            elif verb == "pause":
+                api.post("/sandboxes/web/pause").raise_for_status()
+            else:
+                api.post("/sandboxes/web/rollback", json={"snapshotID": "before"}).raise_for_status()
+
+    if verb == "rollback":
+        with gateway.client() as api:
+            api.post("/sandboxes/web/snapshots", json={"name": "before"}).raise_for_status()
+    other = threading.Thread(target=end)
+    other.start()
+    started = time.monotonic()
+    first, second = calls(
+        ["exec_command", f"touch {begun}; sleep 60"], ["exec_command", "echo again"], variables=ways(gateway)["tcp"]
+    )["results"]
+    other.join()
+    assert time.monotonic() - started < 30
+    assert first["error"] == "AnsibleConnectionFailure" and "broke off" in first["message"], first
+    if verb == "rollback":
+        assert ran(second)[1] == b"again\n"
+        with gateway.client() as api:
+            api.delete("/sandboxes/web")
+            api.delete("/snapshots/before").raise_for_status()
+    else:
+        assert second["error"] == "AnsibleConnectionFailure", second
+
+
+def test_silence_has_an_end(gateway: Served, web: str) -> None:
+    machine = gateway.machine(web)
+    assert isinstance(machine, agents.AgentMachine)
+    variables = {**ways(gateway)["socket"], "ansible_sandbox_gateway_timeout": 2}
+    asked = [
+        ["exec_command", "sleep 5; echo done"],
+        ["exec_command", "sleep 5; cat | wc -c", encoded(bytes(MANY >> 8))],
+    ]
+    long, fed = calls(*asked, variables=variables)["results"]
+    assert ran(long)[1] == b"done\n", "a command may take longer, as long as its agent lives"
+    assert int(ran(fed)[1]) == MANY >> 8, "and take its time to read"
+    os.kill(machine.pid, signal.SIGSTOP)
+    try:
+        (result,) = calls(["exec_command", "true"], variables=variables)["results"]
+    finally:
+        os.kill(machine.pid, signal.SIGCONT)
+    assert result["error"] == "AnsibleConnectionFailure" and "no sign of life for 2 s" in result["message"]
+
+
+FAKE_SUDO = """#!/bin/sh
+# Reads a byte at a time, as sudo does: what follows the line is for the command.
+prompt=password:
+while [ "${1#-}" != "$1" ]; do
+    case $1 in -p) prompt=$2; shift 2 ;; -u) shift 2 ;; -n) silent=1; shift ;; *) shift ;; esac
+done
+[ -z "$silent" ] || { echo "sudo: a password is required" >&2; exit 1; }
+for attempt in 1 2 3; do
+    printf '%s' "$prompt" >&2
+    read -r given || exit 1
+    echo >&2
+    [ "$given" != 'right "one"' ] || exec "$@"
+    echo "Sorry, try again." >&2
+done
+exit 1
+"""
+
+
+def test_becoming_another_user_with_a_password(gateway: Served, web: str, tmp_path: Path) -> None:
+    sudo = tmp_path / "sudo"
+    sudo.write_text(FAKE_SUDO)
+    sudo.chmod(0o755)
+    variables = {**ways(gateway)["socket"], "ansible_user": "root"}
+    become = {"method": "sudo", "become_exe": str(sudo), "become_user": "nobody", "become_pass": 'right "one"'}
+    asked = ["become", "echo out; echo err >&2; exit 5"]
+    code, out, err = ran(calls(asked, variables=variables, become=dict(become))["results"][0])
+    assert code == 5 and out.endswith(b"out\n") and out.startswith(b"BECOME-SUCCESS") and err == b"err\n"
+    started = time.monotonic()
+    (wrong,) = calls(asked, variables=variables, become={**become, "become_pass": "wrong"})["results"]
+    assert wrong["error"] == "AnsibleError" and "the password is not accepted" in wrong["message"]
+    assert "wrong" not in wrong["message"] and time.monotonic() - started < 30
+    del become["become_pass"]
+    (none,) = calls(asked, variables=variables, become=become)["results"]
+    assert none["error"] == "AnsibleError" and "wants a password" in none["message"]
+
+
+# --- plays -----------------------------------------------------------------------------------------------------------
+
+
+def play(gateway: Served, scratch: Path, *tasks: dict[str, Any], **variables: Any) -> list[dict[str, Any]]:
+    """Results of tasks that run in the sandbox web."""
+    target = Target(gateway.unix_url, scratch)
+    extra = {"ansible_connection": "grove.sandbox.sandbox", "ansible_host": "web", "ansible_remote_tmp": str(scratch)}
+    extra |= {"ansible_sandbox_gateway_url": gateway.unix_url, "ansible_python_interpreter": PYTHON, **variables}
+    return target.play(*tasks, options=("-e", json.dumps(extra)))
+
+
+def test_a_play(gateway: Served, web: str, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    for name in ("a", "b c", "ü"):
+        (tree / "deep").mkdir(parents=True, exist_ok=True)
+        (tree / "deep" / name).write_text(name)
+    su_to_nobody = {"become": True, "become_user": "nobody", "become_method": "su", "become_flags": "-s /bin/sh"}
+    results = play(
+        gateway,
+        tmp_path,
+        {"ansible.builtin.setup": {"gather_subset": "!all"}},
+        {"ansible.builtin.copy": {"src": f"{tree}/", "dest": f"{tmp_path}/copied/", "mode": "preserve"}},
+        {"ansible.builtin.command": "echo run"},
+        {"ansible.builtin.command": "echo run", "become": True},
+        {"ansible.builtin.fetch": {"src": f"{tmp_path}/copied/deep/b c", "dest": f"{tmp_path}/fetched", "flat": True}},
+        {"ansible.builtin.raw": "echo raw; exit 3"},
+        {"ansible.builtin.command": "sleep 1", "async": 30, "poll": 1},
+        {"ansible.builtin.raw": "id -un", **su_to_nobody},
+        {"ansible.builtin.wait_for_connection": {"timeout": 10}},
+    )
+    facts, copied, run, become, fetched, raw, later, su, waited = results
+    assert facts["ansible_facts"]["ansible_user_id"] == "root"
+    assert copied["changed"] and (tmp_path / "copied/deep/ü").read_text() == "ü"
+    assert run["stdout"] == become["stdout"] == "run"
+    assert fetched["changed"] and (tmp_path / "fetched").read_text() == "b c"
+    assert raw["rc"] == 3 and raw["stdout"] == "raw\n"
+    assert later["rc"] == 0 and su["stdout"] == "nobody\n"
+    assert not waited.get("failed")
+    without = play(gateway, tmp_path, {"ansible.builtin.ping": None}, ansible_pipelining=False)
+    assert without[0]["ping"] == "pong"
+
+
+def test_a_paused_sandbox_is_unreachable_in_a_sentence(gateway: Served, web: str, tmp_path: Path) -> None:
+    with gateway.client() as api:
+        api.post("/sandboxes/web/pause").raise_for_status()
+    (result,) = play(gateway, tmp_path, {"ansible.builtin.ping": None, "ignore_unreachable": True})
+    assert result["unreachable"] and "is paused: resume it first" in result["msg"]
+    assert "Traceback" not in json.dumps(result)
+
+
+# --- a machine -------------------------------------------------------------------------------------------------------
+
+
+def test_a_play_in_a_fork_of_a_real_machine(shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
+    """Inventory and connection at once, on a virtual machine that was forked as it ran; users of its own, su."""
+    api = shared_gateway
+    source = api.call("POST", "/sandboxes", {"templateID": template, "name": "plugins"})["sandboxID"]
+    try:
+        api.sh(source, "useradd -m app && echo fork point > /home/app/mark && chown app /home/app/mark")
+        snapshot = api.call("POST", f"/sandboxes/{source}/snapshots", {"name": "plugins-golden"})["snapshotID"]
+        api.call("POST", f"/snapshots/{snapshot}/fork", {"names": ["plugins-fork"], "metadata": {"role": "a-b"}})
+        content = {
+            "plugin": "grove.sandbox.sandboxes",
+            "gateways": [{"url": api.url}],
+            "filters": {"name": "plugins-*"},
+            "strict": True,
+        }
+        hosts, book, sent = tmp_path / "sandboxes.yml", tmp_path / "book.yml", tmp_path / "sent"
+        hosts.write_text(json.dumps(content))
+        sent.write_bytes(os.urandom(3 << 20))
+        book.write_text(json.dumps([_play_of_a_fork(tmp_path)]))
+        run = subprocess.run(
+            [ansible_playbook(), "-i", str(hosts), str(book)],
+            env={
+                **os.environ,
+                "ANSIBLE_COLLECTIONS_PATH": str(session.COLLECTIONS),
+                "ANSIBLE_HOME": str(tmp_path / "home"),
+                "LC_ALL": "C.UTF-8",
+            },
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert "ok=6" in run.stdout, run.stdout + run.stderr
+        assert (tmp_path / "said").read_text() == "plugins-fork app\n"
+        assert (tmp_path / "back").read_bytes() == sent.read_bytes()
+        assert api.sh(source, "ls -A /home/app | grep -v '^[.]'") == "mark\n", "the source has none of it"
+    finally:
+        for name in ("plugins-fork", "plugins"):
+            api.client.delete(f"/sandboxes/{name}")
+        api.client.delete("/snapshots/plugins-golden")
+
+
+def _play_of_a_fork(scratch: Path) -> dict[str, Any]:
+    """Modules are slow in a machine that is emulated: few of them."""
+    return {
+        "hosts": "head_plugins_golden:&metadata_role_a_b",
+        "gather_facts": False,
+        "tasks": [
+            {"ansible.builtin.assert": {"that": "ansible_python_interpreter == '/usr/bin/python3'"}},
+            {"ansible.builtin.copy": {"src": f"{scratch}/sent", "dest": "/home/app/a file", "owner": "app"}},
+            {
+                "ansible.builtin.raw": "cat mark && echo {{ inventory_hostname }} $(id -un) > said && stat -c %U a*",
+                "vars": {"ansible_user": "app"},
+                "register": "by_login",
+                "failed_when": "by_login.stdout_lines != ['fork point', 'app']",
+            },
+            {
+                "ansible.builtin.command": "id -un",
+                "become": True,
+                "become_user": "app",
+                "become_method": "su",
+                "register": "by_su",
+                "failed_when": "by_su.stdout != 'app'",
+            },
+            {"ansible.builtin.fetch": {"src": "/home/app/said", "dest": f"{scratch}/said", "flat": True}},
+            {"ansible.builtin.fetch": {"src": "/home/app/a file", "dest": f"{scratch}/back", "flat": True}},
+        ],
+    }

@@ -1,0 +1,132 @@
+"""playbooks/fork_and_test.yml: variants in forks, the best promoted, nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.api.served import Served
+from tests.collection import agents
+from tests.collection.runner import ansible_playbook
+from tests.support import session
+from tests.support.gateway import Gateway
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with agents.serve(tmp_path_factory.mktemp("agents")) as made:
+        yield made
+
+
+@pytest.fixture
+def web(gateway: Served) -> Iterator[str]:
+    with gateway.client() as api:
+        made = api.post("/sandboxes", json={"templateID": "base", "name": "web"})
+        assert made.status_code == 201, made.text
+        yield made.json()["sandboxID"]
+    gateway.clear()
+
+
+def fork_and_test(scratch: Path, url: str, **variables: Any) -> subprocess.CompletedProcess[str]:
+    extra = {"fork_source": "web", "fork_gateway_url": url, **variables}
+    return subprocess.run(
+        [ansible_playbook(), "-i", "localhost,", "grove.sandbox.fork_and_test", "-e", json.dumps(extra)],
+        env={
+            **os.environ,
+            "ANSIBLE_COLLECTIONS_PATH": str(session.COLLECTIONS),
+            "ANSIBLE_HOME": str(scratch / "home"),
+            "ANSIBLE_NOCOLOR": "1",
+            "LC_ALL": "C.UTF-8",
+        },
+        cwd=scratch,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+def variants(scratch: Path, *commands: str) -> dict[str, Any]:
+    """One for each command; what it writes to its standard output is its score."""
+    named = [
+        {"name": f"v{number}", "command": f"sh -c '({command}) > {scratch}/v{number}'"}
+        for number, command in enumerate(commands)
+    ]
+    return {"fork_variants": named, "fork_test": f"cat {scratch}/{{{{ fork_variant.name }}}}"}
+
+
+@pytest.mark.parametrize(("best", "winner"), [("least", "v1"), ("most", "v2")])
+def test_the_best_is_promoted_and_nothing_is_left(
+    gateway: Served, web: str, tmp_path: Path, best: str, winner: str
+) -> None:
+    failing = tmp_path / "failing.yml"
+    failing.write_text(json.dumps([{"name": "Fail", "ansible.builtin.command": "false"}]))
+    with gateway.client() as api:
+        head = api.get("/sandboxes/web").json()["snapshotID"]
+        for _ in range(2):
+            asked = variants(tmp_path, "echo 10.5", "echo 9", "echo 100", "exit 3", "echo no number", "")
+            asked["fork_variants"][5] = {"name": "v5", "tasks": str(failing)}
+            run = fork_and_test(tmp_path, gateway.unix_url, fork_best=best, **asked)
+            assert run.returncode == 0, run.stdout + run.stderr
+            assert f"web goes on as web-try-{winner}" in run.stdout
+            for out in ("v3 is out at Run its command", "v4 is out at Test what became of it", "v5 is out at Fail"):
+                assert out in run.stdout
+            (left,) = api.get("/sandboxes").json()
+            assert left["sandboxID"] == web and left["snapshotID"] != head
+            assert api.get("/snapshots").json() == []
+            head = left["snapshotID"]
+
+
+def test_nobody_wins(gateway: Served, web: str, tmp_path: Path) -> None:
+    with gateway.client() as api:
+        before = gateway.machine(web).identity
+        run = fork_and_test(tmp_path, gateway.unix_url, **variants(tmp_path, "exit 1", "exit 2"))
+        assert run.returncode != 0 and "No variant got through its test" in run.stdout
+        assert gateway.machine(web).identity == before, "it is the machine it was"
+        assert [each["name"] for each in api.get("/sandboxes").json()] == ["web"]
+        assert api.get("/snapshots").json() == []
+
+
+def test_what_it_is_not_told(tmp_path: Path) -> None:
+    run = fork_and_test(tmp_path, "unix:///nowhere", fork_best="largest")
+    assert run.returncode != 0 and "fork_best is least or most" in run.stdout + run.stderr
+
+
+def test_ten_ways_as_they_stand(gateway: Served, web: str, tmp_path: Path) -> None:
+    """The playbook's own variants; agents here share their files, so each needs a place of its own."""
+    with gateway.client() as api:
+        run = fork_and_test(tmp_path, gateway.unix_url, fork_packed=f"{tmp_path}/{{{{ inventory_hostname }}}}")
+        assert run.returncode == 0, run.stdout + run.stderr
+        scores = dict(re.findall(r"web-try-([\w-]+) (\d+)\.0", run.stdout.rpartition("the best first:")[2]))
+        assert len(scores) == 10 and [int(score) for score in scores.values()] == sorted(map(int, scores.values()))
+        for name, score in scores.items():
+            assert (tmp_path / f"web-try-{name}").stat().st_size == int(score)
+        assert f"web goes on as web-try-{next(iter(scores))}" in run.stdout
+        assert [each["name"] for each in api.get("/sandboxes").json()] == ["web"]
+
+
+def test_on_machines(shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
+    """On virtual machines: what the winner did is in the source, which keeps its id and its memory."""
+    api = shared_gateway
+    made = api.call("POST", "/sandboxes", {"templateID": template, "name": "ab"})["sandboxID"]
+    asked = [
+        {"name": "plain", "tasks": "tasks/fork_copy.yml"},
+        {"name": "packed", "command": "{{ fork_pack }} zlib 'compress(data, 9)'"},
+    ]
+    try:
+        api.sh(made, "mkdir -p /run/kept && echo in memory > /run/kept/mark")
+        run = fork_and_test(tmp_path, api.url, fork_source="ab", fork_variants=asked)
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert "ab goes on as ab-try-packed" in run.stdout
+        said = api.sh(made, "cat /run/kept/mark; stat -c %s /var/tmp/packed /var/lib/dpkg/status").splitlines()
+        assert said[0] == "in memory" and int(said[1]) < int(said[2]) / 3
+        names = [each["name"] for each in api.call("GET", "/sandboxes?limit=1000")]
+        assert not [name for name in names if name.startswith("ab-try")]
+    finally:
+        api.client.delete("/sandboxes/ab")

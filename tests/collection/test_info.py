@@ -1,0 +1,119 @@
+"""What the ``*_info`` modules list, and that the documentation names all of what any module returns."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS
+
+from tests.collection.double_gateway import DoubleGateway
+from tests.collection.runner import Target, Task
+from tests.support.session import REPOSITORY
+
+MODULES = sorted((REPOSITORY / "plugins" / "modules").glob("*.py"))
+KINDS = {
+    "sandboxes": "sandbox",
+    "snapshots": "snapshot",
+    "backups": "snapshot",
+    "templates": "template",
+    "volumes": "volume",
+}
+
+
+def info(what: str, **options: Any) -> Task:
+    return {f"grove.sandbox.{what}_info": options}
+
+
+@pytest.fixture(params=["in process", "as a module"])
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {} if request.param == "in process" else {"environment": {"ANY": "thing"}}
+
+
+def test_lists_are_what_the_declaring_modules_return(target: Target, way: dict[str, Any]) -> None:
+    box, golden, data = (target.name(name) for name in ("box", "golden", "data"))
+    *_, volume, taken, made = target.prove(
+        {"grove.sandbox.sandbox": {"name": box, "template": target.template}},
+        {"grove.sandbox.sandbox_volume": {"name": data, "size_mb": 64, "snapshots": ["monday"]}},
+        {"grove.sandbox.sandbox_snapshot": {"name": golden, "sandbox": box}},
+        {"grove.sandbox.sandbox": {"name": box, "metadata": {"team": target.name("blue")}}},
+        keywords=way,
+    )
+    sandboxes, one, snapshots, templates, volumes = target.play(
+        info("sandbox", metadata={"team": target.name("blue")}, diverged=True),
+        {**info("sandbox", name=made["sandbox"]["id"]), "check_mode": True},
+        info("sandbox_snapshot", sandbox=box),
+        info("sandbox_template", name=target.template),
+        info("sandbox_volume", name=[data]),
+        keywords=way,
+    )
+    diverged = sandboxes["sandboxes"][0]["diverged"]
+    assert isinstance(diverged, bool) and made["sandbox"]["diverged"] is None
+    assert sandboxes["sandboxes"] == [{**made["sandbox"], "diverged": diverged}]
+    assert one["sandboxes"] == [made["sandbox"]]
+    assert snapshots["snapshots"] == [taken["snapshot"]]
+    assert [template["name"] for template in templates["templates"]] == [target.template]
+    assert volumes["volumes"] == [{**volume["volume"], "used_mb": volumes["volumes"][0]["used_mb"]}]
+    assert not any(result["changed"] for result in (sandboxes, one, snapshots, templates, volumes))
+
+
+def test_filters(doubled: Target, double: DoubleGateway) -> None:
+    def names(result: dict[str, Any], key: str = "sandboxes") -> list[str]:
+        return [each["name"] for each in result[key]]
+
+    doubled.play(
+        {"grove.sandbox.sandbox_template": {"name": "web"}},
+        {"grove.sandbox.sandbox": {"name": ["a", "b", "c", "d"], "template": "base"}},
+        {"grove.sandbox.sandbox": {"name": "e", "template": "web", "state": "paused"}},
+        {"grove.sandbox.sandbox_snapshot": {"name": ["s1", "s2"], "sandbox": ["a", "e"]}},
+        {"grove.sandbox.sandbox_snapshot": {"name": "s1", "sandbox": "a"}},
+        {"grove.sandbox.sandbox_fork": {"snapshot": "s1", "names": ["f"]}},
+    )
+    everyone, paused, both, web, forks, some, nobody, later, of_a, bad = doubled.play(
+        info("sandbox"),
+        info("sandbox", state=["paused"]),
+        info("sandbox", state=["paused", "running"]),
+        info("sandbox", template="web"),
+        info("sandbox", snapshot="s1"),
+        info("sandbox", name=["d", "a", "none-such"]),
+        info("sandbox", name=[]),
+        info("sandbox", started_after="2999-01-01T00:00:00Z"),
+        info("sandbox_snapshot", sandbox="a"),
+        info("sandbox", state=["asleep"]),
+    )
+    assert names(everyone) == names(both) == ["a", "b", "c", "d", "e", "f"]
+    assert names(paused) == names(web) == ["e"]
+    assert names(forks) == ["f"]
+    assert names(some) == ["a", "d"]
+    assert names(nobody) == names(later) == []
+    assert names(of_a, "snapshots") == ["s1"]
+    assert bad["failed"] and bad["failure"]["kind"] == "invalid"
+    assert {method for method, _ in double.calls[-12:]} == {"GET"}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.stem)
+def test_the_documentation_names_what_is_returned(module: Path) -> None:
+    returned = documented(module, "RETURN")
+    lists = {key: entry for key, entry in returned.items() if key in KINDS}
+    assert lists, module.stem
+    for key, entry in lists.items():
+        assert list(entry["contains"]) == list(KEYS[KINDS[key]]), (module.stem, key)
+
+
+def test_every_module_is_in_the_action_group_and_has_an_action_plugin() -> None:
+    names = [module.stem for module in MODULES]
+    runtime = yaml.safe_load((REPOSITORY / "meta" / "runtime.yml").read_text())
+    assert runtime["action_groups"]["all"] == names
+    assert sorted(plugin.stem for plugin in (REPOSITORY / "plugins" / "action").glob("*.py")) == names
+
+
+def documented(module: Path, what: str) -> dict[str, Any]:
+    for node in ast.parse(module.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == what:
+            found: Any = yaml.safe_load(ast.literal_eval(node.value))
+            assert isinstance(found, dict)
+            return found
+    raise AssertionError(f"{module.name} has no {what}")

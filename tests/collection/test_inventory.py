@@ -1,0 +1,380 @@
+"""The inventory plugin on real gateways, as `ansible-inventory` and plays see it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.api.served import EXEC_KEY, READ_KEY, Served
+from tests.collection import agents
+from tests.collection.runner import ansible_playbook
+from tests.support import session
+
+EVIL = "{{ lookup('ansible.builtin.pipe', 'touch EVIL') }}"
+PYTHON = "/usr/bin/python3"
+
+
+@pytest.fixture(scope="module")
+def _east(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with agents.serve(tmp_path_factory.mktemp("east")) as made:
+        yield made
+
+
+@pytest.fixture
+def east(_east: Served) -> Iterator[Served]:
+    yield _east
+    _east.clear()
+
+
+@pytest.fixture(scope="module")
+def _west(tmp_path_factory: pytest.TempPathFactory, _east: Served) -> Iterator[Served]:
+    with agents.serve(tmp_path_factory.mktemp("west")) as made:
+        yield made
+
+
+@pytest.fixture
+def west(_west: Served) -> Iterator[Served]:
+    yield _west
+    _west.clear()
+
+
+def make(gateway: Served, name: str, template: str = "base", **more: Any) -> str:
+    with gateway.client() as api:
+        made = api.post("/sandboxes", json={"templateID": template, "name": name, **more})
+        assert made.status_code == 201, made.text
+        ident: str = made.json()["sandboxID"]
+        return ident
+
+
+class Inventory:
+    """An inventory file in a directory of its own; ``output`` is all that the last run printed."""
+
+    def __init__(self, folder: Path, **content: Any) -> None:
+        self.folder = folder
+        self.file = folder / "sandboxes.yml"
+        self.write(**content)
+        self.output = ""
+
+    def write(self, **content: Any) -> None:
+        self.file.write_text(yaml.safe_dump({"plugin": "grove.sandbox.sandboxes", **content}))
+
+    def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        program = Path(ansible_playbook()).with_name(command[0])
+        run = subprocess.run(
+            [str(program), "-i", str(self.file), *command[1:]],
+            env={
+                **os.environ,
+                "ANSIBLE_COLLECTIONS_PATH": str(session.COLLECTIONS),
+                "ANSIBLE_HOME": str(self.folder / "home"),
+                "ANSIBLE_NOCOLOR": "1",
+                "ANSIBLE_INVENTORY_ANY_UNPARSED_IS_FAILED": "1",
+                "COLUMNS": "1000",
+                "LC_ALL": "C.UTF-8",
+                **environment,
+            },
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        self.output = run.stdout + run.stderr
+        return run
+
+    def hosts(self, **environment: str) -> dict[str, dict[str, Any]]:
+        """The variables of each host, the names of its groups as ``groups``."""
+        run = self.run("ansible-inventory", "--list", **environment)
+        assert run.returncode == 0, self.output
+        # Since 2.19 every text that is no template is listed so.
+        listed = json.loads(run.stdout, object_hook=lambda entry: entry.get("__ansible_unsafe", entry))
+        found: dict[str, dict[str, Any]] = {
+            host: {**variables, "groups": []} for host, variables in listed["_meta"]["hostvars"].items()
+        }
+        for group, members in listed.items():
+            for host in members.get("hosts", []):
+                found[host]["groups"].append(group)
+        return found
+
+    def play(self, *tasks: dict[str, Any], hosts: str = "all", **environment: str) -> str:
+        """What a play printed; it has to succeed."""
+        book = self.folder / "book.yml"
+        book.write_text(json.dumps([{"hosts": hosts, "gather_facts": False, "tasks": tasks}]))
+        run = self.run("ansible-playbook", str(book), **environment)
+        assert run.returncode == 0, self.output
+        return run.stdout
+
+
+def test_hosts_groups_and_variables(east: Served, tmp_path: Path) -> None:
+    ident = make(east, "web", metadata={"team": "blue-green", "note": ""})
+    with east.client() as api:
+        golden = api.post("/sandboxes/web/snapshots", json={"name": "golden"}).json()["snapshotID"]
+        api.post(f"/snapshots/{golden}/fork", json={"name": "fork"}).raise_for_status()
+    make(east, "asleep")
+    with east.client() as api:
+        api.post("/sandboxes/asleep/pause").raise_for_status()
+    inventory = Inventory(tmp_path, gateways=[{"url": east.unix_url}], python_interpreter=PYTHON)
+    hosts = inventory.hosts()
+    assert hosts.keys() >= {"web", "asleep"} and len(hosts) == 3
+    web = hosts["web"]
+    assert set(web["groups"]) == {
+        *("template_base", "head_golden", "state_running", "gateway_default"),
+        *("metadata_team_blue_green", "metadata_note"),
+    }
+    assert web["ansible_connection"] == "grove.sandbox.sandbox" and web["ansible_host"] == ident
+    assert web["ansible_python_interpreter"] == PYTHON
+    assert web["grove_sandbox"]["metadata"] == {"team": "blue-green", "note": ""}
+    assert web["grove_sandbox"]["template"] == "base" and web["grove_sandbox"]["head"] == "golden"
+    (fork,) = hosts.keys() - {"web", "asleep"}
+    assert "head_golden" in hosts[fork]["groups"] and "template_base" in hosts[fork]["groups"]
+    assert {"state_paused", "template_base"} <= set(hosts["asleep"]["groups"])
+    inventory.write(
+        gateways=[{"url": east.unix_url}], filters={"state": "running", "metadata": {"team": "b*"}}, group_by=["state"]
+    )
+    (only,) = inventory.hosts().items()
+    assert only[0] == "web" and only[1]["groups"] == ["state_running"]
+
+
+def test_what_a_play_does(east: Served, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make(east, name, metadata={"side": name})
+    inventory = Inventory(tmp_path, gateways=[{"url": east.unix_url}], python_interpreter=PYTHON)
+    said = "{{ grove_sandbox.metadata.side }}"
+    inventory.play(
+        {"ansible.builtin.copy": {"content": f"{said}\n", "dest": f"{tmp_path}/said-{{{{ inventory_hostname }}}}"}},
+        hosts="template_base",
+    )
+    for name in ("a", "b"):
+        assert (tmp_path / f"said-{name}").read_text() == f"{name}\n"
+
+
+def test_composed_groups_and_variables(east: Served, tmp_path: Path) -> None:
+    make(east, "web", metadata={"user": "nobody", "rank": "3"})
+    inventory = Inventory(
+        tmp_path,
+        gateways=[{"url": east.unix_url}],
+        compose={"ansible_user": "grove_sandbox.metadata.user", "half": "grove_sandbox.memory_mb / 2"},
+        groups={"high": "grove_sandbox.metadata.rank | int > 2", "low": "grove_sandbox.metadata.rank | int < 2"},
+        keyed_groups=[{"key": "grove_sandbox.metadata.rank", "prefix": "rank"}],
+        strict=True,
+    )
+    web = inventory.hosts()["web"]
+    assert web["ansible_user"] == "nobody" and web["half"] == 128.0
+    assert {"high", "rank_3"} <= set(web["groups"]) and "low" not in web["groups"]
+    inventory.write(gateways=[{"url": east.unix_url}], compose={"x": "grove_sandbox.nothing.here"}, strict=True)
+    assert inventory.run("ansible-inventory", "--list").returncode != 0
+    assert "Could not set x for host web" in inventory.output
+    inventory.write(gateways=[{"url": east.unix_url}], compose={"x": "grove_sandbox.nothing.here"})
+    assert "x" not in inventory.hosts()["web"]
+
+
+def test_foreign_text_is_no_template(east: Served, tmp_path: Path) -> None:
+    evil = EVIL.replace("EVIL", str(tmp_path / "evil"))
+    make(east, "web", metadata={"team": evil, evil: "{% raw %}"})
+    inventory = Inventory(
+        tmp_path,
+        gateways=[{"url": east.unix_url}],
+        python_interpreter=PYTHON,
+        compose={"team": "grove_sandbox.metadata.team", "twice": "team"},
+        groups={"evil": "grove_sandbox.metadata.team == 'x'"},
+        keyed_groups=[{"key": "grove_sandbox.metadata.team", "prefix": "team"}],
+    )
+    hosts = inventory.hosts()
+    text = json.dumps(hosts["web"])
+    assert evil in text.replace('\\"', '"')
+    assert all(re.fullmatch(r"\w+", group) for group in hosts["web"]["groups"]), hosts["web"]["groups"]
+    out = inventory.play(
+        {"ansible.builtin.debug": {"var": "grove_sandbox"}},
+        {"ansible.builtin.debug": {"msg": "{{ team }} {{ grove_sandbox.metadata.team }}"}},
+        {"ansible.builtin.command": "echo {{ team | quote }}", "register": "said"},
+        {"ansible.builtin.debug": {"var": "said.stdout"}},
+    )
+    assert not (tmp_path / "evil").exists()
+    assert "lookup(" in out
+
+
+@pytest.mark.parametrize("name", ["localhost", "all", "state_running", "high"])
+def test_no_sandbox_takes_what_is_meant_for_others(east: Served, tmp_path: Path, name: str) -> None:
+    ident = make(east, name)
+    inventory = Inventory(
+        tmp_path, gateways=[{"url": east.unix_url}], groups={"high": "grove_sandbox.memory_mb > 1"}, strict=True
+    )
+    hosts = inventory.hosts()
+    assert hosts.keys() == {ident} and "high" in hosts[ident]["groups"]
+    # The control node is still the control node.
+    assert inventory.play({"ansible.builtin.debug": {"msg": "{{ ansible_connection }}"}}, hosts="localhost").count(
+        '"local"'
+    )
+
+
+def test_several_gateways(east: Served, west: Served, tmp_path: Path) -> None:
+    make(east, "web"), make(west, "web"), make(west, "db")
+    key = tmp_path / "west.key"
+    key.write_text(EXEC_KEY + "\n")
+    gateways: list[dict[str, Any]] = [
+        {
+            "name": "east",
+            "url": "{{ lookup('ansible.builtin.env', 'EAST') }}",
+            "token": "{{ lookup('env', 'EAST_KEY') }}",
+        },
+        {"name": "west", "url": west.url, "token_file": "west.key"},
+    ]
+    environment = {"EAST": east.url, "EAST_KEY": EXEC_KEY}
+    inventory = Inventory(tmp_path, gateways=gateways, strict=True, python_interpreter=PYTHON)
+    hosts = inventory.hosts(**environment)
+    assert hosts.keys() == {"web.east", "web.west", "db.west"}
+    assert "gateway_west" in hosts["db.west"]["groups"]
+    assert EXEC_KEY not in inventory.output
+    assert hosts["db.west"]["ansible_sandbox_gateway_token_file"] == str(key)
+    # Each task gets to its own gateway, with a key that is in no variable.
+    said = {
+        "ansible.builtin.copy": {"content": "{{ ansible_host }}", "dest": f"{tmp_path}/at-{{{{ inventory_hostname }}}}"}
+    }
+    out = inventory.play(said, {"ansible.builtin.debug": {"var": "hostvars"}}, **environment)
+    for host, variables in hosts.items():
+        assert (tmp_path / f"at-{host}").read_text() == variables["ansible_host"]
+    assert EXEC_KEY not in out
+    inventory.write(gateways=gateways, hostname="name", strict=True)
+    assert inventory.hosts(**environment).keys() == {"web", "web.west", "db"}
+    assert "there is a host web already" in inventory.output
+    inventory.write(gateways=[gateways[0], {**gateways[1], "name": "east"}])
+    assert inventory.run("ansible-inventory", "--list").returncode != 0 and "the same name" in inventory.output
+    inventory.write(gateways=[{"url": east.url}, {"url": west.url}])
+    assert inventory.run("ansible-inventory", "--list").returncode != 0 and "has no name" in inventory.output
+
+
+def test_gateways_that_cannot_be_asked(east: Served, tmp_path: Path) -> None:
+    make(east, "web")
+    good = {"name": "good", "url": east.url, "token": EXEC_KEY}
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"name": "bad", "url": "http://127.0.0.1:9"}, "nothing listens on that port"),
+        ({"name": "bad", "url": east.url, "token": "not-a-known-key-0000"}, "does not accept the key"),
+        ({"name": "bad", "url": f"unix://{tmp_path}/x.sock"}, "is sandbox-gateway started"),
+        ({"name": "bad", "url": east.url, "token_file": "/nowhere/key"}, "the key file /nowhere/key cannot be read"),
+        ({"name": "bad", "url": "gopher://x"}, "is no address of a gateway"),
+    ]
+    inventory = Inventory(tmp_path)
+    for entry, says in bad:
+        inventory.write(gateways=[good, entry])
+        assert inventory.hosts().keys() == {"web.good"}
+        assert "the sandboxes of gateway bad are not in the inventory" in inventory.output and says in inventory.output
+        inventory.write(gateways=[good, entry], strict=True)
+        assert inventory.run("ansible-inventory", "--list").returncode != 0
+        assert says in inventory.output and "Traceback" not in inventory.output
+        assert "not-a-known-key-0000" not in inventory.output and EXEC_KEY not in inventory.output
+    inventory.write(gateways=[{"url": east.unix_url, "tokn": "x"}])
+    assert inventory.run("ansible-inventory", "--list").returncode != 0 and "has no key tokn" in inventory.output
+
+
+def test_the_cache(east: Served, tmp_path: Path) -> None:
+    make(east, "web", metadata={"team": "{{ 1 }}"})
+    cached = {
+        "cache": True,
+        "cache_plugin": "ansible.builtin.jsonfile",
+        "cache_connection": str(tmp_path / "cache"),
+        "cache_timeout": 3600,
+    }
+    gateway = {"url": east.url, "token": EXEC_KEY}
+    inventory = Inventory(tmp_path, gateways=[gateway], python_interpreter=PYTHON, **cached)
+    first = inventory.hosts()
+    (file,) = (tmp_path / "cache").iterdir()
+    text = file.read_text()
+    assert EXEC_KEY not in text and READ_KEY not in text and "ansible_unsafe" not in text
+    assert "access" not in text.lower(), "no sandbox's access token"
+    plain = json.loads(text)
+    assert "web" in json.dumps(plain) and "team" in json.dumps(plain)
+    make(east, "late")
+    assert inventory.hosts() == first
+    # The key comes from the file, not from the cache: tasks run all the same.
+    inventory.play({"ansible.builtin.raw": "true"})
+    assert inventory.run("ansible-inventory", "--list", "--flush-cache").returncode == 0
+    assert '"late"' in inventory.output
+    assert inventory.hosts().keys() == {"web", "late"}
+    # A gateway that could not be asked is asked again.
+    inventory.write(gateways=[{**gateway, "url": "http://127.0.0.1:9"}], **cached)
+    assert inventory.hosts() == {}
+    inventory.write(gateways=[gateway], **cached)
+    assert inventory.hosts().keys() == {"web", "late"}
+
+
+def test_the_gateway_of_the_environment(east: Served, tmp_path: Path) -> None:
+    make(east, "web")
+    inventory = Inventory(tmp_path, python_interpreter=PYTHON)
+    environment = {"SANDBOX_GATEWAY_URL": east.url, "SANDBOX_GATEWAY_TOKEN": EXEC_KEY}
+    assert inventory.hosts(**environment).keys() == {"web"}
+    assert EXEC_KEY not in inventory.output
+    inventory.play({"ansible.builtin.ping": None}, **environment)
+
+
+def test_a_sandbox_cannot_send_its_tasks_elsewhere(east: Served, tmp_path: Path) -> None:
+    """Facts go before an inventory's variables, and a hostile sandbox has the say over its facts."""
+    make(east, "web")
+    victim = make(east, "victim")
+    inventory = Inventory(tmp_path, gateways=[{"url": east.url, "token": EXEC_KEY}], python_interpreter=PYTHON)
+    facts = {
+        "ansible_host": victim,
+        "ansible_connection": "local",
+        "ansible_sandbox_gateway_url": "http://127.0.0.1:9",
+        "ansible_sandbox_gateway_token_file": "/etc/hostname",
+        "ansible_sandbox_validate_certs": False,
+    }
+    module = tmp_path / "library" / "lie.py"
+    module.parent.mkdir()
+    module.write_text(f"#!{PYTHON}\nprint({json.dumps({'changed': False, 'ansible_facts': facts})!r})\n")
+    out = inventory.play(
+        {"lie": None},
+        {"ansible.builtin.raw": "echo hosts=$(hostname)"},
+        {"ansible.builtin.debug": {"msg": "{{ ansible_host }} {{ ansible_sandbox_gateway_url }}"}},
+        hosts="web",
+        ANSIBLE_LIBRARY=str(module.parent),
+    )
+    assert victim not in out.partition("Removed restricted key")[0]
+    with east.client() as api:
+        seen = api.get("/sandboxes/web").json()["sandboxID"]
+    assert f'"{seen} ' in out
+
+
+def test_files_that_are_not_ours(tmp_path: Path) -> None:
+    inventory = Inventory(tmp_path)
+    inventory.file = tmp_path / "hosts.yml"
+    inventory.write()
+    assert inventory.run("ansible-inventory", "--list", ANSIBLE_INVENTORY_ENABLED="grove.sandbox.sandboxes").returncode
+    inventory.file = tmp_path / "prod.sandboxes.yaml"
+    inventory.file.write_text("plugin: another.one.entirely\n")
+    assert inventory.run("ansible-inventory", "--list", ANSIBLE_INVENTORY_ENABLED="grove.sandbox.sandboxes").returncode
+    assert "Incorrect plugin name" in inventory.output
+
+
+def documented() -> list[Any]:
+    """The inventory files of the documentation and of the plugin's examples."""
+    pages = [session.REPOSITORY / "docs" / "inventory.md", session.REPOSITORY / "plugins/inventory/sandboxes.py"]
+    found = []
+    for page in pages:
+        for text in re.findall(
+            r"^plugin: grove\.sandbox\.sandboxes\n(?:(?!```|---|\"\"\").*\n)*", page.read_text(), re.M
+        ):
+            found.append(pytest.param(yaml.safe_load(text), id=f"{page.stem}-{len(found)}"))
+    return found
+
+
+@pytest.mark.parametrize("content", documented())
+def test_the_documented_files(east: Served, tmp_path: Path, content: dict[str, Any]) -> None:
+    """As they stand, but for the addresses of gateways that are not here, and keys and certificates."""
+    make(east, "web", metadata={"team": "blue", "user": "nobody"})
+    for gateway in content.get("gateways", []):
+        gateway.update(url=east.url, token=EXEC_KEY)
+        for key in ("token_file", "ca_path"):
+            gateway.pop(key, None)
+    if "cache_connection" in content:
+        content["cache_connection"] = str(tmp_path / "cache")
+    del content["plugin"]
+    inventory = Inventory(tmp_path, **{**content, "strict": True})
+    hosts = inventory.hosts(SANDBOX_GATEWAY_URL=east.unix_url)
+    assert hosts, "it lists the sandbox"
+    assert all(host.partition(".")[0] == "web" for host in hosts)

@@ -1,0 +1,50 @@
+"""The playbooks about volumes, on a live gateway: each twice, and the second time nothing changes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.collection.runner import SECONDS, ansible_playbook
+from tests.support.gateway import Gateway
+from tests.support.roles import environment
+
+
+def play(name: str, gateway: Gateway, template: str, scratch: Path) -> tuple[str, int]:
+    """What it said, and how many tasks changed something."""
+    options = ["-e", f"volumes_socket={gateway.socket}", "-e", f"volumes_template={template}"]
+    done = subprocess.run(
+        [ansible_playbook(), f"grove.sandbox.{name}", *options],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env=environment(scratch),
+        check=False,
+    )
+    recap = re.search(r"changed=(\d+)", done.stdout)
+    assert done.returncode == 0 and recap, done.stdout + done.stderr
+    return done.stdout, int(recap[1])
+
+
+@pytest.fixture
+def clean(shared_gateway: Gateway, template: str, tmp_path: Path) -> Iterator[None]:
+    yield
+    play("volumes_clean", shared_gateway, template, tmp_path)
+    left = shared_gateway.client.get("/volumes").json()
+    assert not {volume["name"] for volume in left}.intersection({"code", "dataset", "dataset-next", "cache"})
+    assert play("volumes_clean", shared_gateway, template, tmp_path)[1] == 0
+
+
+@pytest.mark.parametrize("name", ["volumes_shared", "volumes_dataset", "volumes_cache"])
+@pytest.mark.usefixtures("clean")
+def test_a_playbook_does_what_it_says_and_does_it_once(
+    name: str, shared_gateway: Gateway, template: str, tmp_path: Path
+) -> None:
+    said, changed = play(name, shared_gateway, template, tmp_path)
+    assert changed > 3, said
+    said, changed = play(name, shared_gateway, template, tmp_path)
+    assert changed == 0, said
