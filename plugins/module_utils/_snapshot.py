@@ -40,6 +40,11 @@ ARGUMENTS: dict[str, Any] = {
     "memory": {"type": "str", "choices": ["auto", "none"], "default": "auto"},
     "volumes": {"type": "list", "elements": "str"},
     "expires_in": {"type": "int"},
+    "retention": {
+        "type": "dict",
+        "options": {"keep_last": {"type": "int"}, "keep_daily": {"type": "int"}, "max_age": {"type": "int"}},
+        "required_one_of": [("keep_last", "keep_daily", "max_age")],
+    },
     "when_changed": {"type": "bool", "default": False},
     "when_unused": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
@@ -58,6 +63,7 @@ class Desired:
     memory: str = "auto"
     volumes: tuple[str, ...] | None = None
     expires_in: int | None = None
+    retention: Mapping[str, int] | None = None
     when_changed: bool = False
     when_unused: bool = False
 
@@ -92,9 +98,18 @@ def desired(params: Mapping[str, Any]) -> Desired:
         memory=params.get("memory") or "auto",
         volumes=_volumes(params.get("volumes")),
         expires_in=at_least(params.get("expires_in"), 1, "expires_in (seconds)"),
+        retention=_rule(params.get("retention")),
         when_changed=bool(params.get("when_changed")),
         when_unused=bool(params.get("when_unused")),
     )
+
+
+def _rule(given: Mapping[str, Any] | None) -> dict[str, int] | None:
+    """As the gateway takes it."""
+    if given is None:
+        return None
+    spelt = {"keep_last": "keepLast", "keep_daily": "keepDaily", "max_age": "maxAge"}
+    return {spelt[key]: at_least(value, 1, f"retention.{key}") for key, value in given.items() if value is not None}
 
 
 def _volumes(given: list[str] | None) -> tuple[str, ...] | None:
@@ -184,6 +199,8 @@ def _capture(want: Desired, name: str, sandbox: Mapping[str, Any]) -> Action:
         body["volumes"] = list(want.volumes)
     if want.expires_in is not None:
         body["expiresIn"] = want.expires_in
+    if want.retention is not None:
+        body["retention"] = dict(want.retention)
     after = captured_view(name, sandbox, want.description, want.volumes or ())
     return Action("capture", (Change(name, None, after, SNAPSHOT),), {"sandbox": sandbox["id"], "body": body})
 

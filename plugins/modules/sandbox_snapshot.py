@@ -58,6 +58,26 @@ options:
       - After how many seconds it may be removed; it then goes when nobody uses it. If not set, never.
       - It is given when it is taken, and not compared with anything for a snapshot that exists.
     type: int
+  retention:
+    description:
+      - The rule under which it is taken. The snapshots of a sandbox that were taken under a rule are a series, and the
+        newest one's rule says which of them stay; the gateway removes the others when nobody uses them.
+      - The newest stays in every case, and so does what is in use. What was taken without a rule stays.
+      - It is given when it is taken, and not compared with anything for a snapshot that exists.
+    type: dict
+    suboptions:
+      keep_last:
+        description:
+          - The newest so many stay.
+        type: int
+      keep_daily:
+        description:
+          - The newest of each of so many days (UTC) that have one stays.
+        type: int
+      max_age:
+        description:
+          - What is older than so many seconds goes, even if another rule would keep it.
+        type: int
   when_changed:
     description:
       - If V(true), a sandbox whose file system has not changed since its last snapshot is not captured again; the last
@@ -108,6 +128,15 @@ EXAMPLES = r"""
     sandbox: web
     volumes: [data]
     expires_in: 604800
+
+- name: Capture it every night, keep a week of nights and nothing older than a month
+  grove.sandbox.sandbox_snapshot:
+    name: "web-{{ now(utc=true, fmt='%Y-%m-%d') }}"
+    sandbox: web
+    when_changed: true
+    retention:
+      keep_daily: 7
+      max_age: 2592000
 
 - name: Remove a snapshot, or hide it until its last fork is gone
   grove.sandbox.sandbox_snapshot:

@@ -443,7 +443,9 @@ class DoubleGateway:
         names = [self._reserve(body["name"])] if body.get("name") else []
         if box["state"] == "paused":
             raise Refused(409, "conflict", f"sandbox {box['name']!r} is paused: resume it first")
-        _only(body, "name", "description", "memory", "volumes", "expiresIn")
+        _only(body, "name", "description", "memory", "volumes", "expiresIn", "retention")
+        if "retention" in body:
+            _only(body["retention"], "keepLast", "keepDaily", "maxAge")
         ident, life = secrets.token_hex(6), body.get("expiresIn")
         volumes = [self._volume(ref) for ref in body.get("volumes") or []]
         for volume in volumes:

@@ -128,7 +128,9 @@ def test_forks_inherit_volumes_share_them_or_have_clones(target: Target, way: di
         keywords=way,
     )
     taken, same, reading, nothing, own, rid = target.prove(
-        snapshot(name=golden, sandbox=box, volumes=[data], expires_in=86400),
+        snapshot(
+            name=golden, sandbox=box, volumes=[data], expires_in=86400, retention={"keep_last": 3, "max_age": 86400}
+        ),
         fork(snapshot=golden, names=[f"{prefix}-same"]),
         fork(snapshot=golden, names=[f"{prefix}-reader"], volumes=[at("/srv/ro", data, read_only=True)]),
         fork(snapshot=golden, names=[f"{prefix}-none"], volumes=[]),
