@@ -80,6 +80,12 @@ class VolumeVerbs(ABC):
             if failed is not None:
                 scan.repaired.append(f"volume {share.volume} is not served: {failed}; it is tried again")
                 self._later(self._until_told(share))
+        for volume in self._store.growing:
+            try:
+                await self._servers.grow(volume.id)
+                await asyncio.to_thread(self._store.save, volume)  # Not before: until then the next start does it anew.
+            except (GatewayError, OSError) as error:
+                scan.repaired.append(f"volume {volume.id} could not be grown to its end: {error}")
 
     async def _close_volumes(self) -> None:
         """Servers go on. What could not be taken away until now is taken away by the next gateway."""

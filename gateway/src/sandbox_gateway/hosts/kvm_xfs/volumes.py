@@ -39,6 +39,8 @@ class VolumeStore:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._root = layout.volumes
+        self.growing: list[Volume] = []
+        """Found by ``scan``: the image is longer already, the rest of their growth was cut off."""
 
     def image(self, volume: str) -> Path:
         return self._root / volume / IMAGE
@@ -172,7 +174,7 @@ class VolumeStore:
             )
         elif length_mb > volume.size_mb:
             volume.size_mb = length_mb
-            self._save_if_possible(volume)
+            self.growing.append(volume)
             repaired.append(f"volume {volume.id} was growing: it has {length_mb} MiB now")
         return volume
 
