@@ -38,7 +38,8 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(artifact: Path) -> Path:
     """A collections path that holds this collection alone."""
     path = artifact.parent / "collections"
-    _run(_BIN / "ansible-galaxy", "collection", "install", artifact, "--offline", "--collections-path", path)
+    argv = (_BIN / "ansible-galaxy", "collection", "install", artifact, "--offline", "--collections-path", path)
+    _run(*argv, collections=path)  # Where it sees the one of the repository, it installs none.
     return path
 
 
