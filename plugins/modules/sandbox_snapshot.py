@@ -133,7 +133,6 @@ EXAMPLES = r"""
   grove.sandbox.sandbox_snapshot:
     name: "web-{{ now(utc=true, fmt='%Y-%m-%d') }}"
     sandbox: web
-    when_changed: true
     retention:
       keep_daily: 7
       max_age: 2592000

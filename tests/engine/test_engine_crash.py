@@ -23,7 +23,7 @@ from tests.support.crash import KILLED, VERBS, VOLUME_VERBS
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE, World
 
-POINTS = os.environ.get("GROVE_CRASH_POINTS", "6")
+POINTS = os.environ.get("GROVE_CRASH_POINTS", "4")
 
 
 @pytest.fixture
