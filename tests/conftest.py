@@ -19,20 +19,16 @@ from tests.support.jail_world import JailZfsWorld
 from tests.support.worlds import KvmXfsWorld
 from tests.support.xfs import LoopXfs
 
-# What fails early and quickly comes first; what needs most of the machine comes last.
-_ORDER = (
-    "unit",
-    "agent",
-    "api",
-    "cli",
-    "freebsd_shim",
-    "jail_zfs",
-    "kvm_xfs",
-    "engine",
-    "gateway",
-    "collection",
-    "roles",
-)
+# What fails early and quickly comes first. Folders of one group share expensive fixtures.
+_GROUPS = {
+    "quick": ("unit", "agent", "api", "cli"),
+    "zfs": ("freebsd_shim", "jail_zfs"),
+    "gateway": ("gateway", "collection", "molecule"),
+    "engine": ("engine",),
+    "kvm_xfs": ("kvm_xfs",),
+    "roles": ("roles",),
+}
+_FOLDERS = [folder for folders in _GROUPS.values() for folder in folders]
 
 _before: leaks.Inventory | None = None
 
@@ -41,12 +37,23 @@ def pytest_configure(config: pytest.Config) -> None:
     session.link_collection()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def rank(item: pytest.Item) -> int:
-        folder = item.path.relative_to(session.TESTS).parts[0] if item.path.is_relative_to(session.TESTS) else ""
-        return _ORDER.index(folder) if folder in _ORDER else len(_ORDER)
+    """With ``pytest -n 2 --dist loadgroup`` a group of tests stays in one lane."""
+    items.sort(key=lambda item: _FOLDERS.index(_folder(item)))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
 
-    items.sort(key=rank)
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(session.TESTS).parts[0]
+
+
+def _group(item: pytest.Item) -> str:
+    """zfs-fuse is one daemon for the machine: all that makes jails is one group, wherever it is."""
+    if "jail" in item.nodeid:
+        return "zfs"
+    return next(group for group, folders in _GROUPS.items() if _folder(item) in folders)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -102,7 +102,7 @@ def check(live: Live, world: World, when: str) -> None:
         fork = live.do(live.engine.create("new", ForkSpec()))
         assert live.shell(fork.id, "cat /root/kept").strip() == "kept", when
         live.do(live.engine.kill(fork.id))
-    world.check_no_strays(live.engine, live.config, when)
+    live.settle(world.check_no_strays, live.engine, live.config, when)
 
 
 def restore(live: Live) -> None:
@@ -200,7 +200,7 @@ def check_volumes(live: Live, world: World, when: str) -> None:
     assert owners == forks.keys(), when
     for fork in forks.values():
         assert kept(live, fork.id, "/one") == "one", when
-    world.check_no_strays(engine, live.config, when)
+    live.settle(world.check_no_strays, engine, live.config, when)
 
 
 def kept(live: Live, ref: str, place: str) -> str:

@@ -865,4 +865,4 @@ def test_kill_9_with_five_volumes_in_ten_sandboxes(fresh: Any, world: World, tmp
         again.do(again.engine.kill(f"box{n}"))
     for n in range(5):
         again.do(again.engine.delete_volume(f"v{n}"))
-    again.call(world.check_no_strays, again.engine, again.config, "after kill -9")
+    again.settle(world.check_no_strays, again.engine, again.config, "after kill -9")

@@ -176,6 +176,34 @@ def test_umount_by_special_takes_the_newest_and_force(shim: Shim, places: tuple[
     assert mounted(shim) == []
 
 
+def test_umount_by_number_while_somebody_renames_above_it(
+    shim: Shim, places: tuple[Path, Path], tmp_path: Path
+) -> None:
+    source, target = places
+    (target / "below").mkdir()
+    renaming = [True]
+
+    def rename() -> None:
+        while renaming:
+            target.rename(tmp_path / "away")
+            target.symlink_to(source)
+            target.unlink()
+            (tmp_path / "away").rename(target)
+
+    for force in ([], ["-f"]):
+        renaming.append(True)
+        shim.ok("mount", "-t", "nullfs", str(source), str(target / "below"))
+        (row,) = mounted(shim)
+        thread = threading.Thread(target=rename)
+        thread.start()
+        try:
+            shim.ok("umount", *force, str(row["fsid"]))
+        finally:
+            renaming.clear()
+            thread.join()
+        assert mounted(shim) == []
+
+
 def test_what_is_open_keeps_the_file_system_below_a_forced_unmount(shim: Shim, places: tuple[Path, Path]) -> None:
     source, target = places
     shim.ok("/usr/bin/mount", "-t", "tmpfs", "tmpfs", str(source))

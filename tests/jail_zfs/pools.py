@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -113,7 +114,8 @@ def pool(name: str, directory: Path, *, megabytes: int = 1024) -> Iterator[Pool]
             file.truncate(megabytes << 20)
         run("zpool", "create", "-O", "atime=off", "-m", str(mount_point), name, str(image))
     try:
-        yield Pool(name, mount_point)
+        with _kicked(mount_point):
+            yield Pool(name, mount_point)
     finally:
         with _alone() as pid_file:
             _destroy(name)
@@ -121,6 +123,51 @@ def pool(name: str, directory: Path, *, megabytes: int = 1024) -> Iterator[Pool]
             shutil.rmtree(mount_point, ignore_errors=True)
             if pid_file.exists() and not run("zpool", "list", "-H", "-o", "name").stdout.strip():
                 stop_daemon(pid_file)
+
+
+@contextlib.contextmanager
+def _kicked(mount_point: Path) -> Iterator[None]:
+    """Inside this zfs-fuse does not fall asleep.
+
+    Its one listener polls all file systems and then reads, blocking, from one that has a request. If the kernel takes
+    that request back in between, because who made it was stopped or killed, no request for any file system is read
+    until that one has another.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(1):
+            if not _answered([mount_point], 2):
+                _answered(_mounted_below(mount_point), 10)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _mounted_below(mount_point: Path) -> list[Path]:
+    targets = [Path(line.split()[1]) for line in Path("/proc/self/mounts").read_text().splitlines()]
+    return [target for target in targets if target.is_relative_to(mount_point)]
+
+
+def _answered(mounts: list[Path], seconds: float) -> bool:
+    """Ask each file system for its size; did all answer in time? Who does not keeps its thread waiting, not us."""
+
+    def ask(mount: Path) -> None:
+        with contextlib.suppress(OSError):
+            os.statvfs(mount)
+
+    asking = [threading.Thread(target=ask, args=(mount,), daemon=True) for mount in mounts]
+    for thread in asking:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in asking:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in asking)
 
 
 def _destroy(name: str) -> None:

@@ -178,10 +178,10 @@ def test_captured_with_its_sandbox_and_cloned_for_a_fork(live: Live, jail_zfs_wo
     with pytest.raises(InUse):
         live.do(live.engine.delete_snapshot("mark"))
     live.do(live.engine.kill("fork"))
-    live.call(jail_zfs_world.check_no_strays, live.engine, live.config, "after the fork")
+    live.settle(jail_zfs_world.check_no_strays, live.engine, live.config, "after the fork")
     assert live.do(live.engine.delete_snapshot("mark"))
     assert [each for name in ("a", "b") for each in live.engine.volume_snapshots(name)] == []
-    live.call(jail_zfs_world.check_no_strays, live.engine, live.config, "after the snapshot")
+    live.settle(jail_zfs_world.check_no_strays, live.engine, live.config, "after the snapshot")
 
 
 def test_capture_whose_second_volume_fails_leaves_none_and_all_goes_on(
@@ -251,7 +251,7 @@ def test_rollback_under_running_jails(live: Live, jail_zfs_world: JailZfsWorld) 
     live.shell("writer", "echo on >/data/file")
     assert live.shell("reader", "cat /srv/data/file").strip() == "on"
     assert [each.name for each in live.engine.volume_snapshots("data")] == ["one", "two"]
-    live.call(jail_zfs_world.check_no_strays, live.engine, live.config, "after rollbacks")
+    live.settle(jail_zfs_world.check_no_strays, live.engine, live.config, "after rollbacks")
     assert made.id == live.engine.volume("data").id
 
 
@@ -338,7 +338,7 @@ def test_volumes_of_the_dead_are_unmounted(fresh: Callable[..., Live], jail_zfs_
     again = fresh(live.config)
     wait_for(lambda: again.sandbox("box").state is SandboxState.RUNNING, 60)
     assert again.shell("box", "cat /data/file").strip() == "kept"
-    again.call(jail_zfs_world.check_no_strays, again.engine, again.config, "after the resume")
+    again.settle(jail_zfs_world.check_no_strays, again.engine, again.config, "after the resume")
 
 
 def test_a_volume_destroyed_by_hand_is_dropped(fresh: Callable[..., Live], caplog: pytest.LogCaptureFixture) -> None:

@@ -208,11 +208,13 @@ class JailZfsWorld:
         assert {name for name in mounted if name.startswith("/volumes/")} == volumes, when
         known = {each.host["zfsSnapshot"].partition("@")[2] for each in engine.index.snapshots.values()}
         assert found["snapshots"] == known | set(engine.index.volume_snapshots), when
-        assert self.volume_mounts(config) == {
+        wanted = {
             (f"{self.place(config)}/sandboxes/{sandbox.instance}{mount.path}", mount.volume, mount.read_only)
             for sandbox in running
             for mount in sandbox.mounts
-        }, when
+        }
+        mounts = self.volume_mounts(config)
+        assert mounts == wanted, (when, mounts, wanted)
         for kind in ("jails", "cables", "anchors", "identities"):
             assert len(found[kind]) == len(running), (when, kind, found[kind])
         assert len(found["limits"]) == 3 * len(running), (when, found["limits"])

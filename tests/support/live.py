@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.records import Sandbox, Volume
 
 T = TypeVar("T")
+_SETTLE_SECONDS = 20
 
 
 class Live:
@@ -46,6 +48,17 @@ class Live:
             return function(*args, **kwargs)
 
         return self.do(on_loop())
+
+    def settle(self, check: Any, *args: Any) -> None:
+        """``call`` a check until it passes, or has failed for a while: what is let go of keeps nobody waiting."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while True:
+            try:
+                return self.call(check, *args)
+            except AssertionError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.1)
 
     def empty(self) -> None:
         """Remove every sandbox, every volume and every snapshot that is not a template."""

@@ -1,4 +1,5 @@
-"""This test run: its directory, and the names and addresses it may use so that two runs never collide."""
+"""This test run: its directory, and the names and addresses it may use so that two runs never collide, nor the lanes
+of one (``pytest -n``)."""
 
 from __future__ import annotations
 
@@ -16,6 +17,9 @@ MARK = "GROVE_TEST_RUN"
 """Environment variable that every process of the run inherits: how what was left behind is recognised."""
 
 _letters = "0123456789abcdefghijklmnopqrstuvwxyz"
+LANE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+LANES = 2
+_GATEWAYS = len(_letters) ** 2 // LANES
 _count = itertools.count()
 
 
@@ -38,8 +42,8 @@ def run_path() -> Path:
 
 
 def run_dir() -> Path:
-    """Made at first use, removed at the end of the run. Short: the names of unix sockets have 107 characters."""
-    path = run_path()
+    """This lane's, made at first use, removed at the end. Short: the names of unix sockets have 107 characters."""
+    path = run_path() / str(LANE)
     path.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -52,9 +56,9 @@ def cache_dir() -> Path:
 
 def network() -> dict[str, str]:
     """``{prefix, subnet}`` of one more gateway: a prefix that begins with this run's, 256 slots' addresses."""
-    number = next(_count)
-    if number >= 36 * 36:
-        raise RuntimeError("a test run has names for 1296 gateways")
+    if LANE >= LANES or (number := next(_count)) >= _GATEWAYS:
+        raise RuntimeError(f"a test run has names for {LANES} lanes with {_GATEWAYS} gateways each")
+    number += LANE * _GATEWAYS
     block = (int(run_id(), 36) * 7 + number) % 1024
     return {
         "prefix": f"t{run_id()}{_letters[number // 36]}{_letters[number % 36]}",

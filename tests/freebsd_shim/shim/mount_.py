@@ -36,6 +36,7 @@ VERBOSE_ORDER = ("noatime", "noexec", "nosuid", "ro", "nocover", "emptydir")
 FSTAB_ORDER = ("ro", "noexec", "nosuid", "noatime", "nocover", "emptydir")
 # devfs rule 4 of /etc/defaults/devfs.rules (devfsrules_jail): basic, login
 NODES = {"null": (1, 3), "zero": (1, 5), "random": (1, 8), "urandom": (1, 9)}
+ASTRAY = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL, errno.ELOOP)
 LINKS = {"stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "fd": "/proc/self/fd", "ptmx": "pts/ptmx"}
 
 
@@ -417,7 +418,32 @@ def take_away(mount: Mount, force: bool) -> None:
         base.umount_syscall(pts, base.MNT_DETACH if force else 0)
     if force and is_open(mount.identity):
         keep_below(mount)
-    base.umount_syscall(mount.place, base.MNT_DETACH if force else 0)
+    at_its_place(mount, lambda: base.umount_syscall(mount.place, base.MNT_DETACH if force else 0))
+
+
+def at_its_place(mount: Mount, act: object) -> object:
+    """FreeBSD knows a mount by its number, Linux by a path: while somebody renames above it, it is looked for again."""
+    import time
+
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return act()  # type: ignore[operator]
+        except OSError as error:
+            if error.errno not in ASTRAY or time.monotonic() > deadline:
+                raise
+        here = [each for each in kernel_table() if (each.identity, each.what) == (mount.identity, mount.what)]
+        if not here:
+            raise OSError(errno.EINVAL, "it is gone")
+        mount.place = here[0].place
+
+
+def open_root(mount: Mount) -> int:
+    fd = os.open(mount.place, os.O_PATH | os.O_DIRECTORY)
+    if mount_of(f"/proc/self/fdinfo/{fd}") != mount.identity:
+        os.close(fd)
+        raise OSError(errno.ENOENT, "something else is there now")
+    return fd
 
 
 def keep_below(mount: Mount) -> None:
@@ -428,9 +454,9 @@ def keep_below(mount: Mount) -> None:
     """
     import time
 
-    root = os.open(mount.place, os.O_PATH | os.O_DIRECTORY)
+    root = at_its_place(mount, lambda: open_root(mount))
     if os.fork():
-        os.close(root)
+        os.close(root)  # type: ignore[arg-type]
         return
     try:
         os.setsid()
