@@ -9,8 +9,10 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests import leaks
 from tests.support import jail_world, session
@@ -37,23 +39,27 @@ def pytest_configure(config: pytest.Config) -> None:
     session.link_collection()
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``pytest -n 2 --dist loadgroup`` a group of tests stays in one lane."""
-    items.sort(key=lambda item: _FOLDERS.index(_folder(item)))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=lambda item: _FOLDERS.index(_folder(item.nodeid)))
 
 
-def _folder(item: pytest.Item) -> str:
-    return item.path.relative_to(session.TESTS).parts[0]
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return Lanes(config, log)
 
 
-def _group(item: pytest.Item) -> str:
-    """zfs-fuse is one daemon for the machine: all that makes jails is one group, wherever it is."""
-    if "jail" in item.nodeid:
-        return "zfs"
-    return next(group for group, folders in _GROUPS.items() if _folder(item) in folders)
+class Lanes(LoadScopeScheduling):  # type: ignore[misc]
+    """``pytest -n 2``: who is done with a group of tests takes the next."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        # zfs-fuse is one daemon for the machine: all that makes jails is one group, wherever it is.
+        if "jail" in nodeid:
+            return "zfs"
+        return next(group for group, folders in _GROUPS.items() if _folder(nodeid) in folders)
+
+
+def _folder(nodeid: str) -> str:
+    return nodeid.split("/")[1]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -74,7 +74,8 @@ def test_listeners_are_forgotten(served: Served, api: httpx.Client) -> None:
     deadline = time.monotonic() + 5
     while len(served.engine.events._queues) > before and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(served.engine.events._queues) == before
+    # One of an earlier test may have gone meanwhile.
+    assert len(served.engine.events._queues) <= before
 
 
 @pytest.mark.parametrize("route", ["/sandboxes", "/snapshots/s1/fork", "/sandboxes/one/clone"])

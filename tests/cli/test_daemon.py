@@ -167,7 +167,7 @@ def test_sigterm_finishes_requests_and_ends_streams(tmp_path: Path, served: Serv
                 with httpx.Client(
                     transport=httpx.HTTPTransport(uds=str(path)), base_url="http://gateway", timeout=20
                 ) as own:
-                    answers.append(own.post("/sandboxes/one/exec", json={"args": ["sleep", "1"]}).status_code)
+                    answers.append(own.post("/sandboxes/one/exec", json={"args": ["sleep", "3"]}).status_code)
 
             def stream() -> None:
                 with (
@@ -179,7 +179,7 @@ def test_sigterm_finishes_requests_and_ends_streams(tmp_path: Path, served: Serv
             threads = [threading.Thread(target=slow), threading.Thread(target=stream)]
             for thread in threads:
                 thread.start()
-            time.sleep(0.5)
+            time.sleep(2)
             begun = time.monotonic()
             process.send_signal(signal.SIGTERM)
             for thread in threads:

@@ -110,7 +110,9 @@ def test_a_link_put_in_the_way_in_the_last_moment_is_followed_and_told(
                 # What is mounted on goes on being moved about between these two while we look.
                 moved = (str(target), str(tmp_path / "aside"))
                 nodes = moved if row["node"] in moved else (str(row["node"]),)
-                assert any(os.path.ismount(node) for _ in range(100) for node in nodes)
+                deadline = time.monotonic() + 10
+                while not any(os.path.isdir(f"{node}/inner") for node in nodes):
+                    assert time.monotonic() < deadline, row
                 shim.ok("umount", str(row["fsid"]))
     finally:
         swapping.clear()

@@ -236,30 +236,55 @@ def osreldate() -> int:
 
 # system calls that os has not (before Python 3.12) ----------------------------------------------------------------
 
-MS_RDONLY, MS_NOSUID, MS_NOEXEC, MS_REMOUNT, MS_NOATIME, MS_BIND = 1, 2, 8, 32, 1024, 4096
+MS_NOSUID, MS_NOEXEC, MS_BIND = 2, 8, 4096
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC = 1, 2, 4, 8
+MOUNT_ATTR_NOATIME, MOUNT_ATTR__ATIME = 0x10, 0x70
 MNT_DETACH, UMOUNT_NOFOLLOW = 2, 8
 CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x04000000, 0x08000000, 0x20000000, 0x40000000
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP = 1, 24
+SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_MOUNT_SETATTR = 428, 429, 442
+AT_FDCWD, AT_EMPTY_PATH, OPEN_TREE_CLONE = -100, 0x1000, 1
+MOVE_MOUNT_F_EMPTY_PATH, MOVE_MOUNT_T_EMPTY_PATH = 0x04, 0x40
 
 _libc = None
 
 
-def _call(name: str, *args: object) -> None:
-    """A libc function that answers 0 or -1 and errno. Raises OSError."""
+def _call(name: str, *args: object) -> int:
+    """A libc function that answers -1 and errno where it fails. Raises OSError."""
     global _libc
     import ctypes
 
     if _libc is None:
         _libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(_libc, name)(*args) != 0:
+    answer: int = getattr(_libc, name)(*args)
+    if answer < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), name)
+    return answer
 
 
 def mount_syscall(source: str, target: str, fstype: str, flags: int, data: str = "") -> None:
     import ctypes
 
     _call("mount", source.encode(), os.fsencode(target), fstype.encode(), ctypes.c_ulong(flags), data.encode() or None)
+
+
+def clone_mount(source: str, attributes: int) -> int:
+    """A descriptor of a new mount of what is at ``source``, attached nowhere yet, with these MOUNT_ATTR_… if any."""
+    import ctypes
+
+    tree = _call("syscall", SYS_OPEN_TREE, AT_FDCWD, os.fsencode(source), OPEN_TREE_CLONE | os.O_CLOEXEC)
+    if attributes:
+        cleared = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC | MOUNT_ATTR__ATIME
+        words = (ctypes.c_uint64 * 4)(attributes, cleared, 0, 0)
+        _call("syscall", SYS_MOUNT_SETATTR, tree, b"", AT_EMPTY_PATH, words, ctypes.c_size_t(ctypes.sizeof(words)))
+    return tree
+
+
+def attach_mount(tree: int, target: int) -> None:
+    """Attach it to a directory that is open."""
+    flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
+    _call("syscall", SYS_MOVE_MOUNT, tree, b"", target, b"", flags)
 
 
 def umount_syscall(target: str, flags: int) -> None:

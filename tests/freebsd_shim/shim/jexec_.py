@@ -73,9 +73,11 @@ def main(argv: list[str]) -> int:
         jail = prison.find(rest[0])
     except prison.JailError as error:
         raise base.errx(1, str(error)) from None
+    before = _signal.pthread_sigmask(_signal.SIG_BLOCK, FORWARDED)
     child = prison.attach(jail)
     if child:
         stand_for(child)
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, before)
     try:
         os.chdir(directory)
     except OSError as error:
@@ -119,6 +121,7 @@ def stand_for(child: int) -> None:
     """
     for number in FORWARDED:
         _signal.signal(number, lambda got, _: forward(child, got))
+    _signal.pthread_sigmask(_signal.SIG_UNBLOCK, FORWARDED)
     _, status = os.waitpid(child, 0)
     sys.stdout.flush()
     if not os.WIFSIGNALED(status):

@@ -24,10 +24,10 @@ usage: umount [-dfNnv] special ... | node ... | fsid ...
 # vfs_mount.c global_opts[] and vfs_donmount(); the flag is Linux's, the words are sys/mount.h MNTOPT_NAMES and
 # mount.c flags2opts().
 OPTIONS = {
-    "ro": (base.MS_RDONLY, "read-only", "ro"),
-    "nosuid": (base.MS_NOSUID, "nosuid", "nosuid"),
-    "noexec": (base.MS_NOEXEC, "noexec", "noexec"),
-    "noatime": (base.MS_NOATIME, "noatime", "noatime"),
+    "ro": (base.MOUNT_ATTR_RDONLY, "read-only", "ro"),
+    "nosuid": (base.MOUNT_ATTR_NOSUID, "nosuid", "nosuid"),
+    "noexec": (base.MOUNT_ATTR_NOEXEC, "noexec", "noexec"),
+    "noatime": (base.MOUNT_ATTR_NOATIME, "noatime", "noatime"),
     "nocover": (0, "nocover", "nocover"),
     "emptydir": (0, "emptydir", "emptydir"),
 }
@@ -105,14 +105,14 @@ def table() -> list[Mount]:
     return found
 
 
-def record(special: str, node: str, fstype: str, options: list[str]) -> None:
-    """Note the mount just made at ``node``; drops what is gone."""
+def record(special: str, node: str, fstype: str, options: list[str], identity: int) -> None:
+    """Note the mount just made; drops what is gone."""
     with base.locked():
         state = base.load("mounts", {"last": 0, "mounts": []})
         now = kernel_table()
         there = {each.identity: each.what for each in now}
         state["mounts"] = [each for each in state["mounts"] if there.get(each["id"]) == each["what"]]
-        made = next(each for each in reversed(now) if each.node == node)
+        made = next(each for each in now if each.identity == identity)
         state["last"] += 1
         # vfs_getnewfsid(): a number of its own and the file system's type number
         kind = "29000000" if fstype == "nullfs" else "71000000"
@@ -234,27 +234,20 @@ def mount_nullfs(special: str, node: str, words: list[str]) -> int:
     if number:
         raise base.err(1, node, number)
     try:
-        node = bind(source, node)
-        flags = 0
-        for name in on:
-            flags |= OPTIONS[name][0]
-        if flags:
-            base.mount_syscall("none", node, "", base.MS_BIND | base.MS_REMOUNT | flags)
+        node, identity = bind(source, node, sum(OPTIONS[name][0] for name in on))
     except OSError as error:
         raise base.err(1, node, error.errno or 0) from None
-    record(source, node, "nullfs", on)
+    record(source, node, "nullfs", on, identity)
     return 0
 
 
-def bind(source: str, node: str) -> str:
+def bind(source: str, node: str, attributes: int) -> tuple[str, int]:
     """vfs_mount.c vfs_domount(): namei() with FOLLOW, then vn_path_to_global_path(): wherever links that came up since
-    have led, that is where the mount is, and what it is called: returned."""
+    have led, that is where the mount is, and what it is called: returned, with its number."""
     covered = os.open(node, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        base.mount_syscall(source, f"/proc/self/fd/{covered}", "", base.MS_BIND)
-        return os.readlink(f"/proc/self/fd/{covered}")
-    finally:
-        os.close(covered)
+    tree = base.clone_mount(source, attributes)
+    base.attach_mount(tree, covered)
+    return os.readlink(f"/proc/self/fd/{covered}"), mount_of(f"/proc/self/fdinfo/{tree}")
 
 
 def mount_devfs(special: str, node: str, words: list[str]) -> int:
@@ -283,7 +276,7 @@ def mount_devfs(special: str, node: str, words: list[str]) -> int:
     os.mkdir(os.path.join(node, "pts"), 0o755)
     options = "newinstance,ptmxmode=0666,mode=620"
     base.mount_syscall("devpts", os.path.join(node, "pts"), "devpts", base.MS_NOSUID | base.MS_NOEXEC, options)
-    record("devfs", node, "devfs", on)
+    record("devfs", node, "devfs", on, next(each.identity for each in reversed(kernel_table()) if each.node == node))
     return 0
 
 
