@@ -171,7 +171,8 @@ def _answered(mounts: list[Path], seconds: float) -> bool:
 
 
 def _destroy(name: str) -> None:
-    deadline = time.monotonic() + 30
+    """A mount namespace that another test has made meanwhile holds its mounts."""
+    deadline = time.monotonic() + 180
     while (done := run("zpool", "destroy", "-f", name, check=False)).returncode != 0:
         if "no such pool" in done.stderr:
             return

@@ -69,7 +69,8 @@ def debian() -> Path:
         given, made = session.run_dir() / "jail.sources", session.run_dir() / "jail.tar"
         given.write_text(sources)
         thinner = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "locale", "man")]
-        argv = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "mmdebstrap", "--quiet", "--mode=root"]
+        argv = ["unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"]
+        argv += ["mmdebstrap", "--quiet", "--mode=root"]
         argv += ["--variant=minbase", "--format=tar", f"--include={','.join(_PACKAGES)}", *thinner]
         argv += [f"--aptopt={option}" for option in asyncio.run(rootfs._apt_options())]
         argv += ["--", _SUITE, str(made), *([str(given)] if sources else [])]

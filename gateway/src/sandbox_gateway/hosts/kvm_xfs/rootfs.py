@@ -367,8 +367,8 @@ async def _debootstrap(
         f'printf "{_INITRAMFS_MODULES}" > "$1/etc/initramfs-tools/modules"'
     )
     argv = [
-        # Mounts and processes of mmdebstrap end with it, however it ends.
-        *("unshare", "--mount", "--pid", "--fork", "--kill-child"),
+        # Mounts and processes of mmdebstrap end with it, however it ends; the host's it does not hold on to meanwhile.
+        *("unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"),
         *("mmdebstrap", "--verbose", "--mode=root", "--variant=minbase", "--format=tar"),
         f"--include={','.join(packages)}",
         *(f"--dpkgopt={option}" for option in _DPKG_OPTIONS),
@@ -513,7 +513,8 @@ def _install_agent(tree: Tree, agent: Path) -> None:
 async def _compile_agent(source: Source, tree: Path, log: Log) -> None:
     if source is Source.DEBOOTSTRAP:
         # Debian's own interpreter, in a tree of Debian's packages.
-        inside = ("unshare", "--mount", "--pid", "--net", "--fork", "--kill-child", "chroot", str(tree))
+        namespaces = ("--mount", "--propagation", "slave", "--pid", "--net")
+        inside = ("unshare", *namespaces, "--fork", "--kill-child", "chroot", str(tree))
         await compile_agent([*inside, "/usr/bin/python3", "-I", "-S"], ["/opt/sandbox_agent"], log)
     elif python_minor(Tree(tree), Tree(tree).real("/usr/bin/python3").name) == sys.version_info.minor:
         await compile_agent_of_foreign(tree, log)
