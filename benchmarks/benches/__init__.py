@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from benchmarks.benches.clone import Clone
+from benchmarks.benches.connection import Connection
 from benchmarks.benches.fork import Fork
 from benchmarks.benches.http import Http
 from benchmarks.benches.idle import Idle
 from benchmarks.benches.jail import JailZfs
 from benchmarks.benches.pause import Pause
 from benchmarks.benches.rollback import Rollback
+from benchmarks.benches.tasks import Tasks
 from benchmarks.measure import Bench
 
-BENCHES: tuple[Bench, ...] = (Pause(), Fork(), Rollback(), Clone(), Idle(), Http(), JailZfs())
+BENCHES: tuple[Bench, ...] = (Pause(), Fork(), Rollback(), Clone(), Idle(), Http(), JailZfs(), Tasks(), Connection())

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -39,3 +40,19 @@ def join(failures: dict[str, Failure], asked: int) -> Failure:
     text = f"{len(failures)} of {asked} cannot be done: " + "; ".join(sentences)
     blockers = [blocker for failure in failures.values() for blocker in failure.blockers]
     return Failure(text, first.kind, blockers=dict.fromkeys(blockers), status=first.status)
+
+
+@contextlib.contextmanager
+def still_there(what: str, ref: str, ident: str) -> Iterator[None]:
+    """For calls that need what the plan has found: where it went meanwhile, the failure says so, by the user's name."""
+    try:
+        yield
+    except Failure as failure:
+        if failure.kind != "not_found" or ident not in failure.message:
+            raise
+        raise Failure(
+            f"{what} {ref!r} was there when this task began and is not found any more: somebody removed it meanwhile, "
+            "or it expired; make it again, or name another",
+            "not_found",
+            status=failure.status,
+        ) from None

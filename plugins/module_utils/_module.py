@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NoReturn
 
 from ansible.module_utils.basic import AnsibleModule, env_fallback
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._run import HIDDEN, run
 
 URL_VARIABLE = "SANDBOX_GATEWAY_URL"
@@ -33,11 +34,17 @@ def arguments(thing: Any) -> dict[str, Any]:
     return copy.deepcopy({**COMMON, **thing.ARGUMENTS})
 
 
+class _Module(AnsibleModule):
+    def fail_json(self, msg: str, **result: Any) -> NoReturn:
+        """What Ansible itself refuses (an option that is none, of another type, missing) is told as all else is."""
+        super().fail_json(msg, **{"failure": Failure(msg).as_dict(), **result})
+
+
 def main(thing: Any) -> None:
     """Run ``thing`` as a module."""
     # The invocation goes to no log: `env` may hold secrets, and as a no_log option its values, however short,
     # would be blotted out of all results.
-    module = AnsibleModule(arguments(thing), supports_check_mode=True, no_log=True, **thing.RULES)
+    module = _Module(arguments(thing), supports_check_mode=True, no_log=True, **thing.RULES)
     result = run(thing, module.params, check=module.check_mode)
     if not module._diff:
         del_diff(result)

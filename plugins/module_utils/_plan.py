@@ -158,6 +158,11 @@ def networks(addresses: Iterable[str]) -> list[str]:
     return sorted(result)
 
 
+def succeeded(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The view ``before`` of what gives way to ``after``, as far as it is known what becomes of it."""
+    return {key: value for key, value in before.items() if key in after}
+
+
 def aside(name: str, ident: str) -> str:
     """The name a thing has while its successor is made: one that may be a name, and no other thing's."""
     return f"{name[:50]}.old-{ident[:8]}"

@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, still_there
 from ansible_collections.grove.sandbox.plugins.module_utils._names import holders, taken_by
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     SNAPSHOT,
@@ -106,9 +107,11 @@ def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
     if want.unless_clean and now["snapshot_id"] == target and now["diverged"] is False:
         return []
     after = {"name": now["name"], "state": "running", "snapshot_id": target, "diverged": False}
+    # Of what is lost without a file having changed (what runs, what is in memory) this is all there is to show.
+    after["content_of"] = have.snapshot["name"] or target
     after.update({key: have.snapshot[key] for key in SIZES})
     changes = [Change(name, view(now), after)]
-    request: dict[str, Any] = {"sandbox": now["id"], "snapshot": target}
+    request: dict[str, Any] = {"sandbox": now["id"], "snapshot": target, "ref": want.snapshot}
     backup = want.backups.get(name)
     if backup:
         if backup in have.taken:
@@ -124,11 +127,21 @@ def _reason(have: Current) -> str:
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
-    """The backup first: without it nothing is rolled back. Raises Failure."""
-    place = f"/sandboxes/{segment(action.request['sandbox'])}"
-    if "backup" in action.request:
-        client.post(f"{place}/snapshots", dict(action.request["backup"]))
-    client.post(f"{place}/rollback", {"snapshotID": action.request["snapshot"]})
+    """The backup first: without it nothing is rolled back, and without a rollback none is kept. Raises Failure."""
+    request = action.request
+    place, target = f"/sandboxes/{segment(request['sandbox'])}", request["snapshot"]
+    with still_there("snapshot", request["ref"], target):
+        if "backup" in request:
+            client.get(f"/snapshots/{segment(target)}")
+            taken = client.post(f"{place}/snapshots", dict(request["backup"]))["snapshotID"]
+        try:
+            client.post(f"{place}/rollback", {"snapshotID": target})
+        except Failure as failure:
+            # Where no answer came, it may still go on, and the backup be all that is left.
+            if "backup" in request and failure.status is not None:
+                with contextlib.suppress(Failure):
+                    client.delete(f"/snapshots/{segment(taken)}")
+            raise
     return {}
 
 

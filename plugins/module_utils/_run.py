@@ -57,6 +57,7 @@ class _Run:
         self.client = client
         self.check = check
         self.go_on = bool(params.get("continue_on_error"))
+        self.brief = params.get("returned") == "changed"
         self.want = thing.desired(params)
         self.failures: dict[str, Failure] = {}
         self.done: list[Action] = []
@@ -110,7 +111,7 @@ class _Run:
             "diff": diff(self.done),
         }
         for key, names in lists.items():
-            result[key] = [dict(shapes[name]) for name in names if name in shapes]
+            result[key] = [dict(shapes[name]) for name in names if name in shapes and self._is_listed(name)]
         names = lists[self.thing.PLURAL]
         if len(names) == 1:
             result[self.thing.SINGULAR] = dict(shapes[names[0]]) if names[0] in shapes else None
@@ -118,7 +119,13 @@ class _Run:
             return failed(join(self.failures, max(len(result["outcomes"]), 1)), **result)
         return result
 
+    def _is_listed(self, name: str) -> bool:
+        return not self.brief or any(change.name == name for action in self.done for change in action.changes)
+
     def _outcomes(self, names: list[str]) -> list[dict[str, Any]]:
+        """One for each name; none at all where nothing was done: what many results hold, Ansible copies many times."""
+        if not self.done and not self.failures:
+            return []
         verbs: dict[str, list[str]] = {name: [] for name in names}
         for action in self.done:
             for change in action.changes:

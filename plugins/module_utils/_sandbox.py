@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, still_there
 from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
     OPTIONS,
     Mount,
@@ -33,6 +33,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     at_least,
     checked_names,
     networks,
+    succeeded,
     words,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
@@ -234,9 +235,8 @@ def _create(want: Desired, have: Current, name: str) -> Action:
         raise Failure(f"sandbox {name!r} not found, and to make it 'template' or 'snapshot' is needed", "not_found")
     check_sizes(want.sizes, have.source, want.cold_start)
     check_mounts(want.mounts, have.source, have.volumes)
-    return Action(
-        "create", (Change(name, None, _fresh(want, name, have.source)),), {"body": _body(want, name, have.source)}
-    )
+    request = {"body": _body(want, name, have.source), "ref": (want.source_kind, want.source)}
+    return Action("create", (Change(name, None, _fresh(want, name, have.source)),), request)
 
 
 def _replace(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> Action:
@@ -245,8 +245,14 @@ def _replace(want: Desired, have: Current, name: str, now: Mapping[str, Any]) ->
         raise Failure(f"to replace sandbox {name!r}, 'template' or 'snapshot' must say what to make it from")
     check_sizes(want.sizes, source, want.cold_start)
     check_mounts(want.mounts, source, have.volumes)
-    request = {"id": now["id"], "aside": aside(now["name"], now["id"]), "body": _body(want, now["name"], source)}
-    return Action("replace", (Change(name, view(now), _fresh(want, now["name"], source)),), request)
+    request = {
+        "id": now["id"],
+        "aside": aside(now["name"], now["id"]),
+        "body": _body(want, now["name"], source),
+        "ref": (want.source_kind, want.source),
+    }
+    after = _fresh(want, now["name"], source)
+    return Action("replace", (Change(name, succeeded(view(now), after), after),), request)
 
 
 def _fresh(want: Desired, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -413,11 +419,11 @@ def remove(name: str, now: Mapping[str, Any]) -> Action:
 def apply(action: Action, client: Client) -> dict[str, Failure]:
     """Carry out one action. Raises Failure; returns {}: none of these fails in part."""
     request = action.request
-    if action.verb == "create":
-        client.post("/sandboxes", dict(request["body"]))
-    elif action.verb == "replace":
+    if action.verb in ("create", "replace"):
         body = dict(request["body"])
-        replace(client, [(request["id"], body["name"], request["aside"])], lambda: client.post("/sandboxes", body))
+        old = [(request["id"], body["name"], request["aside"])] if action.verb == "replace" else []
+        with still_there(*request["ref"], body["templateID"]):
+            replace(client, old, lambda: client.post("/sandboxes", body))
     else:
         apply_to_one(action, client)
     return {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, still_there
 from ansible_collections.grove.sandbox.plugins.module_utils._names import holders, taken_by
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     SNAPSHOT,
@@ -202,7 +202,8 @@ def _capture(want: Desired, name: str, sandbox: Mapping[str, Any]) -> Action:
     if want.retention is not None:
         body["retention"] = dict(want.retention)
     after = captured_view(name, sandbox, want.description, want.volumes or ())
-    return Action("capture", (Change(name, None, after, SNAPSHOT),), {"sandbox": sandbox["id"], "body": body})
+    request = {"sandbox": sandbox["id"], "ref": want.sandboxes[name], "body": body}
+    return Action("capture", (Change(name, None, after, SNAPSHOT),), request)
 
 
 def check_awake(ref: str, sandbox: Mapping[str, Any]) -> None:
@@ -282,7 +283,8 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     """Carry out one action. Raises Failure."""
     request = action.request
     if action.verb == "capture":
-        client.post(f"/sandboxes/{segment(request['sandbox'])}/snapshots", dict(request["body"]))
+        with still_there("sandbox", request["ref"], request["sandbox"]):
+            client.post(f"/sandboxes/{segment(request['sandbox'])}/snapshots", dict(request["body"]))
     elif action.verb == "remove":
         client.delete(request["place"], when="unused" if request["when_unused"] else "")
     else:

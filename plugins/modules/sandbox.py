@@ -241,7 +241,7 @@ sandbox:
   returned: when one name is given
   type: dict
 outcomes:
-  description: What was done for each name, or in check mode would be.
+  description: What was done for each name, or in check mode would be; empty where nothing was for any.
   returned: always, unless the gateway could not be asked
   type: list
   elements: dict

@@ -127,6 +127,15 @@ options:
         goes when the new one lives.
     type: bool
     default: false
+  returned:
+    description:
+      - Which siblings RV(sandboxes) lists; V(all) that were asked for, or only those that were V(changed), or in check
+        mode would be.
+      - Ansible copies a result several times. Where a hundred siblings are there and nothing is to be done, that takes
+        most of the task's time.
+    type: str
+    choices: [all, changed]
+    default: all
   continue_on_error:
     description:
       - Normally, if anything stands in the way of one name, nothing is done at all; and if something fails on the
@@ -191,7 +200,8 @@ RETURN = r"""
 ---
 sandboxes:
   description:
-    - The sandboxes of the names asked for that exist, in the order of the names.
+    - The sandboxes of the names asked for that exist, in the order of the names; with O(returned=changed) those of them
+      that were changed.
     - In check mode, what exists only after the run (ids, dates, addresses) is V(null).
   returned: always, unless the gateway could not be asked
   type: list
@@ -237,7 +247,7 @@ sandbox:
   returned: when one name is given
   type: dict
 outcomes:
-  description: What was done for each name, or in check mode would be.
+  description: What was done for each name, or in check mode would be; empty where nothing was for any.
   returned: always, unless the gateway could not be asked
   type: list
   elements: dict

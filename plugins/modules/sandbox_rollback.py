@@ -163,7 +163,7 @@ backups:
     expires_at: {description: When it may be removed (RFC 3339); V(null) for never., type: str}
     backend: {description: The kind of its host., type: str}
 outcomes:
-  description: What was done for each name, or in check mode would be.
+  description: What was done for each name, or in check mode would be; empty where nothing was for any.
   returned: always, unless the gateway could not be asked
   type: list
   elements: dict

@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
+from ansible.module_utils.errors import UnsupportedError
 from ansible.plugins.action import ActionBase
 from ansible_collections.grove.sandbox.plugins.module_utils._client import DEFAULT_URL, Address
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
@@ -75,8 +76,15 @@ class GatewayAction(ActionBase):
             required_by=rules.get("required_by"),
         ).validate(args)
         if validated.error_messages:
-            return failed(Failure("; ".join(validated.error_messages)))
+            return failed(Failure("; ".join(map(self._sentence, validated.errors))))
         result = run(self.thing, validated.validated_parameters, check=self._task.check_mode)
         if not self._task.diff:
             result.pop("diff", None)
         return result
+
+    def _sentence(self, error: Exception) -> str:
+        """In the words that the module would use."""
+        known = (
+            f"Unsupported parameters for ({self._task.action}) module: " if isinstance(error, UnsupportedError) else ""
+        )
+        return f"{known}{error}"

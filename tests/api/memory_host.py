@@ -12,6 +12,7 @@ import asyncio
 import base64
 import itertools
 import json
+import os
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,8 +27,9 @@ _slots = itertools.count()
 
 
 def _address() -> str:
-    slot = next(_slots)
-    return f"127.77.{slot // 250 % 250}.{slot % 250 + 2}"
+    """A loopback address that no other test run on this machine uses at the same time."""
+    slot, process = next(_slots), os.getpid()
+    return f"127.{64 + process % 150}.{(process // 150 + slot // 250) % 250}.{slot % 250 + 2}"
 
 
 class Machine:

@@ -55,7 +55,7 @@ def stamp(moment: datetime | None) -> str:
 
 
 class DoubleGateway:
-    """The state, and ``answer`` to one request. ``fail_at`` is the name whose fork fails."""
+    """The state, and ``answer`` to one request. ``fail_at`` is the name whose fork fails, or ``rollback``."""
 
     def __init__(self, *, token: str = "", version: str = "0.1.0") -> None:
         self.token = token
@@ -72,7 +72,7 @@ class DoubleGateway:
         self.build_polls = 1
         """How often a build is asked after before it ends."""
         self.vanish: set[str] = set()
-        """Snapshots (ids) that are gone as soon as somebody has seen them."""
+        """Snapshots and sandboxes (ids) that are gone as soon as somebody has seen them."""
         self._lock = threading.RLock()
 
     def answer(
@@ -114,6 +114,8 @@ class DoubleGateway:
                 return 201, self._detail(self._create(body)), {}
             case ("GET", "sandboxes", ref):
                 box = self._sandbox(ref)
+                if box["id"] in self.vanish:
+                    self._kill(box)
                 return 200, {**self._detail(box), "diverged": box["diverged"]}, {}
             case ("DELETE", "sandboxes", ref):
                 self._kill(self._sandbox(ref))
@@ -424,6 +426,8 @@ class DoubleGateway:
                 return 201, self._snapshot_shape(self._capture(box, body)), {}
             case ("POST", "rollback"):
                 target = self._snapshot(body["snapshotID"])
+                if self.fail_at == "rollback":
+                    raise Refused(500, "backend_failed", f"sandbox {box['name']!r} did not answer within 20 s")
                 box.update(head=target["id"], diverged=False, state="running", reason="", begun=datetime.now(UTC))
                 box.update({size: target[size] for size in SIZES})
                 box["mounts"] = [dict(mount) for mount in target["mounts"] if mount["volume"] in self.volumes]

@@ -46,20 +46,23 @@ def test_no_gateway_a_wrong_key_something_else_and_one_too_old(tmp_path: Path, w
     failed(down, "unreachable", "gateway.sock", "sandbox-gateway started")
     failed(port, "unreachable", "http://127.0.0.1:9", "nothing listens")
     failed(odd, "invalid", "gateway_url", "unix:///path/to/gateway.sock")
-    with serve(seeded(token=KEY)) as url:
-        (wrong,) = Target(url, tmp_path, token="another-key-altogether").play(
-            sandbox(name="box", template="base"), keywords=way
+    locked, outdated = seeded(token=KEY), seeded(version="0.0.9")
+    with serve(locked) as url:
+        wrong, listed = Target(url, tmp_path, token="another-key-altogether").play(
+            sandbox(name="box", template="base"), {"grove.sandbox.sandbox_info": {}}, keywords=way
         )
-    failed(wrong, "unauthorized", url, "gateway_token")
-    assert wrong["failure"]["status"] == 401
-    with serve(seeded(version="0.0.9")) as url:
+    for result in (wrong, listed):
+        failed(result, "unauthorized", url, "gateway_token")
+        assert result["failure"]["status"] == 401
+    with serve(outdated) as url:
         said, old = Target(url, tmp_path).play(
             {**sandbox(name="box", template="base"), "check_mode": True},
             sandbox(name="box", template="base"),
             keywords=way,
         )
     failed(said, "too_old", "0.0.9", "0.1.0 or newer")
-    failed(old, "too_old", "0.0.9", "0.1.0 or newer")
+    failed(old, "too_old", "0.0.9", "0.1.0 or newer", "role grove.sandbox.gateway")
+    assert not old["changed"] and not locked.sandboxes and not outdated.sandboxes
 
 
 def test_over_a_unix_socket(tmp_path: Path, double: DoubleGateway, way: Any) -> None:
@@ -69,8 +72,8 @@ def test_over_a_unix_socket(tmp_path: Path, double: DoubleGateway, way: Any) -> 
     assert made["sandbox"]["name"] == "box"
 
 
-def test_what_is_asked_for_badly(doubled: Target, double: DoubleGateway) -> None:
-    count, name, twice, size, life, both, nothing, unknown = doubled.play(
+def test_what_is_asked_for_badly(doubled: Target, double: DoubleGateway, way: Any) -> None:
+    count, name, twice, size, life, both, nothing, unknown, word = doubled.play(
         fork(count=-1, name_prefix="ci"),
         sandbox(name="n" * 10_000, template=TEMPLATE),
         sandbox(name=["a", "a"], template=TEMPLATE),
@@ -79,6 +82,8 @@ def test_what_is_asked_for_badly(doubled: Target, double: DoubleGateway) -> None
         sandbox(name="box", template=TEMPLATE, snapshot=TEMPLATE),
         sandbox(name="box"),
         sandbox(name="box", template=TEMPLATE, colour="red"),
+        sandbox(name="box", template=TEMPLATE, cpus="many"),
+        keywords=way,
     )
     failed(count, "invalid", "count must be at least 0, not -1")
     failed(name, "invalid", "1 to 64 letters")
@@ -88,7 +93,8 @@ def test_what_is_asked_for_badly(doubled: Target, double: DoubleGateway) -> None
     failed(life, "invalid", "timeout")
     failed(both, "invalid", "mutually exclusive")
     failed(nothing, "not_found", "'template' or 'snapshot'")
-    failed(unknown, "invalid", "colour")
+    failed(unknown, "invalid", "Unsupported parameters for (grove.sandbox.sandbox) module: colour", "cold_start")
+    failed(word, "invalid", "cpus", "many")
     assert not double.sandboxes
 
 
@@ -171,14 +177,57 @@ def test_the_old_one_keeps_its_name_where_its_successor_fails(doubled: Target, d
     assert [(box["id"], box["name"]) for box in double.sandboxes.values()] == [(first["sandbox"]["id"], "box")]
 
 
-def test_a_snapshot_that_vanishes_between_plan_and_apply(doubled: Target, double: DoubleGateway) -> None:
-    doubled.play(
-        sandbox(name="box", template=TEMPLATE), {"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "box"}}
-    )
+def boxed(gateway: DoubleGateway, *, snapshot: bool = True) -> None:
+    """A sandbox `box`, and a snapshot `s` of it."""
+    gateway.answer("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "box"})
+    if snapshot:
+        gateway.answer("POST", "/sandboxes/box/snapshots", {"name": "s"})
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"grove.sandbox.sandbox_fork": {"snapshot": "s", "names": ["x"]}},
+        {"grove.sandbox.sandbox_fork": {"snapshot": "s", "names": ["box"], "recreate": True}},
+        {"grove.sandbox.sandbox": {"name": "x", "snapshot": "s"}},
+        {"grove.sandbox.sandbox_rollback": {"sandbox": "box", "snapshot": "s", "unless_clean": False}},
+        {"grove.sandbox.sandbox_rollback": {"sandbox": "box", "snapshot": "s", "backup_name": "kept"}},
+    ],
+    ids=["fork", "replace", "create", "roll back", "roll back with a backup"],
+)
+def test_a_snapshot_that_vanishes_between_plan_and_apply(
+    doubled: Target, double: DoubleGateway, task: Task, way: Any
+) -> None:
+    boxed(double)
     double.vanish = {snapshot["id"] for snapshot in double.snapshots.values() if "s" in snapshot["names"]}
-    (lost,) = doubled.play({"grove.sandbox.sandbox_fork": {"snapshot": "s", "names": ["x"]}})
-    failed(lost, "not_found", "not found")
-    assert not lost["changed"] and len(double.sandboxes) == 1
+    (box,) = double.sandboxes.values()
+    box["diverged"] = True
+    before = dict(box)
+    (lost,) = doubled.play(task, keywords=way)
+    failed(lost, "not_found", "snapshot 's' was there when this task began", "make it again, or name another")
+    assert not lost["changed"] and list(double.sandboxes.values()) == [before]
+    assert [snapshot["names"] for snapshot in double.snapshots.values()] == [[TEMPLATE]]
+
+
+def test_a_sandbox_that_vanishes_between_plan_and_apply(doubled: Target, double: DoubleGateway) -> None:
+    boxed(double, snapshot=False)
+    double.vanish = set(double.sandboxes)
+    (lost,) = doubled.play({"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "box"}})
+    failed(lost, "not_found", "sandbox 'box' was there when this task began")
+    assert not lost["changed"] and [each["names"] for each in double.snapshots.values()] == [[TEMPLATE]]
+
+
+def test_a_backup_goes_where_the_rollback_fails(doubled: Target, double: DoubleGateway) -> None:
+    boxed(double)
+    task = {"grove.sandbox.sandbox_rollback": {"sandbox": "box", "snapshot": "s", "backup_name": "b"}}
+    next(iter(double.sandboxes.values()))["diverged"] = True
+    double.fail_at = "rollback"
+    (broken,) = doubled.play(task)
+    failed(broken, "backend_failed", "did not answer")
+    assert not broken["changed"] and broken["backups"] == []
+    double.fail_at = ""
+    (back,) = doubled.prove(task)
+    assert back["backups"][0]["name"] == "b"
 
 
 def test_a_build_that_fails_shows_the_end_of_its_log(doubled: Target, double: DoubleGateway) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.roles.upgrade import NEWER, count
 from tests.support import session
 from tests.support.gateway import Gateway
 from tests.support.roles import Played, play
@@ -53,17 +54,35 @@ class Installed:
             },
         }
 
-    def apply(self, check: bool = False, config: dict[str, Any] | None = None, **options: Any) -> Played:
+    def apply(
+        self,
+        check: bool = False,
+        config: dict[str, Any] | None = None,
+        collections: Path = session.COLLECTIONS,
+        **options: Any,
+    ) -> Played:
         variables = {**self.variables, **{f"gateway_{name}": value for name, value in options.items()}}
         if config:
             variables["gateway_config"] = {**self.variables["gateway_config"], **config}
-        return play("gateway", variables, check=check, into=self.root)
+        inside = ("env", f"ANSIBLE_COLLECTIONS_PATH={collections}")
+        return play("gateway", variables, check=check, into=self.root, inside=inside)
 
     def pid(self) -> int:
         return int(self.pid_file.read_text())
 
     def client(self) -> httpx.Client:
         return httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket)), base_url="http://gateway", timeout=120)
+
+    def execute(self, *argv: str) -> str:
+        """What a program prints that must succeed in the sandbox ``lives``."""
+        with self.client() as client:
+            said = client.post("/sandboxes/lives/exec", json={"args": argv}).json()
+        assert said["exitCode"] == 0, said
+        return str(said["stdout"])
+
+    def version(self) -> str:
+        with self.client() as client:
+            return str(client.get("/health").json()["version"])
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +175,19 @@ def test_sandboxes_go_on_through_a_new_configuration(installed: Installed) -> No
     with installed.client() as client:
         said = client.post("/sandboxes/lives/exec", json={"args": ["cat", "/proc/uptime"]}).json()
         assert said["exitCode"] == 0, said
+
+
+def test_an_upgrade_loses_no_sandbox(installed: Installed, newer: Path) -> None:
+    older, counted = installed.version(), count(installed.execute)
+    predicted = installed.apply(check=True, collections=newer)
+    assert not predicted.failed, predicted.output
+    assert "grove.sandbox.gateway : Copy it" in predicted.changed_tasks
+    assert installed.version() == older
+
+    upgraded = installed.apply(collections=newer)
+    assert not upgraded.failed, upgraded.output
+    assert installed.version() == NEWER != older
+    assert count(installed.execute).went_on(counted), "not only is it there: the same memory goes on"
 
 
 def test_what_keeps_it_from_starting_is_said(installed: Installed) -> None:

@@ -29,6 +29,7 @@ def test_usage_is_on_standard_output_when_asked_for() -> None:
         (("demo", "--quickly"), "demo does not know '--quickly'"),
         (("demo", "--host"), "--host needs a kind of host"),
         (("demo", "--host", "bare_metal"), "'bare_metal' is no kind of host"),
+        (("molecule", "bare_metal"), "there is no scenario 'bare_metal'"),
     ],
 )
 def test_what_it_does_not_know_it_refuses(arguments: tuple[str, ...], sentence: str) -> None:

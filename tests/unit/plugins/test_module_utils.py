@@ -15,10 +15,14 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     diff,
     networks,
     predict,
+    succeeded,
     words,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._run import HIDDEN, hide, secrets_of
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import moment
+
+from tests.collection.predictions import CASES, THINGS, wanted
+from tests.support.session import REPOSITORY
 
 
 def test_one_spelling_for_the_same_networks() -> None:
@@ -125,3 +129,18 @@ def test_moments() -> None:
     assert moment("") is None
     found = moment("2026-11-21T22:17:43.123456Z")
     assert found is not None and found.isoformat() == "2026-11-21T22:17:43+00:00"
+
+
+def test_of_what_gives_way_that_is_shown_which_its_successor_has() -> None:
+    assert succeeded({"name": "a", "memory_mb": 256, "timeout": -1}, {"name": "a", "memory_mb": 512}) == {
+        "name": "a",
+        "memory_mb": 256,
+    }
+
+
+def test_every_state_and_option_of_every_module_is_in_the_table_of_predictions() -> None:
+    modules = {path.stem for path in (REPOSITORY / "plugins" / "modules").glob("*.py")}
+    assert modules == set(THINGS)
+    found = {each for case in CASES for each in case.covers()}
+    assert not wanted() - found, "add a case to tests/collection/predictions.py for each of these"
+    assert len({(case.module, case.title) for case in CASES}) == len(CASES)

@@ -212,3 +212,30 @@ def test_said_is_done_and_done_once(
 def carry_out(client: Client, kind: str, params: dict[str, Any], *, check: bool = False) -> dict[str, Any]:
     given = {name: value for name, value in params.items() if value is not None}
     return run(THINGS[kind], {**defaults(THINGS[kind]), **given}, check=check, client=client)
+
+
+@pytest.mark.parametrize("way", [{"count": 3, "name_prefix": "ci", "exact": True}, {"names": ["ci-1", "ci-3"]}])
+def test_forks_that_are_all_there_cost_one_call(way: dict[str, Any]) -> None:
+    gateway = DoubleGateway()
+    gateway.build_polls = 0
+    client = Direct(gateway)
+    carry_out(client, "template", {"name": ["base"]})
+    wish = {"snapshot": "base", "metadata": {"run": 7}}
+    made = carry_out(client, "fork", {**wish, "count": 3, "name_prefix": "ci"})
+    gateway.calls.clear()
+    again = carry_out(client, "fork", {**wish, **way})
+    assert [method for method, _ in gateway.calls] == ["GET"], gateway.calls
+    assert not again["changed"] and again["sandboxes"][0] == made["sandboxes"][0] and again["outcomes"] == []
+
+
+def test_of_many_forks_only_those_that_changed_are_listed() -> None:
+    gateway = DoubleGateway()
+    gateway.build_polls = 0
+    client = Direct(gateway)
+    carry_out(client, "template", {"name": ["base"]})
+    wish = {"snapshot": "base", "name_prefix": "ci", "returned": "changed"}
+    listed = [
+        [each["name"] for each in carry_out(client, "fork", {**wish, "count": count}, check=check)["sandboxes"]]
+        for count, check in ((2, False), (3, True), (3, False), (3, False))
+    ]
+    assert listed == [["ci-1", "ci-2"], ["ci-3"], ["ci-3"], []]

@@ -1,0 +1,17 @@
+"""An action that asks nobody: it returns what the file SAME_FILE holds. What it takes is Ansible's own time."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ansible.plugins.action import ActionBase
+
+
+class ActionModule(ActionBase):
+    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        result = super().run(tmp, task_vars)
+        del tmp
+        return {**result, **json.loads(Path(os.environ["SAME_FILE"]).read_text())}

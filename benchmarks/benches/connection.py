@@ -1,0 +1,225 @@
+"""The same play by the connection plugin and over SSH, into forks of one snapshot: what a task in a sandbox costs."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks.context import Context
+from benchmarks.measure import Result, Target
+from benchmarks.plays import Plays
+from tests.support import jail_world, session
+from tests.support.gateway import Gateway
+from tests.support.worlds import TEMPLATE
+
+_FILES, _FILE_BYTES = 4, 16 << 10
+_FETCHED_BYTES = 1 << 20
+_TITLES = {
+    "facts": "gather facts",
+    "copy": f"copy a tree of {_FILES} files",
+    "command": "run a command",
+    "fetch": "fetch a file of 1 MiB",
+}
+_JAILS = (
+    "the sandboxes are jails on Linux (zfs-fuse, tests/freebsd_shim): what runs in them runs as fast as outside; in "
+    "virtual machines without KVM the modules take seconds, and the way there would not show"
+)
+_WAYS = (
+    "sshd runs in one of the forks; control connections persist, pipelining is on for both, and one host is worked on "
+    "at a time: the time of a task over many forks is divided by their number"
+)
+_USER, _HOME = "player", "/home/player"
+_PREPARE = f"""
+set -e
+useradd --create-home --shell /bin/sh {_USER}
+cd {_HOME}
+mkdir -m 700 .ssh
+cat >.ssh/authorized_keys
+ssh-keygen -q -t ed25519 -N "" -f .ssh/host
+head -c {_FETCHED_BYTES} /dev/urandom >fetched
+chown -R {_USER}: .
+"""
+_PORT = 2222
+# sshd of an ordinary user: root's wants to call chroot(2), which the shim's jails may not.
+_SSHD = f"exec /usr/sbin/sshd -p {_PORT} -h {_HOME}/.ssh/host -E {_HOME}/sshd.log -o UsePAM=no -o PidFile=none"
+
+
+class Connection:
+    name = "connection"
+    title = "a play into forks: by the connection plugin, and over SSH"
+
+    def run(self, ctx: Context) -> Result:
+        rounds, fleets = ctx.rounds(full=6, quick=1), ctx.rounds(full=2, quick=1)
+        count = ctx.rounds(full=20, quick=4)
+        settings = {"rounds": rounds, "fleets": fleets, "forks": count, "at_once": 1, "zfs": "zfs-fuse"}
+        result = Result(self.name, self.title, settings, notes=[_JAILS, _WAYS])
+        samples: dict[str, list[float]] = defaultdict(list)
+        with _forks(ctx, count) as forks, ctx.steps("plays", 2 * rounds + fleets) as steps:
+            book = _Book(forks)
+            for number in range(rounds):
+                for way in ("ssh", "ours"):
+                    for task, taken in book.play(way).items():
+                        samples[f"{way}_{task}"].append(taken)
+                    steps.done()
+                if number < fleets:
+                    for task, taken in book.play("fleet").items():
+                        samples[f"fleet_{task}"].append(taken / count)
+                    steps.done()
+        for task, title in _TITLES.items():
+            floor, target = f"ssh_{task}", Target("ratio", 1.0)
+            result.measure(floor, f"{title}: over SSH", samples=samples[floor])
+            for key, which in (("ours", "by the connection plugin"), ("fleet", f"the same in {count} forks, each")):
+                found = samples[f"{key}_{task}"]
+                result.measure(f"{key}_{task}", f"{title}: {which}", samples=found, floor=floor, target=target)
+        return result
+
+
+class _Forks:
+    """Where they are: ids, the gateway's socket; and how the first is reached over SSH."""
+
+    def __init__(self, scratch: Path, socket: str, ids: list[str], address: str, key: Path) -> None:
+        self.scratch = scratch
+        connection = {"ansible_connection": "grove.sandbox.sandbox", "ansible_sandbox_gateway_url": f"unix://{socket}"}
+        sandboxes = {f"fork-{number}": {**connection, "ansible_host": ident} for number, ident in enumerate(ids, 1)}
+        ssh = {"ansible_connection": "ssh", "ansible_host": address, "ansible_port": str(_PORT)}
+        ssh |= {"ansible_ssh_private_key_file": str(key), "ansible_ssh_common_args": "-o UserKnownHostsFile=/dev/null"}
+        self.inventories = {
+            way: self._inventory(way, hosts)
+            for way, hosts in (
+                ("ssh", {"fork-1": ssh}),
+                ("ours", {"fork-1": sandboxes["fork-1"]}),
+                ("fleet", sandboxes),
+            )
+        }
+
+    def _inventory(self, way: str, hosts: dict[str, dict[str, str]]) -> Path:
+        path = self.scratch / f"{way}.json"
+        variables = {"ansible_python_interpreter": "/usr/bin/python3", "ansible_user": _USER}
+        path.write_text(json.dumps({"all": {"hosts": hosts, "vars": variables}}))
+        return path
+
+
+class _Book:
+    """The play; each time it copies to another place, so that it always has to."""
+
+    def __init__(self, forks: _Forks) -> None:
+        self._forks = forks
+        self._times = 0
+        self._tree = forks.scratch / "tree"
+        for number in range(_FILES):
+            place = self._tree / f"part-{number % 2}"
+            place.mkdir(parents=True, exist_ok=True)
+            (place / f"file-{number}").write_bytes(os.urandom(_FILE_BYTES))
+        # A path of a control socket is short by law.
+        self._controls = session.run_dir() / "ssh"
+        self._controls.mkdir()
+        environment = {"ANSIBLE_HOST_KEY_CHECKING": "False", "ANSIBLE_SSH_CONTROL_PATH_DIR": str(self._controls)}
+        self._plays = Plays(forks.scratch, {**environment, "ANSIBLE_PIPELINING": "True"})
+
+    def play(self, way: str) -> dict[str, float]:
+        """Milliseconds of each task; its connections are closed then, so that every play makes its own."""
+        self._times += 1
+        fetched = self._forks.scratch / "fetched"
+        tasks = [
+            {"name": "facts", "ansible.builtin.setup": {}},
+            {"name": "copy", "ansible.builtin.copy": {"src": f"{self._tree}/", "dest": f"{_HOME}/tree-{self._times}/"}},
+            {"name": "command", "ansible.builtin.command": {"cmd": "uname -a"}},
+            {"name": "fetch", "ansible.builtin.fetch": {"src": f"{_HOME}/fetched", "dest": f"{fetched}/"}},
+        ]
+        try:
+            timed = self._plays.run(self._forks.inventories[way], tasks, forks=1)
+        finally:
+            for control in self._controls.iterdir():
+                argv = ["ssh", "-o", f"ControlPath={control}", "-O", "exit", "fork-1"]
+                subprocess.run(argv, capture_output=True, timeout=20, check=False)
+        sizes = {path.stat().st_size for path in fetched.rglob("fetched") if path.is_file()}
+        if sizes != {_FETCHED_BYTES}:
+            raise RuntimeError(f"what was fetched has {sizes} bytes, not {_FETCHED_BYTES}")
+        shutil.rmtree(fetched)
+        return {one.name: one.ms for one in timed}
+
+
+@contextlib.contextmanager
+def _forks(ctx: Context, count: int) -> Iterator[_Forks]:
+    """A gateway on a pool of its own with forks of a snapshot; the first runs an sshd. All of it goes at the end."""
+    scratch = session.run_dir() / "connection"
+    scratch.mkdir()
+    packages = (*jail_world._PACKAGES, "openssh-server")
+    ctx.say("making a root file system with sshd (once), and the jail's template on a pool of its own")
+    with mock.patch.object(jail_world, "_PACKAGES", packages), jail_world.jail_zfs_world() as world:
+        config = world.config()
+        try:
+            with _gateway(scratch, config) as gateway:
+                yield _made(gateway, scratch, count)
+        finally:
+            world.forget(config)
+
+
+@contextlib.contextmanager
+def _gateway(scratch: Path, config: Any) -> Iterator[Gateway]:
+    sections = config.model_dump(mode="json")
+    wanted = {"kind": "jail_zfs", "state_root": sections["host"]["state_root"]}
+    network = {key: sections["network"][key] for key in ("prefix", "subnet")}
+    dataset = {"dataset": config.jail_zfs.dataset}
+    settings = {"host": wanted, "jail_zfs": dataset, "network": network, "log": {"level": "info"}}
+    gateway = Gateway(scratch, settings)
+    gateway.state_root = config.host.state_root
+    with mock.patch.dict(os.environ, jail_world.environment()):
+        try:
+            gateway.start()
+            yield gateway
+        finally:
+            if problems := gateway.end():
+                raise RuntimeError("; ".join(problems))
+
+
+def _made(gateway: Gateway, scratch: Path, count: int) -> _Forks:
+    key = scratch / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True, timeout=60)
+    public = key.with_suffix(".pub").read_bytes()
+    source = gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE})["sandboxID"]
+    _shell(gateway, source, _PREPARE, public)
+    snapshot = gateway.call("POST", f"/sandboxes/{source}/snapshots", {})["snapshotID"]
+    gateway.call("DELETE", f"/sandboxes/{source}")
+    names = [f"fork-{number}" for number in range(1, count + 1)]
+    made = gateway.call("POST", f"/snapshots/{snapshot}/fork", {"names": names})["sandboxes"]
+    ids = [each["sandboxID"] for each in made]
+    _shell(gateway, ids[0], _SSHD, user=_USER)
+    address = gateway.call("GET", f"/sandboxes/{ids[0]}")["address"]
+    options = (
+        "-o",
+        "UserKnownHostsFile=/dev/null",
+        "-o",
+        "StrictHostKeyChecking=no",
+        "-o",
+        "BatchMode=yes",
+        "-p",
+        str(_PORT),
+    )
+    tried = subprocess.run(
+        ["ssh", "-i", key, *options, f"{_USER}@{address}", "true"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if tried.returncode != 0:
+        log = gateway.execute(ids[0], "tail", "-n", "20", f"{_HOME}/sshd.log")["stdout"]
+        raise RuntimeError(f"the fork is not reached over SSH: {tried.stderr[-2000:]}\n{log}")
+    return _Forks(scratch, str(gateway.socket), ids, address, key)
+
+
+def _shell(gateway: Gateway, sandbox: str, script: str, stdin: bytes = b"", **options: Any) -> None:
+    given = base64.b64encode(stdin).decode()
+    done = gateway.execute(sandbox, "/bin/sh", "-c", script, stdin=given, **options)
+    if done["exitCode"] != 0:
+        raise RuntimeError(f"a command in sandbox {sandbox} failed: {done['stderr'][-2000:]}")

@@ -1,0 +1,121 @@
+"""A task that finds nothing to do on a hundred forks: by the action plugin, and by the module, beside plain Ansible."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.context import Context
+from benchmarks.measure import Result, Target
+from benchmarks.plays import Plays
+from tests.api.served import Served
+from tests.support import session
+
+_FORKS = 100
+_ROUNDS = 5
+"""Of a play; one more, in which Ansible loads its plugins, is not counted."""
+_DOUBLED = (
+    "the gateway and its HTTP are real, the forks are machines in memory (tests/api/memory_host.py): none of what is "
+    "measured asks a machine for anything"
+)
+_TASK: dict[str, Any] = {"snapshot": "golden", "count": _FORKS, "name_prefix": "ci", "exact": True}
+
+
+class Tasks:
+    name = "tasks"
+    title = "a task that finds nothing to do on a hundred forks"
+
+    def run(self, ctx: Context) -> Result:
+        plays = ctx.rounds(full=6, quick=1)
+        settings = {"forks": _FORKS, "plays": plays, "rounds": plays * _ROUNDS, "machines": "tests/api/memory_host.py"}
+        result = Result(self.name, self.title, settings, notes=[_DOUBLED])
+        samples: dict[str, list[float]] = defaultdict(list)
+        with _gateway() as gateway, ctx.steps("plays", plays) as steps:
+            for _ in range(plays):
+                for key, taken in _play(gateway).items():
+                    samples[key] += taken
+                steps.done()
+        samples["floor"] = [sum(pair) for pair in zip(samples["debug"], samples["call"], strict=True)]
+        result.measure("floor", "floor: a debug task plus one HTTP call", samples=samples["floor"])
+        result.measure("debug", "ansible.builtin.debug", samples=samples["debug"], part_of="floor")
+        result.measure("call", "the list of the forks, asked for without Ansible", samples=samples["call"],
+                       part_of="floor")  # fmt: skip
+        title = "sandbox_fork by the action plugin"
+        result.measure("action", title, samples=samples["action"], floor="floor", target=Target("ratio", 1.3))
+        title = "the same with returned: changed"
+        result.measure("brief", title, samples=samples["brief"], floor="floor", target=Target("ratio", 1.3))
+        title = "an action that returns the same result and asks nobody"
+        result.measure("same", title, samples=samples["same"], floor="debug")
+        title = "sandbox_fork by the module"
+        result.measure("module", title, samples=samples["module"], floor="floor")
+        return result
+
+
+@contextlib.contextmanager
+def _gateway() -> Iterator[Served]:
+    """With a snapshot, and a hundred forks of it."""
+    root = session.run_dir() / "tasks"
+    root.mkdir()
+    gateway, before = Served(root, log={"level": "warning"}), _more_files()
+    try:
+        gateway.build_template()
+        with gateway.client() as client:
+            for path, body in (
+                ("/sandboxes", {"templateID": "base", "name": "source"}),
+                ("/sandboxes/source/snapshots", {"name": "golden"}),
+                ("/snapshots/golden/fork", {"names": [f"ci-{number}" for number in range(1, _FORKS + 1)]}),
+            ):
+                client.post(path, json=body, timeout=120).raise_for_status()
+        yield gateway
+        gateway.clear()
+    finally:
+        gateway.end()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def _more_files() -> tuple[int, int]:
+    """Every machine of the double has sockets in this process. Returns what it may have had before."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    return before
+
+
+def _play(gateway: Served) -> dict[str, list[float]]:
+    """Milliseconds of each kind of task, in turns."""
+    scratch = session.run_dir() / "tasks"
+    same = scratch / "same.json"
+    plays = Plays(scratch, {"ANSIBLE_TRANSPORT": "local", "SAME_FILE": str(same)})
+    fork = {"grove.sandbox.sandbox_fork": {**_TASK, "gateway_url": gateway.unix_url}}
+    python = {"ansible_python_interpreter": sys.executable}
+    if not same.exists():
+        same.write_text("{}")
+        kept = {"ansible.builtin.copy": {"content": "{{ found }}", "dest": str(same)}}
+        plays.run("here,", [{"name": "ask", **fork, "register": "found"}, {"name": "keep", **kept}], vars=python)
+    tasks = [
+        {"name": "debug", "ansible.builtin.debug": {"msg": "nothing"}},
+        {"name": "action", **fork},
+        {"name": "brief", "grove.sandbox.sandbox_fork": {**fork["grove.sandbox.sandbox_fork"], "returned": "changed"}},
+        {"name": "same", "same": {}},
+        {"name": "module", **fork, "environment": {"ANY": "thing"}},
+    ] * (_ROUNDS + 1)
+    timed = plays.run("here,", tasks, changes=False, vars=python)
+    found: dict[str, list[float]] = defaultdict(list)
+    for one in timed[len(tasks) // (_ROUNDS + 1) :]:
+        found[one.name].append(one.ms)
+    found["call"] = _calls(gateway)
+    return found
+
+
+def _calls(gateway: Served) -> list[float]:
+    argv = [sys.executable, "-m", "benchmarks.call", str(gateway.socket), "/sandboxes?snapshotID=golden&limit=1000"]
+    done = subprocess.run(
+        [*argv, str(_ROUNDS)], cwd=session.REPOSITORY, capture_output=True, text=True, timeout=60, check=True
+    )
+    taken: list[float] = json.loads(done.stdout)
+    return taken

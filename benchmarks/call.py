@@ -1,0 +1,44 @@
+"""``python -m benchmarks.call SOCKET TARGET COUNT``: one HTTP call after the other, each on a connection of its own.
+
+Writes how many milliseconds each took, from before it connects until the answer is read, as a list of JSON.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import sys
+import time
+
+
+class _Connection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost")
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(self._path)
+
+
+def main() -> None:
+    path, target, count = sys.argv[1:]
+    taken = []
+    for _ in range(int(count)):
+        start = time.perf_counter()
+        connection = _Connection(path)
+        connection.request("GET", target)
+        answer = connection.getresponse()
+        answer.read()
+        taken.append((time.perf_counter() - start) * 1000)
+        connection.close()
+        if answer.status != http.client.OK:
+            sys.exit(f"{target} was answered {answer.status}")
+        # As long as a task's own work: a server that is asked at once again is warmer than any task finds it.
+        time.sleep(0.02)
+    json.dump(taken, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

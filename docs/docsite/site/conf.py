@@ -1,0 +1,24 @@
+"""Sphinx: one site of the guides (Markdown) and the reference (antsibull-docs); `./dev docs` lays them out."""
+
+import re
+
+project = "grove.sandbox"
+copyright = "the grove.sandbox authors"
+extensions = ["myst_parser", "sphinx_antsibull_ext"]
+html_theme = "alabaster"
+html_title = project
+html_sidebars = {"**": ["about.html", "navigation.html", "searchbox.html"]}
+html_theme_options = {"page_width": "1100px", "sidebar_width": "240px", "fixed_sidebar": True}
+html_show_sphinx = False
+html_copy_source = False
+# As on the forge where the guides are read, too.
+myst_heading_anchors = 4
+
+
+def setup(app):
+    app.connect("source-read", unlink)
+
+
+def unlink(app, page, text):
+    """A guide's links to files of the repository that are not guides lead nowhere here: they become their text."""
+    text[0] = re.sub(r"\[([^]]+)\]\(\.\./[^)]*\)", r"\1", text[0])

@@ -1,0 +1,10 @@
+"""Each platform is asked once: a command through Ansible takes seconds, whatever it does."""
+
+testinfra_hosts = ["platforms"]
+
+
+def test_each_platform_has_its_own_greeting_and_no_other(host):
+    platform = host.backend.get_hostname().rpartition("-")[2]
+    said = host.run("ls /srv/greeting; cat /srv/greeting/*")
+    assert said.succeeded, said.stderr
+    assert said.stdout.splitlines() == ["greeting", f"{platform} greets"]

@@ -1,0 +1,62 @@
+"""Runs tasks in a machine that systemd-nspawn booted, by entering the namespaces of its first process."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+from ansible.errors import AnsibleConnectionFailure
+from ansible.plugins.connection.local import Connection as Local
+
+DOCUMENTATION = r"""
+name: machine
+short_description: Run tasks in a container of this machine
+description:
+  - Enters the mounts, names and processes of a container, and shares the network with it.
+author:
+  - The grove.sandbox authors (@grove-sandbox)
+options:
+  pid_file:
+    description:
+      - A file with the process id, seen from outside, of the first process of the container.
+    type: path
+    required: true
+    vars:
+      - name: ansible_machine_pid_file
+  directory:
+    description:
+      - The directory it was booted from.
+      - A process that has another root, because it has got the number since, is not entered.
+    type: path
+    required: true
+    vars:
+      - name: ansible_machine_directory
+"""
+
+
+class Connection(Local):
+    transport = "machine"
+    has_pipelining = True
+
+    @property
+    def _init(self):
+        try:
+            pid = Path(self.get_option("pid_file")).read_text().strip()
+            if Path(f"/proc/{pid}/root").samefile(self.get_option("directory")):
+                return pid
+        except OSError:
+            pass
+        raise AnsibleConnectionFailure(
+            f"what is in {self.get_option('directory')} is not booted: molecule create boots it"
+        )
+
+    def exec_command(self, cmd, in_data=None, sudoable=True):
+        enter = ["nsenter", "--target", self._init, "--mount", "--uts", "--ipc", "--pid", "--", "/bin/sh", "-c", cmd]
+        return super().exec_command(shlex.join(enter), in_data=in_data, sudoable=sudoable)
+
+    def put_file(self, in_path, out_path):
+        shutil.copyfile(in_path, f"/proc/{self._init}/root{out_path}")
+
+    def fetch_file(self, in_path, out_path):
+        shutil.copyfile(f"/proc/{self._init}/root{in_path}", out_path)

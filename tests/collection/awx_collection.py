@@ -1,0 +1,55 @@
+"""The collection awx.awx, without Galaxy: taken out of the package ``ansible`` of PyPI, once for each test state."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.support import session
+
+PACKAGE = "ansible==12.3.0"
+_PREFIX = "ansible_collections/awx/awx/"
+_DOWNLOAD_SECONDS = 300
+
+
+@cache
+def collections_path() -> Path:
+    """A collections path with awx.awx alone (1 MB of a package of 54 MB)."""
+    place = session.cache_dir() / f"awx-{PACKAGE.partition('==')[2]}"
+    if not place.exists():
+        with tempfile.TemporaryDirectory(dir=session.cache_dir()) as scratch:
+            _download(Path(scratch))
+            (wheel,) = Path(scratch).glob("*.whl")
+            unpacked = Path(scratch) / "unpacked"
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(unpacked, [name for name in archive.namelist() if name.startswith(_PREFIX)])
+            # Whole or not at all: the directory's name is the stamp.
+            unpacked.rename(place)
+    return place
+
+
+def _download(into: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(into), PACKAGE],
+        capture_output=True,
+        text=True,
+        timeout=_DOWNLOAD_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, f"{PACKAGE} cannot be had, which brings the collection awx.awx: {done.stderr}"
+
+
+@cache
+def options(module: str) -> dict[str, dict[str, Any]]:
+    """The options of a module of awx.awx, as its documentation has them."""
+    source = collections_path() / _PREFIX / "plugins" / "modules" / f"{module}.py"
+    _, _, rest = source.read_text().partition("DOCUMENTATION = '''")
+    found: dict[str, dict[str, Any]] = yaml.safe_load(rest.partition("'''")[0])["options"]
+    return found

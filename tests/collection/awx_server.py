@@ -1,0 +1,413 @@
+"""A small AWX: ``/api/v2`` with state, as far as the collection's declaration and the launch of its jobs need it.
+
+It is no yes-man. It takes the fields that the modules of awx.awx have options for and no others, of their types and
+choices; what is named has to exist, names are taken once, surveys and types of credentials obey AWX's rules, a project
+has the playbooks of a directory and no others, and secrets are not shown again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import jinja2
+
+from tests.collection import awx_collection, awx_survey
+
+TOKEN = "an-oauth-token-of-awx"
+HIDDEN = "$encrypted$"
+MODULES = {
+    "organizations": "organization",
+    "execution_environments": "execution_environment",
+    "credential_types": "credential_type",
+    "credentials": "credential",
+    "projects": "project",
+    "inventories": "inventory",
+    "inventory_sources": "inventory_source",
+    "hosts": "host",
+    "job_templates": "job_template",
+    "schedules": "schedule",
+}
+"""Endpoint → the module of awx.awx that writes there."""
+OF_THE_MODULE = {
+    "state",
+    "new_name",
+    "copy_from",
+    "wait",
+    "interval",
+    "update_project",
+    "update_secrets",
+    "survey_spec",
+}
+"""Options that are for the module itself."""
+NAMED = {
+    "organization": "organizations",
+    "execution_environment": "execution_environments",
+    "default_environment": "execution_environments",
+    "credential_type": "credential_types",
+    "credential": "credentials",
+    "project": "projects",
+    "source_project": "projects",
+    "inventory": "inventories",
+    "unified_job_template": "job_templates",
+}
+"""Fields that are the id of something."""
+REQUIRED = {
+    "organizations": ("name",),
+    "execution_environments": ("name", "image"),
+    "credential_types": ("name", "kind"),
+    "credentials": ("name", "credential_type"),
+    "projects": ("name", "scm_type", "scm_url"),
+    "inventories": ("name", "organization"),
+    "inventory_sources": ("name", "inventory", "source"),
+    "hosts": ("name", "inventory"),
+    "job_templates": ("name", "inventory", "project", "playbook"),
+    "schedules": ("name", "rrule", "unified_job_template"),
+}
+NULLABLE = {"host_filter"}
+"""Texts that are null where they are not set; others are empty."""
+SPACES = ("organization", "inventory", "credential_type", "unified_job_template")
+"""Beside the name, what tells two things apart."""
+AS_TEXT = ("variables", "extra_vars", "source_vars")
+"""Mappings that are written as text, in JSON or YAML."""
+NIGHT = re.compile(r"DTSTART:\d{8}T\d{6}Z RRULE:FREQ=(MINUTELY|HOURLY|DAILY|WEEKLY|MONTHLY|YEARLY)(;\w+=[\w,+-]+)+")
+INPUT_KEYS = {
+    "id",
+    "label",
+    "type",
+    "secret",
+    "help_text",
+    "format",
+    "multiline",
+    "choices",
+    "default",
+    "ask_at_runtime",
+}
+
+
+class Refused(Exception):
+    def __init__(self, status: int, body: dict[str, Any]) -> None:
+        super().__init__(body)
+        self.status, self.body = status, body
+
+
+def wrong(field: str, message: str) -> Refused:
+    return Refused(400, {field: [message]})
+
+
+class Awx:
+    """``tree``: what a project has, whatever its URL. ``writes``: what changed the state, as (method, path)."""
+
+    def __init__(self, tree: Path) -> None:
+        self.tree = tree
+        self.tables: dict[str, dict[int, dict[str, Any]]] = {endpoint: {} for endpoint in MODULES}
+        self.surveys: dict[int, dict[str, Any]] = {}
+        self.attached: dict[int, list[int]] = {}
+        """Credentials of job templates."""
+        self.updates: dict[int, int] = {}
+        """Project → how often its update was asked after."""
+        self.writes: list[tuple[str, str]] = []
+        self._ids = itertools.count(1)
+        self._lock = threading.RLock()
+        # What a fresh AWX has, and a credential that somebody made by hand.
+        self._put("organizations", {"name": "Default"})
+        machine = self._put(
+            "credential_types", {"name": "Machine", "kind": "ssh", "managed": True, "inputs": {"fields": []}}
+        )
+        self._put("credentials", {"name": "Root of the hosts", "credential_type": machine["id"], "inputs": {}})
+
+    # Requests
+
+    def answer(self, method: str, target: str, body: Any, token: str) -> tuple[int, Any]:
+        parts = urlsplit(target)
+        with self._lock:
+            try:
+                if token != TOKEN:
+                    raise Refused(401, {"detail": "Authentication credentials were not provided."})
+                steps = parts.path.strip("/").split("/")
+                if steps[:2] != ["api", "v2"] or not parts.path.endswith("/"):
+                    raise Refused(404, {"detail": "Not found."})
+                status, data = self._route(method, steps[2:], dict(parse_qsl(parts.query)), body)
+            except Refused as refused:
+                return refused.status, refused.body
+            if method != "GET":
+                self.writes.append((method, parts.path))
+            return status, data
+
+    def _route(self, method: str, steps: list[str], query: dict[str, str], body: Any) -> tuple[int, Any]:
+        match (method, *steps):
+            case ("GET", "unified_job_templates"):
+                return 200, self._page("job_templates", query)
+            case ("GET", "project_updates", ident):
+                return 200, self._update(int(ident))
+            case ("GET", endpoint) if endpoint in MODULES:
+                return 200, self._page(endpoint, query)
+            case ("POST", endpoint) if endpoint in MODULES:
+                return 201, self._show(endpoint, self._write(endpoint, None, body))
+            case ("GET", endpoint, ident) if endpoint in MODULES:
+                return 200, self._show(endpoint, self._find(endpoint, ident))
+            case ("PATCH", endpoint, ident) if endpoint in MODULES:
+                return 200, self._show(endpoint, self._write(endpoint, self._find(endpoint, ident), body))
+            case (_, "job_templates", ident, "survey_spec"):
+                return 200, self._survey(method, self._find("job_templates", ident)["id"], body)
+            case (_, "job_templates", ident, "credentials"):
+                return self._attach(method, self._find("job_templates", ident)["id"], body)
+        raise Refused(404, {"detail": "Not found."})
+
+    def _find(self, endpoint: str, ident: Any) -> dict[str, Any]:
+        found = self.tables[endpoint].get(int(ident))
+        if found is None:
+            raise Refused(404, {"detail": "Not found."})
+        return found
+
+    def _page(self, endpoint: str, query: dict[str, str]) -> dict[str, Any]:
+        unknown = query.keys() - {"id", *self.fields(endpoint)}
+        if unknown:
+            raise Refused(400, {"detail": f"{endpoint} has no field {', '.join(sorted(unknown))}"})
+        found = [
+            self._show(endpoint, item)
+            for item in self.tables[endpoint].values()
+            if all(str(item.get(key)) == value for key, value in query.items())
+        ]
+        return {"count": len(found), "next": None, "previous": None, "results": found}
+
+    def _show(self, endpoint: str, item: dict[str, Any]) -> dict[str, Any]:
+        url = f"/api/v2/{endpoint}/{item['id']}/"
+        related = {"survey_spec": f"{url}survey_spec/"} if endpoint == "job_templates" else {}
+        shown = {**item, "type": MODULES[endpoint], "url": url, "related": related, "summary_fields": {}}
+        if endpoint == "projects":
+            shown["scm_revision"] = "" if self.updates[item["id"]] < 2 else "0" * 40
+            if self.updates[item["id"]] < 2:
+                shown["summary_fields"] = {"current_update": {"id": item["id"]}}
+        if endpoint == "credentials":
+            secret = self._secrets(item)
+            shown["inputs"] = {key: HIDDEN if key in secret else value for key, value in item["inputs"].items()}
+        return shown
+
+    # What is written
+
+    def fields(self, endpoint: str) -> dict[str, dict[str, Any]]:
+        """What may be written, and how each is typed: the options of the module, but for those that are no fields."""
+        found = {
+            name: option
+            for name, option in awx_collection.options(MODULES[endpoint]).items()
+            if name not in OF_THE_MODULE and option.get("type", "str") != "list"
+        }
+        return {**found, "managed": {"type": "bool"}} if endpoint == "credential_types" else found
+
+    def _write(self, endpoint: str, old: dict[str, Any] | None, body: Any) -> dict[str, Any]:
+        fields = self.fields(endpoint)
+        if not isinstance(body, dict):
+            raise Refused(400, {"detail": "JSON parse error"})
+        for name, value in body.items():
+            if name not in fields:
+                raise wrong(name, "AWX has no such field")
+            self._check_value(name, value, fields[name])
+        blank = {"bool": False, "int": 0, "dict": {}, "str": ""}
+        unset = {name: blank.get(each.get("type", "str"), "") for name, each in fields.items()}
+        unset |= dict.fromkeys(fields.keys() & (NAMED.keys() | NULLABLE))
+        new = {**(old or unset), **{name: unset[name] if value is None else value for name, value in body.items()}}
+        if endpoint == "credentials" and old:
+            new["inputs"] = {k: old["inputs"].get(k) if v == HIDDEN else v for k, v in new["inputs"].items()}
+        for name in REQUIRED[endpoint]:
+            if new[name] in ("", None):
+                raise wrong(name, "This field is required.")
+        same = [name for name in ("name", *SPACES) if name in fields]
+        for item in self.tables[endpoint].values():
+            if item is not old and all(item.get(name) == new[name] for name in same):
+                raise Refused(400, {"__all__": [f"{MODULES[endpoint]} with these {', '.join(same)} already exists."]})
+        check = getattr(self, f"_check_{endpoint}", None)
+        if check:
+            check(new)
+        return self._put(endpoint, new)
+
+    def _put(self, endpoint: str, item: dict[str, Any]) -> dict[str, Any]:
+        item = {**item, "id": item.get("id") or next(self._ids)}
+        if endpoint == "projects":
+            self.updates[item["id"]] = 0
+        self.tables[endpoint][item["id"]] = item
+        return item
+
+    def _check_value(self, name: str, value: Any, option: dict[str, Any]) -> None:
+        if value is None:
+            return
+        if name in NAMED:
+            if not isinstance(value, int) or value not in self.tables[NAMED[name]]:
+                raise wrong(name, f'Invalid pk "{value}" - object does not exist.')
+            return
+        if name in AS_TEXT:
+            if not isinstance(value, str) or not isinstance(json.loads(value), dict):
+                raise wrong(name, "Cannot parse as JSON: this is to be the text of a mapping")
+            return
+        kind = {"bool": bool, "int": int, "dict": dict}.get(option.get("type", "str"), str)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise wrong(name, f"Not a valid {kind.__name__}: {value!r}")
+        if option.get("choices") and value not in (*option["choices"], ""):
+            raise wrong(name, f'"{value}" is not a valid choice.')
+
+    def _check_credential_types(self, item: dict[str, Any]) -> None:
+        if item["kind"] not in ("cloud", "net") and not item.get("managed"):
+            raise wrong("kind", "Must be 'cloud' or 'net'")
+        inputs, injectors = item["inputs"], item["injectors"]
+        known = [field.get("id") for field in inputs.get("fields", [])]
+        malformed = [field for field in inputs.get("fields", []) if field.keys() - INPUT_KEYS or not field.get("label")]
+        if inputs.keys() - {"fields", "required"} or malformed or not set(inputs.get("required", [])) <= set(known):
+            raise wrong("inputs", "Additional properties are not allowed")
+        if injectors.keys() - {"env", "extra_vars", "file"}:
+            raise wrong("injectors", "Additional properties are not allowed")
+        for name, text in injectors.get("env", {}).items():
+            if not re.fullmatch(r"[a-zA-Z_]\w*", name) or name.startswith("ANSIBLE_"):
+                raise wrong("injectors", f"Environment variable {name} is not allowed to be used in credentials.")
+            self._fill(text, dict.fromkeys(known, "EXAMPLE"))
+
+    def _fill(self, text: str, inputs: dict[str, Any]) -> str:
+        try:
+            return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(text).render(inputs)
+        except jinja2.UndefinedError as error:
+            raise wrong("injectors", f"uses an undefined field ({error})") from None
+
+    def _type_of(self, credential: dict[str, Any]) -> dict[str, Any]:
+        return self.tables["credential_types"][credential["credential_type"]]
+
+    def _secrets(self, credential: dict[str, Any]) -> set[str]:
+        return {field["id"] for field in self._type_of(credential)["inputs"]["fields"] if field.get("secret")}
+
+    def _check_credentials(self, item: dict[str, Any]) -> None:
+        inputs = self._type_of(item)["inputs"]
+        unknown = item["inputs"].keys() - {field["id"] for field in inputs["fields"]}
+        missing = [name for name in inputs.get("required", []) if not item["inputs"].get(name)]
+        if unknown or missing:
+            raise wrong("inputs", f"unknown: {sorted(unknown)}; required: {missing}")
+
+    def _check_inventory_sources(self, item: dict[str, Any]) -> None:
+        if item["source"] == "scm" and not item["source_project"]:
+            raise wrong("source_project", "Project required for scm type sources.")
+        if not (self.tree / item["source_path"]).is_file():
+            raise wrong("source_path", "the project has no such file")
+        if item["credential"] and self._type_of(self.tables["credentials"][item["credential"]])["kind"] != "cloud":
+            raise wrong("credential", "Credentials of type machine, source control, insights and vault are disallowed")
+
+    def _check_job_templates(self, item: dict[str, Any]) -> None:
+        if self.updates[item["project"]] < 2:
+            raise wrong("playbook", "the project has not been updated yet")
+        known = {str(path.relative_to(self.tree)) for path in self.tree.glob("playbooks/*.yml")}
+        if item["playbook"] not in known:
+            raise wrong("playbook", "Playbook not found for project.")
+
+    def _check_schedules(self, item: dict[str, Any]) -> None:
+        if not NIGHT.fullmatch(item["rrule"]):
+            raise wrong("rrule", "DTSTART and one RRULE are required.")
+        problems = self._wrong_answers(item["unified_job_template"], item["extra_data"])
+        if problems:
+            raise Refused(400, {"variables_needed_to_start": problems})
+
+    def _wrong_answers(self, template: int, answers: dict[str, Any]) -> list[str]:
+        others = self.tables["job_templates"][template]["ask_variables_on_launch"]
+        survey = self.surveys[template]
+        return awx_survey.wrong_answers(survey, {**awx_survey.defaults(survey), **answers}, others=others)
+
+    def _survey(self, method: str, template: int, body: Any) -> Any:
+        if method == "POST":
+            if problem := awx_survey.problem(body):
+                raise Refused(400, {"error": problem})
+            self.surveys[template] = body
+        return self.surveys.get(template, {})
+
+    def _attach(self, method: str, template: int, body: Any) -> tuple[int, Any]:
+        attached = self.attached.setdefault(template, [])
+        if method == "GET":
+            found = [self._show("credentials", self.tables["credentials"][ident]) for ident in attached]
+            return 200, {"count": len(found), "next": None, "previous": None, "results": found}
+        if body.keys() - {"id", "disassociate"}:
+            raise wrong("id", "unknown keys")
+        credential = self._find("credentials", body["id"])
+        if body.get("disassociate"):
+            attached.remove(credential["id"])
+            return 204, None
+        if credential["credential_type"] in [self.tables["credentials"][each]["credential_type"] for each in attached]:
+            raise Refused(400, {"error": "Cannot assign multiple credentials of one type."})
+        attached.append(credential["id"])
+        return 204, None
+
+    def _update(self, project: int) -> dict[str, Any]:
+        self._find("projects", project)
+        self.updates[project] += 1
+        return {"id": project, "status": "successful" if self.updates[project] > 1 else "running"}
+
+    # What AWX does at a launch
+
+    def named(self, endpoint: str, name: str) -> dict[str, Any]:
+        (found,) = [item for item in self.tables[endpoint].values() if item["name"] == name]
+        return found
+
+    def launch(self, name: str, answers: dict[str, Any]) -> dict[str, Any]:
+        """``{playbook, extra_vars, env, inventory}`` of a job. Raises Refused if its survey refuses an answer."""
+        template = self.named("job_templates", name)
+        problems = self._wrong_answers(template["id"], answers)
+        if problems:
+            raise Refused(400, {"variables_needed_to_start": problems})
+        env = {}
+        for ident in self.attached.get(template["id"], []):
+            credential = self.tables["credentials"][ident]
+            for variable, text in self._type_of(credential).get("injectors", {}).get("env", {}).items():
+                env[variable] = self._fill(text, credential["inputs"])
+        inventory = self.tables["inventories"][template["inventory"]]
+        return {
+            "playbook": template["playbook"],
+            "extra_vars": {**awx_survey.defaults(self.surveys[template["id"]]), **answers},
+            "env": env,
+            "inventory": inventory["name"],
+            "hosts": {
+                host["name"]: json.loads(host["variables"])
+                for host in self.tables["hosts"].values()
+                if host["inventory"] == inventory["id"]
+            },
+        }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    awx: Awx
+
+    def _serve(self) -> None:
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        status, data = self.awx.answer(self.command, self.path, json.loads(raw) if raw else None, token)
+        payload = b"" if data is None else json.dumps(data).encode()
+        self.send_response(status)
+        self.send_header("X-API-Product-Name", "AWX")
+        self.send_header("X-API-Product-Version", "24.6.1")
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+    do_GET = do_POST = do_PATCH = do_DELETE = _serve
+
+    def address_string(self) -> str:
+        return "client"
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+@contextlib.contextmanager
+def serve(awx: Awx) -> Iterator[str]:
+    """Serve it on a loopback port; gives its URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"awx": awx}))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,89 @@
+"""What AWX 24 says of a survey, and of its answers: the checks of its views and of its launch, in the same order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TYPES: dict[str, type | tuple[type, ...]] = {
+    "text": str,
+    "textarea": str,
+    "password": str,
+    "multiplechoice": str,
+    "multiselect": (str, list),
+    "integer": int,
+    "float": (float, int),
+}
+KEYS = {
+    *("type", "question_name", "question_description", "variable", "required"),
+    *("default", "choices", "min", "max", "new_question"),
+}
+
+
+def problem(survey: Any) -> str:
+    """What is wrong with a survey; empty if it is one."""
+    if not isinstance(survey, dict) or survey.keys() != {"name", "description", "spec"}:
+        return "a survey has a name, a description and a spec"
+    if not isinstance(survey["spec"], list) or not survey["spec"]:
+        return "'spec' doesn't contain any items."
+    variables = [question.get("variable") for question in survey["spec"]]
+    if len(set(variables)) < len(variables):
+        return "a variable is asked for twice"
+    return next(filter(None, map(_wrong_question, survey["spec"])), "")
+
+
+def _wrong_question(question: dict[str, Any]) -> str:
+    name = question.get("variable")
+    if unknown := question.keys() - KEYS:
+        return f"{name}: unknown {sorted(unknown)}"
+    for key, kind in (("type", str), ("question_name", str), ("variable", str), ("required", bool)):
+        if not isinstance(question.get(key), kind):
+            return f"'{key}' missing from survey question {name}, or of another type"
+    if question["type"] not in TYPES:
+        return f"{name}: {question['type']} is not one of the allowed question types"
+    if any(not isinstance(question.get(key), int | None) for key in ("min", "max")):
+        return f"{name}: the limit is expected to be integer"
+    chosen = question["type"] in ("multiplechoice", "multiselect")
+    if chosen and not question.get("choices"):
+        return f"{name}: a question of type {question['type']} must specify choices"
+    default = question.get("default", "")
+    if default == "":
+        return ""
+    if not isinstance(default, TYPES[question["type"]]) or isinstance(default, bool):
+        return f"{name}: default value {default!r} is of another type"
+    return "; ".join(wrong_answer(question, default))
+
+
+def wrong_answers(survey: dict[str, Any], answers: dict[str, Any], *, others: bool) -> list[str]:
+    """What is wrong with the answers; ``others``: whether variables that nobody asked for are allowed."""
+    found = []
+    for question in survey["spec"]:
+        name = question["variable"]
+        if name in answers:
+            found += wrong_answer(question, answers[name])
+        elif question["required"]:
+            found.append(f"'{name}' value missing")
+    asked = {question["variable"] for question in survey["spec"]}
+    return (
+        found if others else found + [f"Variables {name} are not allowed on launch" for name in answers.keys() - asked]
+    )
+
+
+def wrong_answer(question: dict[str, Any], answer: Any) -> list[str]:
+    name, kind = question["variable"], question["type"]
+    if kind in ("multiplechoice", "multiselect"):
+        given = answer if isinstance(answer, list) else [answer]
+        return [
+            f"Value {each} for '{name}' expected to be one of the choices"
+            for each in given
+            if each not in question["choices"]
+        ]
+    if not isinstance(answer, TYPES[kind]) or isinstance(answer, bool):
+        return [f"Value {answer!r} for '{name}' expected to be {kind}"]
+    size = len(answer) if isinstance(answer, str) else answer
+    least, most = question.get("min"), question.get("max")
+    too = [f"'{name}' is too small"] if least is not None and size < least else []
+    return too + ([f"'{name}' is too large"] if most is not None and size > most else [])
+
+
+def defaults(survey: dict[str, Any]) -> dict[str, Any]:
+    return {each["variable"]: each["default"] for each in survey["spec"] if "default" in each}

@@ -1,0 +1,276 @@
+"""What the collection is asked for in test_predictions.py, case by case: the rows of docs/predictions.md.
+
+In names ``%`` stands for a prefix of the case's own. Nothing here runs anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ansible_collections.grove.sandbox.plugins.module_utils import (
+    _fork,
+    _info,
+    _rollback,
+    _sandbox,
+    _snapshot,
+    _template,
+    _volume,
+)
+from ansible_collections.grove.sandbox.plugins.module_utils._module import COMMON
+
+from tests.collection.runner import Task
+from tests.support.session import REPOSITORY
+
+THINGS: dict[str, Any] = {
+    "sandbox": _sandbox,
+    "sandbox_template": _template,
+    "sandbox_snapshot": _snapshot,
+    "sandbox_fork": _fork,
+    "sandbox_volume": _volume,
+    "sandbox_rollback": _rollback,
+    "sandbox_info": _info.SANDBOXES,
+    "sandbox_template_info": _info.TEMPLATES,
+    "sandbox_snapshot_info": _info.SNAPSHOTS,
+    "sandbox_volume_info": _info.VOLUMES,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One row. ``before``: tasks that make what it finds; ``meanwhile``: what happens to it then, (what, to whom).
+
+    ``again``: what a second run does and why, where that is not nothing; ``unforeseen``: what the run is refused with
+    and check mode cannot know; ``fails``: the word for what both are refused with.
+    """
+
+    module: str
+    title: str
+    options: Mapping[str, Any]
+    before: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    meanwhile: tuple[tuple[str, str], ...] = ()
+    again: str = ""
+    fails: str = ""
+    unforeseen: str = ""
+
+    def covers(self) -> set[tuple[str, str, str]]:
+        """(module, "state", the state) and (module, "option", its name) for all that it gives, or leaves as it is."""
+        spec = THINGS[self.module].ARGUMENTS
+        found = {(self.module, "option", name) for name in self.options}
+        if "state" in spec and "choices" in spec["state"] and spec["state"]["type"] == "str":
+            found.add((self.module, "state", self.options.get("state", spec["state"]["default"])))
+        return found or {(self.module, "option", "")}
+
+
+def wanted() -> set[tuple[str, str, str]]:
+    """What ``covers`` must find of every module's argument spec, all cases together."""
+    found: set[tuple[str, str, str]] = set()
+    for module, thing in THINGS.items():
+        spec = thing.ARGUMENTS
+        found |= {(module, "option", name) for name in spec if name not in COMMON}
+        if "state" in spec and spec["state"]["type"] == "str":
+            found |= {(module, "state", state) for state in spec["state"]["choices"]}
+    return found
+
+
+def task(module: str, options: Mapping[str, Any], prefix: str) -> Task:
+    return {f"grove.sandbox.{module}": named(dict(options), prefix)}
+
+
+def named(value: Any, prefix: str) -> Any:
+    """``value`` with the prefix where ``%`` stands for it."""
+    if isinstance(value, str):
+        return value.replace("%", prefix)
+    if isinstance(value, dict):
+        return {key: named(item, prefix) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [named(item, prefix) for item in value]
+    return value
+
+
+TARBALL = str(REPOSITORY / "galaxy.yml")
+"""Any file: nothing here unpacks it."""
+BOX = ("sandbox", {"name": "%box", "template": "base"})
+GOLDEN = ("sandbox_snapshot", {"name": "%golden", "sandbox": "%box"})
+THREE = ("sandbox_fork", {"snapshot": "%golden", "count": 3, "name_prefix": "%ci"})
+DATA = ("sandbox_volume", {"name": "%data", "size_mb": 64})
+MONDAY = ("sandbox_volume", {"name": "%data", "size_mb": 64, "snapshots": ["monday"]})
+MOUNT = {"name": "%data", "path": "/srv/data"}
+MOUNTED = ("sandbox", {"name": "%box", "template": "base", "volumes": [MOUNT]})
+HOLDING = ("sandbox_snapshot", {"name": "%golden", "sandbox": "%box", "volumes": ["%data"]})
+WEB = ("sandbox_template", {"name": "%web", "packages": ["curl"]})
+WRITTEN = (("write", "%box"),)
+
+SANDBOX = (
+    Case("sandbox", "state: present", {"name": "%box", "template": "base", "state": "present"}),
+    Case("sandbox", "state: running", {"name": "%box", "template": "base", "state": "running"}),
+    Case("sandbox", "state: running, of one that is paused", {"name": "%box", "state": "running"},
+         (("sandbox", {"name": "%box", "template": "base", "state": "paused"}),)),
+    Case("sandbox", "state: running, of one whose machine ended", {"name": "%box", "state": "running"}, (BOX,),
+         (("end", "%box"),)),
+    Case("sandbox", "state: paused", {"name": "%box", "state": "paused"}, (BOX,)),
+    Case("sandbox", "state: paused, of a new one", {"name": "%box", "template": "base", "state": "paused"}),
+    Case("sandbox", "state: absent", {"name": "%box", "state": "absent"}, (BOX,)),
+    Case("sandbox", "several names", {"name": ["%a", "%b"], "template": "base"},
+         (("sandbox", {"name": "%a", "template": "base"}),)),
+    Case("sandbox", "snapshot", {"name": "%new", "snapshot": "%golden"}, (BOX, GOLDEN)),
+    Case("sandbox", "metadata", {"name": "%box", "metadata": {"team": "red", "size": 3}},
+         (("sandbox", {"name": "%box", "template": "base", "metadata": {"team": "blue"}}),)),
+    Case("sandbox", "timeout", {"name": "%box", "timeout": 3600}, (BOX,)),
+    Case("sandbox", "network", {"name": "%box", "network": {"allow_internet": False, "allow_out": ["10.0.0.9/24"]}},
+         (BOX,)),
+    Case("sandbox", "volumes", {"name": "%box", "volumes": [MOUNT]}, (DATA, BOX)),
+    Case("sandbox", "env, which is given at creation only", {"name": "%box", "template": "base", "env": {"A": "b"}}),
+    Case("sandbox", "cpus, memory_mb and disk_mb of a new one, cold_start",
+         {"name": "%box", "template": "base", "cpus": 2, "memory_mb": 512, "disk_mb": 4096, "cold_start": True}),
+    Case("sandbox", "other memory_mb", {"name": "%box", "template": "base", "memory_mb": 512}, (BOX,),
+         fails="conflict"),
+    Case("sandbox", "other memory_mb, recreate",
+         {"name": "%box", "template": "base", "memory_mb": 512, "cold_start": True, "recreate": True}, (BOX,)),
+    Case("sandbox", "continue_on_error, where one of three cannot be",
+         {"name": ["%a", "%box", "%c"], "template": "base", "cpus": 2, "cold_start": True, "continue_on_error": True},
+         (BOX,), fails="conflict"),
+)  # fmt: skip
+
+TEMPLATE = (
+    Case("sandbox_template", "state: present", {"name": "%web", "state": "present", "packages": ["nginx", "curl"]}),
+    Case("sandbox_template", "state: absent", {"name": "%web", "state": "absent"}, (WEB,)),
+    Case("sandbox_template", "state: absent, of one in use", {"name": "%web", "state": "absent"},
+         (WEB, ("sandbox", {"name": "%box", "template": "%web"})), fails="in_use"),
+    Case("sandbox_template", "state: absent, when_unused", {"name": "%web", "state": "absent", "when_unused": True},
+         (WEB, ("sandbox", {"name": "%box", "template": "%web"}))),
+    Case("sandbox_template", "another recipe",
+         {"name": "%web", "packages": ["curl"], "setup": ["echo hello"], "start_command": "sleep 1",
+          "ready_probe": "true", "ready_timeout": 30, "setup_timeout": 60, "cpus": 2, "memory_mb": 512,
+          "disk_mb": 4096}, (WEB,)),
+    Case("sandbox_template", "from: debootstrap, suite and mirror",
+         {"name": "%web", "from": "debootstrap", "suite": "trixie", "mirror": "http://mirror.example/debian"}),
+    Case("sandbox_template", "from: rootfs", {"name": "%web", "from": "rootfs", "path": TARBALL}),
+    Case("sandbox_template", "from: rootfs, of a path that is not there",
+         {"name": "%web", "from": "rootfs", "path": "/nowhere/rootfs.tar"}, unforeseen="invalid"),
+    Case("sandbox_template", "a recipe whose build fails", {"name": "%web", "setup": ["fail"]},
+         unforeseen="backend_failed"),
+    Case("sandbox_template", "wait_timeout", {"name": "%web", "wait_timeout": 60}),
+    Case("sandbox_template", "continue_on_error, where one of two cannot be",
+         {"name": ["%box", "%web"], "continue_on_error": True}, (BOX,), fails="name_taken"),
+)  # fmt: skip
+
+SNAPSHOT = (
+    Case("sandbox_snapshot", "state: present", {"name": "%golden", "sandbox": "%box", "state": "present"}, (BOX,)),
+    Case("sandbox_snapshot", "state: absent", {"name": "%golden", "state": "absent"}, (BOX, GOLDEN)),
+    Case("sandbox_snapshot", "state: absent, of one in use", {"name": "%golden", "state": "absent"},
+         (BOX, GOLDEN, THREE), fails="in_use"),
+    Case("sandbox_snapshot", "state: absent, when_unused",
+         {"name": "%golden", "state": "absent", "when_unused": True}, (BOX, GOLDEN, THREE)),
+    Case("sandbox_snapshot", "several names and sandboxes", {"name": ["%one", "%two"], "sandbox": ["%box", "%b"]},
+         (BOX, ("sandbox", {"name": "%b", "template": "base"}))),
+    Case("sandbox_snapshot", "description, memory: none",
+         {"name": "%golden", "sandbox": "%box", "description": "a fork point", "memory": "none"}, (BOX,)),
+    Case("sandbox_snapshot", "another description of one that is there",
+         {"name": "%golden", "sandbox": "%box", "description": "another"}, (BOX, GOLDEN), fails="conflict"),
+    Case("sandbox_snapshot", "volumes", {"name": "%golden", "sandbox": "%box", "volumes": ["%data"]}, (DATA, MOUNTED)),
+    Case("sandbox_snapshot", "expires_in, retention",
+         {"name": "%golden", "sandbox": "%box", "expires_in": 86400, "retention": {"keep_last": 3, "max_age": 864000}},
+         (BOX,)),
+    Case("sandbox_snapshot", "when_changed, of a sandbox that has changed",
+         {"name": "%new", "sandbox": "%box", "when_changed": True}, (BOX, GOLDEN), WRITTEN),
+    Case("sandbox_snapshot", "when_changed, of a sandbox that has not",
+         {"name": "%new", "sandbox": "%box", "when_changed": True}, (BOX, GOLDEN)),
+    Case("sandbox_snapshot", "continue_on_error, where one of two cannot be",
+         {"name": ["%one", "%two"], "sandbox": ["%box", "%b"], "continue_on_error": True},
+         (BOX, ("sandbox", {"name": "%b", "template": "base", "state": "paused"})), fails="conflict"),
+)  # fmt: skip
+
+FORK = (
+    Case("sandbox_fork", "state: present, count and name_prefix",
+         {"snapshot": "%golden", "state": "present", "count": 3, "name_prefix": "%ci"}, (BOX, GOLDEN)),
+    Case("sandbox_fork", "state: absent, name_prefix",
+         {"snapshot": "%golden", "state": "absent", "name_prefix": "%ci"}, (BOX, GOLDEN, THREE)),
+    Case("sandbox_fork", "names", {"snapshot": "%golden", "names": ["%red", "%blue"]}, (BOX, GOLDEN)),
+    Case("sandbox_fork", "fewer", {"snapshot": "%golden", "count": 2, "name_prefix": "%ci"}, (BOX, GOLDEN, THREE)),
+    Case("sandbox_fork", "returned: changed",
+         {"snapshot": "%golden", "count": 4, "name_prefix": "%ci", "returned": "changed"}, (BOX, GOLDEN, THREE)),
+    Case("sandbox_fork", "fewer, exact", {"snapshot": "%golden", "count": 2, "name_prefix": "%ci", "exact": True},
+         (BOX, GOLDEN, THREE)),
+    Case("sandbox_fork", "one whose machine ended", {"snapshot": "%golden", "count": 3, "name_prefix": "%ci"},
+         (BOX, GOLDEN, THREE), (("end", "%ci-2"),)),
+    Case("sandbox_fork", "sandbox: clones of it", {"sandbox": "%box", "names": ["%twin"]}, (BOX,)),
+    Case("sandbox_fork", "metadata, paused",
+         {"snapshot": "%golden", "count": 3, "name_prefix": "%ci", "metadata": {"run": 7}, "paused": True},
+         (BOX, GOLDEN, THREE)),
+    Case("sandbox_fork", "concurrency, atomic: false",
+         {"snapshot": "%golden", "names": ["%a", "%b"], "concurrency": 1, "atomic": False}, (BOX, GOLDEN)),
+    Case("sandbox_fork", "cpus and memory_mb, cold_start",
+         {"snapshot": "%golden", "names": ["%big"], "cpus": 2, "memory_mb": 512, "cold_start": True}, (BOX, GOLDEN)),
+    Case("sandbox_fork", "volumes", {"snapshot": "%golden", "names": ["%reader"],
+                                     "volumes": [{**MOUNT, "path": "/srv/ro", "read_only": True}]},
+         (DATA, MOUNTED, HOLDING)),
+    Case("sandbox_fork", "volumes, clone", {"snapshot": "%golden", "names": ["%own"],
+                                            "volumes": [{**MOUNT, "clone": True}]}, (DATA, MOUNTED, HOLDING)),
+    Case("sandbox_fork", "a name that something else has", {"snapshot": "%golden", "names": ["%box"]}, (BOX, GOLDEN),
+         fails="conflict"),
+    Case("sandbox_fork", "a name that something else has, recreate",
+         {"snapshot": "%golden", "names": ["%box"], "recreate": True}, (BOX, GOLDEN)),
+    Case("sandbox_fork", "continue_on_error, where one of two cannot be",
+         {"snapshot": "%golden", "names": ["%a", "%box"], "continue_on_error": True}, (BOX, GOLDEN), fails="conflict"),
+)  # fmt: skip
+
+VOLUME = (
+    Case("sandbox_volume", "state: present", {"name": "%data", "state": "present", "size_mb": 64}),
+    Case("sandbox_volume", "state: absent", {"name": "%data", "state": "absent"}, (DATA,)),
+    Case("sandbox_volume", "state: absent, of one in use", {"name": "%data", "state": "absent"}, (MONDAY, MOUNTED),
+         fails="in_use"),
+    Case("sandbox_volume", "state: absent, purge, attachments: []",
+         {"name": "%data", "state": "absent", "purge": True, "attachments": []}, (MONDAY, MOUNTED)),
+    Case("sandbox_volume", "size_mb, larger", {"name": "%data", "size_mb": 128}, (DATA,)),
+    Case("sandbox_volume", "size_mb, smaller", {"name": "%data", "size_mb": 64},
+         (("sandbox_volume", {"name": "%data", "size_mb": 128}),), fails="conflict"),
+    Case("sandbox_volume", "attachments",
+         {"name": "%data", "attachments": [{"sandbox": "%b", "path": "/srv/b", "read_only": True}]},
+         (DATA, MOUNTED, ("sandbox", {"name": "%b", "template": "base"}))),
+    Case("sandbox_volume", "snapshots", {"name": "%data", "snapshots": ["monday", "tuesday"]}, (MONDAY,)),
+    Case("sandbox_volume", "snapshots, purge", {"name": "%data", "snapshots": [], "purge": True}, (MONDAY,)),
+    Case("sandbox_volume", "snapshots, purge, on a jail host, of one that a volume was made from",
+         {"name": "%data", "snapshots": [], "purge": True},
+         (MONDAY, ("sandbox_volume", {"name": "%copy", "from_snapshot": "%data@monday"})), (("keep", "%data"),),
+         unforeseen="in_use"),
+    Case("sandbox_volume", "from_snapshot", {"name": "%copy", "from_snapshot": "%data@monday"}, (MONDAY,)),
+    Case("sandbox_volume", "rollback_to", {"name": "%data", "rollback_to": "monday"}, (MONDAY,),
+         again="nothing tells whether a volume was written to since"),
+    Case("sandbox_volume", "rollback_to, while a sandbox writes", {"name": "%data", "rollback_to": "monday"},
+         (MONDAY, MOUNTED), fails="in_use"),
+    Case("sandbox_volume", "rollback_to, while a sandbox writes, force",
+         {"name": "%data", "rollback_to": "monday", "force": True}, (MONDAY, MOUNTED),
+         again="nothing tells whether a volume was written to since"),
+    Case("sandbox_volume", "continue_on_error, where one of two cannot be",
+         {"name": ["%data", "%new"], "size_mb": 64, "continue_on_error": True},
+         (("sandbox_volume", {"name": "%data", "size_mb": 128}),), fails="conflict"),
+)  # fmt: skip
+
+ROLLBACK = (
+    Case("sandbox_rollback", "of a sandbox that has changed", {"sandbox": "%box", "snapshot": "%golden"},
+         (BOX, GOLDEN), WRITTEN),
+    Case("sandbox_rollback", "of a sandbox that has not", {"sandbox": "%box", "snapshot": "%golden"}, (BOX, GOLDEN)),
+    Case("sandbox_rollback", "backup_name",
+         {"sandbox": "%box", "snapshot": "%golden", "backup_name": "%backup"}, (BOX, GOLDEN), WRITTEN),
+    Case("sandbox_rollback", "unless_clean: false",
+         {"sandbox": "%box", "snapshot": "%golden", "unless_clean": False}, (BOX, GOLDEN),
+         again="that is what it is for"),
+    Case("sandbox_rollback", "continue_on_error, where one of two is not there",
+         {"sandbox": ["%lost", "%box"], "snapshot": "%golden", "continue_on_error": True}, (BOX, GOLDEN), WRITTEN,
+         fails="not_found"),
+)  # fmt: skip
+
+INFO = (
+    Case("sandbox_info", "every filter",
+         {"name": ["%box"], "state": ["running"], "metadata": {"team": "blue"}, "template": "base", "snapshot": "base",
+          "started_after": "2020-01-01T00:00:00Z", "diverged": True},
+         (("sandbox", {"name": "%box", "template": "base", "metadata": {"team": "blue"}}),)),
+    Case("sandbox_template_info", "every filter", {"name": ["base"]}),
+    Case("sandbox_snapshot_info", "every filter", {"name": ["%golden"], "sandbox": "%box", "template": "base"},
+         (BOX, GOLDEN)),
+    Case("sandbox_volume_info", "every filter", {"name": ["%data"]}, (DATA,)),
+)  # fmt: skip
+
+CASES = (*SANDBOX, *TEMPLATE, *SNAPSHOT, *FORK, *VOLUME, *ROLLBACK, *INFO)

@@ -1,0 +1,234 @@
+"""The playbooks of docs/recipes.md: the plays on that page as they stand, what they refuse, and a real gateway."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.api.served import Served
+from tests.collection import agents
+from tests.collection.recipes import Player, refuses, succeeds
+from tests.collection.runner import Target
+from tests.support.gateway import Gateway
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with agents.serve(tmp_path_factory.mktemp("agents")) as made:
+        yield made
+
+
+@pytest.fixture
+def gateway(served: Served) -> Iterator[Served]:
+    yield served
+    served.clear()
+
+
+@pytest.fixture
+def player(gateway: Served, tmp_path: Path) -> Player:
+    return Player(tmp_path, gateway.unix_url)
+
+
+def create(gateway: Served, name: str, **metadata: str) -> str:
+    with gateway.client() as api:
+        made = api.post("/sandboxes", json={"templateID": "base", "name": name, "metadata": metadata})
+    assert made.status_code == 201, made.text
+    ident: str = made.json()["sandboxID"]
+    return ident
+
+
+def change(gateway: Served, sandbox: str) -> None:
+    """What a write to its disk is on a host in memory."""
+    gateway.machine(sandbox).state["written"] = secrets.token_hex(4)
+
+
+def capture(gateway: Served, sandbox: str, name: str) -> None:
+    with gateway.client() as api:
+        assert api.post(f"/sandboxes/{sandbox}/snapshots", json={"name": name}).status_code == 201
+
+
+def snapshots(gateway: Served) -> list[str]:
+    with gateway.client() as api:
+        return [name for each in api.get("/snapshots?limit=1000").json() for name in each["names"]]
+
+
+# --- build_template --------------------------------------------------------------------------------------------------
+
+
+def test_build_template(doubled: Target) -> None:
+    """On the stand-in, which runs nothing of what a recipe says."""
+    player = Player(doubled.scratch, doubled.url)
+    assert "web would be built" in succeeds(player.page("build_template", "--check"), 1)
+    assert "web was built" in succeeds(player.page("build_template"), 1)
+    assert "web is built from this recipe already" in succeeds(player.page("build_template"), 0)
+    recipe = doubled.client.get("/templates/web")["recipe"]
+    assert recipe["packages"] == ["curl", "nginx-light"]
+    assert recipe["readyProbe"] == "curl -fs http://localhost/"
+    # The same words, as a list and as a text, and what a survey leaves empty.
+    others = {"build_packages": ["nginx-light", "curl"], "build_setup": "echo hello > /var/www/html/index.html\n"}
+    succeeds(player.page("build_template", **others, build_path="", build_suite="", build_cpus=""), 0)
+    refuses(player.page("build_template", build_setup="true\n\nfalse\n"), "command 'false' ended with exit code 1")
+    assert doubled.client.get("/templates/web")["recipe"] == recipe
+    refuses(player.run("build_template"), "Give build_name")
+
+
+# --- nightly_snapshots -----------------------------------------------------------------------------------------------
+
+
+def test_nightly_snapshots(player: Player, gateway: Served) -> None:
+    boxes = [create(gateway, name, team="blue") for name in ("web", "db", "x" * 64)]
+    create(gateway, "other", team="green")
+    with gateway.client() as api:
+        asleep = create(gateway, "asleep", team="blue")
+        assert api.post(f"/sandboxes/{asleep}/pause").status_code == 204
+    for box in boxes:
+        change(gateway, box)
+    first = {"nightly_stamp": "2026-01-01"}
+    succeeds(player.page("nightly_snapshots", "--check", **first), 1)
+    assert snapshots(gateway) == []
+    succeeds(player.page("nightly_snapshots", **first), 1)
+    taken = snapshots(gateway)
+    assert sorted(taken)[:2] == ["db-2026-01-01", "web-2026-01-01"] and len(taken) == 3
+    assert max(map(len, taken)) == 64 and taken[2].endswith(f"x-{boxes[2][:12]}-2026-01-01")
+    with gateway.client() as api:
+        assert api.get("/snapshots/web-2026-01-01").json()["sourceSandboxID"] == boxes[0]
+    said = succeeds(player.page("nightly_snapshots", **first), 0)
+    assert re.search(r'"nothing_new": \[\s*"web-2026-01-01"', said), said
+
+    # The next night only what changed is captured, whatever else; a text says the same as a mapping.
+    change(gateway, boxes[1])
+    rule = {"nightly_keep_daily": "", "nightly_keep_last": 1, "nightly_metadata": "team=blue"}
+    succeeds(player.page("nightly_snapshots", nightly_stamp="2026-01-02", **rule), 1)
+    assert sorted(snapshots(gateway))[:2] == ["db-2026-01-02", "web-2026-01-01"], "and the one before it is given up"
+    everything = {**rule, "nightly_metadata": "", "nightly_when_changed": "no", "nightly_stamp": "2026-01-03"}
+    succeeds(player.page("nightly_snapshots", **everything), 1)
+    assert sorted(snapshots(gateway))[:3] == ["db-2026-01-03", "other-2026-01-03", "web-2026-01-03"]
+
+
+def test_nightly_snapshots_of_what_fails(player: Player, gateway: Served) -> None:
+    for name in ("web", "db"):
+        change(gateway, create(gateway, name, team="blue"))
+    create(gateway, "web-2026-01-01")
+    played = player.page("nightly_snapshots", nightly_stamp="2026-01-01")
+    refuses(played, "web-2026-01-01")
+    assert snapshots(gateway) == ["db-2026-01-01"], "what goes wrong with one keeps no other from its snapshot"
+    assert re.search(r'"failed": \[\s*"web-2026-01-01"\s*\]', played.output), played.output
+
+
+def test_nightly_snapshots_is_told_too_little(player: Player) -> None:
+    assert "No running sandbox has the metadata" in succeeds(player.page("nightly_snapshots"), 0)
+    refuses(player.run("nightly_snapshots", nightly_metadata="team blue"), "(team, blue is not)")
+
+
+# --- roll_back -------------------------------------------------------------------------------------------------------
+
+
+def test_roll_back(player: Player, gateway: Served, tmp_path: Path) -> None:
+    """Without a probe: what changed since the snapshot is broken. Agents here share this machine's files."""
+    web = create(gateway, "web")
+    capture(gateway, web, "web-2026-11-21")
+    options = {"rollback_probe": "", "rollback_backup_name": "kept"}
+    assert "web is left as it is: it is what the snapshot holds" in succeeds(player.page("roll_back", **options), 0)
+    change(gateway, web)
+    changed = dict(gateway.machine(web).state)
+    said = succeeds(player.page("roll_back", "--check", **options), 1)
+    assert '"files_changed_since": true' in said and '"kept_as": "kept"' in said
+    assert snapshots(gateway) == ["web-2026-11-21"] and gateway.machine(web).state == changed
+    succeeds(player.page("roll_back", **options), 1)
+    assert gateway.machine(web).state != changed and set(snapshots(gateway)) == {"web-2026-11-21", "kept"}
+    succeeds(player.page("roll_back", **options), 0)
+    # A name is taken once, and nothing is rolled back without it.
+    change(gateway, web)
+    refuses(player.page("roll_back", **options), "kept")
+    assert "written" in gateway.machine(web).state
+    succeeds(player.page("roll_back", rollback_probe="", rollback_capture="no"), 1)
+    assert set(snapshots(gateway)) == {"web-2026-11-21", "kept"}
+
+
+def test_roll_back_by_a_probe(player: Player, gateway: Served, tmp_path: Path) -> None:
+    web = create(gateway, "web")
+    capture(gateway, web, "web-2026-11-21")
+    change(gateway, web)
+    before = gateway.machine(web).identity
+    works = tmp_path / "works"
+    works.touch()
+    assert "its probe succeeds" in succeeds(player.page("roll_back", rollback_probe=f"test -e {works}"), 0)
+    assert gateway.machine(web).identity == before, "though its files changed"
+
+    works.unlink()
+    refuses(
+        player.page("roll_back", rollback_probe=f"test -e {works}", rollback_tries=1), "its probe fails all the same"
+    )
+    (kept,) = set(snapshots(gateway)) - {"web-2026-11-21"}
+    assert re.fullmatch(r"web-broken-\d{8}-\d{6}", kept)
+    # It fails once and then succeeds, in a sandbox that is clean: what is wrong may be in memory alone.
+    flag = tmp_path / "flag"
+    probe = f"test -e {flag} || ! touch {flag}"
+    succeeds(player.page("roll_back", rollback_probe=probe, rollback_backup_name="again"), 1)
+    flag.unlink()
+    succeeds(player.page("roll_back", "--check", rollback_probe=probe), 1)
+    hung = {"rollback_probe": f"test -e {flag}.2 || {{ touch {flag}.2; sleep 60; }}", "rollback_probe_seconds": 1}
+    succeeds(player.page("roll_back", **hung, rollback_capture=False), 1)
+
+
+@pytest.mark.parametrize(
+    ("told", "sentence"),
+    [
+        ({"rollback_snapshot": ""}, "Give rollback_sandbox and rollback_snapshot"),
+        ({"rollback_when": "broken"}, "broken needs a rollback_probe"),
+        ({"rollback_snapshot": "none"}, "snapshot 'none' not found"),
+    ],
+)
+def test_roll_back_is_told_too_little(player: Player, gateway: Served, told: dict[str, str], sentence: str) -> None:
+    create(gateway, "web")
+    refuses(player.run("roll_back", **{"rollback_sandbox": "web", "rollback_snapshot": "base", **told}), sentence)
+
+
+# --- fork_and_test ---------------------------------------------------------------------------------------------------
+
+
+def test_fork_and_test_with_variants_that_are_a_text(player: Player, gateway: Served, tmp_path: Path) -> None:
+    create(gateway, "web")
+    lines = f"\none: sh -c 'echo 1 : > {tmp_path}/one'\n  two : cp /dev/null {tmp_path}/two\n"
+    test = f"stat -c %s {tmp_path}/{{{{ fork_variant.name }}}}"
+    run = player.run("fork_and_test", fork_source="web", fork_variants=lines, fork_test=test, fork_best="most")
+    assert "web goes on as web-try-one" in succeeds(run) and (tmp_path / "one").read_text() == "1 :\n"
+
+
+# --- on machines -----------------------------------------------------------------------------------------------------
+
+
+def test_a_night_and_a_morning_on_machines(shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
+    """Captured by night, broken by day, rolled back with its memory; what it was is kept."""
+    api, player = shared_gateway, Player(tmp_path, shared_gateway.url)
+    made = api.call("POST", "/sandboxes", {"templateID": template, "name": "night", "metadata": {"team": "night"}})
+    box = made["sandboxID"]
+    night = {"nightly_metadata": {"team": "night"}, "nightly_keep_daily": None, "nightly_keep_last": 2}
+    serve = "setsid python3 -m http.server 8000 --directory /srv/www >/dev/null 2>&1 &"
+    morning = {
+        "rollback_sandbox": "night",
+        "rollback_snapshot": "night-1",
+        "rollback_probe": "python3 -c 'import urllib.request; urllib.request.urlopen(\"http://127.0.0.1:8000/index\")'",
+        "rollback_backup_name": "night-kept",
+    }
+    try:
+        api.sh(box, f"mkdir -p /srv/www && echo up > /srv/www/index && {serve} sleep 2")
+        succeeds(player.page("nightly_snapshots", nightly_stamp="1", **night), 1)
+        succeeds(player.page("nightly_snapshots", nightly_stamp="2", **night), 0)
+        assert "its probe succeeds" in succeeds(player.page("roll_back", **morning), 0)
+
+        server = api.sh(box, "pgrep -f http.server").split()[0]
+        api.sh(box, f"kill {server}; rm -r /srv/www; sync")
+        said = succeeds(player.page("roll_back", **morning), 1)
+        assert '"kept_as": "night-kept"' in said
+        assert api.sh(box, "cat /srv/www/index; pgrep -f http.server").split()[:2] == ["up", server], "the same process"
+        assert "its probe succeeds" in succeeds(player.page("roll_back", **morning), 0)
+        assert api.call("GET", "/snapshots/night-kept")["sourceSandboxID"] == box
+    finally:
+        api.client.delete(f"/sandboxes/{box}")
+        for name in ("night-1", "night-2", "night-kept"):
+            api.client.delete(f"/snapshots/{name}?when=unused")

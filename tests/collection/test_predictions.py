@@ -1,0 +1,256 @@
+"""Every module, state and option: check mode says what a run does, a second run does nothing, the diff can be read.
+
+The gateway and its engine are real, the machines are in memory (tests/api/memory_host.py): what is predicted is the
+engine's doing, and the same modules are proved above real machines in test_modules.py and test_volumes.py.
+docs/predictions.md is what came of it; ``GROVE_WRITE_DOCS=1`` writes it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.errors import InUse
+from sandbox_gateway.records import VolumeSnapshot
+from tests.api import memory_host
+from tests.api.served import Served
+from tests.collection.predictions import CASES, THINGS, Case, named, task
+from tests.collection.runner import Result, Target, foretold
+from tests.support.session import REPOSITORY
+
+PAGE = REPOSITORY / "docs" / "predictions.md"
+COMMAND = "GROVE_WRITE_DOCS=1 ./dev test tests/collection/test_predictions.py"
+LONGEST = 60
+"""Lines that a diff of a case may have."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of a case: check mode, the run, a second run."""
+
+    case: Case
+    prefix: str
+    said: Result
+    done: Result
+    again: Result
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Found]]:
+    """All cases in two plays: one makes what they find, the other runs each three times."""
+    root = tmp_path_factory.mktemp("predictions")
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(memory_host, "Machine", ShellMachine)
+    gateway = Served(root, log={"level": "warning"})
+    try:
+        gateway.build_template("base")
+        scratch = root / "scratch"
+        scratch.mkdir()
+        target = Target(gateway.unix_url, scratch)
+        prefixes = {case: f"c{number:02}-" for number, case in enumerate(CASES)}
+        before = [task(*each, prefixes[case]) for case in CASES for each in case.before]
+        for result in target.play(*before):
+            assert not result.get("failed"), result
+        for case in CASES:
+            for what, whom in case.meanwhile:
+                meanwhile(gateway, target, what, named(whom, prefixes[case]))
+        thrice = [
+            {**task(case.module, case.options, prefixes[case]), **way}
+            for case in CASES
+            for way in ({"check_mode": True}, {}, {})
+        ]
+        results = target.play(*thrice, options=("--diff",))
+        yield {
+            case: Found(case, prefixes[case], *results[3 * number : 3 * number + 3])
+            for number, case in enumerate(CASES)
+        }
+    finally:
+        gateway.end()
+        monkeypatch.undo()
+
+
+class ShellMachine(memory_host.Machine):
+    """Its shell finds everything in order."""
+
+    async def _exec(self, request: dict[str, Any]) -> dict[str, Any]:
+        known = {**request, "args": ["exit", "0"]} if request["args"][0] == "/bin/sh" else request
+        return await super()._exec(known)
+
+
+def meanwhile(gateway: Served, target: Target, what: str, whom: str) -> None:
+    """``write`` a file in a sandbox; ``end`` its machine; ``keep`` the snapshots of a volume as a jail host does."""
+    if what == "write":
+        target.client.post(f"/sandboxes/{whom}/exec", {"args": ["write", "/root/written", "something"]})
+    elif what == "end":
+        asyncio.run_coroutine_threadsafe(end_machine(gateway, whom), gateway.loop).result(20)
+        deadline = time.monotonic() + 20
+        while [each["state"] for each in target.client.pages("/sandboxes", name=whom)] != ["paused"]:
+            assert time.monotonic() < deadline, f"that the machine of {whom} ended was not noticed"
+            time.sleep(0.02)
+    else:
+        keep_snapshots(gateway, whom)
+
+
+async def end_machine(gateway: Served, name: str) -> None:
+    instance = gateway.engine.sandbox(name).instance
+    await gateway.host.machines.pop(instance).stop()
+    gateway.host._exit(instance)
+
+
+def keep_snapshots(gateway: Served, name: str) -> None:
+    """The words are those of ZfsStorage; that it uses them is tested in tests/jail_zfs/test_volume_storage.py."""
+    kept, remove = gateway.engine.index.volume(name).id, gateway.host.remove_volume_snapshot
+
+    async def refuse(snapshot: VolumeSnapshot) -> None:
+        if snapshot.volume == kept:
+            raise InUse(f"snapshot {snapshot.name} is in use: 1 volume was made from it; remove what was made first")
+        await remove(snapshot)
+
+    gateway.host.remove_volume_snapshot = refuse
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.module}-{case.title}".replace(" ", "_"))
+def test_said_is_done_and_done_once(case: Case, found: dict[Case, Found]) -> None:
+    said, done, again = (found[case].said, found[case].done, found[case].again)
+    if case.unforeseen:
+        assert said["changed"] and not said.get("failed"), said
+        assert done["failed"] and done["failure"]["kind"] == case.unforeseen, done
+        assert not done["changed"], done
+        return
+    if case.fails:
+        assert done["failed"] and done["failure"]["kind"] == case.fails, done
+    for result in (said, done, again):
+        assert bool(result.get("failed")) is bool(case.fails), result
+        assert result.get("failure", {}).get("kind") == done.get("failure", {}).get("kind")
+    assert said.get("msg") == done.get("msg")
+    if case.module.endswith("_info"):
+        assert said == done == again and not done["changed"]
+        return
+    foretold(said, done)
+    assert again["changed"] is bool(case.again), again
+    if not case.again:
+        assert again["diff"] == {"before": {}, "after": {}}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.module}-{case.title}".replace(" ", "_"))
+def test_the_diff_can_be_read(case: Case, found: dict[Case, Found]) -> None:
+    done = found[case].done
+    if "diff" not in done:
+        assert case.module.endswith("_info")
+        return
+    before, after = done["diff"]["before"], done["diff"]["after"]
+    assert (before != after) is done["changed"]
+    assert set(before) | set(after) <= {outcome["name"] for outcome in done["outcomes"] if outcome["changed"]}
+    shown = [line for line in as_ansible_shows(before, after) if line[:1] in "+-"]
+    assert len(shown) <= LONGEST, shown
+
+
+def as_ansible_shows(before: Any, after: Any) -> list[str]:
+    texts = [json.dumps(each, sort_keys=True, indent=4).splitlines() for each in (before, after)]
+    return list(difflib.unified_diff(*texts, n=0, lineterm=""))[2:]
+
+
+def test_the_page_is_what_was_found(found: dict[Case, Found]) -> None:
+    page = written(found)
+    if os.environ.get("GROVE_WRITE_DOCS"):
+        PAGE.write_text(page)
+    assert PAGE.exists() and PAGE.read_text() == page, f"docs/predictions.md is not what was found: run {COMMAND}"
+
+
+# The page
+
+HEAD = f"""# What check mode says, and what a run does
+
+Every state and option of every module, asked for three times by
+[tests/collection/test_predictions.py](../tests/collection/test_predictions.py): in check mode, for real, and for real
+again. *Check mode* and *run* show the actions that the result lists (`outcomes`); where both say the same, the
+prediction held, not only for the actions but for the diff and for every value that is known before. *Again* is the
+second run. `-` alone is nothing. Refusals are shown by their `failure.kind`; with `continue_on_error` the other names
+go on.
+
+In the diffs `…` stands for an id.
+
+What is not as one would wish is shown as well. Two modules are idempotent in part: `sandbox_volume` with `rollback_to`
+and `sandbox_rollback` with `unless_clean: false` change something every time. And there is what only the host can tell,
+so that check mode does not know it: whether there is anything at the `path` of a template, whether a build succeeds,
+and that a jail host keeps a snapshot of a volume as long as another volume made from it is there. The run is refused
+then, and what was there before is there still.
+
+This page is written by that test: `{COMMAND}`. A run that finds something else fails.
+"""
+
+
+def written(found: dict[Case, Found]) -> str:
+    lines = [HEAD]
+    for module in THINGS:
+        head = "| asked for | check mode | run | again | the diff |"
+        lines += [f"## {module}", "", head, "|---|---|---|---|---|"]
+        lines += [row(each) for case, each in found.items() if case.module == module]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def row(each: Found) -> str:
+    again = actions(each.again, each.prefix)
+    if each.case.again:
+        again += f"; {each.case.again}"
+    cells = [each.case.title, actions(each.said, each.prefix), actions(each.done, each.prefix), again, diff(each)]
+    return f"| {' | '.join(cells)} |"
+
+
+def actions(result: Result, prefix: str) -> str:
+    """By what was done: to whom."""
+    did: dict[str, list[str]] = {}
+    for outcome in result.get("outcomes", []):
+        if outcome["actions"]:
+            did.setdefault(", ".join(outcome["actions"]), []).append(outcome["name"].removeprefix(prefix))
+    said = [f"{verbs} {', '.join(f'`{name}`' for name in names)}" for verbs, names in did.items()]
+    if result.get("failed"):
+        said.append(f"refused: {result['failure']['kind']}")
+    return "; ".join(said) or "-"
+
+
+def diff(each: Found) -> str:
+    if "diff" not in each.done:
+        return "-"
+    before, after = each.done["diff"]["before"], each.done["diff"]["after"]
+    gone, come = [name for name in before if name not in after], [name for name in after if name not in before]
+    changes = [
+        f"`{name}`: {key} {plain(then)} → {plain(now)}"
+        for name in before
+        if name in after
+        for key, then, now in differences(before[name], after[name])
+    ]
+    shown = [*[f"- `{name}`" for name in gone], *changes, *[f"+ `{name}`" for name in come]]
+    return clean("; ".join(shown), each.prefix) or "-"
+
+
+def differences(before: Any, after: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Each leaf that is another: where, what it was, what it is; None for what is not there."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in [*before, *(key for key in after if key not in before)]:
+            yield from differences(before.get(key), after.get(key), f"{place}.{key}" if place else key)
+    elif before != after:
+        yield place, before, after
+
+
+def plain(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(plain(item) for item in value) or "none"
+    if isinstance(value, dict):
+        return " ".join(str(item) for item in value.values() if not isinstance(item, bool))
+    return "nothing" if value in (None, "") else json.dumps(value).strip('"')
+
+
+def clean(text: str, prefix: str) -> str:
+    """Without what another run would have otherwise: the case's prefix, and ids."""
+    return re.sub(r"\b[0-9a-f]{12}\b", "…", text.replace(prefix, ""))

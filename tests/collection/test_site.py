@@ -1,0 +1,61 @@
+"""`./dev docs` makes one site of the guides and of the reference."""
+
+from __future__ import annotations
+
+import html
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support import session
+
+GUIDES = sorted(path.stem for path in (session.REPOSITORY / "docs").glob("*.md"))
+REFERENCE = [
+    *(f"{path.stem}_module" for path in sorted((session.REPOSITORY / "plugins" / "modules").glob("*.py"))),
+    *(f"{path.stem}_connection" for path in sorted((session.REPOSITORY / "plugins" / "connection").glob("*.py"))),
+    *(f"{path.stem}_inventory" for path in sorted((session.REPOSITORY / "plugins" / "inventory").glob("*.py"))),
+    *(f"{path.name}_role" for path in sorted((session.REPOSITORY / "roles").iterdir())),
+]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build it; a warning (a link that leads nowhere, say) is an error."""
+    path = tmp_path_factory.mktemp("docs") / "site"
+    argv = [str(session.REPOSITORY / "dev"), "docs", str(path)]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return path
+
+
+@pytest.mark.parametrize("page", [*(f"guides/{name}" for name in GUIDES), *(f"reference/{name}" for name in REFERENCE)])
+def test_has_the_page_with_its_title_and_a_way_to_it(site: Path, page: str) -> None:
+    text = (site / f"{page}.html").read_text()
+    (title,) = re.findall(r"<h1>(.*?)<a class=", text, re.DOTALL)
+    words = html.unescape(re.sub("<.*?>", "", title))
+    source = session.REPOSITORY / "docs" / f"{Path(page).name}.md"
+    wanted = source.read_text().splitlines()[0].removeprefix("# ") if page.startswith("guides/") else "grove.sandbox."
+    assert words.startswith(wanted.replace("`", ""))
+    start = (site / "index.html").read_text()
+    index = (site / "reference" / "index.html").read_text()
+    assert f'href="{page}.html' in start or f'href="{Path(page).name}.html' in index
+
+
+def test_guides_link_to_each_other_within_it(site: Path) -> None:
+    text = (site / "guides" / "README.html").read_text()
+    for name in GUIDES:
+        assert name == "README" or f'href="{name}.html"' in text, name
+
+
+def test_options_and_returned_values_are_in_the_reference(site: Path) -> None:
+    text = (site / "reference" / "sandbox_fork_module.html").read_text()
+    for word in ("parameter-name_prefix", "parameter-gateway_url", "return-outcomes", "attribute-check_mode"):
+        assert f'id="{word}"' in text, word
+
+
+def test_needs_nothing_from_elsewhere(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        loaded = re.findall(r'<(?:script|img|link)\b[^>]*?(?:src|href)="([^"]+)"', page.read_text())
+        assert not [url for url in loaded if re.match(r"(https?:)?//", url)], page

@@ -1,0 +1,108 @@
+"""Every scenario of molecule/, as `./dev molecule` runs it, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.jail_zfs import pools
+from tests.support import jail_world, session
+from tests.support.gateway import Gateway
+from tests.support.roles import environment
+
+_MOLECULE = Path(sys.executable).with_name("molecule")
+_SCENARIOS = session.REPOSITORY / "molecule"
+_PAGE = session.REPOSITORY / "docs" / "molecule.md"
+_SECONDS = 1200
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(need_root: None) -> Iterator[Run]:
+    """``run(scenario, NAME=value)``: what molecule said of a scenario that succeeded, with more in its environment."""
+    state = session.run_dir() / "molecule"
+    started: list[tuple[str, dict[str, str]]] = []
+
+    def run(scenario: str, **variables: str) -> str:
+        network = session.network()
+        env = {
+            **environment(state),
+            "GROVE_MOLECULE_CACHE": str(session.cache_dir()),
+            "GROVE_MOLECULE_PREFIX": network["prefix"],
+            "GROVE_MOLECULE_STATE": str(state),
+            "GROVE_MOLECULE_SUBNET": network["subnet"],
+            "MOLECULE_EPHEMERAL_DIRECTORY": str(state / f"{scenario}-molecule"),
+            "NO_COLOR": "1",
+            **variables,
+        }
+        started.append((scenario, env))
+        said = _molecule("test", scenario, env)
+        started.pop()
+        for step in ("idempotence", "verify"):
+            assert re.search(rf"{scenario} \S+ {step}: Executed: Successful", said), said
+        assert not (state / scenario).exists()
+        return said
+
+    yield run
+    for scenario, env in started:  # it failed: molecule has cleaned up then, unless it was too slow
+        if (state / scenario).exists():
+            _molecule("destroy", scenario, env)
+
+
+def _molecule(command: str, scenario: str, env: dict[str, str]) -> str:
+    done = subprocess.run(
+        [str(_MOLECULE), command, "--scenario-name", scenario, "--no-command-borders"],
+        cwd=session.REPOSITORY,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said[-20000:]
+    return said
+
+
+def test_every_scenario_is_run_here() -> None:
+    there = {path.parent.name for path in _SCENARIOS.glob("*/molecule.yml")}
+    assert there == {name.removeprefix("test_scenario_") for name in globals() if name.startswith("test_scenario_")}
+
+
+def test_scenario_fleet(run: Run, shared_gateway: Gateway, template: str) -> None:
+    run("fleet", SANDBOX_GATEWAY_URL=shared_gateway.url, SANDBOX_TEST_TEMPLATE=template)
+    left = [each["name"] for each in shared_gateway.call("GET", "/sandboxes?limit=1000")]
+    left += [name for each in shared_gateway.call("GET", "/snapshots?limit=1000") for name in each["names"]]
+    assert not [name for name in left if name.startswith("fleet")]
+
+
+def test_scenario_kvm_xfs(run: Run, shared_gateway: Gateway, template: str) -> None:
+    """Its template is a copy of this run's: building one is what other tests do."""
+    run("kvm_xfs", GROVE_MOLECULE_TEMPLATES=str(shared_gateway.state_root / "templates"))
+
+
+def test_scenario_gateway_systemd(run: Run) -> None:
+    run("gateway_systemd")
+
+
+def test_scenario_jail_zfs(run: Run) -> None:
+    """Inside a pool's life of this run's, so that ZFS is neither started nor ended by the scenario."""
+    with pools.pool(f"t{session.run_id()}m", session.run_dir(), megabytes=128):
+        run("jail_zfs", GROVE_MOLECULE_ROOTFS=str(jail_world.debian()))
+        assert f"molecule-t{session.run_id()}" not in pools.run("zpool", "list", "-H", "-o", "name").stdout
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path for path in (_SCENARIOS / "fleet").rglob("*.*")), ids=lambda path: path.name
+)
+def test_the_recipe_is_the_scenario(path: Path) -> None:
+    """The page shows each file of the scenario as it is, after its name."""
+    name, text = path.relative_to(_SCENARIOS.parent), path.read_text()
+    assert re.search(rf"^`{name}`:\n\n```\w+\n{re.escape(text)}```$", _PAGE.read_text(), re.M), name

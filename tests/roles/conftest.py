@@ -1,0 +1,18 @@
+"""What tests of roles share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.roles import upgrade
+from tests.support import session
+
+
+@pytest.fixture(scope="session")
+def newer() -> Path:
+    """A collections path with this collection and a newer gateway."""
+    path = session.run_dir() / "newer"
+    upgrade.newer_collection(path)
+    return path

@@ -1,0 +1,85 @@
+"""meta/execution-environment.yml against the tree: what it names is there, and what it leaves out is not needed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.session import REPOSITORY
+
+META = REPOSITORY / "meta"
+SECTIONS = {
+    *("version", "build_arg_defaults", "dependencies", "images"),
+    *("additional_build_steps", "additional_build_files", "options"),
+}
+DEPENDENCIES = {"python", "galaxy", "system", "python_interpreter", "ansible_core", "ansible_runner", "exclude"}
+STEPS = {f"{when}_{stage}" for when in ("prepend", "append") for stage in ("base", "galaxy", "builder", "final")}
+
+
+@pytest.fixture
+def definition() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((META / "execution-environment.yml").read_text())
+    return found
+
+
+def pinned(requirements: str) -> set[str]:
+    return set(re.findall(r"^[\w-]+==[\w.]+$", (REPOSITORY / "requirements" / requirements).read_text(), re.MULTILINE))
+
+
+def test_it_is_of_the_third_version(definition: dict[str, Any]) -> None:
+    assert definition["version"] == 3
+    assert definition.keys() <= SECTIONS
+    assert definition["dependencies"].keys() <= DEPENDENCIES
+    assert definition["additional_build_steps"].keys() <= STEPS
+
+
+def test_it_installs_what_the_tests_run_with(definition: dict[str, Any]) -> None:
+    needed = definition["dependencies"]
+    assert needed["ansible_core"]["package_pip"] in pinned("ansible.txt")
+    assert needed["ansible_runner"]["package_pip"] in pinned("dev.txt")
+    assert needed["python_interpreter"]["package_system"] in needed["python_interpreter"]["python_path"]
+
+
+def test_the_collection_in_it_is_this_one(definition: dict[str, Any]) -> None:
+    """The artifact by the name it is built under, from the place it is built at, to the place it is installed from."""
+    galaxy = yaml.safe_load((REPOSITORY / "galaxy.yml").read_text())
+    artifact = f"{galaxy['namespace']}-{galaxy['name']}-{galaxy['version']}.tar.gz"
+    (copied,) = definition["additional_build_files"]
+    assert (META / copied["src"]).resolve() == REPOSITORY / artifact
+    (installed,) = definition["dependencies"]["galaxy"]["collections"]
+    assert installed == {"name": f"{copied['dest']}/{artifact}", "type": "file"}
+    page = (REPOSITORY / "docs" / "awx.md").read_text()
+    assert set(re.findall(r"registry\.example/sandboxes:([\w.]+)", page)) == {galaxy["version"]}
+
+
+def test_it_can_be_read_as_the_metadata_of_the_collection_too(definition: dict[str, Any]) -> None:
+    """Then ansible-builder takes ``python`` and ``system`` for files below the collection's root."""
+    for kind in ("python", "system"):
+        named = definition["dependencies"].get(kind)
+        assert named is None or (isinstance(named, str) and (REPOSITORY / named).is_file())
+    assert "python" not in definition["dependencies"], "see the next test"
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted((REPOSITORY / "plugins").rglob("*.py")),
+    ids=lambda path: str(path.relative_to(REPOSITORY / "plugins")),
+)
+def test_the_collection_needs_no_python_package(path: Path) -> None:
+    ours = {*sys.stdlib_module_names, "ansible", "ansible_collections"}
+    assert not {name.partition(".")[0] for name in imported(path)} - ours
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module or ""
