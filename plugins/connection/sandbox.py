@@ -195,8 +195,9 @@ class Connection(ConnectionBase):
         display.vvv(f"EXEC {cmd}", host=self._sandbox)
         escalation = _Escalation(self.become, self._sandbox, self.get_option("gateway_timeout")) if sudoable else None
         try:
+            waiting = bool(escalation and escalation.waiting)
             process = self._channel.start(
-                ["/bin/sh", "-c", cmd], stdin=bool(in_data) or bool(escalation and escalation.waiting)
+                ["/bin/sh", "-c", cmd], stdin=bool(in_data) or waiting, given=b"" if waiting else in_data or b""
             )
             out, err = self._converse(process, in_data, escalation)
         except Failure as failure:
@@ -212,7 +213,7 @@ class Connection(ConnectionBase):
         for kind, data in process.output():
             if not started:
                 started = True
-                if in_data and not waiting:
+                if in_data and not waiting and not process.fed:
                     process.feed(in_data)
             if kind:
                 taken[kind].extend(data)

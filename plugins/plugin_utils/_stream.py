@@ -32,6 +32,7 @@ INPUT_SECONDS = 60
 """How long the agent waits for a process that does not read its input."""
 _TIMED_OUT = 504
 _PIECE = 256 << 10
+_GIVEN = 8 << 20
 _FRAME = struct.Struct(">BI")
 _LAST = 2
 
@@ -61,10 +62,15 @@ class Channel(Client):
         while self._idle:
             self._idle.pop()[1].close()
 
-    def start(self, argv: list[str], *, stdin: bool = False) -> Process:
-        """Start a process; without ``stdin`` it reads /dev/null."""
-        config = {"cmd": argv[0], "args": argv[1:]}
-        message = json.dumps({"process": config, "stdin": stdin}).encode()
+    def start(self, argv: list[str], *, stdin: bool = False, given: bytes = b"") -> Process:
+        """Start a process; without ``stdin`` it reads /dev/null.
+
+        ``given``: all that it is to read. It goes with the request, if the agent knows how: else ``feed`` it.
+        """
+        asked: dict[str, Any] = {"process": {"cmd": argv[0], "args": argv[1:]}, "stdin": stdin}
+        if given and len(given) <= _GIVEN:
+            asked["input"] = base64.b64encode(given).decode()
+        message = json.dumps(asked).encode()
         headers = {
             "Content-Type": "application/connect+json",
             "Keepalive-Ping-Interval": str(max(1, int(self.timeout / 4))),
@@ -216,6 +222,8 @@ class Process:
     ) -> None:
         self.exit_code: int | None = None
         self.pid = 0
+        self.fed = False
+        """Has it been given its input with the request that started it?"""
         self._channel = channel
         self._connection = connection
         self._response = response
@@ -235,6 +243,7 @@ class Process:
                 event = message.get("event") or {}
                 if "start" in event:
                     self.pid = event["start"]["pid"]
+                    self.fed = bool(event["start"].get("input"))
                 if "end" in event:
                     self.exit_code = _exit_code(event["end"])
                     continue

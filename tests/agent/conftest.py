@@ -106,8 +106,8 @@ class Agent:
         return Events(response)
 
     def start(self, *argv: str, stdin: bool = False, user: str = "", **fields: Any) -> Events:
-        """Start a process; ``fields`` are of its config, save ``pty`` and ``tag``."""
-        outer = {key: fields.pop(key) for key in ("pty", "tag") if key in fields}
+        """Start a process; ``fields`` are of its config, save ``pty``, ``tag`` and ``input``."""
+        outer = {key: fields.pop(key) for key in ("pty", "tag", "input") if key in fields}
         headers = {key.replace("_", "-"): fields.pop(key) for key in list(fields) if key.startswith("Connect_")}
         config = {"cmd": argv[0], "args": list(argv[1:]), **fields}
         return self.stream("Start", {"process": config, "stdin": stdin, **outer}, user=user, **headers)

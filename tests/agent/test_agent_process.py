@@ -99,6 +99,23 @@ def test_stdin(agent):
     assert events.rest()[0] == b"one two " + b"x" * 300_000
 
 
+def test_input_that_comes_with_the_start(agent):
+    given = b"x" * 3_000_000
+    events = agent.start("sh", "-c", "sleep 0.3; cat; echo end", input=b64(given))
+    assert events.next()["start"]["input"] is True
+    assert events.rest()[0] == given + b"end\n"
+    assert agent.start("cat", input="").rest()[0] == b""
+
+
+def test_input_that_nobody_reads_keeps_nobody(agent):
+    out, _, end = agent.start("sh", "-c", "sleep 30.2 & echo done", input=b64(b"x" * 3_000_000)).rest()
+    assert (out, end["exitCode"]) == (b"done\n", 0)
+    closed = agent.start("sh", "-c", "exec 0<&-; echo closed; sleep 0.3", input=b64(b"x" * 3_000_000)).rest()
+    assert closed[0] == b"closed\n"
+    refused = agent.start("true", pty={"size": {"cols": 80, "rows": 24}}, input="")
+    assert (list(refused), refused.error["code"]) == ([], "invalid_argument")
+
+
 def test_input_without_stdin(agent):
     events = agent.start("sleep", "30.1")
     pid = events.next()["start"]["pid"]

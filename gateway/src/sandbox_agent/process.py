@@ -25,6 +25,8 @@ KEEP_MOST = 32
 INPUT_SECONDS = 60.0
 """How long input waits for a process that does not read it."""
 _LEFTOVER = 1 << 20
+_TURN_MS = 200
+"""How long whoever feeds a process keeps others from its input."""
 
 
 class Process:
@@ -162,6 +164,24 @@ class Process:
                 kind = "terminal" if terminal else "standard input"
                 raise Failure("failed_precondition", f"process {self.pid} has no {kind} to write to")
             self._write(memoryview(data))
+
+    def feed(self, data: bytes) -> None:
+        """Hand over all of its standard input and close it, however long the process takes to read."""
+        rest = memoryview(data)
+        while rest:
+            with self._input_lock:
+                if self._input < 0:
+                    return
+                poll = select.poll()
+                poll.register(self._input, select.POLLOUT)
+                try:
+                    if poll.poll(_TURN_MS):
+                        rest = rest[os.write(self._input, rest) :]
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    break
+        self.close_input()
 
     def _write(self, data: memoryview) -> None:
         poll = select.poll()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import binascii
 import json
 import signal
+import threading
 import time
 
 from sandbox_agent import child, users
@@ -45,9 +46,10 @@ class ProcessService:
         }
 
     def start(self, request: Request, stream: Stream) -> None:
-        """``{process: {cmd, args, envs, cwd}, pty?: {size}, tag?, stdin?}`` → events until the process ends.
+        """``{process: {cmd, args, envs, cwd}, pty?: {size}, tag?, stdin?, input?}`` → events until the process ends.
 
-        A deadline of the request is the process's too; a client that goes away is not.
+        ``input``, which envd does not have: all of its standard input, in base64; the start event then says so. A
+        deadline of the request is the process's too; a client that goes away is not.
         """
         message = stream.receive_only()
         config = record(message, "process")
@@ -57,19 +59,22 @@ class ProcessService:
         user = users.of_request(request)
         envs = variables(config, "envs")
         cwd = text(config, "cwd")
+        given = decoded(message, "input") if "input" in message else None
+        if given is not None and "pty" in message:
+            raise invalid("a terminal has no end of input: leave out input, or pty")
         process = Process(
             argv,
             user=user,
             env=child.environment(user, self._default_env(), envs),
             cwd=cwd,
             size=_size(message),
-            stdin=message.get("stdin") is not False,
+            stdin=given is not None or message.get("stdin") is not False,
             deadline=stream.deadline,
             tag=text(message, "tag"),
             config={"cmd": argv[0], "args": argv[1:], "envs": envs, **({"cwd": cwd} if cwd else {})},
         )
         # Followed before its output moves, so that nothing can have been dropped from the tail.
-        self._follow(process, stream, request, lambda: self._table.add(process))
+        self._follow(process, stream, request, lambda: self._table.add(process), given)
 
     def connect(self, request: Request, stream: Stream) -> None:
         """``{process: selector}`` → events: the start, the tail of the output, then as they come."""
@@ -77,13 +82,22 @@ class ProcessService:
         self._follow(process, stream, request)
 
     def _follow(
-        self, process: Process, stream: Stream, request: Request, ready: Callable[[], None] = lambda: None
+        self,
+        process: Process,
+        stream: Stream,
+        request: Request,
+        ready: Callable[[], None] = lambda: None,
+        given: bytes | None = None,
     ) -> None:
         follower = process.output.follow()
         ready()
+        start = {"pid": process.pid}
+        if given is not None:
+            threading.Thread(target=process.feed, args=(given,), daemon=True).start()
+            start["input"] = True
         pause = _keepalive_seconds(request)
         try:
-            stream.send(frame(b'{"event":{"start":{"pid":%d}}}' % process.pid))
+            stream.send(frame(json.dumps({"event": {"start": start}}).encode()))
             while True:
                 left = pause if stream.deadline is None else min(pause, max(0.0, stream.deadline - time.monotonic()))
                 chunks, ending = follower.take(left)

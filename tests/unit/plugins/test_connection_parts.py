@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import io
+import json
 import socket
 import struct
 from typing import Any
@@ -116,6 +117,13 @@ def test_input_that_does_not_get_there(monkeypatch: pytest.MonkeyPatch, failure:
             list(running.output())
     else:
         assert list(running.output()) and running.exit_code == 4
+
+
+def test_who_was_given_its_input_says_so() -> None:
+    given = (0, json.dumps({"event": {"start": {"pid": 7, "input": True}}}).encode())
+    for first, fed in ((START, False), (given, True)):
+        running = process(frames(first, END, (2, b"{}")))
+        assert list(running.output()) and running.fed is fed
 
 
 def test_a_broken_connection_has_a_sentence() -> None:
