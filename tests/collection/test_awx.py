@@ -456,7 +456,8 @@ def freebsd(linux: Host, root: Path, tmp_path: Path) -> Iterator[tuple[Host, tup
         host.remove("jail_zfs_host", inside=inside, gateway_install_dir=str(host.root / "none"), gateway_link_dir="")
 
 
-def test_the_job_that_makes_a_host_of_jails(freebsd: tuple[Host, tuple[str, ...]], launch: Launch) -> None:
+def test_the_job_that_makes_the_other_kind_of_host(freebsd: tuple[Host, tuple[str, ...]], launch: Launch) -> None:
+    """Jails on ZFS. It follows the test above: from where its commands are, no package can be fetched."""
     host, inside = freebsd
     cache = {"install_gateway_config": {"host": {"cache_root": str(session.cache_dir())}, "network": {"pool": 1}}}
     options = {**host.variables, **cache, "install_kind": "jail_zfs"}
