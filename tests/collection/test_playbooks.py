@@ -97,7 +97,7 @@ def test_nightly_snapshots(player: Player, gateway: Served) -> None:
     with gateway.client() as api:
         assert api.get("/snapshots/web-2026-01-01").json()["sourceSandboxID"] == boxes[0]
     said = succeeds(player.page("nightly_snapshots", **first), 0)
-    assert re.search(r'"nothing_new": \[\s*"web-2026-01-01"', said), said
+    assert re.search(r'"nothing_new": \[[^]]*"web-2026-01-01"', said), said
 
     # The next night only what changed is captured, whatever else; a text says the same as a mapping.
     change(gateway, boxes[1])
