@@ -55,6 +55,9 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
         # zfs-fuse is one daemon for the machine: all that makes jails is one group, wherever it is.
         if "jail" in nodeid:
             return "zfs"
+        # They share nothing; the smaller the last groups, the less one lane waits for the other.
+        if _folder(nodeid) == "roles" or "systemd" in nodeid:
+            return nodeid.partition("::")[0]
         return next(group for group, folders in _GROUPS.items() if _folder(nodeid) in folders)
 
 
