@@ -57,17 +57,22 @@ class Player:
         return self._run(f"grove.sandbox.{name}", "-e", json.dumps(variables), *options)
 
     def _run(self, *words: str) -> Played:
-        done = subprocess.run(
-            [ansible_playbook(), "-i", self.inventory, *words],
-            env={**environment(self.scratch), "ANSIBLE_PIPELINING": "1", "SANDBOX_GATEWAY_URL": self.url},
-            cwd=self.scratch,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-        return Played(done.stdout + done.stderr, done.returncode != 0)
+        return run_playbook(self.scratch, "-i", self.inventory, *words, SANDBOX_GATEWAY_URL=self.url)
+
+
+def run_playbook(scratch: Path, *words: str, **variables: str) -> Played:
+    """``ansible-playbook`` in ``scratch``; ``variables`` of its environment, as far as they differ."""
+    done = subprocess.run(
+        [ansible_playbook(), *words],
+        env={**environment(scratch), "ANSIBLE_PIPELINING": "1", **variables},
+        cwd=scratch,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    return Played(done.stdout + done.stderr, done.returncode != 0)
 
 
 def succeeds(played: Played, changed: int | None = None) -> str:

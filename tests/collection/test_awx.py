@@ -21,8 +21,7 @@ import yaml
 from tests.api.served import ADMIN_KEY, Served
 from tests.collection import agents, awx_collection, awx_survey
 from tests.collection.awx_server import HIDDEN, MODULES, TOKEN, Awx, Refused, serve
-from tests.collection.recipes import Player, plays, refuses, succeeds
-from tests.collection.runner import ansible_playbook
+from tests.collection.recipes import SECONDS, Player, plays, refuses, run_playbook, succeeds
 from tests.freebsd_shim.harness import shim_in
 from tests.jail_zfs import pools
 from tests.support import session
@@ -31,7 +30,6 @@ from tests.support.roles import environment, play
 PLAYBOOKS = session.REPOSITORY / "playbooks"
 TEMPLATES = yaml.safe_load((PLAYBOOKS / "awx" / "vars" / "job_templates.yml").read_text())["awx_job_templates"]
 NAMES = {template["playbook"]: template["name"] for template in TEMPLATES}
-SECONDS = 600
 
 
 @dataclass
@@ -56,24 +54,16 @@ class Declared:
         }
         book = self.scratch / "declare.yml"
         book.write_text(json.dumps([{**play, "vars": told}]))
-        done = subprocess.run(
-            [ansible_playbook(), str(book), *options],
-            env={
-                **environment(self.scratch),
-                "ANSIBLE_COLLECTIONS_PATH": f"{session.COLLECTIONS}:{awx_collection.collections_path()}",
-                "ANSIBLE_PIPELINING": "1",
-                "CONTROLLER_HOST": self.url,
-                "CONTROLLER_OAUTH_TOKEN": TOKEN,
-                "SANDBOX_GATEWAY_TOKEN": ADMIN_KEY,
-            },
-            cwd=self.scratch,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
+        played = run_playbook(
+            self.scratch,
+            str(book),
+            *options,
+            ANSIBLE_COLLECTIONS_PATH=f"{session.COLLECTIONS}:{awx_collection.collections_path()}",
+            CONTROLLER_HOST=self.url,
+            CONTROLLER_OAUTH_TOKEN=TOKEN,
+            SANDBOX_GATEWAY_TOKEN=ADMIN_KEY,
         )
-        return done.returncode != 0, done.stdout + done.stderr
+        return played.failed, played.output
 
 
 @pytest.fixture(scope="module")
