@@ -10,7 +10,19 @@ from benchmarks.benches.idle import Idle
 from benchmarks.benches.jail import JailZfs
 from benchmarks.benches.pause import Pause
 from benchmarks.benches.rollback import Rollback
+from benchmarks.benches.sdk import Sdk
 from benchmarks.benches.tasks import Tasks
 from benchmarks.measure import Bench
 
-BENCHES: tuple[Bench, ...] = (Pause(), Fork(), Rollback(), Clone(), Idle(), Http(), JailZfs(), Tasks(), Connection())
+BENCHES: tuple[Bench, ...] = (
+    Pause(),
+    Fork(),
+    Rollback(),
+    Clone(),
+    Idle(),
+    Http(),
+    Sdk(),
+    JailZfs(),
+    Tasks(),
+    Connection(),
+)

@@ -19,6 +19,7 @@ from benchmarks.measure import Result, Target
 from benchmarks.plays import Plays
 from tests.support import jail_world, session
 from tests.support.gateway import Gateway
+from tests.support.jail_gateway import jail_gateway
 from tests.support.worlds import TEMPLATE
 
 _FILES, _FILE_BYTES = 4, 16 << 10
@@ -155,31 +156,12 @@ def _forks(ctx: Context, count: int) -> Iterator[_Forks]:
     scratch.mkdir()
     packages = (*jail_world._PACKAGES, "openssh-server")
     ctx.say("making a root file system with sshd (once), and the jail's template on a pool of its own")
-    with mock.patch.object(jail_world, "_PACKAGES", packages), jail_world.jail_zfs_world() as world:
-        config = world.config()
-        try:
-            with _gateway(scratch, config) as gateway:
-                yield _made(gateway, scratch, count)
-        finally:
-            world.forget(config)
-
-
-@contextlib.contextmanager
-def _gateway(scratch: Path, config: Any) -> Iterator[Gateway]:
-    sections = config.model_dump(mode="json")
-    wanted = {"kind": "jail_zfs", "state_root": sections["host"]["state_root"]}
-    network = {key: sections["network"][key] for key in ("prefix", "subnet")}
-    dataset = {"dataset": config.jail_zfs.dataset}
-    settings = {"host": wanted, "jail_zfs": dataset, "network": network, "log": {"level": "info"}}
-    gateway = Gateway(scratch, settings)
-    gateway.state_root = config.host.state_root
-    with mock.patch.dict(os.environ, jail_world.environment()):
-        try:
-            gateway.start()
-            yield gateway
-        finally:
-            if problems := gateway.end():
-                raise RuntimeError("; ".join(problems))
+    with (
+        mock.patch.object(jail_world, "_PACKAGES", packages),
+        jail_world.jail_zfs_world() as world,
+        jail_gateway(world, scratch, log={"level": "info"}) as gateway,
+    ):
+        yield _made(gateway, scratch, count)
 
 
 def _made(gateway: Gateway, scratch: Path, count: int) -> _Forks:

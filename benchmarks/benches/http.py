@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.context import TEMPLATE, Context, KvmXfs
+from benchmarks.gateways import gateway_beside
 from benchmarks.measure import Result
 from benchmarks.timers import milliseconds
 from sandbox_gateway.engine.spec import ForkSpec
@@ -33,7 +33,7 @@ class Http:
         result = Result(self.name, self.title, {"rounds": rounds})
         host = ctx.kvm_xfs
         samples: dict[str, list[float]] = defaultdict(list)
-        with host.source() as snapshot, _gateway(host) as gateway, ctx.steps("rounds", rounds) as steps:
+        with host.source() as snapshot, gateway_beside(host) as gateway, ctx.steps("rounds", rounds) as steps:
             ours, theirs = _InProcess(host, snapshot), _OverHttp(gateway)
             for _ in range(rounds):
                 for way, client in (("engine", ours), ("http", theirs)):
@@ -103,18 +103,3 @@ class _OverHttp:
 
     def _make(self) -> None:
         self._fork = self._call("POST", f"/snapshots/{self._snapshot}/fork")["sandboxID"]
-
-
-@contextlib.contextmanager
-def _gateway(host: KvmXfs) -> Iterator[Gateway]:
-    """A gateway of its own on the same file system, configured as the engine in this process is."""
-    sections = host.config.model_dump(mode="json")
-    wanted = {"kvm_xfs": sections["kvm_xfs"], "network": {"pool": host.config.network.pool}, "log": {"level": "info"}}
-    gateway = Gateway(host.mount_point, wanted)
-    host.share_templates(gateway.state_root)
-    try:
-        gateway.start()
-        yield gateway
-    finally:
-        if problems := gateway.end():
-            raise RuntimeError("; ".join(problems))

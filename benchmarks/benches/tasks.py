@@ -48,8 +48,6 @@ class Tasks:
                        part_of="floor")  # fmt: skip
         title = "sandbox_fork by the action plugin"
         result.measure("action", title, samples=samples["action"], floor="floor", target=Target("ratio", 1.3))
-        title = "the same with returned: changed"
-        result.measure("brief", title, samples=samples["brief"], floor="floor", target=Target("ratio", 1.3))
         title = "an action that returns the same result and asks nobody"
         result.measure("same", title, samples=samples["same"], floor="debug")
         title = "sandbox_fork by the module"
@@ -100,7 +98,6 @@ def _play(gateway: Served) -> dict[str, list[float]]:
     tasks = [
         {"name": "debug", "ansible.builtin.debug": {"msg": "nothing"}},
         {"name": "action", **fork},
-        {"name": "brief", "grove.sandbox.sandbox_fork": {**fork["grove.sandbox.sandbox_fork"], "returned": "changed"}},
         {"name": "same", "same": {}},
         {"name": "module", **fork, "environment": {"ANY": "thing"}},
     ] * (_ROUNDS + 1)

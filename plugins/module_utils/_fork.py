@@ -75,7 +75,6 @@ ARGUMENTS: dict[str, Any] = {
         "options": {**OPTIONS, "clone": {"type": "bool", "default": False}},
     },
     "recreate": {"type": "bool", "default": False},
-    "returned": {"type": "str", "choices": ["all", "changed"], "default": "all"},
     "continue_on_error": {"type": "bool", "default": False},
 }
 RULES: dict[str, Any] = {
@@ -84,6 +83,8 @@ RULES: dict[str, Any] = {
     "required_by": {"count": "name_prefix"},
 }
 
+SHOWN = ("id", "name", "state", "address", "forked_from", "snapshot_id", "volumes")
+"""Of each fork in a result: what one goes on with. Ansible copies a result several times, and forks are many."""
 MOST = 1000
 """Forks that one request may ask for."""
 

@@ -57,7 +57,6 @@ class _Run:
         self.client = client
         self.check = check
         self.go_on = bool(params.get("continue_on_error"))
-        self.brief = params.get("returned") == "changed"
         self.want = thing.desired(params)
         self.failures: dict[str, Failure] = {}
         self.done: list[Action] = []
@@ -111,16 +110,16 @@ class _Run:
             "diff": diff(self.done),
         }
         for key, names in lists.items():
-            result[key] = [dict(shapes[name]) for name in names if name in shapes and self._is_listed(name)]
+            result[key] = [self._shown(shapes[name]) for name in names if name in shapes]
         names = lists[self.thing.PLURAL]
         if len(names) == 1:
-            result[self.thing.SINGULAR] = dict(shapes[names[0]]) if names[0] in shapes else None
+            result[self.thing.SINGULAR] = self._shown(shapes[names[0]]) if names[0] in shapes else None
         if self.failures:
             return failed(join(self.failures, max(len(result["outcomes"]), 1)), **result)
         return result
 
-    def _is_listed(self, name: str) -> bool:
-        return not self.brief or any(change.name == name for action in self.done for change in action.changes)
+    def _shown(self, shape: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: shape.get(key) for key in getattr(self.thing, "SHOWN", shape)}
 
     def _outcomes(self, names: list[str]) -> list[dict[str, Any]]:
         """One for each name; none at all where nothing was done: what many results hold, Ansible copies many times."""

@@ -127,15 +127,6 @@ options:
         goes when the new one lives.
     type: bool
     default: false
-  returned:
-    description:
-      - Which siblings RV(sandboxes) lists; V(all) that were asked for, or only those that were V(changed), or in check
-        mode would be.
-      - Ansible copies a result several times. Where a hundred siblings are there and nothing is to be done, that takes
-        most of the task's time.
-    type: str
-    choices: [all, changed]
-    default: all
   continue_on_error:
     description:
       - Normally, if anything stands in the way of one name, nothing is done at all; and if something fails on the
@@ -200,9 +191,9 @@ RETURN = r"""
 ---
 sandboxes:
   description:
-    - The sandboxes of the names asked for that exist, in the order of the names; with O(returned=changed) those of them
-      that were changed.
-    - In check mode, what exists only after the run (ids, dates, addresses) is V(null).
+    - The sandboxes of the names asked for that exist, in the order of the names, with what one goes on with. All there
+      is to know of them is told by M(grove.sandbox.sandbox_info).
+    - In check mode, what exists only after the run (ids, addresses) is V(null).
   returned: always, unless the gateway could not be asked
   type: list
   elements: dict
@@ -210,25 +201,9 @@ sandboxes:
     id: {description: Its id; it never changes., type: str}
     name: {description: Its name., type: str}
     state: {description: V(running) or V(paused)., type: str}
-    state_reason: {description: Why it is paused where nobody asked for it; else empty., type: str}
-    template_id: {description: The template at the root of its descent., type: str}
+    address: {description: "Where its ports are reached, on the gateway's host; V(null) while it is paused.", type: str}
     forked_from: {description: The snapshot or template it was made from; it never changes., type: str}
     snapshot_id: {description: "Its head: the snapshot it descends from now.", type: str}
-    parent_sandbox_id: {description: The sandbox it was forked from; empty for one made from a template., type: str}
-    diverged:
-      description: Whether its file system changed since its head; V(null) where that was not looked at.
-      type: bool
-    cpus: {description: Virtual CPUs., type: int}
-    memory_mb: {description: Memory in MiB., type: int}
-    disk_mb: {description: Size of its disk in MiB., type: int}
-    metadata: {description: What was written beside it., type: dict}
-    network:
-      description: What it may reach outside itself.
-      type: dict
-      contains:
-        allow_internet: {description: Anything but what is denied below., type: bool}
-        allow_out: {description: Reachable in any case., type: list, elements: str}
-        deny_out: {description: Not reachable., type: list, elements: str}
     volumes:
       description: Its volumes, in the order of their paths.
       type: list
@@ -237,11 +212,6 @@ sandboxes:
         name: {description: The volume., type: str}
         path: {description: Where it is mounted., type: str}
         read_only: {description: Whether the sandbox can only read it., type: bool}
-    created_at: {description: When it was made (RFC 3339)., type: str}
-    started_at: {description: When it was started (RFC 3339)., type: str}
-    end_at: {description: When its time is up (RFC 3339); V(null) for never., type: str}
-    address: {description: "Where its ports are reached, on the gateway's host; V(null) while it is paused.", type: str}
-    backend: {description: The kind of its host., type: str}
 sandbox:
   description: The one entry of RV(sandboxes), or V(null) if it does not exist.
   returned: when one name is given

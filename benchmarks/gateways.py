@@ -1,0 +1,25 @@
+"""A gateway process beside the engine of this process: the same file system, templates and settings."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.context import KvmXfs
+from tests.support.gateway import Gateway
+
+
+@contextlib.contextmanager
+def gateway_beside(host: KvmXfs, **more: dict[str, Any]) -> Iterator[Gateway]:
+    """Serve as ``host`` is configured, ``more`` sections aside; its sandboxes go at the end."""
+    sections = host.config.model_dump(mode="json")
+    wanted = {"kvm_xfs": sections["kvm_xfs"], "network": {"pool": host.config.network.pool}, "log": {"level": "info"}}
+    gateway = Gateway(host.mount_point, wanted | more)
+    host.share_templates(gateway.state_root)
+    try:
+        gateway.start()
+        yield gateway
+    finally:
+        if problems := gateway.end():
+            raise RuntimeError("; ".join(problems))

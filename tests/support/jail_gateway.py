@@ -1,0 +1,40 @@
+"""A real gateway process on a jail/ZFS host: FreeBSD's commands on Linux, a dataset of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.support import jail_world
+from tests.support.gateway import Gateway
+from tests.support.jail_world import JailZfsWorld
+
+
+@contextmanager
+def jail_gateway(world: JailZfsWorld, scratch: Path, **sections: dict[str, Any]) -> Iterator[Gateway]:
+    """Serve what ``world`` has, with its template; ``scratch`` is a directory of its own. Nothing stays."""
+    config = world.config()
+    known = config.model_dump(mode="json")
+    settings: dict[str, dict[str, Any]] = {
+        "host": {key: known["host"][key] for key in ("kind", "state_root")},
+        "jail_zfs": {"dataset": config.jail_zfs.dataset},
+        "network": {key: known["network"][key] for key in ("prefix", "subnet")},
+    }
+    gateway = Gateway(scratch, {key: settings.get(key, {}) | sections.get(key, {}) for key in {*settings, *sections}})
+    gateway.state_root = config.host.state_root
+    problems: list[str] = []
+    try:
+        with mock.patch.dict(os.environ, jail_world.environment()):
+            try:
+                gateway.start()
+                yield gateway
+            finally:
+                problems = gateway.end()
+    finally:
+        world.forget(config)
+    if problems:
+        raise RuntimeError("; ".join(problems))
