@@ -27,6 +27,7 @@ _GROUPS = {
     "zfs": ("freebsd_shim", "jail_zfs"),
     "gateway": ("gateway", "collection", "molecule"),
     "engine": ("engine",),
+    "sdk": ("sdk",),
     "kvm_xfs": ("kvm_xfs",),
     "roles": ("roles",),
 }
@@ -139,15 +140,22 @@ def gateway(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable
     The template's directory is a reflink copy of the shared one's: the file system is all the state there is.
     """
 
-    def seed(root: Path) -> None:
-        request.getfixturevalue("template")
-        shared: Gateway = request.getfixturevalue("shared_gateway")
-        shutil.rmtree(root / "templates", ignore_errors=True)
-        subprocess.run(
-            ["cp", "-a", "--reflink=always", str(shared.state_root / "templates"), str(root)], check=True, timeout=60
-        )
+    yield from _factory(xfs_root, lambda root: _copy_templates(request, root))
 
-    yield from _factory(xfs_root, seed)
+
+@pytest.fixture(scope="session")
+def seeded_gateways(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Gateway]]:
+    """As ``gateway``, for gateways that live as long as the run."""
+    yield from _factory(xfs_root, lambda root: _copy_templates(request, root))
+
+
+def _copy_templates(request: pytest.FixtureRequest, root: Path) -> None:
+    request.getfixturevalue("template")
+    shared: Gateway = request.getfixturevalue("shared_gateway")
+    shutil.rmtree(root / "templates", ignore_errors=True)
+    subprocess.run(
+        ["cp", "-a", "--reflink=always", str(shared.state_root / "templates"), str(root)], check=True, timeout=60
+    )
 
 
 def _factory(xfs_root: Path, seed: Callable[[Path], None] | None) -> Iterator[Callable[..., Gateway]]:

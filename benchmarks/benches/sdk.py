@@ -19,6 +19,7 @@ from benchmarks.context import TEMPLATE, Context, KvmXfs
 from benchmarks.gateways import gateway_beside
 from benchmarks.measure import Result
 from benchmarks.timers import milliseconds
+from sandbox_gateway.api.shapes import ENVD_VERSION
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.records import Snapshot
 from tests.api.served import free_port
@@ -105,7 +106,7 @@ def _sandbox(gateway: Gateway, url: str, snapshot: str) -> Iterator[tuple[Sandbo
         straight = Sandbox(
             sandbox_id=through.sandbox_id,
             sandbox_domain=through.sandbox_domain,
-            envd_version=Version("0.5.7"),
+            envd_version=Version(ENVD_VERSION),
             envd_access_token=through._envd_access_token,
             connection_config=ConnectionConfig(
                 sandbox_url=f"http://{address}:{_AGENT}", api_key=_KEY, extra_sandbox_headers=token

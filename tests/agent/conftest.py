@@ -44,13 +44,13 @@ class Events:
 
     def rest(self) -> tuple[bytes, bytes, dict[str, Any]]:
         """Everything up to the end: stdout (or the terminal's output), stderr, the end event."""
-        out, err, end = b"", b"", {}
+        out, err, end = bytearray(), bytearray(), {}
         for event in self:
             data = event.get("data", {})
             out += base64.b64decode(data.get("stdout") or data.get("pty") or "")
             err += base64.b64decode(data.get("stderr", ""))
             end = event.get("end", end)
-        return out, err, end
+        return bytes(out), bytes(err), end
 
     def _exactly(self, size: int) -> bytes:
         data = self._response.read(size)
@@ -59,11 +59,12 @@ class Events:
 
 
 class Agent:
-    """A running agent; each call opens a connection of its own, as ``headers`` say."""
+    """A running agent; each call opens a connection of its own, as ``headers`` say. ``code_port``: for code."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+    def __init__(self, process: subprocess.Popen[str], port: int, code_port: int) -> None:
         self.process = process
         self.port = port
+        self.code_port = code_port
         self.headers: dict[str, str] = {}
 
     def connect(self) -> http.client.HTTPConnection:
@@ -91,12 +92,19 @@ class Agent:
         assert status == 200, answer
         return answer
 
-    def stream(self, method: str, *messages: dict[str, Any], user: str = "", **headers: str) -> Events:
+    def stream(
+        self,
+        method: str,
+        *messages: dict[str, Any],
+        user: str = "",
+        service: str = "/process.Process",
+        **headers: str,
+    ) -> Events:
         body = b"".join(struct.pack(">BI", 0, len(data)) + data for data in (json.dumps(m).encode() for m in messages))
         connection = self.connect()
         connection.request(
             "POST",
-            f"/process.Process/{method}",
+            f"{service}/{method}",
             body,
             {**self.headers, "Content-Type": "application/connect+json", **_login(user), **headers},
         )
@@ -141,7 +149,10 @@ def running(argv: list[str], env: dict[str, str] | None = None) -> Iterator[Agen
                 break
         else:
             raise AssertionError(f"the agent did not start: {said}")
-        yield Agent(process, int(found[1]))
+        code = None
+        if not any("no code interpreter" in line for line in said):
+            code = re.search(r"running code on \S+:(\d+)", process.stderr.readline())
+        yield Agent(process, int(found[1]), int(code[1]) if code else 0)
     finally:
         process.kill()
         process.wait()
@@ -152,7 +163,7 @@ def _eventually() -> Callable[..., None]:
     return eventually
 
 
-@pytest.fixture(name="running")
+@pytest.fixture(name="running", scope="session")
 def _running() -> Callable[..., Any]:
     return running
 

@@ -1,30 +1,55 @@
-"""The published ``e2b`` client, unmodified, talking to the agent."""
+"""The published ``e2b`` client, unmodified, talking to the agent: every method of its files, commands, pty and git."""
 
 from __future__ import annotations
 
+import asyncio
 import io
+import os
+import pwd
+import shutil
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
 e2b = pytest.importorskip("e2b", reason="needs the e2b client: pip install e2b==2.63.0")
 
-ENVD_VERSION = "0.5.7"
-"""What the agent amounts to: stdin that can be closed, octet-stream and gzip uploads; no metadata of files."""
+ENVD_VERSION = "0.6.4"
+"""What the agent amounts to: also metadata of files, entries in events, and watches on network mounts."""
+
+
+def connected(kind, agent, token=None):
+    from e2b.connection_config import ConnectionConfig
+    from packaging.version import Version
+
+    return kind(
+        sandbox_id="0123456789ab",
+        sandbox_domain=None,
+        envd_version=Version(ENVD_VERSION),
+        envd_access_token=token,
+        connection_config=ConnectionConfig(
+            debug=True,
+            sandbox_url=f"http://127.0.0.1:{agent.port}",
+            api_key="key",
+            extra_sandbox_headers={"X-Access-Token": token} if token else {},
+        ),
+    )
 
 
 @pytest.fixture(scope="module")
 def sandbox(agent):
-    from e2b.connection_config import ConnectionConfig
-    from packaging.version import Version
+    return connected(e2b.Sandbox, agent)
 
-    return e2b.Sandbox(
-        sandbox_id="0123456789ab",
-        sandbox_domain=None,
-        envd_version=Version(ENVD_VERSION),
-        envd_access_token=None,
-        connection_config=ConnectionConfig(debug=True, sandbox_url=f"http://127.0.0.1:{agent.port}", api_key="key"),
-    )
+
+@pytest.fixture
+def shared():
+    """A directory that every user may enter, unlike the tests' own."""
+    path = Path(tempfile.mkdtemp(prefix="agent-test-"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
 
 
 def test_commands(sandbox):
@@ -78,9 +103,35 @@ def test_files(sandbox, tmp_path):
     files.write(f"{tmp_path}/big", io.BytesIO(b"z" * 3_000_000))
     assert sum(map(len, files.read(f"{tmp_path}/big", format="stream"))) == 3_000_000
     files.write(f"{tmp_path}/packed", "g" * 100_000, gzip=True)
-    assert files.read(f"{tmp_path}/packed") == "g" * 100_000
+    assert files.read(f"{tmp_path}/packed") == files.read(f"{tmp_path}/packed", gzip=True) == "g" * 100_000
     with pytest.raises(e2b.FileNotFoundException):
         files.read(f"{tmp_path}/none")
+
+
+def test_addresses_of_files(sandbox, tmp_path):
+    """Without a token there is nothing to sign."""
+    import httpx
+
+    url = sandbox.upload_url(f"{tmp_path}/up", user="root")
+    assert httpx.post(url, files={"file": b"sent"}).json()[0]["path"] == f"{tmp_path}/up"
+    assert httpx.get(sandbox.download_url(f"{tmp_path}/up")).text == "sent"
+
+
+def test_a_wrong_token(fresh, tmp_path):
+    fresh.ok("/identity", {"accessToken": "right"})
+    sandbox = connected(e2b.Sandbox, fresh, "right")
+    assert sandbox.files.write(f"{tmp_path}/f", "x").name == "f" and sandbox.files.exists(f"{tmp_path}/f")
+    stranger = connected(e2b.Sandbox, fresh, "wrong")
+    for refused in (
+        lambda: stranger.files.read(f"{tmp_path}/f"),
+        lambda: stranger.files.write(f"{tmp_path}/f", ""),
+        lambda: stranger.files.list(str(tmp_path)),
+        lambda: stranger.files.watch_dir(str(tmp_path)),
+        lambda: stranger.commands.run("true"),
+    ):
+        with pytest.raises(e2b.AuthenticationException):
+            refused()
+    assert stranger.is_running()
 
 
 def test_directories(sandbox, tmp_path):
@@ -96,3 +147,332 @@ def test_directories(sandbox, tmp_path):
     assert not files.exists(path) and files.exists(f"{tmp_path}/moved/f")
     with pytest.raises(e2b.FileNotFoundException):
         files.list(path)
+
+
+def test_output_as_it_comes(sandbox):
+    said, complained = [], []
+    result = sandbox.commands.run(
+        "echo ü; echo no >&2", on_stdout=said.append, on_stderr=complained.append, retain_output=False
+    )
+    assert (said, complained, result.stdout, result.exit_code) == (["ü\n"], ["no\n"], None, 0)
+
+
+def test_a_command_outlives_its_stream(sandbox):
+    handle = sandbox.commands.run("echo one; read x; echo two; exit 4", background=True, stdin=True, timeout=0)
+    assert next(iter(handle))[0] == "one\n"
+    handle.disconnect()
+    again = sandbox.commands.connect(handle.pid)
+    again.send_stdin("go\n")
+    with pytest.raises(e2b.CommandExitException) as ended:
+        again.wait()
+    assert (ended.value.stdout, ended.value.exit_code) == ("one\ntwo\n", 4)
+    # How it went can be asked later, too.
+    with pytest.raises(e2b.CommandExitException) as ended:
+        sandbox.commands.connect(handle.pid).wait()
+    assert ended.value.exit_code == 4
+    with pytest.raises(e2b.NotFoundException):
+        sandbox.commands.send_stdin(handle.pid, "more")
+    cat = sandbox.commands.run("cat", background=True, stdin=True)
+    cat.send_stdin(b"bytes")
+    cat.close_stdin()
+    assert cat.wait().stdout == "bytes"
+
+
+def test_terminals(sandbox):
+    from e2b.sandbox.commands.command_handle import PtySize
+
+    handle = sandbox.pty.create(PtySize(rows=30, cols=100), envs={"MARK": "m1"}, cwd="/", timeout=0)
+    handle.disconnect()
+    sandbox.pty.stream_input(handle.pid, ["echo $MARK-$TERM-", "$(pwd)-$((40+2))\n"])
+    again, output = sandbox.pty.connect(handle.pid), b""
+    for _, _, data in again:
+        output += data or b""
+        if b"m1-xterm-256color-/-42" in output:
+            break
+    assert sandbox.pty.kill(handle.pid)
+    with pytest.raises(e2b.CommandExitException):
+        again.wait()
+    assert not sandbox.pty.kill(handle.pid)
+
+
+def test_another_user(sandbox, shared):
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    user = pwd.getpwnam("daemon")
+    result = sandbox.commands.run('id -un; echo "$HOME"; pwd; touch /etc/of-daemon || true', user="daemon")
+    assert result.stdout.split()[:2] == ["daemon", user.pw_dir] and "denied" in result.stderr
+    files = sandbox.files
+    files.write(f"{shared}/a/b", "x", user="daemon")
+    files.make_dir(f"{shared}/c/d", user="daemon")
+    files.rename(f"{shared}/a/b", f"{shared}/e/b", user="daemon")
+    owners = {item.path.removeprefix(str(shared)): item.owner for item in files.list(str(shared), depth=2)}
+    assert owners == dict.fromkeys(("/a", "/c", "/c/d", "/e", "/e/b"), "daemon")
+    assert files.get_info("", user="daemon").path == files.get_info("~", user="daemon").path == user.pw_dir
+    for refused in (
+        lambda: files.write(f"{shared}/no", "", user="no-such-user"),
+        lambda: files.list("/", user="no-such-user"),
+        lambda: sandbox.commands.run("true", user="no-such-user"),
+    ):
+        with pytest.raises(e2b.AuthenticationException, match="no-such-user"):
+            refused()
+
+
+def test_kinds_of_errors(sandbox, tmp_path):
+    files = sandbox.files
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    for missing in (
+        lambda: files.read(f"{tmp_path}/none"),
+        lambda: files.get_info(f"{tmp_path}/none"),
+        lambda: files.rename(f"{tmp_path}/none", f"{tmp_path}/other"),
+        lambda: files.watch_dir(f"{tmp_path}/none"),
+    ):
+        with pytest.raises(e2b.FileNotFoundException):
+            missing()
+    for invalid in (
+        lambda: files.list(f"{tmp_path}/file"),
+        lambda: files.read(str(tmp_path)),
+        lambda: files.read(f"{tmp_path}/pipe"),
+        lambda: files.write(f"{tmp_path}/pipe", "x"),
+        lambda: files.write(str(tmp_path), "x"),
+        lambda: files.write(f"{tmp_path}/file/below", "x"),
+        lambda: files.make_dir(f"{tmp_path}/file"),
+        lambda: files.read(f"{tmp_path}/loop"),
+        lambda: files.list(f"{tmp_path}/loop"),
+        lambda: sandbox.commands.run("true", cwd=f"{tmp_path}/none"),
+    ):
+        with pytest.raises(e2b.InvalidArgumentException):
+            invalid()
+    with pytest.raises(e2b.NotFoundException):
+        sandbox.commands.connect(999_999_999)
+    assert not sandbox.commands.kill(999_999_999)
+    files.remove(f"{tmp_path}/none")
+
+
+def test_no_space_and_what_cannot_be_kept(root, running, unmanaged, tmp_path):
+    script = 'mount -t tmpfs -o size=64k none "$0" && exec "$@"'
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, str(tmp_path), *unmanaged]
+    with running(command) as agent:
+        files = connected(e2b.Sandbox, agent).files
+        for form in ({"use_octet_stream": True}, {"use_octet_stream": False}):
+            with pytest.raises(e2b.NotEnoughSpaceException, match="No space left"):
+                files.write(f"{tmp_path}/big", b"x" * 3_000_000, **form)
+        files.write("/proc/self/oom_score_adj", "0")
+        with pytest.raises(e2b.SandboxException, match="keeps no metadata"):
+            files.write("/proc/self/oom_score_adj", "0", metadata={"a": "b"})
+
+
+def test_entries_that_are_not_files(sandbox, tmp_path):
+    """Names that are not UTF-8 do not spoil a listing; what is neither file nor directory is not listed."""
+    (tmp_path / os.fsdecode(b"not-\xff-utf-8")).write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "self").symlink_to(".")
+    os.mkfifo(tmp_path / "pipe")
+    listed = {item.name: item for item in sandbox.files.list(str(tmp_path), depth=5)}
+    assert {name: item.type.value for name, item in listed.items()} == {
+        "not-�-utf-8": "file",
+        "loop": "symlink",
+        "self": "symlink",
+    }
+    assert listed["self"].symlink_target == str(tmp_path)
+    assert sandbox.files.get_info(f"{tmp_path}/pipe").type is None
+    # Its arguments are not UTF-8 either, and the list of processes is readable all the same.
+    handle = sandbox.commands.run("exec -a $'\\xff' sleep 30.7", background=True)
+    assert handle.pid in [item.pid for item in sandbox.commands.list()]
+    handle.kill()
+
+
+def test_metadata(sandbox, tmp_path):
+    files, path = sandbox.files, f"{tmp_path}/file"
+    try:
+        os.setxattr(tmp_path, "user.test", b"")
+    except (OSError, AttributeError):
+        pytest.skip("needs a file system with extended attributes")
+    assert files.write(path, "1", metadata={"Author": "me", "n": "1"}).metadata == {"author": "me", "n": "1"}
+    assert files.get_info(path).metadata == {"author": "me", "n": "1"}
+    # What replaces a file replaces what is kept with it.
+    written = files.write_files([{"path": path, "data": io.BytesIO(b"2")}], metadata={"n": "2"})
+    assert [item.metadata for item in written] == [{"n": "2"}]
+    os.setxattr(path, "user.other", b"")
+    os.setxattr(path, "user.e2b.raw", b"\xff")
+    assert files.list(str(tmp_path))[0].metadata == {"n": "2", "raw": "�"}
+    assert files.rename(path, f"{path}2").metadata["n"] == "2"
+    assert files.write(f"{path}2", "3").metadata is None and files.get_info(f"{path}2").metadata is None
+    for wrong in ({"k" * 300: ""}, {"k": "v" * 5000}):
+        with pytest.raises(e2b.InvalidArgumentException):
+            files.write(path, "", metadata=wrong)
+    assert not files.exists(path)
+
+
+def peak(pid: int) -> int:
+    """The most memory a process has held, in KiB."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_large_files_are_not_held_in_memory(running, unmanaged, tmp_path):
+    size, piece = 50_000_000, os.urandom(1_000_000)
+    with running(unmanaged) as agent:
+        files, path = connected(e2b.Sandbox, agent).files, f"{tmp_path}/large"
+        files.write(path, "x")
+        before = peak(agent.process.pid)
+        files.write(path, (piece for _ in range(size // len(piece))))
+        (tmp_path / "source").write_bytes(piece * (size // len(piece)))
+        with (tmp_path / "source").open("rb") as source:
+            files.write(f"{path}2", source, use_octet_stream=False)
+        assert (tmp_path / "large2").stat().st_size == size
+        with files.read(path, format="stream") as stream:
+            assert sum(map(len, stream)) == size
+        assert peak(agent.process.pid) - before < 10_000
+
+
+def test_watching(sandbox, tmp_path):
+    kinds, watch = e2b.FilesystemEventType, sandbox.files.watch_dir(str(tmp_path), recursive=True, include_entry=True)
+    sandbox.files.write(f"{tmp_path}/d/f", "12")
+    events, found, until = [], [], time.monotonic() + 20
+    while ("d/f", kinds.WRITE) not in events and time.monotonic() < until:
+        found = watch.get_new_events()
+        events += [(event.name, event.type) for event in found]
+        time.sleep(0.02)
+    assert [event for event in events if event[1] == kinds.CREATE] == [("d", kinds.CREATE), ("d/f", kinds.CREATE)]
+    assert (found[-1].entry.path, found[-1].entry.size) == (f"{tmp_path}/d/f", 2)
+    watch.stop()
+    with pytest.raises(e2b.SandboxException):
+        watch.get_new_events()
+    sandbox.files.watch_dir(str(tmp_path), allow_network_mounts=True).stop()
+
+
+def test_git(sandbox, tmp_path):
+    """It is commands only; the repository that is pushed to is one of this machine."""
+    if not shutil.which("git"):
+        pytest.skip("needs git")
+    git, work, remote = sandbox.git, f"{tmp_path}/work", f"{tmp_path}/remote.git"
+    home = {"HOME": str(tmp_path)}
+    git.init(remote, bare=True, envs=home)
+    git.init(work, initial_branch="main", envs=home)
+    git.configure_user("A", "a@example.org", scope="local", path=work, envs=home)
+    git.set_config("grove.test", "yes", scope="local", path=work, envs=home)
+    assert git.get_config("grove.test", scope="local", path=work, envs=home) == "yes"
+    sandbox.files.write(f"{work}/f", "1")
+    assert git.status(work, envs=home).file_status[0].name == "f"
+    git.add(work, envs=home)
+    git.commit(work, "first", envs=home)
+    git.remote_add(work, "origin", remote, envs=home)
+    assert git.remote_get(work, "origin", envs=home) == remote
+    git.push(work, remote="origin", branch="main", set_upstream=True, envs=home)
+    git.create_branch(work, "side", envs=home)
+    git.checkout_branch(work, "main", envs=home)
+    assert sorted(git.branches(work, envs=home).branches) == ["main", "side"]
+    git.delete_branch(work, "side", envs=home)
+    sandbox.files.write(f"{work}/f", "2")
+    git.restore(work, paths=["f"], envs=home)
+    assert sandbox.files.read(f"{work}/f") == "1"
+    git.reset(work, mode="hard", target="HEAD", envs=home)
+    git.pull(work, remote="origin", branch="main", envs=home)
+    git.clone(remote, f"{tmp_path}/clone", branch="main", envs=home)
+    assert sandbox.files.read(f"{tmp_path}/clone/f") == "1"
+    git.dangerously_authenticate("u", "p", envs=home)
+    assert sandbox.files.exists(f"{tmp_path}/.git-credentials")
+
+
+def test_asynchronously(agent, tmp_path):
+    from e2b.sandbox.commands.command_handle import PtySize
+
+    async def session():
+        sandbox = connected(e2b.AsyncSandbox, agent)
+        files, commands = sandbox.files, sandbox.commands
+        assert await sandbox.is_running()
+        events, ended = asyncio.Queue(), asyncio.Queue()
+        watch = await files.watch_dir(
+            str(tmp_path), events.put_nowait, ended.put_nowait, recursive=True, include_entry=True, timeout=0
+        )
+        await files.make_dir(f"{tmp_path}/d")
+        assert (await asyncio.wait_for(events.get(), 20)).name == "d"
+
+        async def pieces():
+            for _ in range(30):
+                yield b"y" * 100_000
+
+        await files.write(f"{tmp_path}/d/f", pieces(), metadata={"k": "v"} if hasattr(os, "setxattr") else None)
+        event = await asyncio.wait_for(events.get(), 20)
+        assert (event.name, event.type, event.entry.name) == ("d/f", e2b.FilesystemEventType.CREATE, "f")
+        async with await files.read(f"{tmp_path}/d/f", format="stream") as stream:
+            assert sum([len(piece) async for piece in stream]) == 3_000_000
+        await watch.stop()
+        assert await asyncio.wait_for(ended.get(), 20) is None
+        brief = await files.watch_dir(f"{tmp_path}/d", events.put_nowait, ended.put_nowait)
+        await files.remove(f"{tmp_path}/d")
+        # It ends well with its directory.
+        assert await asyncio.wait_for(ended.get(), 20) is None
+        await brief.stop()
+        await files.write_files([{"path": f"{tmp_path}/{name}", "data": name} for name in ("a", "b")])
+        assert (await files.rename(f"{tmp_path}/a", f"{tmp_path}/c")).name == "c"
+        assert [item.name for item in await files.list(str(tmp_path))] == ["b", "c"]
+        assert await files.exists(f"{tmp_path}/b") and (await files.get_info(f"{tmp_path}/b")).size == 1
+        assert (await commands.run("echo $A", envs={"A": "1"})).stdout == "1\n"
+        handle = await commands.run("cat; echo end", background=True, stdin=True)
+        assert handle.pid in [item.pid for item in await commands.list()]
+        await commands.send_stdin(handle.pid, "one ")
+        await handle.disconnect()
+        again = await commands.connect(handle.pid)
+        await commands.close_stdin(handle.pid)
+        assert (await again.wait()).stdout == "one end\n"
+        with pytest.raises(e2b.TimeoutException):
+            await commands.run("sleep 30.8", timeout=0.5)
+        handle = await commands.run("cat; exec sleep 30.9", background=True, stdin=True)
+        async with commands.stream_input(handle.pid) as stdin:
+            await stdin.send("a")
+        assert await handle.kill()
+        with pytest.raises(e2b.CommandExitException):
+            await handle.wait()
+        assert not await commands.kill(handle.pid)
+        output = bytearray()
+        terminal = await sandbox.pty.create(PtySize(rows=30, cols=100), on_data=output.extend)
+        await terminal.disconnect()
+        terminal = await sandbox.pty.connect(terminal.pid, on_data=output.extend)
+        await sandbox.pty.resize(terminal.pid, PtySize(rows=20, cols=90))
+        async with sandbox.pty.stream_input(terminal.pid) as keys:
+            await keys.send(b"stty size\n")
+        await sandbox.pty.send_stdin(terminal.pid, b"exit 3\n")
+        with pytest.raises(e2b.CommandExitException) as exited:
+            await terminal.wait()
+        assert exited.value.exit_code == 3 and b"20 90" in output
+        assert not await sandbox.pty.kill(terminal.pid)
+        if shutil.which("git"):
+            await sandbox.git.init(f"{tmp_path}/repository", initial_branch="main")
+            assert (await sandbox.git.status(f"{tmp_path}/repository")).current_branch == "main"
+
+    asyncio.run(session())
+
+
+BASHLESS = """
+set -e
+mount --bind /dev/null "$(readlink -f /bin/bash)"
+exec "$@"
+"""
+
+
+def test_a_sandbox_without_bash(root, running, unmanaged, tmp_path):
+    """The client asks for /bin/bash, always. Another bash will do, and the system's shell where there is none."""
+    (tmp_path / "bin").mkdir()
+    shutil.copy("/bin/bash", tmp_path / "bin/bash")
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", BASHLESS, "sh", *unmanaged]
+    if "bash" in Path("/bin/sh").resolve().name:
+        pytest.skip("needs another sh")
+    with running(command) as agent:
+        sandbox = connected(e2b.Sandbox, agent)
+        assert sandbox.commands.run('echo "$0 $HOME"; shopt 2>&1 || true').stdout.startswith(f"-sh {Path.home()}\n")
+        with pytest.raises(e2b.CommandExitException) as failed:
+            sandbox.commands.run("shopt -s extglob")
+        assert (failed.value.exit_code, "sh:" in failed.value.stderr) == (127, True)
+        from e2b.sandbox.commands.command_handle import PtySize
+
+        output = bytearray()
+        terminal = sandbox.pty.create(PtySize(rows=30, cols=100))
+        sandbox.pty.send_stdin(terminal.pid, b"echo $((40+2)); exit\n")
+        terminal.wait(on_pty=output.extend)
+        assert b"42" in output
+        path = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+        assert sandbox.commands.run("echo ${BASH_VERSION:+bash}", envs=path).stdout == "bash\n"

@@ -70,6 +70,16 @@ def test_gzip(agent, tmp_path):
         assert status == 400 and "gzip" in answer["message"]
 
 
+def test_a_packed_download(agent, tmp_path):
+    """For whoever asks for that alone."""
+    data = b"abc" * 300_000
+    (tmp_path / "plain").write_bytes(data)
+    path = f"/files?path={tmp_path}/plain"
+    status, packed = agent.request("GET", path, headers={"Accept-Encoding": "gzip"})
+    assert (status, gzip.decompress(packed)) == (200, data) and len(packed) < 10_000
+    assert agent.request("GET", path, headers={"Accept-Encoding": "gzip, deflate"}) == (200, data)
+
+
 def test_multipart_with_a_path(agent, tmp_path):
     data = b"\r\n--X\r\n--XY" + os.urandom(300_000) + b"\r\n"
     body = multipart(("other", "", b"ignored"), ("file", "elsewhere", data))

@@ -133,3 +133,57 @@ def test_ownership(agent, tmp_path):
     if os.geteuid() != 0:
         pytest.skip("needs root")
     assert call(agent, "MakeDir", path=tmp_path / "mine", user="nobody")[1]["entry"]["owner"] == "nobody"
+
+
+def test_names_that_are_not_utf_8(agent, tmp_path):
+    path = tmp_path / os.fsdecode(b"a\xff")
+    path.write_text("x")
+    status, answer = call(agent, "ListDir", path=tmp_path)
+    assert (status, [item["name"] for item in answer["entries"]]) == (200, ["a\ufffd"])
+    # Addressed as Python would.
+    assert call(agent, "Stat", path=path)[1]["entry"]["path"] == f"{tmp_path}/a\ufffd"
+    assert call(agent, "Remove", path=path) == (200, {}) and not path.exists()
+    status, answer = call(agent, "Stat", path=path)
+    assert (status, answer["message"].isprintable()) == (404, True)
+    assert call(agent, "Stat", path="\ud800")[1]["code"] == "invalid_argument"
+
+
+def test_special_files_have_no_type(agent, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    entries = call(agent, "ListDir", path=tmp_path)[1]["entries"]
+    assert [(item["name"], item["type"]) for item in entries] == [
+        ("link", "FILE_TYPE_UNSPECIFIED"),
+        ("pipe", "FILE_TYPE_UNSPECIFIED"),
+    ]
+
+
+def test_a_directory_deeper_than_a_path_can_be(agent, tmp_path):
+    """Listed as far as paths reach, and removed."""
+    name = "d" * 20
+    here = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(300):
+        os.mkdir(name, dir_fd=here)
+        below = os.open(name, os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    listed = names(agent, tmp_path, depth=10**6)
+    assert 150 < len(listed) < 200 and listed[9] == "/".join([name] * 10)
+    assert call(agent, "Remove", path=tmp_path / name) == (200, {})
+    assert not (tmp_path / name).exists()
+
+
+def test_too_much_to_list(running, unmanaged, tmp_path):
+    code = (
+        "import sys; from sandbox_agent import agent, filesystem; filesystem.MAX_ENTRIES = 5; sys.argv = sys.argv[1:]"
+    )
+    with running([unmanaged[0], "-c", f"{code}; sys.exit(agent.main())", *unmanaged[2:]]) as agent:
+        for number in range(3):
+            (tmp_path / f"d{number}").mkdir()
+        (tmp_path / "d1/below").write_text("")
+        assert len(names(agent, tmp_path, depth=2)) == 4
+        for number in range(2):
+            (tmp_path / f"d2/{number}").write_text("")
+        status, answer = call(agent, "ListDir", path=tmp_path, depth=2)
+        assert (status, answer["code"]) == (429, "resource_exhausted")

@@ -38,6 +38,8 @@ class Machine:
     def __init__(self, state: dict[str, str], volumes: dict[str, dict[str, str]]) -> None:
         self.state = dict(state)
         self.volumes = volumes
+        self.names: dict[str, Any] = {}
+        """Of its interpreter."""
         self.allowed: dict[str, bool] = {}
         """The volumes that the host lets it have; is each read-only?"""
         self.mounted: dict[str, str] = {}
@@ -106,6 +108,8 @@ class Machine:
             _send(writer, 401, b'{"message": "wrong token"}')
         elif target == "/exec":
             _send(writer, 200, json.dumps(await self._exec(json.loads(body))).encode())
+        elif target == "/eval":
+            _send(writer, 200, json.dumps(self._eval(json.loads(body)["code"])).encode())
         elif target == "/mounts":
             status, answer = self._mount(json.loads(body)["mounts"])
             _send(writer, status, json.dumps(answer).encode())
@@ -148,7 +152,7 @@ class Machine:
 
     async def _exec(self, request: dict[str, Any]) -> dict[str, Any]:
         verb, *words = request["args"]
-        code, out, err = 0, "", ""
+        code, out, err, late = 0, "", "", False
         if verb == "write":
             place, key, writable = self._place(words[0])
             if writable:
@@ -159,7 +163,9 @@ class Machine:
             place, key, _ = self._place(words[0])
             code, out = (0, place[key]) if key in place else (1, "")
         elif verb == "sleep":
-            await asyncio.sleep(float(words[0]))
+            late = float(words[0]) > request["timeout"]
+            await asyncio.sleep(min(float(words[0]), request["timeout"]))
+            code = 137 if late else 0
         elif verb == "exit":
             code, err = int(words[0]), "leaving\n"
         elif verb == "cat":
@@ -172,9 +178,19 @@ class Machine:
             "exitCode": code,
             "stdout": base64.b64encode(out.encode()).decode(),
             "stderr": base64.b64encode(err.encode()).decode(),
-            "timedOut": False,
+            "timedOut": late,
             "truncated": False,
         }
+
+    def _eval(self, code: str) -> dict[str, Any]:
+        try:
+            try:
+                value = eval(compile(code, "code", "eval"), self.names)
+            except SyntaxError:
+                value = exec(compile(code, "code", "exec"), self.names)
+        except Exception as error:
+            return {"result": "", "error": f"{type(error).__name__}: {error}", "exit_code": 1}
+        return {"result": repr(value), "error": "", "exit_code": 0}
 
     def _started(self, body: bytes) -> bytes:
         """A Connect stream: `fail` exits 1, `wait` is not known, anything else prints itself and succeeds."""
@@ -222,6 +238,8 @@ class MemoryHost:
         self.disks: dict[str, dict[str, str]] = {}
         self.mounted: dict[str, dict[str, str]] = {}
         """What agents had mounted, by the snapshot of their memory."""
+        self.names: dict[str, dict[str, Any]] = {}
+        """Of interpreters, likewise."""
         self.saved: dict[str, Sandbox] = {}
         self.volumes: dict[str, Volume] = {}
         self.volume_snapshots: dict[str, VolumeSnapshot] = {}
@@ -259,6 +277,7 @@ class MemoryHost:
         await self.start(sandbox)
         if with_memory:
             self.machines[sandbox.instance].mounted = dict(self.mounted.get(snapshot.id, {}))
+            self.machines[sandbox.instance].names = dict(self.names.get(snapshot.id, {}))
 
     async def start(self, sandbox: Sandbox) -> None:
         machine = Machine(self.disks[sandbox.instance], self.files)
@@ -275,6 +294,7 @@ class MemoryHost:
         self.disks[snapshot.id] = dict(machine.state)
         if memory:
             self.mounted[snapshot.id] = dict(machine.mounted)
+            self.names[snapshot.id] = dict(machine.names)
         changes = {"memory": Memory.INCREMENTAL if memory else Memory.NONE, "resources": sandbox.resources}
         measured = {"pause_ms": 6.25, "memory_bytes_written": 4096, "disk_bytes_unique": 1536}
         return snapshot.model_copy(update=changes | measured)
@@ -298,9 +318,13 @@ class MemoryHost:
         self.saved.pop(sandbox.id, None)
         await self.discard(sandbox)
 
+    def places(self, snapshot: Snapshot) -> dict[str, str]:
+        return {"dir": f"/memory/{snapshot.id}"}
+
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         self.disks.pop(snapshot.id, None)
         self.mounted.pop(snapshot.id, None)
+        self.names.pop(snapshot.id, None)
 
     async def create_volume(self, volume: Volume, source: VolumeSnapshot | None = None) -> None:
         self.files[volume.id] = dict(self.files[source.id]) if source else {}

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.api.inside import (
+    AGENT_PORT,
+    PORT,
+    Service,
+    address,
+    at,
+    eventually,
+    head,
+    host,
+    line,
+    raw,
+    reply,
+    status_of,
+    to,
+)
 from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
 from tests.api.test_sandboxes import create
-
-PORT = 49983
 
 
 @pytest.fixture
@@ -27,14 +45,6 @@ def anyone(served: Served) -> Iterator[httpx.Client]:
         yield client
 
 
-def to(sandbox: dict[str, Any], port: int | str = PORT, **more: str) -> dict[str, str]:
-    return {"E2b-Sandbox-Id": sandbox["sandboxID"], "E2b-Sandbox-Port": str(port), **more}
-
-
-def at(sandbox: dict[str, Any], port: int | str = PORT, **more: str) -> dict[str, str]:
-    return {"Host": f"{port}-{sandbox['sandboxID']}.sandbox.local", **more}
-
-
 @pytest.mark.parametrize("addressed", [to, at])
 def test_a_request_arrives_as_it_was_sent(api: httpx.Client, one: dict[str, Any], addressed: Any) -> None:
     own = {"X-Own": "1", "Keep-Alive": "timeout=3"}
@@ -46,13 +56,14 @@ def test_a_request_arrives_as_it_was_sent(api: httpx.Client, one: dict[str, Any]
     headers = told["headers"]
     assert headers["x-own"] == "1" and headers["content-length"] == "5" and "keep-alive" not in headers
     assert headers["x-access-token"] == one["envdAccessToken"]
-    assert headers["host"] == (f"{PORT}-{one['sandboxID']}.sandbox.local" if addressed is at else f"localhost:{PORT}")
+    assert headers["host"] == (host(one) if addressed is at else f"localhost:{AGENT_PORT}")
 
 
 def test_hosts_with_ports_and_capitals(api: httpx.Client, one: dict[str, Any]) -> None:
-    for host in (f"{PORT}-{one['sandboxID']}.SANDBOX.local:8443", f"{PORT}-{one['sandboxID'].upper()}.sandbox.local"):
-        assert api.get("/echo", headers={"Host": host}).status_code == 201
-    assert api.get("/echo", headers={"Host": f"{PORT}-{one['sandboxID']}.elsewhere.example"}).status_code == 404
+    name = one["sandboxID"]
+    for asked in (f"{AGENT_PORT}-{name}.SANDBOX.local:8443", f"{AGENT_PORT}-{name.upper()}.sandbox.local"):
+        assert api.get("/echo", headers={"Host": asked}).status_code == 201
+    assert api.get("/echo", headers={"Host": f"{AGENT_PORT}-{name}.elsewhere.example"}).status_code == 404
 
 
 def test_keys_stay_outside(served: Served, one: dict[str, Any]) -> None:
@@ -62,6 +73,8 @@ def test_keys_stay_outside(served: Served, one: dict[str, Any]) -> None:
             assert EXEC_KEY not in str(told)
         both = {"X-API-Key": EXEC_KEY, "Authorization": "Bearer the-services-own"}
         passed = client.get("/echo", headers=to(one, **both)).json()["headers"]
+        twice = [*to(one).items(), ("Authorization", "Bearer other"), ("Authorization", f"Bearer {EXEC_KEY}")]
+        assert EXEC_KEY not in client.get("/echo", headers=[*twice, ("X-API-Key", EXEC_KEY)]).text
         assert passed["authorization"] == "Bearer the-services-own" and "x-api-key" not in passed
         basic = {"X-API-Key": EXEC_KEY, "Authorization": "Basic dXNlcjo="}
         assert client.get("/echo", headers=to(one, **basic)).json()["headers"]["authorization"] == "Basic dXNlcjo="
@@ -82,7 +95,7 @@ def test_who_may(api: httpx.Client, anyone: httpx.Client, one: dict[str, Any]) -
         assert answer.status_code == 401 and answer.json()["kind"] == "unauthorized", headers
     assert anyone.get("/echo", headers=to(one, **{"X-API-Key": READ_KEY})).status_code == 403
     assert anyone.get("/echo", headers=to(one, **{"X-API-Key": READ_KEY}, **token)).status_code == 201
-    assert anyone.get("/echo", headers=to({"sandboxID": "0" * 12}, **{"X-API-Key": ADMIN_KEY})).status_code == 404
+    assert anyone.get("/echo", headers=to({"sandboxID": "0" * 12}, **{"X-API-Key": ADMIN_KEY})).status_code == 502
     assert anyone.get("/sandboxes", headers=token).status_code == 401, "a token opens no control plane"
 
 
@@ -93,9 +106,9 @@ def test_impossible_ports(api: httpx.Client, one: dict[str, Any], port: str) -> 
 
 
 def test_a_port_where_nothing_listens(api: httpx.Client, one: dict[str, Any]) -> None:
-    answer = api.get("/", headers=to(one, 3000))
-    assert answer.status_code == 502
-    assert "nothing listens on port 3000" in answer.json()["message"] and answer.json()["kind"] == "backend_failed"
+    answer = api.get("/", headers=to(one, PORT))
+    assert answer.status_code == 502 and answer.json()["kind"] == "backend_failed"
+    assert "nothing listens on port 3000" in answer.json()["message"] and "port is not open" in answer.json()["message"]
 
 
 def test_a_large_body_passes(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
@@ -112,22 +125,7 @@ def test_an_answer_is_streamed_and_ends_with_its_reader(served: Served, api: htt
         lines = answer.iter_lines()
         assert [next(lines), next(lines)] == ["tick 0", "tick 1"]
     machine = served.machine(one["sandboxID"])
-    deadline = time.monotonic() + 5
-    while machine.connections and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not machine.connections, "the connection inside was closed"
-
-
-def test_connections_end_with_the_machine(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
-    api.post("/sandboxes/one/snapshots", json={"name": "s1"})
-    with api.stream("GET", "/stream", headers=to(one)) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        with served.client() as other:
-            assert other.post("/sandboxes/one/rollback", json={"snapshotID": "s1"}).status_code == 200
-        with pytest.raises(httpx.RemoteProtocolError):
-            list(lines)
-    assert api.get("/echo", headers=to(one)).status_code == 201, "the new machine answers"
+    eventually(lambda: not machine.connections)
 
 
 def test_a_paused_sandbox(api: httpx.Client) -> None:
@@ -135,7 +133,8 @@ def test_a_paused_sandbox(api: httpx.Client) -> None:
     for sandbox in (stays, wakes):
         api.post(f"/sandboxes/{sandbox['sandboxID']}/pause")
     answer = api.get("/echo", headers=to(stays))
-    assert answer.status_code == 409 and "paused" in answer.json()["message"]
+    assert answer.status_code == 502 and answer.json()["kind"] == "conflict"
+    assert "is paused: resume it first" in answer.json()["message"] and "was not found" in answer.json()["message"]
     assert api.get("/echo", headers=to(wakes)).status_code == 201
     assert api.get(f"/sandboxes/{wakes['sandboxID']}").json()["state"] == "running"
 
@@ -144,3 +143,334 @@ def test_hop_by_hop_headers_of_the_callers_choice(api: httpx.Client, one: dict[s
     sent = {"Connection": "keep-alive, X-Private", "X-Private": "1", "TE": "trailers", "Proxy-Authorization": "x"}
     headers = api.get("/echo", headers=to(one, **sent)).json()["headers"]
     assert not {"x-private", "te", "proxy-authorization"} & set(headers)
+
+
+def test_of_many_first_requests_all_wait_for_the_one_resume(served: Served, api: httpx.Client) -> None:
+    wakes = create(api, autoPause=True, autoResume={"enabled": True})
+    api.post(f"/sandboxes/{wakes['sandboxID']}/pause")
+    before, served.host.slow = served.host.forked, 0.3
+
+    def ask(_: int) -> int:
+        with served.client() as client:
+            return client.get("/echo", headers=to(wakes)).status_code
+
+    with ThreadPoolExecutor(6) as many:
+        assert set(many.map(ask, range(6))) == {201}
+    assert served.host.forked == before + 1
+
+
+# --- requests that are read in two ways, and answers that would do harm ----------------------------------------------
+
+KEY = f"X-API-Key: {EXEC_KEY}"
+
+
+def test_requests_that_could_be_understood_in_two_ways(served: Served, one: dict[str, Any]) -> None:
+    chunk = b"5\r\nhello\r\n0\r\n\r\n"
+    mine = f"Host: {host(one, PORT)}"
+    with raw(served, one) as service:
+        for request, status in (
+            (head("POST /", mine, KEY, "Content-Length: 5", "Transfer-Encoding: chunked") + chunk, 400),
+            (head("POST /", mine, KEY, "Transfer-Encoding: chunked", "Content-Length: 15") + chunk, 400),
+            (head("POST /", mine, KEY, "Content-Length: 5", "Content-Length: 6") + b"hello", 400),
+            (head("POST /", mine, KEY, "Transfer-Encoding: gzip, chunked") + chunk, 400),
+            (head("GET /", mine, mine, KEY), 400),
+            (head("GET /", mine, "Host: elsewhere", KEY), 400),
+            (head("GET /", KEY), 400),
+            (head("GET http://elsewhere.example/", mine, KEY), 400),
+            (head("OPTIONS *", mine, KEY), 400),
+            (head("CONNECT localhost:22", mine, KEY), 501),
+            (head("GET /", mine, KEY, "Connection: upgrade", "Upgrade: tcp"), 501),
+        ):
+            with line(served, request) as connection:
+                assert status_of(connection)[0] == status, request
+        hidden = chunk + head("GET /hidden", mine, KEY)
+        for whose in (mine, "Host: gateway"):
+            both = head("POST /", whose, KEY, f"Content-Length: {len(hidden)}", "Transfer-Encoding: chunked")
+            with line(served, both + hidden) as connection:
+                assert status_of(connection)[0] == 400
+                assert connection.recv(4096) == b"", "what follows is not read"
+        assert not service.heads
+        h2c = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk")
+        with line(served, head("GET /", mine, KEY, *h2c)) as connection:
+            assert status_of(connection)[0] == 200, "who offers HTTP/2 takes an answer of HTTP/1.1"
+        assert not {"upgrade", "http2-settings"} & set(service.headers())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
+        b"HTTP/1.1 799 Odd\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxx",
+        b"HTTP/1.1 200 OK\r\nBad Name: x\r\n\r\n",
+        b"SSH-2.0-OpenSSH_9.2\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"X: " + b"x" * 200_000 + b"\r\n\r\n",
+        b"",
+    ],
+)
+def test_answers_that_are_none(served: Served, api: httpx.Client, one: dict[str, Any], answer: bytes) -> None:
+    with raw(served, one, answer) as service:
+        told = api.post("/", content=b"x", headers=to(one, PORT))
+        assert told.status_code == 502 and "port 3000" in told.json()["message"], told.text
+        eventually(lambda: not service.open)
+
+
+def test_of_two_lengths_of_an_answer_one_holds(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+    both = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
+    with raw(served, one, both + b"0\r\nX-Trailer: 1\r\n\r\n"):
+        answer = api.get("/", headers=to(one, PORT))
+        assert answer.text == "hello" and "content-length" not in answer.headers
+        assert "x-trailer" not in answer.headers
+
+
+def test_headers_of_an_answer_that_are_for_more_than_its_sandbox(
+    served: Served, api: httpx.Client, one: dict[str, Any]
+) -> None:
+    mine = host(one, PORT)
+    kept = ("a=1; Path=/", f"b=1; Domain={mine}", f"c=1; domain=.{mine.upper()}")
+    wide = ("d=1; Domain=sandbox.local", "e=1;domain=.sandbox.local; Secure", f"f=1; Domain={mine}; Domain=local")
+    fields = [f"Set-Cookie: {cookie}" for cookie in (*kept, *wide)]
+    fields += ["Strict-Transport-Security: max-age=1", 'Alt-Svc: h3=":443"', "Proxy-Authenticate: Basic", "X-Own: 1"]
+    with raw(served, one, reply("200 OK", b"ok", *fields)):
+        by_host = api.get("/", headers=at(one, PORT)).headers
+        assert by_host.get_list("set-cookie") == list(kept) and "strict-transport-security" in by_host
+        by_header = api.get("/", headers=to(one, PORT)).headers
+        assert not {"set-cookie", "strict-transport-security"} & set(by_header)
+        for headers in (by_host, by_header):
+            assert headers["x-own"] == "1" and not {"alt-svc", "proxy-authenticate"} & set(headers)
+
+
+# --- bodies ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_body_is_asked_for_by_who_may_send_it(served: Served, one: dict[str, Any]) -> None:
+    waits = (f"Host: {host(one, PORT)}", "Content-Length: 5", "Expect: 100-continue")
+    with raw(served, one) as service:
+        with line(served, head("POST /", *waits)) as connection:
+            assert status_of(connection)[0] == 401
+        with line(served, head("POST /", *waits, KEY)) as connection:
+            assert connection.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            connection.sendall(b"hello")
+            assert status_of(connection)[0] == 200
+        assert service.bodies == [b"hello"] and "expect" not in service.headers()
+
+
+def test_pieces_pass_as_they_come(served: Served, one: dict[str, Any]) -> None:
+    begun = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    rest = threading.Event()
+
+    async def later(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.to_thread(rest.wait, 10)
+        writer.write(b"3\r\ntwo\r\n0\r\nX-Trailer: 1\r\n\r\n")
+
+    chunked = head("POST /", f"Host: {host(one, PORT)}", KEY, "Transfer-Encoding: chunked", "Trailer: X-Sum")
+    with raw(served, one, begun + b"3\r\none\r\n", then=later) as service, line(served, chunked) as connection:
+        for piece in (b"4\r\nsent\r\n", b"5\r\nlater\r\n"):
+            connection.sendall(piece)
+            time.sleep(0.05)
+        connection.sendall(b"0\r\nX-Sum: 1\r\n\r\n")
+        got = b""
+        while b"one" not in got:
+            got += connection.recv(4096)
+        assert service.bodies == [b"sentlater"] and "trailer" not in service.headers() and b"two" not in got
+        rest.set()
+        connection.settimeout(10)
+        while not got.endswith(b"0\r\n\r\n"):
+            got += connection.recv(4096)
+        assert b"two" in got and b"Trailer" not in got
+
+
+def test_who_reads_slowly_is_waited_for(served: Served, one: dict[str, Any]) -> None:
+    piece, sent = b"x" * 65536, 0
+
+    async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        while True:
+            writer.write(piece)
+            await writer.drain()
+            sent += len(piece)
+
+    endless = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
+    with raw(served, one, endless, then=flood) as service:
+        with line(served, head("GET /", f"Host: {host(one, PORT)}", KEY)) as connection:
+            before = -1
+            while sent != before:
+                before = sent
+                time.sleep(0.25)
+            # What the kernel holds of three connections' ends.
+            assert sent < 32 << 20
+            for _ in range(400):
+                connection.recv(65536, socket.MSG_WAITALL)
+            eventually(lambda: sent > before)
+        eventually(lambda: not service.open)
+
+
+async def _idle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Takes a connection, and reads no further."""
+    try:
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(3600)
+    finally:
+        writer.close()
+
+
+async def _idling(address: str, port: int) -> asyncio.Server:
+    return await asyncio.start_server(_idle, address, port)
+
+
+def test_who_takes_slowly_is_waited_for(served: Served, one: dict[str, Any]) -> None:
+    request = head("PUT /", f"Host: {host(one, PORT)}", KEY, "Content-Length: 1000000000")
+    with Service(address(served, one), PORT, _idling), line(served, request) as connection:
+        connection.settimeout(0.5)
+        sent = 0
+        with pytest.raises(TimeoutError):
+            while True:
+                sent += connection.send(b"x" * 65536)
+        assert 0 < sent < 32 << 20
+
+
+def test_an_answer_before_the_end_of_the_body(served: Served, one: dict[str, Any]) -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(reply("413 Too Large", b"enough"))
+        while await reader.read(65536):
+            pass
+        writer.close()
+
+    async def listen(address: str, port: int) -> asyncio.Server:
+        return await asyncio.start_server(refuse, address, port)
+
+    with Service(address(served, one), PORT, listen), served.client(EXEC_KEY) as client:
+        answer = client.post("/", content=(b"x" * 65536 for _ in range(100)), headers=to(one, PORT))
+        assert answer.status_code == 413 and answer.text == "enough"
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_a_client_that_ends_its_side_is_gone(served: Served, one: dict[str, Any], half: bool) -> None:
+    ended = threading.Event()
+
+    async def listen(address: str, port: int) -> asyncio.Server:
+        async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(-1)
+            ended.set()
+            writer.close()
+
+        return await asyncio.start_server(wait, address, port)
+
+    with Service(address(served, one), PORT, listen):
+        with line(served, head("GET /", f"Host: {host(one, PORT)}", KEY)) as connection:
+            time.sleep(0.1)
+            assert not ended.is_set()
+            if half:
+                connection.shutdown(socket.SHUT_WR)
+                assert connection.recv(4096) == b""
+        assert ended.wait(5)
+
+
+# --- connections -----------------------------------------------------------------------------------------------------
+
+
+def test_a_connection_that_was_closed_while_it_idled_is_not_the_clients_trouble(
+    served: Served, api: httpx.Client, one: dict[str, Any]
+) -> None:
+    # The second request finds a connection that is closed at its arrival.
+    with raw(served, one, reply(), b"", reply(body=b"anew")) as service:
+        assert api.get("/", headers=to(one, PORT)).text == "ok"
+        assert api.get("/", headers=to(one, PORT)).text == "anew"
+        assert service.accepted == 2 and len(service.heads) == 3
+    with raw(served, one, reply(), b"", reply()) as service:
+        assert api.get("/", headers=to(one, PORT)).text == "ok"
+        for method, content in (("POST", b"x"), ("POST", b""), ("DELETE", b"")):
+            service.heads.clear()
+            assert api.get("/", headers=to(one, PORT)).text == "ok"
+            answer = api.request(method, "/", content=content, headers=to(one, PORT))
+            assert answer.status_code == 502, "it may have been done: nobody but its sender may say it again"
+            assert len(service.heads) == 2
+
+
+def test_a_limit_of_what_is_under_way(tmp_path: Path) -> None:
+    served = Served(tmp_path, limits={"connections": 2})
+    try:
+        served.build_template("base", packages=["python3"])
+        with served.client() as api:
+            one, other = create(api), create(api)
+            streams = [api.stream("GET", "/stream", headers=to(one)) for _ in range(2)]
+            for stream in streams:
+                stream.__enter__()
+            busy = api.get("/echo", headers=to(one))
+            assert busy.status_code == 429 and int(busy.headers["retry-after"]) > 0
+            assert "limits.connections" in busy.json()["message"]
+            assert api.get("/echo", headers=to(other)).status_code == 201, "it is for each sandbox"
+            streams[0].__exit__(None, None, None)
+            eventually(lambda: api.get("/echo", headers=to(one)).status_code == 201)
+            streams[1].__exit__(None, None, None)
+    finally:
+        served.end()
+
+
+_ENDINGS = {
+    "rollback": ("POST", "/sandboxes/one/rollback", {"snapshotID": "s1"}),
+    "pause": ("POST", "/sandboxes/one/pause", None),
+    "kill": ("DELETE", "/sandboxes/one", None),
+}
+
+
+@pytest.mark.parametrize("ending", _ENDINGS)
+def test_all_that_is_open_ends_with_the_machine(
+    served: Served, api: httpx.Client, one: dict[str, Any], ending: str
+) -> None:
+    """The service outlives the machine here, and closes nothing, as one in a virtual machine that was killed."""
+    api.post("/sandboxes/one/snapshots", json={"name": "s1"})
+    begun = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n"
+    mine = f"Host: {host(one, PORT)}"
+
+    async def hold(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        if len(service.heads) > 1:
+            await reader.read(1)
+
+    with (
+        raw(served, one, reply(), begun, b"HTTP/1.1 100 Continue\r\n\r\n", then=hold) as service,
+        served.client(EXEC_KEY) as client,
+        line(served, head("GET /", mine, KEY)) as streaming,
+        line(served) as waiting,
+        line(served) as uploading,
+    ):
+        eventually(lambda: len(service.heads) == 1)
+        assert status_of(streaming)[0] == 200
+        streaming.sendall(head("GET /", mine, KEY))
+        eventually(lambda: len(service.heads) == 2)
+        eventually(lambda: b"first" in streaming.recv(4096, socket.MSG_PEEK))
+        waiting.sendall(head("GET /", mine, KEY))
+        eventually(lambda: len(service.heads) == 3)
+        uploading.sendall(head("POST /", mine, KEY, "Content-Length: 10") + b"half")
+        eventually(lambda: len(service.heads) == 4)
+        eventually(lambda: service.open == 3)
+        method, path, body = _ENDINGS[ending]
+        assert api.request(method, path, json=body).is_success
+        for connection in (waiting, uploading):
+            status, told = status_of(connection)
+            assert status == 502 and "rolled back, paused or ended" in told["message"]
+        data = b""
+        while piece := streaming.recv(4096):
+            data += piece
+        assert data.endswith(b"5\r\nfirst\r\n"), "it ends without its last piece"
+        eventually(lambda: not service.open)
+        asked = len(service.heads)
+        answer = client.get("/", headers=to(one, PORT))
+        assert answer.status_code == 502 and len(service.heads) == asked, "nothing goes to the old machine"
+        if ending == "rollback":
+            assert "port is not open" in answer.json()["message"]
+            assert client.get("/echo", headers=to(one)).status_code == 201
+        else:
+            assert "was not found" in answer.json()["message"]
+
+
+def test_idle_connections_end_with_the_machine(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+    api.post("/sandboxes/one/snapshots", json={"name": "s1"})
+    with raw(served, one) as old:
+        assert api.get("/", headers=to(one, PORT)).text == "ok" and old.open == 1
+        assert api.post("/sandboxes/one/rollback", json={"snapshotID": "s1"}).status_code == 200
+        eventually(lambda: not old.open)
+        with raw(served, one, reply(body=b"new")) as new:
+            assert api.get("/", headers=to(one, PORT)).text == "new"
+            assert len(old.heads) == len(new.heads) == 1

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from sandbox_gateway.api.shapes import ENVD_VERSION
 from tests.api.served import READ_KEY, Served
 
 
@@ -29,7 +30,7 @@ def run(api: httpx.Client, ref: str, *args: str, **more: Any) -> dict[str, Any]:
 def test_create_answers_what_the_dialects_need(api: httpx.Client) -> None:
     made = create(api, name="one", metadata={"team": "red"}, timeout=300, envVars={"A": "1"}, mcp={}, iam=None)
     assert made["name"] == "one" and made["state"] == "running" and made["alias"] == "base"
-    assert made["metadata"] == {"team": "red"} and made["envdVersion"] == "0.4.0" and made["envdAccessToken"]
+    assert made["metadata"] == {"team": "red"} and made["envdVersion"] == ENVD_VERSION and made["envdAccessToken"]
     end = datetime.fromisoformat(made["endAt"])
     assert 200 < (end - datetime.now(UTC)).total_seconds() <= 300
 
@@ -56,14 +57,37 @@ def test_lifecycle_in_all_its_spellings(api: httpx.Client) -> None:
 def test_network_in_all_its_spellings(api: httpx.Client) -> None:
     assert create(api, allow_internet_access=False)["network"]["allowInternetAccess"] is False
     made = create(api, network={"allowOut": ["10.0.0.1"], "denyOut": ["0.0.0.0/0"]})
-    assert made["network"] == {"allowInternetAccess": True, "allowOut": ["10.0.0.1"], "denyOut": ["0.0.0.0/0"]}
+    assert made["network"] == {
+        "allowInternetAccess": True,
+        "allowOut": ["10.0.0.1"],
+        "denyOut": ["0.0.0.0/0"],
+        "allowPublicTraffic": False,
+    }
     ref = made["sandboxID"]
     assert api.put(f"/sandboxes/{ref}/network", json={"allow_internet_access": False}).status_code == 204
     assert api.get(f"/sandboxes/{ref}").json()["network"] == {
         "allowInternetAccess": False,
         "allowOut": [],
         "denyOut": [],
+        "allowPublicTraffic": False,
     }
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"network": {"rules": {"api.example.com": []}}},
+        {"network": {"egressProxy": {"address": "10.0.0.1:1080"}}},
+        {"network": {"maskRequestHost": "${PORT}.example.com"}},
+        {"network": {"httpsPorts": [443]}},
+        {"iam": {"tokens": {"a": {"audience": "b"}}}},
+        {"autoPause": True, "autoPauseMemory": False},
+    ],
+)
+def test_what_its_creator_counts_on_is_refused_not_ignored(api: httpx.Client, body: dict[str, Any]) -> None:
+    answer = api.post("/sandboxes", json={"templateID": "base", **body})
+    assert answer.status_code == 400 and "not supported here" in answer.json()["message"]
+    assert api.get("/sandboxes").json() == []
 
 
 def test_an_idempotency_key_makes_one_sandbox(api: httpx.Client) -> None:

@@ -365,7 +365,7 @@ class DoubleGateway:
             "name": box["name"],
             "templateID": box["template"],
             "clientID": "local",
-            "envdVersion": "0.4.0",
+            "envdVersion": "0.6.4",
             "envdAccessToken": "an-access-token-nobody-should-see",
             "domain": "sandbox.local",
             "state": box["state"],

@@ -20,10 +20,12 @@ from sandbox_agent.server import Route, Server
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from sandbox_agent.interpreter import Interpreter
     from sandbox_agent.server import Handler
     from sandbox_agent.wire import Reply, Request
 
 PORT = 49983
+CODE_PORT = 49999
 
 
 class Maintenance:
@@ -83,9 +85,51 @@ def mounting(identity: Identity, *, managed: bool) -> Handler:
     return handle
 
 
-def build(address: str, port: int, *, managed: bool, line: str) -> Server:
-    """The agent, listening, its files mounted. ``line``: the serial port that leads to the host, if there is one."""
+class Interpreting:
+    """The code interpreter, loaded by the first request that needs it: most sandboxes never get one."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._lock = threading.Lock()
+        self._interpreter: Interpreter | None = None
+
+    def routes(self) -> dict[str, list[Route]]:
+        """Those of the agent's port."""
+        return {"/eval": [self._route("evaluate")], "/contexts/{}/start": [self._route("start")]}
+
+    def own_routes(self) -> dict[str, list[Route]]:
+        """Those of the port where E2B's clients look for it."""
+        return {
+            "/health": [Route(lambda request, reply: reply.json("OK"), method="GET", guarded=False)],
+            "/execute": [self._route("execute")],
+            "/contexts": [self._route("list", "GET"), self._route("make")],
+            "/contexts/{}": [self._route("remove", "DELETE")],
+            "/contexts/{}/restart": [self._route("restart")],
+            "/contexts/{}/start": [self._route("start")],
+        }
+
+    def _route(self, name: str, method: str = "POST") -> Route:
+        def handle(request: Request, reply: Reply) -> None:
+            if self._interpreter is None:
+                self._load()
+            getattr(self._interpreter, name)(request, reply)
+
+        return Route(handle, method=method)
+
+    def _load(self) -> None:
+        from sandbox_agent.interpreter import Interpreter
+
+        with self._lock:
+            self._interpreter = self._interpreter or Interpreter(self._identity.environment)
+
+
+def build(address: str, port: int, code_port: int, *, managed: bool, line: str) -> tuple[Server, Server | None]:
+    """The agent, listening, its files mounted; and the code interpreter, where its port is free.
+
+    ``line``: the serial port that leads to the host, if there is one.
+    """
     identity = Identity(managed=managed)
+    interpreting = Interpreting(identity)
     skipped = identity.open()
     if managed and skipped:
         print(f"sandbox-agent: not managed: {'; '.join(skipped)}", file=sys.stderr)
@@ -97,15 +141,25 @@ def build(address: str, port: int, *, managed: bool, line: str) -> Server:
         **ProcessService(Table(), identity.environment).routes(),
         **filesystem.routes(),
         **files.routes(),
+        **interpreting.routes(),
     }
     if managed and system.LINUX:
         threading.Thread(target=identity.listen, args=(Line(line),), daemon=True).start()
-    return Server(address, port, routes, identity.guard)
+    server = Server(address, port, routes, identity.guard)
+    try:
+        return server, Server(address, code_port, interpreting.own_routes(), identity.guard)
+    except OSError as error:
+        # Whoever has the port shall not keep the agent from its own.
+        print(f"sandbox-agent: no code interpreter: {address}:{code_port}: {error}", file=sys.stderr)
+        return server, None
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="sandbox_agent", description="The agent inside a sandbox.")
     parser.add_argument("--port", type=int, default=PORT, help=f"TCP port to listen on (default {PORT})")
+    parser.add_argument(
+        "--code-port", type=int, metavar="PORT", help=f"the code interpreter's (default {CODE_PORT}; any with --port 0)"
+    )
     parser.add_argument("--bind", default="0.0.0.0", metavar="ADDR", help="address to listen on (default all)")
     parser.add_argument(
         "--unmanaged",
@@ -118,12 +172,18 @@ def main() -> int:
     for interrupt in (signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(interrupt) is signal.SIG_IGN:
             signal.signal(interrupt, signal.SIG_DFL)
+    code_port = options.code_port
+    if code_port is None:
+        code_port = CODE_PORT if options.port else 0
     try:
-        server = build(options.bind, options.port, managed=not options.unmanaged, line=options.line)
+        server, code = build(options.bind, options.port, code_port, managed=not options.unmanaged, line=options.line)
     except OSError as error:
         print(f"sandbox-agent: cannot listen on {options.bind}:{options.port}: {error}", file=sys.stderr)
         return 1
     print(f"sandbox-agent: listening on {options.bind}:{server.port}", file=sys.stderr, flush=True)
+    if code is not None:
+        print(f"sandbox-agent: running code on {options.bind}:{code.port}", file=sys.stderr, flush=True)
+        threading.Thread(target=code.serve, daemon=True).start()
     try:
         server.serve()
     except KeyboardInterrupt:

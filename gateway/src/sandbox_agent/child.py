@@ -55,11 +55,12 @@ def spawn(
     stdout: int,
     stderr: int,
     terminal: bool = False,
+    program: str = "",
 ) -> subprocess.Popen[bytes]:
     """Start ``argv`` as ``user``, leading a session and process group of its own.
 
-    ``terminal``: the three descriptors are a terminal, which becomes the session's controlling one. Raises
-    NotStarted, or Failure where the user or directory will not do.
+    ``program``: what to run where that is not ``argv[0]``. ``terminal``: the three descriptors are a terminal, which
+    becomes the session's controlling one. Raises NotStarted, or Failure where the user or directory will not do.
     """
     directory = user.path(cwd)
     if not os.path.isdir(directory):
@@ -69,6 +70,7 @@ def spawn(
     try:
         return subprocess.Popen(
             argv,
+            executable=program or None,
             env=env,
             cwd=directory,
             stdin=stdin,
@@ -80,8 +82,8 @@ def spawn(
             **_as_user(user),
         )
     except OSError as error:
-        if error.filename == argv[0]:
-            raise NotStarted(argv[0], error) from None
+        if error.filename == (program or argv[0]):
+            raise NotStarted(error.filename, error) from None
         raise of_os_error(error) from None
     except subprocess.SubprocessError as error:
         raise Failure("internal", f"cannot run {argv[0]!r}: {error}") from None

@@ -7,12 +7,13 @@ last frame of an answer has flag 2 and says whether it went well.
 from __future__ import annotations
 
 import json
+import select
 import struct
 import time
 
-from sandbox_agent.failure import Failure, invalid
+from sandbox_agent.failure import Failure, invalid, of_os_error
 from sandbox_agent.server import Route
-from sandbox_agent.wire import MAX_JSON, parse_object
+from sandbox_agent.wire import MAX_JSON, Gone, parse_object
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,17 +22,22 @@ if TYPE_CHECKING:
 
     from sandbox_agent.wire import Body, Reply, Request
 
+KEEPALIVE_SECONDS = 50.0
 _FRAME = struct.Struct(">BI")
 _COMPRESSED, _LAST = 1, 2
 
 
-def unary(call: Callable[[Request, dict[str, Any]], dict[str, Any]]) -> Route:
-    """A route that answers a JSON object with ``call``'s JSON object."""
+def unary(call: Callable[[Request, dict[str, Any]], dict[str, Any] | bytes]) -> Route:
+    """A route that answers a JSON object with ``call``'s JSON object, which may be written already."""
 
     def handler(request: Request, reply: Reply) -> None:
         if request.headers.get("content-type", "application/json").partition(";")[0].strip() != "application/json":
             raise Failure("unimplemented", "this call takes Content-Type application/json", 415)
-        reply.json(call(request, request.json()))
+        answer = call(request, request.json())
+        if isinstance(answer, bytes):
+            reply.send(200, answer, b"application/json")
+        else:
+            reply.json(answer)
 
     return Route(handler, named=True)
 
@@ -47,6 +53,8 @@ def streamed(call: Callable[[Request, Stream], None]) -> Route:
             call(request, stream)
         except Failure as failure:
             stream.end(failure)
+        except OSError as error:
+            stream.end(of_os_error(error))
 
     return Route(handler, named=True)
 
@@ -56,7 +64,14 @@ def frame(data: bytes, flags: int = 0) -> bytes:
 
 
 class Stream:
-    """Frames in and out. ``deadline``: of the monotonic clock, or None."""
+    """Frames in and out.
+
+    ``deadline``: of the monotonic clock, or None; ``keepalive``: seconds of silence after which the client wants to
+    hear something.
+    """
+
+    GONE = getattr(select, "POLLRDHUP", select.POLLHUP)
+    """What to poll the descriptor for to learn that the client went away; where that is not told, sending tells."""
 
     def __init__(self, request: Request, reply: Reply) -> None:
         self._body = request.body
@@ -65,6 +80,19 @@ class Stream:
         # "0" is how some clients spell "no deadline".
         milliseconds = int(timeout) if timeout.isdigit() else 0
         self.deadline = time.monotonic() + milliseconds / 1000 if milliseconds else None
+        seconds = request.headers.get("keepalive-ping-interval", "")
+        self.keepalive = float(seconds) if seconds.isdigit() and int(seconds) else KEEPALIVE_SECONDS
+
+    def fileno(self) -> int:
+        return self._reply.connection.sock.fileno()
+
+    def abandon(self) -> None:
+        """End it without an answer: there is nobody to read one."""
+        raise Gone
+
+    def allow_silence(self, seconds: float) -> None:
+        """How long the client may send nothing, or not read what is sent, before it counts as gone."""
+        self._reply.connection.sock.settimeout(seconds)
 
     def receive(self) -> dict[str, Any] | None:
         """The next frame's object; None at the end of the request."""

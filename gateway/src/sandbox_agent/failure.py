@@ -50,6 +50,8 @@ class Failure(Exception):
     """An answer that is an error: ``code`` is a Connect code, ``status`` the HTTP status of a unary answer."""
 
     def __init__(self, code: str, message: str, status: int = 0) -> None:
+        # It goes out as JSON, and may contain a name that is not UTF-8.
+        message = message.encode("utf-8", "replace").decode()
         super().__init__(message)
         self.code = code
         self.message = message

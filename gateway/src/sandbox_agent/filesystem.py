@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
-import time
+from itertools import islice
 
 from sandbox_agent import users
-from sandbox_agent.connect import unary
+from sandbox_agent.connect import streamed, unary
+from sandbox_agent.entries import Owners, entry
 from sandbox_agent.failure import Failure, invalid, of_os_error
 from sandbox_agent.message import text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
 
     from sandbox_agent.server import Route
+    from sandbox_agent.watch import Watchers
     from sandbox_agent.wire import Request
 
 MAX_ENTRIES = 100_000
@@ -29,7 +33,18 @@ def routes() -> dict[str, list[Route]]:
         "/filesystem.Filesystem/MakeDir": [unary(make_dir)],
         "/filesystem.Filesystem/Move": [unary(move)],
         "/filesystem.Filesystem/Remove": [unary(remove)],
+        "/filesystem.Filesystem/WatchDir": [streamed(lambda *given: _watchers().watch_dir(*given))],
+        "/filesystem.Filesystem/CreateWatcher": [unary(lambda *given: _watchers().create_watcher(*given))],
+        "/filesystem.Filesystem/GetWatcherEvents": [unary(lambda *given: _watchers().get_watcher_events(*given))],
+        "/filesystem.Filesystem/RemoveWatcher": [unary(lambda *given: _watchers().remove_watcher(*given))],
     }
+
+
+def _watchers() -> Watchers:
+    """Loaded by the first request: most sandboxes never get one."""
+    from sandbox_agent import watch
+
+    return watch.WATCHERS
 
 
 def stat_entry(request: Request, message: dict[str, Any]) -> dict[str, Any]:
@@ -37,33 +52,50 @@ def stat_entry(request: Request, message: dict[str, Any]) -> dict[str, Any]:
     return {"entry": entry(_path(request, message, "path"))}
 
 
-def list_dir(request: Request, message: dict[str, Any]) -> dict[str, Any]:
-    """``{path, depth}`` → ``{entries}``, each directory before what is in it, by name; depth 0 means 1."""
+def list_dir(request: Request, message: dict[str, Any]) -> bytes:
+    """``{path, depth}`` → ``{entries}``, each directory before what is in it, by name; depth 0 means 1.
+
+    A directory below ``path`` that cannot be read is listed without what is in it.
+    """
     path = _path(request, message, "path")
     depth = message.get("depth") or 1
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise invalid("depth must be a whole number, at least 1")
     if not stat.S_ISDIR(os.stat(path).st_mode):
         raise invalid(f"{path} is not a directory")
-    entries: list[dict[str, Any]] = []
-    _walk(path, depth, entries)
-    return {"entries": entries}
+    # Written one by one: a hundred thousand dicts would take more memory than a small sandbox has.
+    written = [json.dumps(about, separators=(",", ":")).encode() for about in _walk(path, depth)]
+    return b'{"entries":[%s]}' % b",".join(written)
 
 
-def _walk(path: str, depth: int, entries: list[dict[str, Any]]) -> None:
-    for name in sorted(os.listdir(path)):
-        child = os.path.join(path, name)
-        try:
-            entries.append(entry(child))
-        except FileNotFoundError:
-            continue
-        if len(entries) > MAX_ENTRIES:
+def _walk(top: str, depth: int) -> Iterator[dict[str, Any]]:
+    owners = Owners()
+    room = MAX_ENTRIES
+
+    def names(directory: str) -> list[str]:
+        nonlocal room
+        with os.scandir(directory) as found:
+            names = [item.name for item in islice(found, room + 1)]
+        room -= len(names)
+        if room < 0:
             raise Failure("resource_exhausted", f"more than {MAX_ENTRIES} entries: list with less depth")
-        if depth > 1 and entries[-1]["type"] == "FILE_TYPE_DIRECTORY" and "isSymlink" not in entries[-1]:
-            try:
-                _walk(child, depth - 1, entries)
-            except (FileNotFoundError, PermissionError):
-                continue
+        return sorted(names, reverse=True)
+
+    # Of each directory above, the names that are left.
+    stack = [(top, names(top))]
+    while stack:
+        directory, left = stack[-1]
+        if not left:
+            stack.pop()
+            continue
+        child = os.path.join(directory, left.pop())
+        try:
+            about = entry(child, owners)
+            yield about
+            if len(stack) < depth and about["type"] == "FILE_TYPE_DIRECTORY" and "isSymlink" not in about:
+                stack.append((child, names(child)))
+        except OSError:
+            continue
 
 
 def make_dir(request: Request, message: dict[str, Any]) -> dict[str, Any]:
@@ -107,41 +139,14 @@ def remove(request: Request, message: dict[str, Any]) -> dict[str, Any]:
     if stat.S_ISDIR(mode):
         import shutil
 
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        except RecursionError:
+            raise Failure("resource_exhausted", f"the directories in {path} are nested too deep: use rm -r") from None
     else:
         os.unlink(path)
     return {}
 
 
-def entry(path: str) -> dict[str, Any]:
-    """An entry as envd describes it: of a symlink, ``type`` and ``mode`` are its target's."""
-    found = os.lstat(path)
-    mode = found.st_mode
-    about: dict[str, Any] = {
-        "name": os.path.basename(path) or "/",
-        "path": path,
-        "size": str(found.st_size),
-        "permissions": stat.filemode(mode),
-        "owner": users.user_name(found.st_uid),
-        "group": users.group_name(found.st_gid),
-        "modifiedTime": _timestamp(found.st_mtime_ns),
-    }
-    if stat.S_ISLNK(mode):
-        about["symlinkTarget"] = os.path.realpath(path)
-        about["isSymlink"] = True
-        try:
-            mode = os.stat(path).st_mode
-        except OSError:
-            about["type"] = "FILE_TYPE_SYMLINK"
-    about.setdefault("type", "FILE_TYPE_DIRECTORY" if stat.S_ISDIR(mode) else "FILE_TYPE_FILE")
-    about["mode"] = stat.S_IMODE(mode)
-    return about
-
-
 def _path(request: Request, message: dict[str, Any], key: str) -> str:
     return users.of_request(request).path(text(message, key))
-
-
-def _timestamp(nanoseconds: int) -> str:
-    seconds, rest = divmod(nanoseconds, 1_000_000_000)
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{rest:09d}Z"

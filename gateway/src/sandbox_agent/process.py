@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 
-from sandbox_agent import child
+from sandbox_agent import child, shell
 from sandbox_agent.failure import Failure
 from sandbox_agent.output import Output
 
@@ -30,7 +30,10 @@ _TURN_MS = 200
 
 
 class Process:
-    """A running or ended process. ``config`` is what was asked for, as the client wrote it."""
+    """A running or ended process.
+
+    ``config`` is what was asked for, as the client wrote it; ``overdue``: its deadline has killed it.
+    """
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class Process:
         self.config = config
         self.output = Output()
         self.ended_at = 0.0
+        self.overdue = False
         self._deadline = deadline
         self._terminal = size is not None
         self._input_lock = threading.Lock()
@@ -64,9 +68,18 @@ class Process:
         self, argv: list[str], user: User, env: dict[str, str], cwd: str, size: tuple[int, int]
     ) -> None:
         ours, theirs = child.open_terminal(user, *size)
+        program, argv = shell.program(argv, env.get("PATH", ""))
         try:
             self._child = child.spawn(
-                argv, user=user, env=env, cwd=cwd, stdin=theirs, stdout=theirs, stderr=theirs, terminal=True
+                argv,
+                user=user,
+                env=env,
+                cwd=cwd,
+                stdin=theirs,
+                stdout=theirs,
+                stderr=theirs,
+                terminal=True,
+                program=program,
             )
         except BaseException:
             os.close(ours)
@@ -80,7 +93,10 @@ class Process:
     def _start_on_pipes(self, argv: list[str], user: User, env: dict[str, str], cwd: str, stdin: bool) -> None:
         pipe = subprocess.PIPE
         source = pipe if stdin else subprocess.DEVNULL
-        self._child = child.spawn(argv, user=user, env=env, cwd=cwd, stdin=source, stdout=pipe, stderr=pipe)
+        program, argv = shell.program(argv, env.get("PATH", ""))
+        self._child = child.spawn(
+            argv, user=user, env=env, cwd=cwd, stdin=source, stdout=pipe, stderr=pipe, program=program
+        )
         assert self._child.stdout and self._child.stderr
         self._outputs = {_detach(self._child.stdout): "stdout", _detach(self._child.stderr): "stderr"}
         self._input = -1
@@ -142,6 +158,7 @@ class Process:
     def _overdue(self) -> None:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._deadline = None
+            self.overdue = True
             child.kill_group(self._child)
 
     def signal(self, number: int) -> None:

@@ -10,9 +10,11 @@ import time
 
 from sandbox_agent import child, users
 from sandbox_agent.connect import Stream, frame, streamed, unary
+from sandbox_agent.entries import shown
 from sandbox_agent.failure import Failure, invalid
 from sandbox_agent.message import decoded, record, strings, text, variables
 from sandbox_agent.process import Process, Table
+from sandbox_agent.server import IDLE_SECONDS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from sandbox_agent.server import Route
     from sandbox_agent.wire import Request
 
-KEEPALIVE_SECONDS = 50.0
+INPUT_SILENCE_SECONDS = 3600.0
 _KEEPALIVE = frame(b'{"event":{"keepalive":{}}}')
 _SIGNALS = {"SIGNAL_SIGTERM": signal.SIGTERM, "SIGNAL_SIGKILL": signal.SIGKILL, 15: signal.SIGTERM, 9: signal.SIGKILL}
 
@@ -59,6 +61,8 @@ class ProcessService:
         user = users.of_request(request)
         envs = variables(config, "envs")
         cwd = text(config, "cwd")
+        tag = text(message, "tag")
+        users.encodable(*argv, *envs, *envs.values(), cwd, tag)
         given = decoded(message, "input") if "input" in message else None
         if given is not None and "pty" in message:
             raise invalid("a terminal has no end of input: leave out input, or pty")
@@ -70,22 +74,21 @@ class ProcessService:
             size=_size(message),
             stdin=given is not None or message.get("stdin") is not False,
             deadline=stream.deadline,
-            tag=text(message, "tag"),
-            config={"cmd": argv[0], "args": argv[1:], "envs": envs, **({"cwd": cwd} if cwd else {})},
+            tag=tag,
+            config=_config(argv, envs, cwd),
         )
         # Followed before its output moves, so that nothing can have been dropped from the tail.
-        self._follow(process, stream, request, lambda: self._table.add(process), given)
+        self._follow(process, stream, lambda: self._table.add(process), given)
 
     def connect(self, request: Request, stream: Stream) -> None:
         """``{process: selector}`` → events: the start, the tail of the output, then as they come."""
         process = self._table.find(stream.receive_only().get("process"), ended=True)
-        self._follow(process, stream, request)
+        self._follow(process, stream)
 
     def _follow(
         self,
         process: Process,
         stream: Stream,
-        request: Request,
         ready: Callable[[], None] = lambda: None,
         given: bytes | None = None,
     ) -> None:
@@ -95,18 +98,21 @@ class ProcessService:
         if given is not None:
             threading.Thread(target=process.feed, args=(given,), daemon=True).start()
             start["input"] = True
-        pause = _keepalive_seconds(request)
+        pause = stream.keepalive
         try:
             stream.send(frame(json.dumps({"event": {"start": start}}).encode()))
             while True:
                 left = pause if stream.deadline is None else min(pause, max(0.0, stream.deadline - time.monotonic()))
                 chunks, ending = follower.take(left)
                 frames = b"".join([_data(kind, data) for kind, data in chunks])
+                late = stream.deadline is not None and time.monotonic() >= stream.deadline
+                if late and (ending is None or process.overdue):
+                    if frames:
+                        stream.send(frames)
+                    raise Failure("deadline_exceeded", "the request's deadline passed before the process ended")
                 if ending is not None:
                     stream.end(before=frames + frame(json.dumps({"event": {"end": ending}}).encode()))
                     return
-                if stream.deadline is not None and time.monotonic() >= stream.deadline:
-                    raise Failure("deadline_exceeded", "the request's deadline passed before the process ended")
                 stream.send(frames or _KEEPALIVE)
         finally:
             follower.close()
@@ -118,6 +124,15 @@ class ProcessService:
 
     def stream_input(self, request: Request, stream: Stream) -> None:
         """Frames ``{start: {process: selector}}``, then any number of ``{data: {input}}`` or ``{keepalive}``."""
+        # Not every client sends keepalives while it has nothing to say.
+        stream.allow_silence(INPUT_SILENCE_SECONDS)
+        try:
+            self._take_input(stream)
+        finally:
+            stream.allow_silence(IDLE_SECONDS)
+        stream.end(before=frame(b"{}"))
+
+    def _take_input(self, stream: Stream) -> None:
         process = None
         message = stream.receive()
         while message is not None:
@@ -128,7 +143,6 @@ class ProcessService:
                     raise invalid("the first message of StreamInput must be 'start'")
                 _feed(process, record(record(message, "data"), "input"))
             message = stream.receive()
-        stream.end(before=frame(b"{}"))
 
     def close_stdin(self, request: Request, message: dict[str, Any]) -> dict[str, Any]:
         self._table.find(message.get("process")).close_stdin()
@@ -155,10 +169,16 @@ class ProcessService:
         """``{processes: [{config, pid, tag?}]}``: those that run."""
         return {
             "processes": [
-                {"config": process.config, "pid": process.pid, **({"tag": process.tag} if process.tag else {})}
+                {"config": process.config, "pid": process.pid, **({"tag": shown(process.tag)} if process.tag else {})}
                 for process in self._table.running()
             ]
         }
+
+
+def _config(argv: list[str], envs: dict[str, str], cwd: str) -> dict[str, Any]:
+    cmd, *args = map(shown, argv)
+    named = {shown(name): shown(value) for name, value in envs.items()}
+    return {"cmd": cmd, "args": args, "envs": named, **({"cwd": shown(cwd)} if cwd else {})}
 
 
 def _data(kind: str, data: bytes) -> bytes:
@@ -169,11 +189,6 @@ def _data(kind: str, data: bytes) -> bytes:
 def _feed(process: Process, message: dict[str, Any]) -> None:
     kind = "pty" if "pty" in message else "stdin"
     process.write(decoded(message, kind), terminal=kind == "pty")
-
-
-def _keepalive_seconds(request: Request) -> float:
-    seconds = request.headers.get("keepalive-ping-interval", "")
-    return float(seconds) if seconds.isdigit() and int(seconds) else KEEPALIVE_SECONDS
 
 
 def _size(message: dict[str, Any]) -> tuple[int, int] | None:

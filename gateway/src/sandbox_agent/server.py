@@ -33,11 +33,12 @@ class Route:
 
 
 class Server:
-    """``routes``: by path, then by method."""
+    """``routes``: by path, then by method. A part ``{}`` of a path stands for any: the request's ``parameter``."""
 
     def __init__(self, address: str, port: int, routes: dict[str, list[Route]], guard: Guard) -> None:
         self._routes = {(path, route.method): route for path, some in routes.items() for route in some}
         self._paths = set(routes)
+        self._open = {path.partition("{}")[0] for path in routes if "{}" in path}
         self._guard = guard
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -81,7 +82,7 @@ class Server:
         head = connection.take_until(b"\r\n\r\n", MAX_HEAD)
         request = Request(connection, head.lstrip(b"\r\n"))
         reply = Reply(connection, request)
-        route = self._routes.get((request.path, request.method))
+        route = self._routes.get((request.path, request.method)) or self._opened(request)
         try:
             self._answer(route, request, reply)
         except Failure as failure:
@@ -90,6 +91,17 @@ class Server:
             _linger(connection, request)
             return False
         return request.keep and reply.complete
+
+    def _opened(self, request: Request) -> Route | None:
+        """The route of a path that has a parameter."""
+        for start in self._open:
+            parameter, slash, rest = request.path[len(start) :].partition("/")
+            if request.path.startswith(start) and parameter:
+                path = f"{start}{{}}{slash}{rest}"
+                if path in self._paths:
+                    request.path, request.parameter = path, _unquoted(parameter)
+                    return self._routes.get((path, request.method))
+        return None
 
     def _answer(self, route: Route | None, request: Request, reply: Reply) -> None:
         if route is None or route.guarded:
@@ -117,6 +129,14 @@ class Server:
         request.keep = request.body.skip() and request.keep
         code: object = failure.code if named else failure.status
         reply.json({"code": code, "message": failure.message}, failure.status)
+
+
+def _unquoted(text: str) -> str:
+    if "%" not in text:
+        return text
+    from urllib.parse import unquote
+
+    return unquote(text)
 
 
 def _linger(connection: Connection, request: Request) -> None:

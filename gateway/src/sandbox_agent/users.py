@@ -26,6 +26,7 @@ class User:
         """``path`` made absolute: relative ones, and ``~``, start at the user's home. No path: the home."""
         if "\0" in path:
             raise invalid("a path cannot contain a NUL character")
+        encodable(path)
         if path == "~" or path.startswith("~/"):
             path = path[2:]
         return os.path.normpath(os.path.join(self.home, path))
@@ -52,6 +53,15 @@ class User:
                     raise Failure("invalid_argument", f"{step} exists and is not a directory") from None
             else:
                 self.own(step)
+
+
+def encodable(*texts: str) -> None:
+    """Raises Failure where the system has no way to write one of them; ``\\udc80`` to ``\\udcff`` are single bytes."""
+    try:
+        for text in texts:
+            os.fsencode(text)
+    except UnicodeEncodeError:
+        raise invalid("a name or an argument has half a surrogate pair in it: that is no character") from None
 
 
 def named(name: str) -> User:

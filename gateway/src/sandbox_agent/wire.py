@@ -173,6 +173,7 @@ class Request:
             headers[name.lower()] = value.strip()
         self.headers = headers
         self.path, _, self._query = target.partition("?")
+        self.parameter = ""
         self.peer = connection.peer
         self.modern = version != "HTTP/1.0"
         self.keep = self.modern and "close" not in headers.get("connection", "").lower()

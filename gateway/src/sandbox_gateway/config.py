@@ -140,6 +140,9 @@ class Limits(_Section):
 
     sandboxes: int = Field(1000, ge=1, description="Sandboxes on this host, paused ones included.")
     concurrency: int = Field(4, ge=1, le=256, description="Forks made at the same time by one request.")
+    connections: int = Field(
+        1000, ge=1, description="Requests and WebSockets that are under way to one sandbox at the same time."
+    )
     lock_seconds: float = Field(
         60, gt=0, description="How long a request waits for a sandbox that is busy, in seconds."
     )

@@ -61,6 +61,8 @@ class NetworkPolicy(_Record):
     allow_out: list[str] = Field(default_factory=list)
     """CIDRs or addresses reachable even where ``allow_internet`` or ``deny_out`` would forbid it."""
     deny_out: list[str] = Field(default_factory=list)
+    allow_public_traffic: bool = False
+    """The other way: may whoever reaches the gateway reach its ports, but for the agent's?"""
 
 
 class Mount(_Record):
@@ -155,6 +157,8 @@ class Sandbox(_Record):
     on_timeout: OnTimeout = OnTimeout.KILL
     auto_resume: bool = False
     idempotency_key: str = ""
+    branches: int = Field(default=0, ge=0)
+    """The last number that a branch of it was called by; none is given twice."""
     mounts: list[Mount] = Field(default_factory=list)
     """Its volumes, in the order in which they are mounted."""
     host: dict[str, Any] = Field(default_factory=dict)

@@ -9,11 +9,12 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from sandbox_gateway import __version__
-from sandbox_gateway.api import errors, events, metrics, sandboxes, snapshots, templates, volumes
+from sandbox_gateway.api import errors, events, metrics, sandboxes, snapshots, templates, v1, volumes
 from sandbox_gateway.api.auth import OPEN_PATHS, Authorise, Keys
 from sandbox_gateway.api.errors import ErrorShape, Guard
 from sandbox_gateway.api.limits import BodyLimit
-from sandbox_gateway.api.proxy import Addresses, DataPlane, Pools
+from sandbox_gateway.api.pools import Pools
+from sandbox_gateway.api.proxy import Addresses, DataPlane
 from sandbox_gateway.api.shapes import HealthShape
 from sandbox_gateway.api.view import EngineDep
 from sandbox_gateway.config import Config
@@ -67,7 +68,7 @@ def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
     app.state.metrics = metrics.Metrics(engine)
     app.state.pools = Pools(engine)
     errors.register(app)
-    parts = (templates, sandboxes, snapshots, volumes, events, metrics)
+    parts = (templates, sandboxes, snapshots, volumes, events, metrics, v1)
     for router in (_health, *(part.router for part in parts)):
         app.include_router(router)
     # The last one added is the first one passed.

@@ -19,8 +19,8 @@ from sandbox_gateway.errors import Forbidden, Invalid, Unauthorized
 from sandbox_gateway.records import check_name
 
 SHORTEST_KEY = 16
-OPEN_PATHS = frozenset({"/health"})
-_EXEC = re.compile(r"/sandboxes/[^/]+/exec")
+OPEN_PATHS = frozenset({"/health", "/healthz"})
+_EXEC = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
 _CALLER = "sandbox_gateway.caller"
 _LOCAL = "sandbox_gateway.local"
 
@@ -189,6 +189,10 @@ class Authorise:
 
 def require(caller: Caller, permission: Permission) -> None:
     if caller.permission < permission:
-        raise Forbidden(
-            f"the key {caller.name!r} has scope {caller.permission.name.lower()}; this needs {permission.name.lower()}"
-        )
+        raise insufficient(caller, permission)
+
+
+def insufficient(caller: Caller, permission: Permission) -> Forbidden:
+    return Forbidden(
+        f"the key {caller.name!r} has scope {caller.permission.name.lower()}; this needs {permission.name.lower()}"
+    )

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sandbox_gateway.api.metrics import Metrics
-from sandbox_gateway.errors import GatewayError
+from sandbox_gateway.errors import GatewayError, Invalid
 from sandbox_gateway.log import Logger
 
 log = Logger("api")
@@ -28,6 +28,8 @@ LONGEST = 4000
 """Characters of an error's sentence at most."""
 RETRY_SECONDS = 1
 GONE = 499
+SWITCHED = 101
+"""Noted for a WebSocket that was accepted."""
 
 
 class ErrorShape(BaseModel):
@@ -42,6 +44,10 @@ class ErrorShape(BaseModel):
 
 class ClientGone(Exception):
     """The client went away before the answer; nobody reads what follows."""
+
+
+class Misframed(Invalid):
+    """Where this request ends, two readers could see in two ways: nothing more is read of its connection."""
 
 
 def clip(text: str, limit: int) -> str:
@@ -62,7 +68,9 @@ def answer(
 
 
 def answer_to(error: GatewayError) -> JSONResponse:
-    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    if isinstance(error, Misframed):
+        headers["Connection"] = "close"
     return answer(error.status, error.kind, error.message, error.blockers, headers)
 
 
@@ -140,18 +148,21 @@ class Guard:
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
         begun, status = time.perf_counter(), 0
 
         async def watched(message: Message) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
+            if message["type"] in ("http.response.start", "websocket.http.response.start"):
                 status = message["status"]
+            elif message["type"] == "websocket.accept":
+                status = SWITCHED
             await send(message)
 
         try:
+            _check_framing(scope)
             await self.app(scope, receive, watched)
         except ClientGone:
             status = status or GONE
@@ -161,7 +172,7 @@ class Guard:
             await answer_to(error)(scope, receive, watched)
         except Exception as error:
             incident = secrets.token_hex(4)
-            log.error("bug", exc_info=True, incident=incident, method=scope["method"], path=scope["path"])
+            log.error("bug", exc_info=True, incident=incident, method=_method(scope), path=scope["path"])
             if status:
                 raise ConnectionError(f"incident {incident}") from error
             await _incident(incident)(scope, receive, watched)
@@ -170,17 +181,29 @@ class Guard:
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "") or scope.get("sandbox_gateway.route", "other")
-        self.metrics.request(scope["method"], route, status, seconds)
+        method = _method(scope)
+        self.metrics.request(method, route, status, seconds)
         caller = scope.get("sandbox_gateway.caller")
-        write = log.debug if scope["method"] in ("GET", "HEAD") and status < 500 else log.info
+        write = log.debug if method in ("GET", "HEAD") and status < 500 else log.info
         write(
             "request",
-            method=scope["method"],
+            method=method,
             path=clip(scope["path"], 200),
             status=status,
             ms=round(seconds * 1000, 1),
             caller=caller.name if caller else "",
         )
+
+
+def _check_framing(scope: Scope) -> None:
+    names = {name for name, _ in scope["headers"]}
+    if b"content-length" in names and b"transfer-encoding" in names:
+        raise Misframed("the request has both Content-Length and Transfer-Encoding: send one of them")
+
+
+def _method(scope: Scope) -> str:
+    method: str = scope.get("method", "GET")
+    return method
 
 
 def _incident(incident: str) -> JSONResponse:

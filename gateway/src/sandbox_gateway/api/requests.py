@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import Path
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from sandbox_gateway.config import explain
 from sandbox_gateway.engine.spec import UNSET, ForkSpec, MountSpec
@@ -55,12 +64,33 @@ class Network(Body):
     )
     allow_out: list[str] | None = Field(None, alias="allowOut", max_length=1000)
     deny_out: list[str] | None = Field(None, alias="denyOut", max_length=1000)
+    allow_public_traffic: bool | None = Field(
+        None,
+        alias="allowPublicTraffic",
+        strict=True,
+        description="True: its ports, but for the agent's, are open to whoever reaches the gateway.",
+    )
+    rules: Any = None
+    egress_proxy: Any = Field(None, alias="egressProxy")
+    mask_request_host: Any = Field(None, alias="maskRequestHost")
+    https_ports: Any = Field(None, alias="httpsPorts")
 
-    def policy(self, allow_internet: bool | None = None) -> NetworkPolicy:
-        """``allow_internet`` is what the request says outside this object; this object's own word goes first."""
+    @field_validator("rules", "egress_proxy", "mask_request_host", "https_ports")
+    @classmethod
+    def _not_here(cls, value: object) -> None:
+        """Who asks for one of these counts on it: to ignore it would be worse than to refuse."""
+        if value:
+            raise ValueError("not supported here: requests pass unchanged, to where they are sent; leave it out")
+
+    def policy(self, allow_internet: bool | None = None, *, public: bool = False) -> NetworkPolicy:
+        """``allow_internet`` is what the request says outside this object, ``public`` how it was; this object's own
+        word goes first."""
         word = self.allow_internet if self.allow_internet is not None else allow_internet
         return NetworkPolicy(
-            allow_internet=word is not False, allow_out=self.allow_out or [], deny_out=self.deny_out or []
+            allow_internet=word is not False,
+            allow_out=self.allow_out or [],
+            deny_out=self.deny_out or [],
+            allow_public_traffic=public if self.allow_public_traffic is None else self.allow_public_traffic,
         )
 
 
@@ -103,6 +133,8 @@ class Forked(Sizes):
     allow_internet_access: bool | None = None
     lifecycle: Lifecycle | None = None
     auto_pause: bool = Field(False, alias="autoPause")
+    auto_pause_memory: bool = Field(True, alias="autoPauseMemory", description="Only true is offered.")
+    iam: Any = None
     auto_resume: AutoResume | None = Field(None, alias="autoResume")
     paused: bool = Field(False, description="Leave it paused.")
     cold_start: bool = Field(False, alias="coldStart", description="Boot from the snapshot's disk, without its memory.")
@@ -112,6 +144,19 @@ class Forked(Sizes):
         max_length=MOST_MOUNTS,
         description="Absent or null: what the source of the snapshot had. An empty list: none.",
     )
+
+    @field_validator("iam")
+    @classmethod
+    def _no_identities(cls, value: object) -> None:
+        if value:
+            raise ValueError("not supported here: there are no workload identities; leave it out")
+
+    @field_validator("auto_pause_memory")
+    @classmethod
+    def _keeps_its_memory(cls, value: bool) -> bool:
+        if not value:
+            raise ValueError("not supported here: what is paused at the end of its time keeps its memory; leave it out")
+        return value
 
     def spec(self, **more: Any) -> ForkSpec:
         network = self.network or Network()

@@ -138,7 +138,7 @@ async def set_timeout(ref: Ref, body: requests.Timeout, engine: EngineDep) -> No
 
 @router.put("/sandboxes/{ref}/network", status_code=204, summary="Replace its network policy")
 async def set_network(ref: Ref, body: requests.Network, engine: EngineDep) -> None:
-    await engine.set_network(ref, body.policy())
+    await engine.set_network(ref, body.policy(public=engine.sandbox(ref).network.allow_public_traffic))
 
 
 @router.post("/sandboxes/{ref}/exec", summary="Run a program to its end and return its output")
@@ -304,7 +304,7 @@ def _started_after(moment: datetime | None) -> list[Test]:
     if moment is None:
         return []
     after = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-    return [lambda sandbox: sandbox.started_at > after]
+    return [lambda sandbox: sandbox.started_at >= after]
 
 
 def _longer(life: float | None, sandbox: Sandbox) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sandbox_gateway.engine.spec import ExecResult
     from sandbox_gateway.hosts.base import Usage, VolumeState
 
-ENVD_VERSION = "0.4.0"
+ENVD_VERSION = "0.6.4"
 """The data plane's level: clients choose calls by it."""
 CLIENT_ID = "local"
 NEVER = datetime(9999, 1, 1, tzinfo=UTC)
@@ -29,6 +29,7 @@ class NetworkShape(BaseModel):
     allowInternetAccess: bool
     allowOut: list[str]
     denyOut: list[str]
+    allowPublicTraffic: bool
 
 
 class VolumeMountShape(BaseModel):
@@ -50,7 +51,9 @@ class SandboxShape(BaseModel):
     clientID: str
     envdVersion: str
     envdAccessToken: str | None = Field(None, description="For `X-Access-Token` of the data plane; not for read keys.")
-    trafficAccessToken: str | None = None
+    trafficAccessToken: str | None = Field(
+        None, description="For `E2B-Traffic-Access-Token`: every port but the agent's 49983; not for read keys."
+    )
     domain: str
     state: Literal["running", "paused"]
     stateReason: str
@@ -136,12 +139,21 @@ class TemplateShape(BaseModel):
     memory: str | None = None
 
 
+class AliasShape(BaseModel):
+    templateID: str
+    public: bool
+
+
 class BuildShape(BaseModel):
     buildID: str
     templateID: str
     status: Literal["building", "ready", "error"]
     logs: list[str]
     reason: str | None
+
+
+class LogShape(BaseModel):
+    logs: list[str]
 
 
 class BuildStarted(BaseModel):
@@ -238,13 +250,18 @@ class Hidden(BaseModel):
 
 
 def network_shape(policy: NetworkPolicy) -> NetworkShape:
-    return NetworkShape(allowInternetAccess=policy.allow_internet, allowOut=policy.allow_out, denyOut=policy.deny_out)
+    return NetworkShape(
+        allowInternetAccess=policy.allow_internet,
+        allowOut=policy.allow_out,
+        denyOut=policy.deny_out,
+        allowPublicTraffic=policy.allow_public_traffic,
+    )
 
 
 def sandbox_shape(
     sandbox: Sandbox, *, backend: str, domain: str, mounts: list[VolumeMountShape], **known: Any
 ) -> SandboxShape:
-    """``known``: alias, address, envdAccessToken, diverged, as far as they are known."""
+    """``known``: alias, address, envdAccessToken, trafficAccessToken, diverged, as far as they are known."""
     sizes = sandbox.resources
     return SandboxShape(
         sandboxID=sandbox.id,

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
-from fastapi.responses import PlainTextResponse, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from sandbox_gateway.api import requests, shapes
 from sandbox_gateway.api.paging import Limit, NextToken, page
@@ -65,6 +65,11 @@ async def show(ref: Ref, engine: EngineDep) -> shapes.TemplateShape:
         return shapes.building_shape(build)
 
 
+@router.get("/templates/aliases/{ref}", summary="Which template has this name")
+async def by_alias(ref: Ref, engine: EngineDep) -> shapes.AliasShape:
+    return shapes.AliasShape(templateID=engine.template(ref).id, public=False)
+
+
 @router.put("/templates/{ref}/alias", response_model_exclude_unset=True, summary="Give it one more name")
 async def set_alias(ref: Ref, body: requests.SetAlias, engine: EngineDep) -> shapes.TemplateShape:
     return _ready(engine, await engine.set_alias(ref, body.alias))
@@ -81,14 +86,22 @@ async def build_status(
     return shapes.build_shape(engine.build(ref, build), offset, limit)
 
 
-@router.get("/templates/{ref}/builds/{build}/logs", summary="A build's log", response_class=PlainTextResponse)
+@router.get(
+    "/templates/{ref}/builds/{build}/logs",
+    summary="A build's log",
+    response_model=shapes.LogShape,
+    responses={200: {"content": {"text/plain": {}}, "description": "With `follow`: lines of text, as they come"}},
+)
 async def build_logs(
-    ref: Ref, build: Ref, engine: EngineDep, follow: Annotated[bool, Query(description="Until it ends")] = False
+    ref: Ref,
+    build: Ref,
+    engine: EngineDep,
+    follow: Annotated[bool, Query(description="Until it ends, as text")] = False,
 ) -> Response:
     found = engine.build(ref, build)
     if follow:
         return StreamingResponse(_lines(found), media_type="text/plain; charset=utf-8")
-    return PlainTextResponse("".join(f"{line}\n" for line in found.lines))
+    return JSONResponse({"logs": found.lines})
 
 
 @router.delete(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections.abc import Iterable
 from typing import Annotated, Any
 
 from fastapi import Depends, Header, Request
 
 from sandbox_gateway.api import shapes
+from sandbox_gateway.api.access import traffic_token
 from sandbox_gateway.api.auth import Permission, caller_of
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
@@ -29,7 +28,7 @@ class View:
         return self.engine.host.kind
 
     def sandbox(self, sandbox: Sandbox, *, secret: bool = True, **known: Any) -> shapes.SandboxShape:
-        """``secret`` False, or a caller who may only read: without the access token."""
+        """``secret`` False, or a caller who may only read: without the access tokens."""
         known |= self._reach(sandbox, secret and self.permission >= Permission.EXEC)
         if alias := self._alias(sandbox.template_id):
             known["alias"] = alias
@@ -78,7 +77,10 @@ class View:
             return None
 
     def _reach(self, sandbox: Sandbox, secret: bool) -> dict[str, Any]:
-        known = {"envdAccessToken": self.engine.access_token(sandbox)} if secret else {}
+        known = {}
+        if secret:
+            known["envdAccessToken"] = self.engine.access_token(sandbox)
+            known["trafficAccessToken"] = traffic_token(self.engine, sandbox.id)
         try:
             address, _ = self.engine.endpoint(sandbox.id)
         except GatewayError:
@@ -95,7 +97,7 @@ class View:
             return id
 
     def _volume_token(self, volume: Volume) -> str:
-        return hmac.new(self.engine.secret, f"volume {volume.id}".encode(), hashlib.sha256).hexdigest()
+        return self.engine.secret_of(f"volume {volume.id}")
 
     async def _volume_state(self, volume: Volume) -> VolumeState | None:
         try:

@@ -16,8 +16,8 @@ from typing import Any
 
 import h11
 
-from sandbox_gateway.engine.spec import ExecResult
-from sandbox_gateway.errors import BackendFailed, Invalid, Timeout
+from sandbox_gateway.engine.spec import EvalResult, ExecResult
+from sandbox_gateway.errors import BackendFailed, Invalid, Timeout, Unsupported
 from sandbox_gateway.hosts.base import Endpoint, GuestMount
 
 AGENT_PORT = 49983
@@ -145,8 +145,9 @@ class AgentClient:
                 attempt.add_done_callback(_discard)
                 attempt.cancel()
 
-    async def call(self, path: str, body: dict[str, Any], *, seconds: float = 30) -> dict[str, Any]:
-        """POST JSON, answer JSON. Raises Invalid for what the agent calls invalid, BackendFailed, Timeout."""
+    async def call(self, path: str, body: dict[str, Any] | None, *, seconds: float = 30) -> dict[str, Any]:
+        """POST JSON (GET where there is no body), answer JSON. Raises Invalid for what the agent calls invalid,
+        BackendFailed, Timeout."""
         try:
             async with asyncio.timeout(seconds):
                 reader, writer = await asyncio.open_connection(self._address, AGENT_PORT)
@@ -195,6 +196,24 @@ class AgentClient:
             timed_out=bool(answer.get("timedOut", False)),
         )
 
+    async def eval(self, code: str, *, timeout: float) -> EvalResult:
+        """Evaluate in the default Python context of the sandbox's interpreter, which keeps what the code leaves."""
+        try:
+            answer = await self.call("/eval", {"code": code, "timeout": timeout}, seconds=timeout + 30)
+            return EvalResult(str(answer["result"]), str(answer["error"]), int(answer["exit_code"]))
+        except Invalid as error:
+            if error.message != "/eval not found":
+                raise
+            raise Unsupported(
+                "the agent of this sandbox is too old to evaluate code: build its template anew"
+            ) from None
+        except (KeyError, TypeError, ValueError):
+            raise BackendFailed("the sandbox's agent answered /eval with something else than a result") from None
+
+    async def ping(self, *, seconds: float) -> None:
+        """A round trip. Raises BackendFailed or Timeout."""
+        await self.call("/health", None, seconds=seconds)
+
     async def shell(self, command: str, output: Callable[[bytes], None], *, seconds: float) -> int:
         """Run ``/bin/sh -c command`` as root, its output as it comes; returns the exit code."""
         try:
@@ -240,10 +259,11 @@ class AgentClient:
             _hang_up(writer)
 
     async def _exchange(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, body: dict[str, Any]
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, body: dict[str, Any] | None
     ) -> dict[str, Any]:
         data = b""
-        async for chunk in self._request(reader, writer, path, json.dumps(body).encode(), "application/json"):
+        sent = None if body is None else json.dumps(body).encode()
+        async for chunk in self._request(reader, writer, path, sent, "application/json"):
             data += chunk
             if len(data) > _LARGEST_ANSWER:
                 raise BackendFailed("the sandbox's agent answered with more than it may")
@@ -251,18 +271,23 @@ class AgentClient:
         return answer if isinstance(answer, dict) else {}
 
     async def _request(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, body: bytes, content_type: str
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        path: str,
+        body: bytes | None,
+        content_type: str,
     ) -> AsyncIterator[bytes]:
         """Send one request; yields the body of its answer. The other end is the sandbox: it is believed nothing."""
         connection = h11.Connection(h11.CLIENT)
-        headers = [
-            ("Host", "agent"),
-            ("Content-Type", content_type),
-            ("Content-Length", str(len(body))),
-        ]
+        headers = [("Host", "agent")]
+        if body is not None:
+            headers += [("Content-Type", content_type), ("Content-Length", str(len(body)))]
         if self._token:
             headers.append(("X-Access-Token", self._token))
-        sent = [h11.Request(method="POST", target=path, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
+        method = "GET" if body is None else "POST"
+        request = h11.Request(method=method, target=path, headers=headers)
+        sent = [request, h11.Data(data=body or b""), h11.EndOfMessage()]
         writer.write(b"".join(connection.send(event) or b"" for event in sent))
         await writer.drain()
         status, refusal = 0, b""

@@ -192,8 +192,13 @@ class Building(Replacing):
             await asyncio.sleep(_PROBE_EVERY)
 
     async def _captured(self, build: Build, sandbox: Sandbox, recipe: Recipe, description: str) -> Snapshot:
+        agent = self.agent(sandbox)
+        if self.host.abilities.memory:
+            # Part of the template's memory: what is forked from it runs its first code at once.
+            build.log("starting its code interpreter")
+            await agent.call("/contexts/default/start", {}, seconds=120)
         build.log("capturing it")
-        await self.agent(sandbox).call("/sync", {}, seconds=120)
+        await agent.call("/sync", {}, seconds=120)
         template = Snapshot(
             id=build.template_id,
             kind=SnapshotKind.TEMPLATE,

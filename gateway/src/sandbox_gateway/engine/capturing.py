@@ -47,6 +47,23 @@ class Capturing(Forking):
                 snapshot.expires_at = None if expires_in is None else now() + timedelta(seconds=expires_in)
                 return await to_the_end(self.record(sandbox, snapshot, memory=memory == "auto", volumes=volumes))
 
+    async def branch(self, ref: str, name: str | None = None) -> Snapshot:
+        """Capture under a name in every case: without one it is `branch-ID-N`, N one more than the last time."""
+        return await self.capture(ref, name=name or await self._next_branch(ref))
+
+    async def _next_branch(self, ref: str) -> str:
+        """The number is written down before it is used, so that it never comes again: a deletion, or a restart in
+        the middle, leaves a gap."""
+        async with self.held(ref) as hold:
+            sandbox = self.awake(hold)
+            while True:
+                sandbox.branches += 1
+                name = f"branch-{sandbox.id}-{sandbox.branches}"
+                if self.index.free(name):
+                    break
+            await self.host.save(sandbox)
+            return name
+
     async def record(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = ()
     ) -> Snapshot:

@@ -74,8 +74,12 @@ class Core:
         return self.index.in_use(snapshot) or any(map(self.index.in_use, self.captures_of(snapshot)))
 
     def access_token(self, sandbox: Sandbox) -> str:
-        """The token that the sandbox's agent asks for: made from the id, kept nowhere."""
-        return hmac.new(self.secret, sandbox.id.encode(), hashlib.sha256).hexdigest()
+        """The token that the sandbox's agent asks for."""
+        return self.secret_of(sandbox.id)
+
+    def secret_of(self, what: str) -> str:
+        """A secret of that thing alone: made from its name, always the same, kept nowhere."""
+        return hmac.new(self.secret, what.encode(), hashlib.sha256).hexdigest()
 
     @contextlib.asynccontextmanager
     async def held(self, ref: str) -> AsyncIterator[str]:

@@ -6,17 +6,19 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sandbox_gateway.engine.building import Building
 from sandbox_gateway.engine.core import checked, log
 from sandbox_gateway.engine.retention import surplus
-from sandbox_gateway.engine.spec import ExecResult
+from sandbox_gateway.engine.spec import EvalResult, ExecResult
 from sandbox_gateway.errors import BackendFailed, GatewayError
 from sandbox_gateway.hosts.base import Scan, Usage
 from sandbox_gateway.records import NetworkPolicy, OnTimeout, Sandbox, SandboxState, Snapshot, SnapshotKind, now
 
 _TICK = 0.25
+_PING_SECONDS = 10
+_Result = TypeVar("_Result")
 
 
 class Engine(Building):
@@ -80,6 +82,10 @@ class Engine(Building):
 
     def lineage(self, root: str | None = None) -> list[dict[str, Any]]:
         return self.index.lineage(root)
+
+    def places(self, ref: str) -> dict[str, str]:
+        """Where the host keeps a snapshot, for people: ``dir``, and ``memory`` and ``vmstate`` where it has them."""
+        return self.host.places(self.snapshot(ref))
 
     def endpoint(self, ref: str) -> tuple[str, str]:
         """(address, access token) of a running sandbox."""
@@ -147,7 +153,17 @@ class Engine(Building):
         command = self.agent(sandbox).exec(args, env=env, cwd=cwd, user=user, timeout=timeout, stdin=stdin)
         return await self._while_it_runs(sandbox, command)
 
-    async def _while_it_runs(self, sandbox: Sandbox, work: Coroutine[Any, Any, ExecResult]) -> ExecResult:
+    async def eval(self, ref: str, code: str, *, timeout: float = 60) -> EvalResult:
+        """Evaluate Python in the sandbox's own interpreter, whose state is part of its memory."""
+        sandbox = self.awake(ref)
+        return await self._while_it_runs(sandbox, self.agent(sandbox).eval(code, timeout=timeout))
+
+    async def ping(self, ref: str) -> None:
+        """Returns when the sandbox's agent has answered. Raises BackendFailed or Timeout where it does not."""
+        sandbox = self.awake(ref)
+        await self._while_it_runs(sandbox, self.agent(sandbox).ping(seconds=_PING_SECONDS))
+
+    async def _while_it_runs(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Wait for ``work`` no longer than the sandbox's machine lives: a dead guest closes no connection."""
         task = asyncio.ensure_future(work)
         try:

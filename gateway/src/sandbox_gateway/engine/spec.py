@@ -63,3 +63,15 @@ class ExecResult:
     stdout: bytes
     stderr: bytes
     timed_out: bool
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What became of code in the sandbox's interpreter."""
+
+    result: str
+    """The ``repr`` of what its last expression comes to."""
+    error: str
+    """A sentence; empty where there was none."""
+    exit_code: int
+    """0, or 1 after an error."""

@@ -140,6 +140,9 @@ class Host(Protocol):
     async def remove(self, sandbox: Sandbox) -> None:
         """The sandbox's record goes first, then its machine and disk."""
 
+    def places(self, snapshot: Snapshot) -> dict[str, str]:
+        """Where it is kept, for people: ``dir``, and ``memory`` and ``vmstate`` where it has such files."""
+
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         """Remove a snapshot; at once, or not at all."""
 

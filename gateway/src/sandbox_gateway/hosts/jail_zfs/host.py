@@ -490,6 +490,9 @@ class JailZfsHost(VolumesOfJails):
     async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         return await asyncio.to_thread(self._storage.diverged, sandbox.instance, head.id)
 
+    def places(self, snapshot: Snapshot) -> dict[str, str]:
+        return {"dir": str(snapshot.host.get("zfsSnapshot", ""))}
+
     async def usage(self, sandbox: Sandbox) -> Usage:
         disk = await asyncio.to_thread(self._storage.usage, sandbox.instance)
         machine = self._machines.get(sandbox.instance)

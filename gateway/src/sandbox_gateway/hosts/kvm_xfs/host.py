@@ -345,6 +345,11 @@ class KvmXfsHost(VolumeVerbs):
         disk = self._layout.instance(sandbox).disk
         return not await asyncio.to_thread(reflink.same_extents, disk, self._layout.snapshot(head) / "rootfs.img")
 
+    def places(self, snapshot: Snapshot) -> dict[str, str]:
+        place = self._layout.snapshot(snapshot)
+        files = {} if snapshot.memory is Memory.NONE else {"memory": "memory.img", "vmstate": "device.state"}
+        return {"dir": str(place), **{part: str(place / name) for part, name in files.items()}}
+
     async def usage(self, sandbox: Sandbox) -> Usage:
         disk = await asyncio.to_thread(reflink.unique_bytes, self._layout.instance(sandbox).disk)
         found = self._machines.get(sandbox.instance)

@@ -1,0 +1,3 @@
+"""The command `forkd`, over a sandbox gateway."""
+
+__version__ = "0.1.0"

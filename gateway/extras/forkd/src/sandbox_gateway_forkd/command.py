@@ -1,0 +1,188 @@
+"""`forkd fork` and `forkd attach`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from sandbox_gateway_forkd import __version__
+from sandbox_gateway_forkd.gateway import DEFAULT_URL, Failure, Gateway
+from sandbox_gateway_forkd.port import DEFAULT_TARGET, Port, bind
+
+LEASE_SECONDS = 60.0
+"""How long a sandbox lives on when this program was killed."""
+END_SECONDS = 4.0
+"""For removing the sandboxes at the end: forkd's client waits five."""
+_EXIT_FAILED = 1
+_WARNING = (
+    "Whoever can connect to the port can run anything in the sandbox: it asks nobody who they are. It is bound to "
+    "loopback addresses only, unless --remote (or FORKD_REMOTE=1) allows others."
+)
+_ENVIRONMENT = (
+    f"FORKD_URL: the gateway, unix:///path, http:// or https:// (default {DEFAULT_URL}). FORKD_TOKEN: its key. "
+    f"FORKD_TARGET: where to listen, HOST:PORT (default {DEFAULT_TARGET}, as forkd's client has it)."
+)
+Result = TypeVar("Result")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        asyncio.run(options.run(options))
+    except Failure as failure:
+        print(f"forkd: {failure}", file=sys.stderr)
+        return _EXIT_FAILED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="forkd", description="Sandboxes of a gateway, for forkd's Python client.", epilog=_ENVIRONMENT
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    port = argparse.ArgumentParser(add_help=False)
+    port.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        default=os.environ.get("FORKD_TARGET") or DEFAULT_TARGET,
+        help="where forkd's client will connect (default: $FORKD_TARGET)",
+    )
+    port.add_argument(
+        "--remote",
+        action="store_true",
+        default=os.environ.get("FORKD_REMOTE", "") not in ("", "0"),
+        help="allow an address that other machines can reach",
+    )
+    fork = commands.add_parser(
+        "fork",
+        parents=[port],
+        help="make sandboxes, serve the port of the first, remove them at the end",
+        description=f"Makes sandboxes from a snapshot or template and serves the port of the first. {_WARNING}",
+        epilog=_ENVIRONMENT,
+    )
+    fork.add_argument("--tag", required=True, help="the snapshot or template")
+    fork.add_argument("-n", type=_count, default=1, metavar="N", help="how many (default 1)")
+    fork.add_argument(
+        "--settle-secs", type=_seconds, metavar="S", help="end after so many seconds (default: when told to)"
+    )
+    fork.set_defaults(run=_fork)
+    attach = commands.add_parser(
+        "attach",
+        parents=[port],
+        help="serve the port of a sandbox that exists",
+        description=f"Serves the port of a sandbox, which stays when this ends. {_WARNING}",
+        epilog=_ENVIRONMENT,
+    )
+    attach.add_argument("sandbox", metavar="SANDBOX", help="its id or name")
+    attach.set_defaults(run=_attach)
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1000:
+        raise argparse.ArgumentTypeError("a number from 1 to 1000 is needed")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1
+    if not 0 <= seconds <= 1e9:
+        raise argparse.ArgumentTypeError("a number of seconds is needed")
+    return seconds
+
+
+def _gateway() -> Gateway:
+    return Gateway(os.environ.get("FORKD_URL") or DEFAULT_URL, os.environ.get("FORKD_TOKEN", ""))
+
+
+async def _fork(options: argparse.Namespace) -> None:
+    stop = _told_to_end()
+    with contextlib.closing(bind(options.listen, remote=options.remote)) as bound:
+        async with _gateway() as gateway:
+            made = await _unless(stop, gateway.spawn(options.tag, options.n, LEASE_SECONDS))
+            if made is None:
+                return
+            try:
+                print(*made, sep="\n", flush=True)
+                await _serve(gateway, made, bound, stop, options.settle_secs)
+            finally:
+                await _end(gateway, made)
+
+
+async def _serve(
+    gateway: Gateway, made: list[str], bound: socket.socket, stop: asyncio.Event, seconds: float | None
+) -> None:
+    """Until it is told to end, after ``seconds``, or until the first sandbox is gone (Failure)."""
+    server = await Port(gateway, made[0]).listen(bound)
+    stopped, kept = asyncio.create_task(stop.wait()), asyncio.create_task(_keep(gateway, made))
+    try:
+        done, _ = await asyncio.wait({stopped, kept}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if kept in done:
+            kept.result()
+    finally:
+        server.close()
+        stopped.cancel()
+        kept.cancel()
+
+
+async def _keep(gateway: Gateway, made: list[str]) -> None:
+    """Prolong the sandboxes' lives, as long as the first one has one. A gateway that restarts is waited for."""
+    while True:
+        await asyncio.sleep(LEASE_SECONDS / 3)
+        for failure in await gateway.prolong(made[:1], LEASE_SECONDS):
+            if failure.status == 404:
+                raise failure
+        await gateway.prolong(made[1:], LEASE_SECONDS)
+
+
+async def _end(gateway: Gateway, made: list[str]) -> None:
+    """Remove the sandboxes; one that somebody has removed is no failure."""
+    try:
+        async with asyncio.timeout(END_SECONDS):
+            failures = [failure for failure in await gateway.kill(made) if failure.status != 404]
+    except TimeoutError:
+        failures = [Failure("the gateway did not answer in time")]
+    if failures:
+        raise Failure(f"not all sandboxes could be removed ({failures[0]}): they end by themselves within a minute")
+
+
+async def _attach(options: argparse.Namespace) -> None:
+    stop = _told_to_end()
+    with contextlib.closing(bind(options.listen, remote=options.remote)) as bound:
+        async with _gateway() as gateway:
+            if await _unless(stop, gateway.ask(options.sandbox, "ping", seconds=END_SECONDS)) is None:
+                return
+            server = await Port(gateway, options.sandbox).listen(bound)
+            print(f"listening on {options.listen}", flush=True)
+            try:
+                await stop.wait()
+            finally:
+                server.close()
+
+
+def _told_to_end() -> asyncio.Event:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """What ``work`` answers; None when it was told to end first, and the work could still be cancelled."""
+    worker, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait({worker, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    worker.cancel()
+    await asyncio.wait({worker})
+    return None if worker.cancelled() else worker.result()

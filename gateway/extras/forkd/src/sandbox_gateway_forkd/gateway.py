@@ -1,0 +1,115 @@
+"""The gateway, as far as the command needs it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+DEFAULT_URL = "http://127.0.0.1:8889"
+"""Where forkd's client looks too."""
+CONNECT_SECONDS = 10.0
+CALL_SECONDS = 30.0
+SPAWN_SECONDS = 600.0
+_AT_ONCE = 16
+
+
+class Failure(Exception):
+    """A sentence for whoever runs the command; ``status``: the gateway's answer, 0 where there was none."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Gateway:
+    """Requests that answer parsed JSON, or raise Failure. ``url``: unix:///path, http:// or https://."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self._url = url
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        if url.startswith("unix://"):
+            transport = httpx.AsyncHTTPTransport(uds=url.removeprefix("unix://"))
+            self._http = httpx.AsyncClient(
+                transport=transport, base_url="http://gateway", headers=headers, trust_env=False
+            )
+        elif url.startswith(("http://", "https://")):
+            self._http = httpx.AsyncClient(base_url=url, headers=headers)
+        else:
+            raise Failure(f"{url!r} is not a gateway's address: use unix:///path, http:// or https:// in FORKD_URL")
+
+    async def __aenter__(self) -> Gateway:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def call(
+        self, method: str, route: str, body: dict[str, Any] | None = None, *, seconds: float = CALL_SECONDS
+    ) -> Any:
+        """The answer's JSON; None where it is empty."""
+        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS, pool=None)
+        try:
+            answer = await self._http.request(method, route, json=body, timeout=timeout)
+            found = answer.json() if answer.content else None
+        except httpx.ConnectError as error:
+            raise Failure(
+                f"the gateway at {self._url} cannot be reached ({error}): start it, or say where it is with FORKD_URL"
+            ) from None
+        except httpx.TimeoutException:
+            raise Failure(f"the gateway at {self._url} did not answer in time") from None
+        except httpx.HTTPError as error:
+            raise Failure(f"the connection to the gateway at {self._url} broke: {error}") from None
+        except (ValueError, httpx.InvalidURL) as error:
+            raise Failure(f"this cannot be asked of the gateway at {self._url}, or it is none: {error}") from None
+        if answer.is_success:
+            return found
+        raise Failure(_sentence(answer.status_code, found), answer.status_code)
+
+    async def spawn(self, tag: str, count: int, lease: float) -> list[str]:
+        """Make sandboxes that end by themselves after ``lease`` seconds unless they are prolonged; their ids."""
+        body = {"snapshot_tag": tag, "n": count, "timeout": lease}
+        made = await self.call("POST", "/v1/sandboxes", body, seconds=SPAWN_SECONDS)
+        try:
+            ids = [str(each["id"]) for each in made]
+        except (KeyError, TypeError):
+            ids = []
+        if len(ids) != count:
+            raise Failure(f"what answers at {self._url} is no gateway: say where it is with FORKD_URL")
+        return ids
+
+    async def prolong(self, sandboxes: Sequence[str], lease: float) -> list[Failure]:
+        """Let them live ``lease`` seconds from now; what did not succeed."""
+        return await self._each("POST", "/sandboxes/{}/timeout", sandboxes, {"timeout": lease})
+
+    async def kill(self, sandboxes: Sequence[str]) -> list[Failure]:
+        return await self._each("DELETE", "/v1/sandboxes/{}", sandboxes, None)
+
+    async def ask(self, sandbox: str, verb: str, body: dict[str, Any] | None = None, *, seconds: float) -> Any:
+        """``verb``: exec, eval or ping."""
+        return await self.call("POST", f"/v1/sandboxes/{quote(sandbox, safe='')}/{verb}", body, seconds=seconds)
+
+    async def _each(
+        self, method: str, route: str, sandboxes: Sequence[str], body: dict[str, Any] | None
+    ) -> list[Failure]:
+        gate = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(sandbox: str) -> Failure | None:
+            async with gate:
+                try:
+                    await self.call(method, route.format(quote(sandbox, safe="")), body)
+                except Failure as failure:
+                    return failure
+            return None
+
+        return [failure for failure in await asyncio.gather(*map(one, sandboxes)) if failure]
+
+
+def _sentence(status: int, body: Any) -> str:
+    if isinstance(body, dict) and isinstance(body.get("error"), str):
+        sentence: str = body["error"]
+        return f"{sentence} (set FORKD_TOKEN)" if status == 401 else sentence
+    return f"the gateway answered {status}"

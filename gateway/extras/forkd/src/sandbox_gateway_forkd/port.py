@@ -1,0 +1,164 @@
+"""The port that forkd's class `Sandbox` speaks to: a line of JSON for each request, a line for each answer.
+
+Requests: `{action: "exec", args, timeout}`, `{action: "eval", code}`, `{action: "ping"}`. Whoever reaches it can run
+anything in the sandbox: the protocol knows no authentication.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import json
+import socket
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+from sandbox_gateway_forkd.gateway import Failure, Gateway
+
+DEFAULT_TARGET = "10.42.0.2:8888"
+"""Where forkd's client looks."""
+LONGEST_LINE = 2 << 20
+MOST_CONNECTIONS = 32
+IDLE_SECONDS = 30.0
+"""How long a connection may take for a request, or to read an answer."""
+RUN_SECONDS = 30.0
+_MARGIN_SECONDS = 35.0
+"""What the gateway may take beyond the time of a command."""
+_LONGEST_SECONDS = 604_800.0
+
+
+def bind(target: str, *, remote: bool) -> socket.socket:
+    """Take an address, without listening yet. ``remote``: also one that other machines reach. Raises Failure."""
+    try:
+        parts = urlsplit(f"//{target}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or port is None:
+        raise Failure(f"{target!r} is no address: HOST:PORT is expected, such as 127.0.0.1:8888")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise Failure(f"the host of {target} cannot be found: {error}") from None
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        if not remote and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+            raise Failure(
+                f"{target} can be reached by other machines, and this port asks nobody who they are: set "
+                "FORKD_TARGET=127.0.0.1:8888, or allow it with --remote or FORKD_REMOTE=1"
+            )
+    except OSError as error:
+        bound.close()
+        _not_bound(target, error)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def _not_bound(target: str, error: OSError) -> NoReturn:
+    if error.errno == errno.EADDRNOTAVAIL:
+        raise Failure(f"{target} is not an address of this machine: set FORKD_TARGET=127.0.0.1:8888") from None
+    if error.errno == errno.EADDRINUSE:
+        raise Failure(
+            f"something listens on {target} already, perhaps for another sandbox: end it, or set FORKD_TARGET to "
+            "another port"
+        ) from None
+    raise Failure(f"{target} cannot be listened on: {error.strerror}") from None
+
+
+class Port:
+    """Serves one sandbox."""
+
+    def __init__(self, gateway: Gateway, sandbox: str) -> None:
+        self._gateway = gateway
+        self._sandbox = sandbox
+        self._connections = 0
+
+    async def listen(self, bound: socket.socket) -> asyncio.Server:
+        return await asyncio.start_server(self._connected, sock=bound, limit=LONGEST_LINE)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections += 1
+        try:
+            if self._connections > MOST_CONNECTIONS:
+                await _say(writer, _refusal(f"no more than {MOST_CONNECTIONS} connections at once: try again later"))
+            else:
+                await self._converse(reader, writer)
+            writer.close()
+        except (OSError, TimeoutError):
+            # It is gone, or sends or reads nothing.
+            writer.transport.abort()
+        finally:
+            self._connections -= 1
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(IDLE_SECONDS):
+                    line = await reader.readuntil()
+            except asyncio.IncompleteReadError as end:
+                line = end.partial
+            except asyncio.LimitOverrunError:
+                await _say(writer, _refusal(f"a request has at most {LONGEST_LINE} bytes"))
+                return
+            if not line:
+                return
+            await _say(writer, await self.answer(line))
+
+    async def answer(self, line: bytes) -> dict[str, Any]:
+        """What forkd's agent would say to a line, as far as there is an equivalent."""
+        try:
+            request = json.loads(line, parse_constant=_no_number)
+            if not isinstance(request, dict):
+                raise ValueError("not an object")
+        except (ValueError, RecursionError) as error:
+            return _refusal(f"a request is a line with a JSON object: {error}")
+        try:
+            return await self._perform(request)
+        except Failure as failure:
+            return _refusal(str(failure))
+        except (KeyError, TypeError, ValueError):
+            return _refusal("the gateway answered with something else than this dialect")
+
+    async def _perform(self, request: dict[str, Any]) -> dict[str, Any]:
+        action = request.get("action")
+        if action == "ping":
+            return dict(await self._ask("ping", None, RUN_SECONDS))
+        if action == "exec":
+            seconds = request.get("timeout", RUN_SECONDS)
+            body = {"args": request.get("args"), "timeout_secs": seconds}
+            return dict(await self._ask("exec", body, _patience(seconds)))
+        if action == "eval":
+            told = await self._ask("eval", {"code": request.get("code")}, RUN_SECONDS)
+            if told["error"] is not None:
+                return {"error": told["error"], "exit_code": told["exit_code"] or 1}
+            return {"result": told["result"], "exit_code": told["exit_code"]}
+        raise Failure(f"unknown action {str(action)[:80]!r}: exec, eval and ping are known")
+
+    async def _ask(self, verb: str, body: dict[str, Any] | None, seconds: float) -> Any:
+        return await self._gateway.ask(self._sandbox, verb, body, seconds=seconds + _MARGIN_SECONDS)
+
+
+def _patience(seconds: object) -> float:
+    """How long to wait for a command; what is no time is the gateway's to refuse."""
+    if isinstance(seconds, int | float) and 0 < seconds <= _LONGEST_SECONDS:
+        return float(seconds)
+    return RUN_SECONDS
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number")
+
+
+def _refusal(sentence: str) -> dict[str, Any]:
+    return {"error": sentence, "exit_code": 1}
+
+
+async def _say(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
+    writer.write(json.dumps(answer).encode() + b"\n")
+    async with asyncio.timeout(IDLE_SECONDS):
+        await writer.drain()

@@ -1,0 +1,110 @@
+"""What is open to the machines of sandboxes: kept for each machine, not sandbox, and ended with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import ssl
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+
+import httpx
+
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.errors import Busy, NotFound
+from sandbox_gateway.records import Sandbox, SandboxState
+
+CONNECT_SECONDS = 10.0
+IDLE_CONNECTIONS = 16
+IDLE_SECONDS = 30.0
+"""Less than the agent keeps a connection on which nothing is asked: it is never closed under a request."""
+
+if importlib.util.find_spec("sniffio") is None:
+    # httpx's transport looks for it on the disk, four times in each request: a fifth of all that a small one costs.
+    sys.modules["sniffio"] = None  # type: ignore[assignment]
+
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=IDLE_CONNECTIONS, keepalive_expiry=IDLE_SECONDS)
+
+
+class Machine:
+    """One machine, from its start to its end."""
+
+    def __init__(self, sandbox: Sandbox, tls: ssl.SSLContext) -> None:
+        self.key = _key(sandbox)
+        self.transport = httpx.AsyncHTTPTransport(verify=tls, trust_env=False, limits=_LIMITS)
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when it is no more what the sandbox runs on: nothing that is under way can end well."""
+        self.under_way = 0
+
+    async def end(self) -> None:
+        if not self.gone.done():
+            self.gone.set_result(None)
+        await self.transport.aclose()
+
+
+class Pools:
+    """The machines that something was sent to."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        # Never used, as the machines inside speak plain HTTP; the library would make one for each pool.
+        self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self._machines: dict[str, Machine] = {}
+        self._watcher: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+
+    @contextlib.contextmanager
+    def use(self, sandbox: Sandbox) -> Iterator[Machine]:
+        """The machine that ``sandbox`` is now, for one request. Raises Busy where it has too many."""
+        machine = self._of(sandbox)
+        most = self._engine.config.limits.connections
+        if machine.under_way >= most:
+            raise Busy(f"{most} requests to sandbox {sandbox.id} are under way (limits.connections): try again later")
+        machine.under_way += 1
+        try:
+            yield machine
+        finally:
+            machine.under_way -= 1
+
+    def _of(self, sandbox: Sandbox) -> Machine:
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.create_task(self._watch())
+        machine = self._machines.get(sandbox.id)
+        if machine is not None and machine.key == _key(sandbox):
+            return machine
+        self._drop(sandbox.id)
+        self._machines[sandbox.id] = Machine(sandbox, self._tls)
+        return self._machines[sandbox.id]
+
+    async def _watch(self) -> None:
+        async for _ in self._engine.events.subscribe():
+            for id in [id for id, machine in self._machines.items() if not self._lives(id, machine)]:
+                self._drop(id)
+
+    def _lives(self, id: str, machine: Machine) -> bool:
+        try:
+            sandbox = self._engine.sandbox(id)
+        except NotFound:
+            return False
+        return sandbox.state is SandboxState.RUNNING and _key(sandbox) == machine.key
+
+    def _drop(self, id: str) -> None:
+        machine = self._machines.pop(id, None)
+        if machine is not None:
+            task = asyncio.create_task(machine.end())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        for id in list(self._machines):
+            self._drop(id)
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+
+def _key(sandbox: Sandbox) -> tuple[str, datetime]:
+    """A machine that was stopped and started from its own disk is another one by the same name."""
+    return sandbox.instance, sandbox.started_at

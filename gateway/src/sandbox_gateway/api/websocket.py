@@ -1,0 +1,195 @@
+"""WebSockets to a port inside a sandbox: two connections, and each message of one is sent on the other.
+
+A side is read no faster than the other one takes it. Pings are answered on each connection for itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
+from websockets.asyncio.client import ClientConnection
+from websockets.client import ClientProtocol
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.http11 import Response
+from websockets.typing import Subprotocol
+from websockets.uri import WebSocketURI
+
+from sandbox_gateway.api.errors import ClientGone
+from sandbox_gateway.api.pools import CONNECT_SECONDS, Machine
+
+LARGEST_MESSAGE = 16 << 20
+"""Bytes of one message, either way; a larger one closes the connection with 1009."""
+PING_SECONDS = 20.0
+"""How often the client is pinged, so that nothing in between forgets the connection."""
+HANDSHAKE_SECONDS = 60.0
+_CLOSE_SECONDS = 5.0
+_WAITING_FRAMES = 1
+_NO_CODE, _NORMAL, _RESTART, _BAD_GATEWAY = 1005, 1000, 1012, 1014
+OWN_HEADERS = frozenset(
+    {
+        "sec-websocket-accept",
+        "sec-websocket-extensions",
+        "sec-websocket-key",
+        "sec-websocket-protocol",
+        "sec-websocket-version",
+    }
+)
+"""Of each of the two connections for itself."""
+
+# At "debug" the library would write every header, secrets among them.
+_silent = logging.getLogger("sandbox_gateway.websockets")
+_silent.setLevel(logging.CRITICAL)
+_silent.propagate = False
+
+
+class Refused(Exception):
+    """The service inside answered the handshake with something else."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__(response.status_code)
+        self.response = response
+
+
+async def connect(
+    address: str, port: int, host: str, target: bytes, headers: Sequence[tuple[bytes, bytes]], scope: Scope
+) -> ClientConnection:
+    """Open a WebSocket to the service inside.
+
+    Raises Refused, OSError (also TimeoutError), or InvalidHandshake for what is no WebSocket.
+    """
+    # Not `websockets.connect`: it would follow a redirect of the service to wherever that points.
+    path, _, query = target.decode("ascii").partition("?")
+    name, _, shown = host.partition(":")
+    uri = WebSocketURI(False, name, int(shown or 80), path, query)
+    offered = [Subprotocol(word) for word in scope.get("subprotocols", ())]
+    protocol = ClientProtocol(uri, subprotocols=offered or None, max_size=LARGEST_MESSAGE, logger=_silent)
+    sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+
+    def made() -> ClientConnection:
+        return ClientConnection(protocol, ping_interval=None, close_timeout=_CLOSE_SECONDS, max_queue=_WAITING_FRAMES)
+
+    async with asyncio.timeout(CONNECT_SECONDS):
+        _, connection = await asyncio.get_running_loop().create_connection(made, address, port)
+    try:
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            await connection.handshake([(name, value) for name, value in sent if name.lower() not in OWN_HEADERS], None)
+    except InvalidStatus as error:
+        connection.transport.abort()
+        raise Refused(error.response) from None
+    except EOFError:
+        connection.transport.abort()
+        raise InvalidHandshake("it hung up") from None
+    except BaseException:
+        connection.transport.abort()
+        raise
+    return connection
+
+
+class Tunnel:
+    """Between a client (ASGI) and what ``connect`` made."""
+
+    def __init__(self, receive: Receive, send: Send, machine: Machine) -> None:
+        self._receive = receive
+        self._send = send
+        self._machine = machine
+        self._next: asyncio.Future[Message] | None = None
+        self._left = False
+        """Has the client closed, or gone away?"""
+
+    async def opened(self, opening: asyncio.Future[ClientConnection]) -> ClientConnection | None:
+        """What ``opening`` gives; None when the machine ended first. Raises ClientGone, and what ``opening`` does."""
+        await self._receive()  # "websocket.connect"
+        self._next = asyncio.ensure_future(self._receive())
+        ours: set[asyncio.Future[Any]] = {opening, self._next}
+        try:
+            await asyncio.wait({*ours, self._machine.gone}, return_when=asyncio.FIRST_COMPLETED)
+            if opening.done():
+                return opening.result()
+            if self._machine.gone.done():
+                return None
+            raise ClientGone
+        finally:
+            if not opening.done() or opening.exception():
+                for task in ours:
+                    task.cancel()
+                await asyncio.wait(ours)
+
+    async def run(self, inside: ClientConnection, headers: list[tuple[bytes, bytes]]) -> None:
+        """Accept the client, and pass messages on until either side closes or the machine ends."""
+        tasks: set[asyncio.Future[None]] = set()
+        try:
+            await self._tell({"type": "websocket.accept", "subprotocol": inside.subprotocol, "headers": headers})
+            inward, outward = asyncio.ensure_future(self._inward(inside)), asyncio.ensure_future(self._outward(inside))
+            tasks = {inward, outward}
+            await asyncio.wait({*tasks, self._machine.gone}, return_when=asyncio.FIRST_COMPLETED)
+            if self._machine.gone.done():
+                await self._close(_RESTART, "the sandbox was rolled back, paused or ended")
+            elif self._left:
+                await inward
+            else:
+                outward.result()
+        finally:
+            if self._next is not None:
+                self._next.cancel()
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+            inside.transport.abort()
+
+    async def _tell(self, message: Message) -> None:
+        """Send to the client. Raises ClientGone."""
+        try:
+            await self._send(message)
+        except (OSError, RuntimeError):
+            # uvicorn's words for a client that is gone, and for one that it has sent away itself.
+            raise ClientGone from None
+
+    async def _close(self, code: int, reason: str) -> None:
+        # A client that does not read cannot be told.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self._tell({"type": "websocket.close", "code": code, "reason": reason})
+
+    async def _inward(self, inside: ClientConnection) -> None:
+        """From the client; ends with it."""
+        assert self._next is not None
+        message = await self._next
+        while message["type"] == "websocket.receive":
+            text = message.get("text")
+            try:
+                await inside.send(text if text is not None else message["bytes"])
+            except ConnectionClosed:
+                # The other direction knows why, and says it.
+                await asyncio.Event().wait()
+            self._next = asyncio.ensure_future(self._receive())
+            message = await self._next
+        self._left = True
+        if "reason" in message:
+            code = message.get("code", _NO_CODE)
+            await inside.close(_NORMAL if code == _NO_CODE else code, message["reason"] or "")
+        else:
+            # It closed nothing, it went away; so it does for the service inside.
+            inside.transport.close()
+
+    async def _outward(self, inside: ClientConnection) -> None:
+        """From the service inside; ends with it, and closes the client as it was closed. Raises ClientGone."""
+        try:
+            while True:
+                data = await inside.recv()
+                # What comes after the client has left is read all the same: the answer to its closing is behind it.
+                if not self._left:
+                    await self._tell({"type": "websocket.send", "text" if isinstance(data, str) else "bytes": data})
+        except ConnectionClosed as error:
+            closed = error.rcvd or error.sent
+        if self._left:
+            return
+        if closed is None:
+            await self._close(_BAD_GATEWAY, "the service inside broke the connection")
+        else:
+            await self._close(_NORMAL if closed.code == _NO_CODE else closed.code, closed.reason)

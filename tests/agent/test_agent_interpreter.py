@@ -1,0 +1,666 @@
+"""The code interpreter as its clients see it: ``e2b_code_interpreter`` and ``cubesandbox`` read the answers."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from cubesandbox._models import Execution as CubeExecution
+from cubesandbox._stream import _parse_line
+from e2b_code_interpreter.models import Execution, parse_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+class Code:
+    """Runs code in an agent; each call has a connection of its own, unless it is ``kept``."""
+
+    def __init__(self, agent):
+        self.agent = agent
+        self.kept = http.client.HTTPConnection("127.0.0.1", agent.code_port, timeout=30)
+
+    def request(self, method, path, body=None, headers=None, connection=None):
+        connection = connection or http.client.HTTPConnection("127.0.0.1", self.agent.code_port, timeout=30)
+        data = None if body is None else json.dumps(body)
+        connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
+        return connection.getresponse()
+
+    def lines(self, code, **fields):
+        response = self.request("POST", "/execute", {"code": code, **fields}, connection=self.kept)
+        data = response.read()
+        assert response.status == 200, data
+        return data.decode().splitlines()
+
+    def run(self, code, **fields):
+        """The execution, as both clients understand it."""
+        execution, other = Execution(), CubeExecution()
+        for line in self.lines(textwrap.dedent(code), **fields):
+            parse_output(execution, line)
+            _parse_line(other, line)
+        assert [result.text for result in other.results] == [result.text for result in execution.results]
+        assert (other.logs.stdout, other.logs.stderr) == (execution.logs.stdout, execution.logs.stderr)
+        assert (other.error is None) == (execution.error is None)
+        assert other.execution_count == execution.execution_count
+        return execution
+
+    def out(self, code, **fields):
+        execution = self.run(code, **fields)
+        assert execution.error is None, execution.error
+        return "".join(execution.logs.stdout)
+
+    def events(self, code, **fields):
+        """What happened, but for the count: (type, text or name)."""
+        found = [json.loads(line) for line in self.lines(textwrap.dedent(code), **fields)]
+        return [(event["type"], event.get("text", event.get("name"))) for event in found[1:]]
+
+    def context(self, **fields):
+        response = self.request("POST", "/contexts", fields)
+        answer = json.loads(response.read())
+        assert response.status == 200, answer
+        return answer
+
+    def listed(self):
+        return json.loads(self.request("GET", "/contexts").read())
+
+    def refused(self, method, path, body=None):
+        response = self.request(method, path, body)
+        return response.status, json.loads(response.read())["message"]
+
+
+@pytest.fixture(scope="module")
+def code(unmanaged, running):
+    # What "python3" is for the agent: the Python that runs it.
+    path = f"{Path(unmanaged[0]).parent}:{os.environ['PATH']}"
+    with running(unmanaged, env={"PATH": path}) as agent:
+        yield Code(agent)
+
+
+def kernels(code):
+    """The processes that the agent started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[1] == str(code.agent.process.pid):
+                found.append(stat.parent.name)
+    return found
+
+
+# -- results ---------------------------------------------------------------------------------------------------------
+
+
+def test_state_and_the_last_value(code):
+    assert code.run("x = 1").text is None
+    first = code.run("x += 1\nx + 40")
+    assert (first.text, [result.is_main_result for result in first.results]) == ("42", [True])
+    assert code.run("x").execution_count == first.execution_count + 1
+    assert code.run("'a' 'b'").text == "'ab'"
+    assert (
+        code.run("x;").results == code.run("None").results == code.run("").results == code.run("if x: x").results == []
+    )
+    assert code.run("s = '\\x0c\\u2028é'; s").text == repr("\x0c\u2028é")
+
+
+def test_prints_and_results_keep_their_order(code):
+    assert code.events("""
+        import os, sys
+        print("a")
+        display(1)
+        os.system("echo b")
+        display(2, 3)
+        sys.stdout.write("c")
+        display(4)
+        print("d", file=sys.stderr)
+        5
+    """) == [
+        ("stdout", "a\n"), ("result", "1"), ("stdout", "b\n"), ("result", "2"), ("result", "3"), ("stdout", "c"),
+        ("result", "4"), ("stderr", "d\n"), ("result", "5"),
+    ]  # fmt: skip
+
+
+def test_it_streams(code):
+    response = code.request("POST", "/execute", {"code": "import time\nprint(1)\ntime.sleep(30)", "timeout": 20})
+    seen = [json.loads(response.readline()) for _ in range(2)]
+    assert [event["type"] for event in seen] == ["number_of_executions", "stdout"]
+    assert abs(seen[1]["timestamp"] - time.time_ns()) < 10e9
+    response.close()
+
+
+def test_an_answer_begins_before_there_is_output(code):
+    started = time.monotonic()
+    response = code.request("POST", "/execute", {"code": "import time\ntime.sleep(1)\n1"})
+    assert time.monotonic() - started < 0.95
+    assert b'"text":"1"' in response.read()
+
+
+def test_rich_results(code):
+    execution = code.run("""
+        class Rich:
+            def __repr__(self): return "plain"
+            def _repr_html_(self): return "<b>"
+            def _repr_markdown_(self): return "*m*", {"meta": 1}
+            def _repr_svg_(self): return "<svg/>"
+            def _repr_png_(self): return b"\\x89PNG"
+            def _repr_jpeg_(self): return "anBlZw=="
+            def _repr_pdf_(self): return b"%PDF"
+            def _repr_latex_(self): return "$x$"
+            def _repr_json_(self): return {"a": [1]}
+            def _repr_javascript_(self): return "f()"
+        Rich()
+    """)
+    result = execution.results[0]
+    assert (result.text, result.html, result.markdown, result.svg) == ("plain", "<b>", "*m*", "<svg/>")
+    assert base64.b64decode(result.png) == b"\x89PNG" and base64.b64decode(result.pdf) == b"%PDF"
+    assert (result.jpeg, result.latex, result.javascript) == ("anBlZw==", "$x$", "f()")
+    assert result.json == {"a": [1]} and result.extra is None
+    assert set(result.formats()) == {
+        "text", "html", "markdown", "svg", "png", "jpeg", "pdf", "latex", "json", "javascript"
+    }  # fmt: skip
+
+
+def test_a_bundle_has_its_say_first(code):
+    result = code.run("""
+        class Both:
+            def _repr_mimebundle_(self, include=None, exclude=None):
+                return {"text/plain": "t", "text/html": "mine", "application/x-thing": {"a": 1}, "image/gif": b"GIF"}
+            def _repr_html_(self): return "other"
+        Both()
+    """).results[0]
+    assert (result.text, result.html) == ("t", "mine")
+    assert result.extra == {"application/x-thing": {"a": 1}, "image/gif": base64.b64encode(b"GIF").decode()}
+
+
+def test_what_fails_to_look_rich_is_still_text(code):
+    execution = code.run("""
+        class Broken:
+            def __repr__(self): return "text"
+            def _repr_html_(self): raise ValueError
+            def _repr_json_(self): return object()
+            def _repr_mimebundle_(self): return 5
+        class Pretender:
+            def __getattr__(self, name): return lambda: name
+            def __repr__(self): return "pretender"
+        display(Broken, Pretender())
+        Broken()
+    """)
+    assert execution.error is None
+    assert [(result.text, list(result.formats())) for result in execution.results][1:] == [
+        ("pretender", ["text"]), ("text", ["text"])
+    ]  # fmt: skip
+    assert code.run("class R:\n  def __repr__(self): raise KeyError(1)\nR()").error.name == "KeyError"
+
+
+def test_figures_are_shown_at_the_end_of_a_cell(code, tmp_path):
+    folder = tmp_path / "matplotlib"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "figure.py").write_text(
+        "class Figure:\n"
+        "    def __init__(self, n): self.n = n\n"
+        "    def __repr__(self): return f'<Figure {self.n}>'\n"
+        "    def savefig(self, file, format, bbox_inches): file.write(b'%s %d' % (format.encode(), self.n))\n"
+    )
+    (folder / "pyplot.py").write_text(
+        "import os\nfrom matplotlib.figure import Figure\nassert os.environ['MPLBACKEND']\nopened = {}\n"
+        "def figure(n): return opened.setdefault(n, Figure(n))\n"
+        "def get_fignums(): return list(opened)\n"
+        "def close(figure): opened.pop(figure.n)\n"
+        "def show():\n"
+        "    import warnings\n"
+        "    warnings.warn('FigureCanvasAgg is non-interactive, and thus cannot be shown')\n"
+    )
+    context = code.context()["id"]
+    shown = code.run(
+        f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        import matplotlib.pyplot as plt
+        plt.figure(1)
+        plt.figure(2)
+        plt.show()
+        print("end")
+        """,
+        context_id=context,
+    )
+    assert shown.error is None and shown.logs.stderr == []
+    assert [(result.text, base64.b64decode(result.png)) for result in shown.results] == [
+        ("<Figure 1>", b"png 1"), ("<Figure 2>", b"png 2")
+    ]  # fmt: skip
+    again = code.run("plt.figure(3)", context_id=context)
+    assert [(result.text, result.is_main_result) for result in again.results] == [("<Figure 3>", True)]
+    assert code.run("plt.get_fignums()", context_id=context).text == "[]"
+    failed = code.run("plt.figure(4)\n1/0", context_id=context)
+    assert failed.error.name == "ZeroDivisionError" and len(failed.results) == 1
+
+
+def test_await(code):
+    assert code.run("""
+        import asyncio
+        async def f(x):
+            await asyncio.sleep(0.01)
+            return x
+        kept = asyncio.get_running_loop().create_task(f(1))
+        async with asyncio.Lock():
+            await f(2)
+        await f(3)
+    """).text == "3"  # fmt: skip
+    assert code.run("await kept").text == "1"
+    assert code.run("asyncio.run(f(4))").text == "4"
+    assert code.run("await f(1) / 0").error.name == "ZeroDivisionError"
+
+
+def test_future_features_are_the_users_own(code):
+    context = code.context()["id"]
+    ask = "def f(x: undefined): ..."
+    assert code.run(ask, context_id=context).error.name == "NameError" or sys.version_info >= (3, 14)
+    code.run("from __future__ import annotations", context_id=context)
+    assert code.run(ask + "\nf.__annotations__", context_id=context).text == "{'x': 'undefined'}"
+
+
+@settings(max_examples=25, deadline=None)
+@given(text=st.text(), error=st.text())
+def test_any_text_arrives_whole(code, text, error):
+    """Two clients split lines in their own way, and the pipe cuts anywhere."""
+    execution = code.run(
+        f"import sys\nsys.stdout.write({text!a})\nsys.stderr.write({error!a})\nraise OSError({text!a})"
+    )
+    assert "".join(execution.logs.stdout) == text and "".join(execution.logs.stderr) == error
+    assert execution.error.value == text
+
+
+def test_characters_are_not_cut(code):
+    assert (
+        code.out("""
+        import os, time
+        for byte in "€𝄞".encode():
+            os.write(1, bytes([byte]))
+            time.sleep(0.01)
+        os.write(1, b"\\xff\\xe2")
+    """)
+        == "€𝄞\ufffd\ufffd"
+    )
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_errors_show_the_users_lines_only(code):
+    code.run("def broken(x):\n    return 1 / x  # here")
+    error = code.run("print('before')\nbroken(0)").error
+    assert (error.name, error.value) == ("ZeroDivisionError", "division by zero")
+    assert "broken(0)" in error.traceback and "return 1 / x  # here" in error.traceback
+    assert "kernel.py" not in error.traceback
+    assert error.traceback.startswith("Traceback") and error.traceback.endswith("ZeroDivisionError: division by zero")
+    error = code.run("x = (1\ny = 2").error
+    assert error.name == "SyntaxError" and " = " in error.traceback and "kernel.py" not in error.traceback
+    assert code.run("class E(Exception):\n  def __str__(self): raise ValueError\nraise E").error.name == "E"
+    assert code.run("def f(): f()\nf()").error.name == "RecursionError"
+
+
+def test_input_says_why_not(code):
+    error = code.run("input('name? ')").error
+    assert error.name == "RuntimeError" and "input() is not available" in error.value
+    assert code.run("import sys; sys.stdin.read()").text == "''"
+
+
+def test_sys_exit_is_an_error_and_no_end(code):
+    code.run("kept = 5")
+    assert code.run("import sys\nsys.exit(3)").error.name == "SystemExit"
+    assert code.run("kept").text == "5"
+
+
+@pytest.mark.parametrize(
+    ("ending", "how"),
+    [
+        ("os._exit(7)", "with exit code 7"),
+        ("os.kill(os.getpid(), 11)", "SIGSEGV"),
+        ("os.closerange(3, 100); time.sleep(60)", "SIGKILL"),
+    ],
+)
+def test_a_dead_kernel_is_told_and_replaced(code, ending, how):
+    code.run("gone = 1")
+    execution = code.run(f"import os, time\nprint('last words')\n{ending}")
+    assert execution.logs.stdout == ["last words\n"]
+    assert execution.error.name == "KernelDied" and how in execution.error.value
+    fresh = code.run("'gone' in globals()")
+    assert (fresh.text, fresh.execution_count) == ("False", 1)
+
+
+def test_a_kernel_that_died_between_cells_is_told_too(code, eventually):
+    pid = int(code.run("import os; os.getpid()").text)
+    os.kill(pid, signal.SIGKILL)
+    assert code.run("1").error.name == "KernelDied"
+    assert code.run("1").text == "1"
+
+
+def test_a_directory_that_went_away(code, tmp_path):
+    (tmp_path / "d").mkdir()
+    context = code.context(cwd=str(tmp_path / "d"))
+    (tmp_path / "d").rmdir()
+    status, message = code.refused("POST", "/execute", {"code": "1", "context_id": context["id"]})
+    assert status == 400 and str(tmp_path / "d") in message
+
+
+# -- what a request asks for -----------------------------------------------------------------------------------------
+
+
+def test_variables_of_one_execution(code):
+    ask = "import os; [os.environ.get(n) for n in ('ONE', 'HOME')], os.popen('echo $ONE').read()"
+    home = code.run("import os; os.environ['HOME']").text
+    assert code.run(ask, env_vars={"ONE": "ü", "HOME": "/h"}).text == "(['ü', '/h'], 'ü\\n')"
+    assert code.run(ask).text == f"([None, {home}], '\\n')"
+    assert code.run("1/0", env_vars={"ONE": "1"}).error and code.run(ask).text == f"([None, {home}], '\\n')"
+    assert code.refused("POST", "/execute", {"code": "1", "env_vars": {"a": 1}})[0] == 400
+
+
+def test_the_sandboxs_variables_are_taken_anew_each_time(code):
+    set_env = lambda env: code.agent.ok("/identity", {"env": env})  # noqa: E731
+    ask = "import os; [os.environ.get(n) for n in 'AB']"
+    context = code.context(language="bash")["id"]
+    try:
+        set_env({"A": "1", "B": "2"})
+        assert code.run(ask).text == "['1', '2']"
+        assert code.out("echo $A$B", context_id=context) == "12\n"
+        set_env({"A": "it's"})
+        assert code.run(ask).text == '["it\'s", None]'
+        assert code.out("echo $A$B; sh -c 'echo $A'", context_id=context) == "it's\nit's\n"
+    finally:
+        set_env({})
+    assert code.run(ask).text == "[None, None]"
+
+
+def test_contexts(code, tmp_path):
+    made = code.context(cwd=str(tmp_path))
+    assert made == {"id": made["id"], "language": "python", "cwd": str(tmp_path)}
+    assert code.run("import os; os.getcwd()", context_id=made["id"]).text == repr(str(tmp_path))
+    assert code.run("os.chdir('/'); its_own = 1", context_id=made["id"]).error is None
+    assert code.run("'its_own' in globals()").text == "False"
+    assert made in code.listed()
+    assert code.request("POST", f"/contexts/{made['id']}/restart").status == 200
+    again = code.run("import os; os.getcwd(), 'its_own' in globals()", context_id=made["id"])
+    assert again.text == f"({str(tmp_path)!r}, False)"
+    before = set(kernels(code))
+    assert code.request("DELETE", f"/contexts/{made['id']}").status == 204
+    assert made not in code.listed() and len(before - set(kernels(code))) == 1
+    for method, path in (("DELETE", ""), ("POST", "/restart"), ("POST", "/start")):
+        status, message = code.refused(method, f"/contexts/{made['id']}{path}")
+        assert status == 404 and f"context {made['id']} not found" in message
+    assert code.refused("POST", "/execute", {"code": "1", "context_id": made["id"]})[0] == 404
+
+
+def test_the_default_context(code):
+    code.run("1")
+    default = next(context for context in code.listed() if context["id"] == "default")
+    home = "/home/user" if Path("/home/user").is_dir() else str(Path.home())
+    assert default == {"id": "default", "language": "python", "cwd": home}
+    assert code.run("1", context_id="default", language="Python").text == "1"
+    assert code.request("DELETE", "/contexts/default").status == 204
+    assert code.run("1").execution_count == 1
+
+
+def test_refusals(code):
+    for body, sentence in (
+        ({"code": "1", "language": "r"}, "there is no language 'r' here: python and bash are"),
+        ({"code": "1", "context_id": "default", "language": "bash"}, "the context default runs python, not bash"),
+        ({}, "code must be a string"),
+        ({"code": "\0"}, "NUL"),
+        ({"code": "1", "timeout": -1}, "timeout must be a number"),
+        ({"code": "1", "language": "bash", "env_vars": {"a-b": "1"}}, "'a-b' is not a name"),
+    ):
+        status, message = code.refused("POST", "/execute", body)
+        assert status == 400 and sentence in message
+    assert code.refused("POST", "/contexts", {"cwd": "/no/such"}) == (
+        400, "the working directory /no/such does not exist"
+    )  # fmt: skip
+    assert code.refused("POST", "/contexts", {"language": "r"})[0] == 400
+    assert code.refused("GET", "/execute")[0] == 405
+    assert code.refused("POST", "/contexts/")[0] == code.refused("POST", "/contexts/a/b/c")[0] == 404
+
+
+def test_there_are_not_too_many_contexts(fresh):
+    code = Code(fresh)
+    for _ in range(64):
+        code.context()
+    status, message = code.refused("POST", "/contexts", {})
+    assert status == 429 and "remove one first" in message
+
+
+def test_the_token_is_asked_for(fresh):
+    code = Code(fresh)
+    assert code.request("GET", "/health").status == 200
+    fresh.ok("/identity", {"accessToken": "secret"})
+    for method, path in (("POST", "/execute"), ("GET", "/contexts"), ("POST", "/contexts/default/restart")):
+        assert code.request(method, path, {"code": "1"}).status == 401
+    assert code.request("GET", "/health").status == 200
+    assert code.request("POST", "/execute", {"code": "1"}, {"X-Access-Token": "secret"}).status == 200
+    assert fresh.request("POST", "/eval", '{"code": "1"}')[0] == 401
+
+
+def test_eval(code):
+    def evaluate(text, **fields):
+        return code.agent.ok("/eval", {"code": text, **fields})
+
+    assert evaluate("[1] * 2") == {"result": "[1, 1]", "error": "", "exit_code": 0}
+    assert evaluate("y = 7; print(y)") == {"result": "None", "error": "", "exit_code": 0}
+    assert code.run("y").text == "7"
+    assert evaluate("1/0") == {"result": "", "error": "ZeroDivisionError: division by zero", "exit_code": 1}
+    late = evaluate("import time; time.sleep(30)", timeout=0.1)
+    assert late == {"result": "", "error": "TimeoutError: the code ran longer than 0.1 s", "exit_code": 1}
+    assert code.agent.post("/eval", {})[0] == 400
+
+
+# -- a context that is busy ------------------------------------------------------------------------------------------
+
+
+def test_one_after_another_and_contexts_at_once(code, tmp_path):
+    other = code.context()["id"]
+    code.run("import os, time")
+    first = code.request("POST", "/execute", {
+        "code": f"print('on', flush=True)\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\nn = 1"
+    })  # fmt: skip
+    while b"on" not in first.readline():
+        pass
+    answers = {}
+
+    def ask(number):
+        response = code.request("POST", "/execute", {"code": f"n = n * 10 + {number}\nn"})
+        answers[number] = json.loads(response.read().splitlines()[-1])["text"]
+
+    threads = []
+    for number in (2, 3, 4):
+        threads.append(threading.Thread(target=ask, args=(number,)))
+        threads[-1].start()
+        time.sleep(0.1)
+    assert code.run("'other'", context_id=other).text == "'other'"
+    assert answers == {}
+    (tmp_path / "go").touch()
+    for thread in threads:
+        thread.join()
+    first.read()
+    assert answers == {2: "12", 3: "123", 4: "1234"}
+
+
+def test_who_hangs_up_while_waiting_is_forgotten(code, tmp_path):
+    code.run("import os, time; ran = []")
+    first = code.request("POST", "/execute", {
+        "code": f"print('on', flush=True)\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
+    })  # fmt: skip
+    while b"on" not in first.readline():
+        pass
+    body = json.dumps({"code": "ran.append(1)"}).encode()
+    with socket.create_connection(("127.0.0.1", code.agent.code_port)) as sock:
+        sock.sendall(b"POST /execute HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        time.sleep(0.1)
+    time.sleep(0.1)
+    (tmp_path / "go").touch()
+    first.read()
+    assert code.run("ran").text == "[]"
+
+
+def test_a_restart_ends_what_runs(code):
+    response = code.request("POST", "/execute", {"code": "print(1, flush=True)\nwhile True: pass"})
+    while b"stdout" not in response.readline():
+        pass
+    assert code.request("POST", "/contexts/default/restart").status == 200
+    assert b"the context was restarted" in response.read()
+    assert code.run("1").execution_count == 1
+
+
+# -- interrupts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_time_limit_interrupts(code):
+    code.run("import asyncio, os, time; kept = 1; await asyncio.sleep(0)")
+    error = code.run("print('a')\ntime.sleep(60)", timeout=0.2).error
+    assert (error.name, error.value) == ("TimeoutError", "the code ran longer than 0.2 s")
+    assert "time.sleep(60)" in error.traceback and "kernel.py" not in error.traceback
+    for busy in (
+        "try: time.sleep(60)\nexcept KeyboardInterrupt: print('caught')",
+        "os.system('sleep 60')",
+        "await asyncio.sleep(60)",
+    ):
+        assert code.run(busy, timeout=0.2).error.name == "TimeoutError"
+    assert code.run("await asyncio.sleep(0, kept)").text == "1"
+
+
+@pytest.mark.parametrize("busy", ["time.sleep(60)", "while True: print('x' * 1000)", "while True: display('x' * 1000)"])
+def test_a_client_that_goes_away_interrupts(code, busy):
+    code.run("import time; ended = ''")
+    text = f"try:\n    print('on')\n    {busy}\nexcept BaseException as error:\n    ended = type(error).__name__"
+    response = code.request("POST", "/execute", {"code": text})
+    while b"on" not in response.readline():
+        pass
+    response.close()
+    assert code.run("ended").text == "'KeyboardInterrupt'"
+
+
+def test_an_interrupt_in_time_hits_only_the_users_code(code):
+    """Whenever it comes, the kernel stays in step with its agent."""
+    code.run("import time; kept = 0")
+    for step in range(30):
+        code.run("kept += 1; time.sleep(0.002); display(kept)", timeout=0.0005 + step * 0.0002)
+        assert code.run(f"'{step}'").text == f"'{step}'"
+    assert int(code.run("kept").text) > 0
+
+
+# -- much output, and output out of turn -----------------------------------------------------------------------------
+
+
+def memory(code):
+    status = Path(f"/proc/{code.agent.process.pid}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) // 1024
+
+
+def test_a_slow_client_makes_the_code_wait(code):
+    before = memory(code)
+    response = code.request("POST", "/execute", {
+        "code": "import os\nfor n in range(100): os.write(1, b'x' * 100_000)\n1"
+    })  # fmt: skip
+    first = json.loads(response.readline())
+    time.sleep(0.5)
+    assert memory(code) < before + 5
+    events = [json.loads(line) for line in response.read().splitlines()]
+    assert first["type"] == "number_of_executions" and events[-1]["type"] == "result"
+    assert sum(len(event["text"]) for event in events[:-1]) == 10_000_000
+
+
+def test_a_result_has_a_limit(code):
+    assert len(code.run("'x' * (2 << 20)").text) == (2 << 20) + 2
+    too_big = code.run("'x' * (33 << 20)")
+    assert too_big.error is None and "was left out: the most is 33554432" in too_big.text
+    assert len(code.run("raise ValueError('x' * (2 << 20))").error.value) == 1 << 20
+
+
+def test_output_between_cells_disturbs_nobody(code):
+    """More than a pipe holds, from a thread and from a process; neither is blocked by it."""
+    code.run("""
+        import subprocess, threading, time
+        def chatter():
+            for n in range(40): print("t" * 10_000, flush=True)
+            done.set()
+        done = threading.Event()
+        timer = threading.Timer(0.2, chatter)
+        timer.start()
+        process = subprocess.Popen("sleep 0.2; head -c 400000 /dev/zero; head -c 400000 /dev/zero >&2", shell=True)
+    """)
+    time.sleep(0.8)
+    after = code.events("1")
+    assert after == [("result", "1")]
+    assert code.run("done.is_set(), process.poll()").text == "(True, 0)"
+    assert code.events("print('mine')") == [("stdout", "mine\n")]
+
+
+def test_a_thread_that_shows_things_later_is_ignored(code):
+    code.run("import threading\nt = threading.Timer(0.1, display, ['late'])\nt.start()")
+    time.sleep(0.2)
+    assert code.run("t.join(); 1").text == "1"
+    both = code.run("t = threading.Thread(target=display, args=['thread'])\nt.start()\nt.join()\n2")
+    assert [result.text for result in both.results] == ["'thread'", "2"]
+
+
+def test_children_of_the_kernel_leave_its_channel_alone(code):
+    assert code.events("""
+        import os, sys
+        if os.fork() == 0:
+            display("child")
+            os.write(1, b"")
+        else:
+            os.wait()
+        1
+    """) == [("stdout", "'child'\n"), ("result", "1")]
+    assert code.run("if os.fork() == 0: raise OSError('in the child')\nos.wait()[1] >> 8").text == "1"
+    assert code.run("""
+        import multiprocessing
+        def f(x): return x * x
+        with multiprocessing.get_context("fork").Pool(2) as pool: squares = pool.map(f, range(5))
+        squares
+    """).text == "[0, 1, 4, 9, 16]"  # fmt: skip
+    assert code.run("1").text == "1"
+
+
+# -- warm and lean ---------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_loaded_before_it_is_needed(unmanaged, running):
+    with running(unmanaged) as agent:
+        agent.request("GET", "/health")
+        maps = Path(f"/proc/{agent.process.pid}/task").iterdir()
+        assert len(list(maps)) <= 3  # the two that listen, and one that answered
+        code = Code(agent)
+        assert kernels(code) == [] and code.listed() == []
+        assert agent.post("/contexts/default/start")[1]["id"] == "default"
+        assert len(kernels(code)) == 1
+        assert code.run("1").execution_count == 1
+
+
+def test_the_kernel_is_bare(code, unmanaged):
+    context = code.context()["id"]
+    names = code.run("sorted(name for name in globals() if not name.startswith('__'))", context_id=context).text
+    assert names == "[]"
+    found = code.run("import sys\nsys.path[0], sys.argv, __name__", context_id=context)
+    assert found.text == "('', [''], '__main__')"
+    # A Python's own site packages may load what they like.
+    plain = subprocess.check_output(
+        [unmanaged[0], "-c", "import sys; print('random' in sys.modules)"], text=True
+    ).strip()
+    code.run("await __import__('asyncio').sleep(0)", context_id=context)
+    assert code.run("'random' in sys.modules", context_id=context).text == plain
+
+
+def test_files_of_the_user_do_not_break_it(code, tmp_path):
+    for name in ("json", "ast", "traceback", "sandbox_agent"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('mine')")
+    (tmp_path / "helper.py").write_text("x = 'imported'")
+    context = code.context(cwd=str(tmp_path))["id"]
+    assert code.run("import helper\nhelper.x", context_id=context).text == "'imported'"

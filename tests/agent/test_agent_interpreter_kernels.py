@@ -1,0 +1,288 @@
+"""The code interpreter's other language, its real client, and kernels that mean no good."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from e2b import NotFoundException, SandboxException
+from e2b_code_interpreter import Sandbox
+from e2b_code_interpreter.models import Execution, parse_output
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandbox_agent.answers import _event
+from sandbox_agent.kernel_protocol import HEAD
+from sandbox_agent.languages import Cell, Python, Shell
+
+CHANNEL = """
+import os, struct, time
+def channel():
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if "socket" in os.readlink(f"/proc/self/fd/{fd}"): return fd
+        except OSError: pass
+def say(letter, content, size=None):
+    os.write(channel(), struct.pack(">cI", letter, len(content) if size is None else size) + content)
+"""
+
+
+class Code:
+    def __init__(self, agent):
+        self.agent = agent
+
+    def run(self, code, language="python", **fields):
+        connection = http.client.HTTPConnection("127.0.0.1", self.agent.code_port, timeout=30)
+        body = json.dumps({"code": code, "language": language, **fields})
+        connection.request("POST", "/execute", body)
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        execution = Execution()
+        for line in response:
+            parse_output(execution, line.decode())
+        connection.close()
+        return execution
+
+    def shell(self, code, **fields):
+        """(what it printed, the error's value)"""
+        execution = self.run(code, "bash", **fields)
+        return "".join(execution.logs.stdout), execution.error and execution.error.value
+
+
+@pytest.fixture(scope="module")
+def code(unmanaged, running):
+    with running(unmanaged, env={"PATH": f"{Path(unmanaged[0]).parent}:{os.environ['PATH']}"}) as agent:
+        yield Code(agent)
+
+
+@pytest.fixture(scope="module", params=["bash", "sh"])
+def shells(request, unmanaged, running, tmp_path_factory):
+    """Where there is bash, and where there is only sh."""
+    if request.param == "bash" and not shutil.which("bash"):
+        pytest.fail("the tests need bash")
+    path = tmp_path_factory.mktemp(request.param)
+    for name in (request.param, "sh", "sleep", "cat", "env", "head", "printf"):
+        (path / name).exists() or (path / name).symlink_to(shutil.which(name))
+    with running(unmanaged, env={"PATH": str(path)}) as agent:
+        yield Code(agent)
+
+
+# -- the shell -------------------------------------------------------------------------------------------------------
+
+
+def test_the_shell_keeps_what_cells_leave(shells):
+    assert shells.shell("x='a  b'; f() { echo \"f:$1\"; }; cd /tmp") == ("", None)
+    assert shells.shell('echo "$x"; f "$x"; pwd') == ("a  b\nf:a  b\n/tmp\n", None)
+    assert shells.shell("cat <<E\nit's $x\nE\n") == ("it's a  b\n", None)
+    assert shells.shell("cat; read y; echo end") == ("end\n", None)
+    assert shells.shell("") == ("", None)
+    assert shells.shell("echo é\ud800") == ("é?\n", None)
+
+
+def test_the_shells_statuses(shells):
+    assert shells.shell("echo 1; false") == ("1\n", "exit code 1")
+    assert shells.shell("(exit 77)") == ("", "exit code 77")
+    assert shells.shell("echo $?")[1] is None
+    broken = shells.run("echo 'open", "bash")
+    assert broken.error.value == "exit code 2" and broken.logs.stderr
+    assert shells.shell("no-such-command-at-all")[1] == "exit code 127"
+    assert shells.shell("echo fine") == ("fine\n", None)
+
+
+def test_the_shells_variables_of_one_execution(shells):
+    assert shells.shell("B=kept; unset A") == ("", None)
+    assert shells.shell("echo $A; env | head -c 0; sh -c 'echo $B'", env_vars={"A": "it's", "B": "é"}) == (
+        "it's\né\n",
+        None,
+    )
+    assert shells.shell("echo ${A-unset} $B") == ("unset kept\n", None)
+    assert shells.shell("false", env_vars={"A": "1"})[1] == "exit code 1"
+    assert shells.shell("sleep 60", env_vars={"A": "1", "B": "2"}, timeout=0.2)[1] == "the code ran longer than 0.2 s"
+    assert shells.shell("echo ${A-unset} $B") == ("unset kept\n", None)
+
+
+def test_the_shell_is_interrupted_and_lives(shells):
+    shells.shell("kept=1; f() { while true; do sleep 0.05; echo x; done; }")
+    for busy in ("sleep 60", "f", "while :; do :; done", "sleep 60; echo after"):
+        execution = shells.run(busy, "bash", timeout=0.2)
+        assert execution.error.name == "TimeoutError" and "after\n" not in execution.logs.stdout
+    assert shells.shell("echo $kept") == ("1\n", None)
+
+
+def test_the_shells_end(shells):
+    execution = shells.run("gone=1; echo last; exit 4", "bash")
+    assert execution.logs.stdout == ["last\n"]
+    assert (execution.error.name, "with exit code 4" in execution.error.value) == ("KernelDied", True)
+    assert shells.shell("echo ${gone-fresh}") == ("fresh\n", None)
+
+
+def test_the_shells_tracing_shows_nothing_of_ours(shells):
+    execution = shells.run("set -x; echo 1", "bash", env_vars={"A": "1"})
+    assert "".join(execution.logs.stderr).strip().lstrip("+") == " echo 1"
+    shells.run("set +x", "bash")
+
+
+def test_what_runs_on_in_the_background(shells):
+    started = time.monotonic()
+    assert shells.shell("(sleep 0.2; echo late) & echo now")[0] == "now\n"
+    assert time.monotonic() - started < 0.2
+    time.sleep(0.4)
+    assert shells.shell("echo then")[0] == "then\n"
+
+
+@pytest.mark.parametrize("language", ["python", "bash"])
+def test_an_interrupt_that_comes_before_the_code_is_not_lost(code, language):
+    """As when the sandbox is so busy that its kernel has not even read what it is to run."""
+    python = language == "python"
+    asked = code.run("import os; kept = 1; print(os.getpid())" if python else "kept=1; echo $$", language)
+    pid = int(asked.logs.stdout[0])
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(0.5, os.kill, [pid, signal.SIGCONT]).start()
+    error = code.run("while True: pass" if python else "while :; do :; done", language, timeout=0.2).error
+    assert (error.name, error.value) == ("TimeoutError", "the code ran longer than 0.2 s")
+    assert code.run("print(kept)" if python else "echo $kept", language).logs.stdout == ["1\n"]
+
+
+def test_an_interrupt_between_cells_is_nobodys(code):
+    pid = int(code.run("import os, time; os.getpid()").text)
+    os.kill(pid, signal.SIGINT)
+    time.sleep(0.05)
+    assert code.run("time.sleep(0.1); 1").text == "1"
+
+
+# -- the client ------------------------------------------------------------------------------------------------------
+
+
+def test_the_published_client(code, tmp_path):
+    from e2b.connection_config import ConnectionConfig
+    from packaging.version import Version
+
+    url = f"http://127.0.0.1:{code.agent.code_port}"
+    sandbox = Sandbox(
+        sandbox_id="0123456789ab",
+        sandbox_domain=None,
+        envd_version=Version("0.5.7"),
+        envd_access_token=None,
+        connection_config=ConnectionConfig(debug=True, sandbox_url=url, api_key="key"),
+    )
+    seen = []
+    execution = sandbox.run_code("print(1)\n2", on_stdout=seen.append, envs={"A": "1"})
+    assert execution.text == "2" and [message.line for message in seen] == ["1\n"]
+    context = sandbox.create_code_context(cwd=str(tmp_path), language="python")
+    assert sandbox.run_code("import os; os.getcwd()", context=context).text == repr(str(tmp_path))
+    assert context.id in [found.id for found in sandbox.list_code_contexts()]
+    sandbox.restart_code_context(context)
+    assert sandbox.run_code("os", context=context).error.name == "NameError"
+    sandbox.remove_code_context(context.id)
+    with pytest.raises(NotFoundException, match=f"context {context.id} not found"):
+        sandbox.run_code("1", context=context)
+    with pytest.raises(SandboxException, match="there is no language 'r' here: python and bash are"):
+        sandbox.run_code("1", language="r")
+    assert sandbox.run_code("echo $0", language="bash").error is None
+
+
+# -- ill will --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "os.write(channel(), b'garbage')",
+        "say(b'E', b'', 1 << 31)",
+        "say(b'E', b'no json')",
+        'say(b\'E\', b\'{"type":"stdout","text":"x"}\')',
+        'say(b\'E\', b\'{"type":"result","text":1,"is_main_result":true}\')',
+        'say(b\'E\', b\'{"type":"result","is_main_result":true}\\n\')',
+        "say(b'E', b'[' * 100000)",
+        "say(b'S', b'\\xff')",
+        "say(b'E', b'cut', 9)",
+        "say(b'D', b'x' * 5000)",
+        'while True: say(b\'S\', b\'{"type":"result","text":"x","is_main_result":true}\')',
+    ],
+)
+def test_who_writes_to_the_channel_ends_its_kernel(code, attack):
+    error = code.run(f"{CHANNEL}\n{attack}\ntime.sleep(0.3)", timeout=20).error
+    assert error.name == "KernelDied" and "wrote to its channel" in error.value
+    assert code.run("1").execution_count == 1
+    assert code.agent.process.poll() is None
+
+
+def test_a_forged_end_ends_one_cell_early_and_no_other(code):
+    code.agent.post("/contexts/default/start")
+    count = code.run("1").execution_count
+    forged = code.run(f"{CHANNEL}\nsay(b'D', b'%d' % {count + 1})\ntime.sleep(0.3)\n'late'")
+    assert forged.results == []
+    assert [result.text for result in code.run("2").results] == ["'late'", "2"]
+    assert code.run("3").text == "3"
+    assert code.agent.post("/contexts/default/start")[0] == 200
+
+
+def test_a_stopped_kernel_is_killed_when_time_is_up(code):
+    """As is one that does not heed an interrupt."""
+    error = code.run("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", timeout=0.1).error
+    assert error.name == "TimeoutError" and "its kernel was killed" in error.value
+    assert code.run("1").execution_count == 1
+
+
+def test_a_python_that_does_not_start_says_so(unmanaged, running, tmp_path):
+    (tmp_path / "python3").write_text("#!/bin/sh\necho no such luck >&2\nexit 9\n")
+    (tmp_path / "python3").chmod(0o755)
+    with running(unmanaged, env={"PATH": str(tmp_path)}) as agent:
+        execution = Code(agent).run("1")
+        assert execution.logs.stderr == ["no such luck\n"] and "exit code 9" in execution.error.value
+        status, answer = agent.post("/contexts/default/start")
+        assert status == 503 and "exit code 9" in answer["message"]
+        (tmp_path / "python3").unlink()
+        assert Code(agent).run("__import__('sys').executable").error is None
+
+
+def test_a_taken_port_leaves_the_agent_without_it(unmanaged, running, agent):
+    with running([*unmanaged, "--code-port", str(agent.code_port)]) as other:
+        assert other.code_port == 0
+        assert other.request("GET", "/health")[0] == 204
+
+
+@given(frames=st.lists(st.tuples(st.sampled_from("ES"), st.binary(max_size=20))), cuts=st.lists(st.integers(0, 200)))
+def test_frames_arrive_whole_however_they_are_cut(frames, cuts):
+    data = b"".join(HEAD.pack(kind.encode(), len(content)) + content for kind, content in frames)
+    data += HEAD.pack(b"D", 1) + b"6" + HEAD.pack(b"D", 1) + b"7"
+    python, heard, start = Python(), [], 0
+    python.ask(Cell("", {}), 7)
+    for end in [*sorted(cuts), len(data)]:
+        heard += python.hear(data[start:end])
+        start = max(start, end)
+    kinds = {"E": "event", "S": "sync"}
+    assert heard == [*[(kinds[kind], content) for kind, content in frames], ("done", b"0")]
+
+
+@given(data=st.lists(st.binary(max_size=30)))
+def test_anything_may_be_heard(data):
+    for language in (Python(), Shell()):
+        language.ask(Cell("", {}), 1)
+        for piece in data:
+            for kind, content in language.hear(piece):
+                assert kind in ("event", "sync", "done", "begun", "broken")
+                if kind == "done":
+                    assert 0 <= int(content) <= 999
+
+
+VALUES = st.none() | st.booleans() | st.text(max_size=5) | st.just({}) | st.sampled_from(["result", "error"])
+EVENTS = st.fixed_dictionaries({"type": st.sampled_from(["result", "error", "stdout"])} , optional=dict.fromkeys(
+    ["text", "json", "extra", "is_main_result", "name", "value", "traceback", "self"], VALUES
+))  # fmt: skip
+
+
+@given(line=st.binary() | EVENTS.map(lambda event: json.dumps(event).encode()))
+def test_what_is_no_event_is_not_passed_on(line):
+    if _event(line) is not None:
+        assert line.splitlines() == [line]
+        execution = Execution()
+        parse_output(execution, line.decode())
+        assert execution.results or execution.error

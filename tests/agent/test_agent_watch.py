@@ -1,0 +1,383 @@
+"""filesystem.Filesystem: watching directories, by the kernel's word and by looking again and again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+SERVICE = "/filesystem.Filesystem"
+# Both kinds; looking is quicker here, so that the tests are.
+KINDS = {"told": "", "looking": "inotify.AVAILABLE = False; scan.EVERY = 0.1; scan._SHARE = 1"}
+
+
+def changed(code: str) -> list[str]:
+    """The command of an agent of which some constants are others."""
+    return [
+        os.environ.get("AGENT_PYTHON", sys.executable),
+        "-c",
+        f"import sys; from sandbox_agent import agent, filesystem, inotify, scan, watch; {code}\n"
+        "sys.argv = ['agent', '--unmanaged', '--bind', '127.0.0.1', '--port', '0']; sys.exit(agent.main())",
+    ]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    if request.param == "told" and not sys.platform.startswith("linux"):
+        pytest.skip("inotify is Linux's")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def agent(running, kind):
+    with running(changed(KINDS[kind])) as found:
+        yield found
+
+
+class Watcher:
+    """A watcher of the agent; each asking begins where the one before ended."""
+
+    def __init__(self, agent, path, **options):
+        self._agent = agent
+        self.id = agent.ok(f"{SERVICE}/CreateWatcher", {"path": str(path), **options})["watcherId"]
+
+    def take(self):
+        return self._agent.post(f"{SERVICE}/GetWatcherEvents", {"watcherId": self.id})
+
+    def until(self, what, name):
+        """All that happens until ``name`` was created, written, …: ["create a", …] and the last event."""
+        said, deadline = [], time.monotonic() + 20
+        while time.monotonic() < deadline:
+            status, answer = self.take()
+            assert status == 200, answer
+            for event in answer["events"]:
+                said.append(f"{event['type'].removeprefix('EVENT_TYPE_').lower()} {event['name']}")
+                if said[-1] == f"{what} {name}":
+                    self.last = event
+                    return said
+            time.sleep(0.02)
+        raise AssertionError(f"{what} {name} did not come: {said}")
+
+
+def test_what_happens_to_a_file(agent, tmp_path):
+    watcher = Watcher(agent, tmp_path)
+    path = tmp_path / "file"
+    path.write_text("a")
+    assert watcher.until("write", "file")[:2] == ["create file", "write file"]
+    with path.open("a") as file:
+        file.write("b")
+    assert watcher.until("write", "file") == ["write file"]
+    path.chmod(0o700)
+    assert watcher.until("chmod", "file") == ["chmod file"]
+    path.rename(tmp_path / "other")
+    assert watcher.until("create", "other") == ["rename file", "create other"]
+    (tmp_path / "other").unlink()
+    assert watcher.until("remove", "other") == ["remove other"]
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir/inside").write_text("")
+    (tmp_path / "end").write_text("")
+    assert watcher.until("create", "end") == ["create dir", "create end"]
+
+
+def test_below_as_well(agent, tmp_path):
+    (tmp_path / "old/deep").mkdir(parents=True)
+    watcher = Watcher(agent, tmp_path, recursive=True)
+    (tmp_path / "old/deep/a").write_text("")
+    assert watcher.until("create", "old/deep/a") == ["create old/deep/a"]
+    # Made faster than anybody could begin to watch, and still whole.
+    subprocess.run(["mkdir", "-p", tmp_path / "n/e/w"], check=True, timeout=10)
+    (tmp_path / "n/e/w/b").write_text("")
+    assert watcher.until("create", "n/e/w/b") == ["create n", "create n/e", "create n/e/w", "create n/e/w/b"]
+    subprocess.run(["sh", "-c", "mkdir v && echo 1 >v/c"], cwd=tmp_path, check=True, timeout=10)
+    assert watcher.until("write", "v/c") == ["create v", "create v/c", "write v/c"]
+    (tmp_path / "n").rename(tmp_path / "m")
+    said = watcher.until("create", "m/e/w/b")
+    assert said == ["rename n", "create m", "create m/e", "create m/e/w", "create m/e/w/b"]
+    (tmp_path / "m/e/w/c").write_text("")
+    assert watcher.until("create", "m/e/w/c") == ["create m/e/w/c"]
+    shutil.rmtree(tmp_path / "m")
+    assert watcher.until("remove", "m")[-3:] == ["remove m/e/w", "remove m/e", "remove m"]
+
+
+def test_directories_that_leave_and_come(agent, kind, tmp_path):
+    watched, outside = tmp_path / "in", tmp_path / "out"
+    (watched / "a/b").mkdir(parents=True)
+    outside.mkdir()
+    watcher = Watcher(agent, watched, recursive=True)
+    (watched / "a").rename(outside / "a")
+    # Who looks finds it gone, and cannot know where to.
+    said = watcher.until("rename" if kind == "told" else "remove", "a")
+    assert set(said) <= {"rename a", "remove a/b", "remove a"}
+    (outside / "a/b/unseen").write_text("")
+    (outside / "a").rename(watched / "c")
+    assert watcher.until("create", "c/b/unseen") == ["create c", "create c/b", "create c/b/unseen"]
+    (watched / "c/b/seen").write_text("")
+    assert watcher.until("create", "c/b/seen") == ["create c/b/seen"]
+
+
+def test_the_watched_directory_itself(agent, tmp_path):
+    path = tmp_path / "gone"
+    path.mkdir()
+    watcher, events = Watcher(agent, path), agent.stream("WatchDir", {"path": str(path)}, service=SERVICE)
+    assert events.next() == {"start": {}}
+    path.chmod(0o711)
+    assert watcher.until("chmod", ".") == ["chmod ."]
+    path.rmdir()
+    assert watcher.until("remove", ".") == ["remove ."]
+    assert watcher.take() == (200, {"events": []})
+    said = [event["filesystem"]["type"] for event in events]
+    assert (said[-1], events.error) == ("EVENT_TYPE_REMOVE", None)
+
+
+def test_entries(agent, tmp_path):
+    watcher = Watcher(agent, tmp_path, includeEntry=True, recursive=True)
+    (tmp_path / "d").mkdir()
+    watcher.until("create", "d")
+    assert watcher.last["entry"]["type"] == "FILE_TYPE_DIRECTORY"
+    (tmp_path / "d/file").write_text("123")
+    watcher.until("write", "d/file")
+    entry = watcher.last["entry"]
+    assert (entry["path"], entry["name"], entry["size"]) == (f"{tmp_path}/d/file", "file", "3")
+    (tmp_path / "d/file").unlink()
+    watcher.until("remove", "d/file")
+    assert "entry" not in watcher.last
+    (tmp_path / os.fsdecode(b"not \xff utf-8")).write_text("")
+    watcher.until("create", "not � utf-8")
+
+
+def test_a_stream(agent, tmp_path):
+    events = agent.stream("WatchDir", {"path": str(tmp_path)}, service=SERVICE, **{"Keepalive-Ping-Interval": "1"})
+    assert [events.next(), events.next()] == [{"start": {}}, {"keepalive": {}}]
+    (tmp_path / "file").write_text("")
+    assert events.next() == {"filesystem": {"name": "file", "type": "EVENT_TYPE_CREATE"}}
+    limited = agent.stream("WatchDir", {"path": str(tmp_path)}, service=SERVICE, **{"Connect-Timeout-Ms": "200"})
+    assert list(limited) == [{"start": {}}]
+    assert limited.error["code"] == "deadline_exceeded"
+
+
+def test_what_cannot_be_watched(agent, tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, code, status in (("none", "not_found", 404), ("file", "invalid_argument", 400)):
+        events = agent.stream("WatchDir", {"path": str(tmp_path / path)}, service=SERVICE)
+        assert (list(events), events.error["code"]) == ([], code)
+        found, answer = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path / path)})
+        assert (found, answer["code"]) == (status, code)
+    assert agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path)}, "no-such-user")[0] == 401
+
+
+def test_a_watcher_is_removed_once(agent, tmp_path):
+    watcher = Watcher(agent, tmp_path)
+    assert agent.post(f"{SERVICE}/RemoveWatcher", {"watcherId": watcher.id}) == (200, {})
+    for method in ("RemoveWatcher", "GetWatcherEvents"):
+        status, answer = agent.post(f"{SERVICE}/{method}", {"watcherId": watcher.id})
+        assert (status, answer["code"]) == (404, "not_found") and watcher.id in answer["message"]
+
+
+def held(agent) -> tuple[int, int]:
+    process = Path(f"/proc/{agent.process.pid}")
+    return len(list((process / "fd").iterdir())), len(list((process / "task").iterdir()))
+
+
+def test_what_is_not_watched_any_more_costs_nothing(agent, tmp_path, eventually):
+    before = held(agent)
+    watcher = Watcher(agent, tmp_path, recursive=True)
+    socks = []
+    for _ in range(3):
+        sock = socket.create_connection(("127.0.0.1", agent.port))
+        body = b'{"path":"%s"}' % os.fsencode(tmp_path)
+        sock.sendall(
+            b"POST /filesystem.Filesystem/WatchDir HTTP/1.1\r\nContent-Type: application/connect+json\r\n"
+            b"Content-Length: %d\r\n\r\n" % (len(body) + 5) + struct.pack(">BI", 0, len(body)) + body
+        )
+        assert b"start" in sock.recv(1000)
+        socks.append(sock)
+    assert held(agent)[0] > before[0] + 3
+    agent.ok(f"{SERVICE}/RemoveWatcher", {"watcherId": watcher.id})
+    started = time.monotonic()
+    for sock in socks:
+        sock.close()
+    eventually(lambda: held(agent) <= before)
+    # At once, not with the next keepalive.
+    assert time.monotonic() - started < 5
+
+
+def test_there_is_a_limit_of_watches(running, tmp_path, eventually):
+    code = "watch.FORGET_SECONDS = 1.5; watch.MAX_WATCHES = 2; watch.WATCHERS = watch.Watchers()"
+    with running(changed(code)) as agent:
+        before = held(agent)
+        watchers = [Watcher(agent, tmp_path) for _ in range(2)]
+        status, answer = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path)})
+        assert (status, answer["code"]) == (429, "resource_exhausted") and "stop one" in answer["message"]
+        # Nobody asks them; they go by themselves.
+        eventually(lambda: held(agent) <= before)
+        assert watchers[0].take()[0] == 404
+        Watcher(agent, tmp_path)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="inotify is Linux's")
+def test_more_than_can_be_kept(running, tmp_path):
+    with running(changed("watch.MAX_WAITING = 2000")) as agent:
+        watcher = Watcher(agent, tmp_path, recursive=True)
+        (tmp_path / "new").mkdir()
+        for number in range(200):
+            (tmp_path / f"new/{number}").write_text("")
+        time.sleep(0.3)
+        status, answer = watcher.take()
+        assert (status, answer["code"]) == (500, "data_loss") and "look for yourself" in answer["message"]
+        (tmp_path / "new/end").write_text("")
+        assert watcher.until("create", "new/end") == ["create new/end"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="inotify is Linux's")
+def test_more_than_the_kernel_keeps(running, tmp_path):
+    """A client that does not read: the kernel drops events, and both ways of watching say so."""
+    most = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
+    hold, tmp_path = tmp_path / "hold", tmp_path / "watched"
+    tmp_path.mkdir()
+    hold.touch()
+    code = f"""
+import os, time
+wait = watch.Watch.wait
+def slow(*given):
+    while os.path.exists({str(hold)!r}):
+        time.sleep(0.02)
+    return wait(*given)
+watch.Watch.wait = slow
+"""
+    with running(changed(code)) as agent:
+        watcher = Watcher(agent, tmp_path)
+        events = agent.stream("WatchDir", {"path": str(tmp_path)}, service=SERVICE)
+        assert events.next() == {"start": {}}
+        for number in range(most):
+            (tmp_path / str(number % 2)).touch()
+            (tmp_path / str(number % 2)).unlink()
+        hold.unlink()
+        assert sum(1 for _ in events) <= most and events.error["code"] == "data_loss"
+        deadline = time.monotonic() + 10
+        status = 200
+        while status == 200 and time.monotonic() < deadline:
+            status, answer = watcher.take()
+        assert answer["code"] == "data_loss"
+        (tmp_path / "end").write_text("")
+        watcher.until("create", "end")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="inotify is Linux's")
+def test_too_many_directories(running, tmp_path):
+    (tmp_path / "a/b").mkdir(parents=True)
+    with running(changed("inotify.MAX_DIRECTORIES = 5")) as agent:
+        watcher = Watcher(agent, tmp_path, recursive=True)
+        (tmp_path / "c/d/e").mkdir(parents=True)
+        deadline = time.monotonic() + 10
+        status = 200
+        while status == 200 and time.monotonic() < deadline:
+            status, answer = watcher.take()
+        assert (status, answer["code"]) == (429, "resource_exhausted") and "a part" in answer["message"]
+        status, answer = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path), "recursive": True})
+        assert (status, answer["code"]) == (429, "resource_exhausted")
+        Watcher(agent, tmp_path)
+
+
+def test_too_many_entries_to_look_at(running, tmp_path):
+    for number in range(12):
+        (tmp_path / str(number)).write_text("")
+    with running(changed(f"{KINDS['looking']}; scan.MAX_ENTRIES = 10")) as agent:
+        status, answer = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path)})
+        assert (status, answer["code"]) == (429, "resource_exhausted") and "a part" in answer["message"]
+
+
+# Not before all is imported: Python, or the tree, may be where only root is let in.
+NOBODY = """
+import os
+build = agent.build
+agent.build = lambda *given, **named: (build(*given, **named), os.setgroups([]), os.setuid(65534))[0]
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_agent_may_not_read(root, running, kind):
+    """By an agent that is nobody: the rest is watched all the same."""
+    place = Path(tempfile.mkdtemp(prefix="agent-test-"))
+    try:
+        for name in ("open", "closed"):
+            (place / name / "below").mkdir(parents=True)
+        place.chmod(0o755)
+        (place / "closed").chmod(0o700)
+        with running(changed(f"{KINDS[kind]}\n{NOBODY}")) as agent:
+            watcher = Watcher(agent, place, recursive=True)
+            for name in ("closed", "open"):
+                (place / name / "below/new").write_text("")
+            assert watcher.until("create", "open/below/new") == ["create open/below/new"]
+            status, answer = agent.post(f"{SERVICE}/CreateWatcher", {"path": f"{place}/closed"})
+            assert (status, answer["code"]) == (403, "permission_denied")
+    finally:
+        shutil.rmtree(place)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere all are looked at")
+def test_a_kernel_that_does_not_tell(running, tmp_path):
+    with running(
+        changed("""
+import errno
+def none(*given):
+    inotify.ctypes.set_errno(errno.ENOSYS)
+    return -1
+inotify._libc.inotify_init1 = none
+scan.EVERY = 0.1
+""")
+    ) as agent:
+        watcher = Watcher(agent, tmp_path)
+        (tmp_path / "file").write_text("")
+        assert watcher.until("create", "file") == ["create file"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere all are looked at")
+def test_network_file_systems_are_looked_at(running, tmp_path):
+    """As if this one were of the network: watched if one insists, and then by looking."""
+    code = "watch.NETWORK = type('All', (), {'__contains__': lambda *given: True})(); scan.EVERY = 0.1"
+    with running(changed(code)) as agent:
+        status, answer = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path)})
+        assert (status, answer["code"]) == (400, "invalid_argument") and "allowNetworkMounts" in answer["message"]
+        watcher = Watcher(agent, tmp_path, allowNetworkMounts=True)
+        fds = [str(fd.readlink()) for fd in Path(f"/proc/{agent.process.pid}/fd").iterdir()]
+        assert "anon_inode:inotify" not in fds
+        (tmp_path / "file").write_text("")
+        assert watcher.until("create", "file") == ["create file"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="inotify is Linux's")
+def test_a_tree_in_turmoil_is_known_in_the_end(fresh, tmp_path):
+    """Directories made, moved and removed as fast as may be: none is watched under a name that it does not have."""
+    watcher = Watcher(fresh, tmp_path, recursive=True)
+    script = (
+        "for i in $(seq 60); do mkdir -p a/b/c x/y; mv a x/y/a$i; mv x/y z$i; mv z$i/a$i n$i; mkdir n$i/b/c/d;"
+        " rm -r z$i x; done"
+    )
+    threads = [
+        threading.Thread(target=subprocess.run, args=(["sh", "-c", script],), kwargs={"cwd": cwd, "timeout": 60})
+        for cwd in (tmp_path / "one", tmp_path / "two")
+    ]
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (tmp_path / "settled").write_text("")
+    watcher.until("create", "settled")
+    places = [path.relative_to(tmp_path) for path in tmp_path.glob("**/") if path != tmp_path]
+    assert len(places) > 400
+    for place in places:
+        (tmp_path / place / "proof").write_text("")
+    (tmp_path / "end").write_text("")
+    said = watcher.until("create", "end")
+    assert sorted(said[:-1]) == sorted(f"create {place}/proof" for place in places)

@@ -1,0 +1,200 @@
+"""Services inside machines in memory, and how a test addresses them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from tests.api.served import Served
+
+AGENT_PORT = 49983
+PORT = 3000
+_START_SECONDS = 10
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def to(sandbox: dict[str, Any], port: int | str = AGENT_PORT, **more: str) -> dict[str, str]:
+    """Headers that name a port of a sandbox."""
+    return {"E2b-Sandbox-Id": sandbox["sandboxID"], "E2b-Sandbox-Port": str(port), **more}
+
+
+def at(sandbox: dict[str, Any], port: int | str = AGENT_PORT, **more: str) -> dict[str, str]:
+    """The same, by the Host header."""
+    return {"Host": host(sandbox, port), **more}
+
+
+def host(sandbox: dict[str, Any], port: int | str = AGENT_PORT) -> str:
+    return f"{port}-{sandbox['sandboxID']}.sandbox.local"
+
+
+def eventually(what: Callable[[], Any], seconds: float = 5) -> None:
+    """Raises AssertionError unless ``what()`` becomes true in time."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.01)
+
+
+class Service:
+    """Listens at a machine's address, in a thread of its own. It outlives the machine: like one in a virtual machine
+    that was killed, it closes no connection."""
+
+    def __init__(self, address: str, port: int, listen: Callable[[str, int], Awaitable[Any]]) -> None:
+        self._where = (address, port)
+        self._listen = listen
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="service", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            self._failure = error
+            self._ready.set()
+        finally:
+            self._loop.run_until_complete(_cancelled(asyncio.all_tasks(self._loop)))
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await self._listen(*self._where)
+        self._ready.set()
+        await self._stop.wait()
+        server.close()
+
+    def __enter__(self) -> Service:
+        self._thread.start()
+        assert self._ready.wait(_START_SECONDS)
+        if self._failure:
+            raise self._failure
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(_START_SECONDS)
+
+
+async def _cancelled(tasks: set[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Raw:
+    """A service of bytes: ``answers`` are sent one after the other, each to a request; the last one again and again."""
+
+    def __init__(self, *answers: bytes, then: Handler | None = None) -> None:
+        self.answers = answers or (reply(),)
+        self.then = then
+        """Has the connection after an answer."""
+        self.heads: list[bytes] = []
+        self.bodies: list[bytes] = []
+        self.open = 0
+        self.accepted = 0
+
+    async def listen(self, address: str, port: int) -> asyncio.Server:
+        return await asyncio.start_server(self._serve, address, port)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.open += 1
+        self.accepted += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                self.heads.append(head)
+                self.bodies.append(await _body(reader, head))
+                answer = self.answers[min(len(self.heads), len(self.answers)) - 1]
+                if not answer:
+                    return
+                writer.write(answer)
+                await writer.drain()
+                if self.then:
+                    await self.then(reader, writer)
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self.open -= 1
+            writer.close()
+
+    def headers(self, number: int = -1) -> dict[str, str]:
+        lines = self.heads[number].decode("latin-1").split("\r\n")[1:-2]
+        return {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+
+    def target(self, number: int = -1) -> str:
+        return self.heads[number].split(b" ")[1].decode()
+
+
+async def _body(reader: asyncio.StreamReader, head: bytes) -> bytes:
+    fields = {name.lower(): value for name, _, value in (line.partition(b": ") for line in head.split(b"\r\n"))}
+    if fields.get(b"transfer-encoding") != b"chunked":
+        return await reader.readexactly(int(fields.get(b"content-length", 0)))
+    body = b""
+    while size := int(await reader.readline(), 16):
+        body += await reader.readexactly(size)
+        await reader.readline()
+    while await reader.readline() != b"\r\n":
+        pass
+    return body
+
+
+def reply(status: str = "200 OK", body: bytes = b"ok", *fields: str) -> bytes:
+    head = "".join(f"{field}\r\n" for field in (f"Content-Length: {len(body)}", *fields))
+    return f"HTTP/1.1 {status}\r\n{head}\r\n".encode("latin-1") + body
+
+
+def address(served: Served, sandbox: dict[str, Any]) -> str:
+    return served.machine(sandbox["sandboxID"]).address
+
+
+@contextlib.contextmanager
+def raw(served: Served, sandbox: dict[str, Any], *answers: bytes, port: int = PORT, **more: Any) -> Iterator[Raw]:
+    """A ``Raw`` on a port of the sandbox's machine."""
+    if port == AGENT_PORT:
+        agent = served.machine(sandbox["sandboxID"])._server
+        assert agent is not None
+        served.loop.call_soon_threadsafe(agent.close)
+        eventually(lambda: not agent.sockets)
+    service = Raw(*answers, **more)
+    with Service(address(served, sandbox), port, service.listen):
+        yield service
+
+
+@contextlib.contextmanager
+def line(served: Served, *pieces: bytes) -> Iterator[socket.socket]:
+    """A connection to the gateway on which ``pieces`` were sent as they are."""
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+        yield connection
+
+
+def head(request: str, *fields: str, **headers: str) -> bytes:
+    """A request's head: ``request`` is its first line without the version."""
+    given = [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([f"{request} HTTP/1.1", *fields, *given, "", ""]).encode("latin-1")
+
+
+def status_of(connection: socket.socket) -> tuple[int, dict[str, Any]]:
+    """The status of the answer, and its body where that is JSON of ours."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        piece = connection.recv(4096)
+        assert piece, f"hung up after {data!r}"
+        data += piece
+    answered, _, rest = data.partition(b"\r\n\r\n")
+    status = int(answered.split(b" ")[1])
+    if b"application/json" not in answered.lower():
+        return status, {}
+    length = int(answered.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    while len(rest) < length:
+        rest += connection.recv(4096)
+    return status, json.loads(rest)

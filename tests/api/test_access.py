@@ -1,0 +1,333 @@
+"""Who reaches a port inside: keys, the two tokens, signed URLs, anybody; and what is said of a sandbox that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import parse_qsl, quote, urlencode
+
+import e2b
+import httpx
+import pytest
+from e2b.sandbox.signature import get_signature
+
+from sandbox_gateway.api.access import signed_query
+from sandbox_gateway.errors import Unauthorized
+from tests.api import memory_host
+from tests.api.inside import AGENT_PORT, PORT, at, host, raw, to
+from tests.api.served import ADMIN_KEY, READ_KEY, Served
+from tests.api.test_sandboxes import create
+
+TOKEN = "5" * 64
+NOW = 1_800_000_000
+
+
+@pytest.fixture
+def one(api: httpx.Client) -> dict[str, Any]:
+    return create(api, name="one")
+
+
+@pytest.fixture
+def anyone(served: Served) -> Iterator[httpx.Client]:
+    """A client over TCP that sends no key."""
+    with served.client("") as client:
+        yield client
+
+
+def test_two_tokens_each_of_one_sandbox(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+    other = create(api)
+    tokens = {sandbox[name] for sandbox in (one, other) for name in ("envdAccessToken", "trafficAccessToken")}
+    assert len(tokens) == 4
+    assert api.get("/sandboxes/one").json()["trafficAccessToken"] == one["trafficAccessToken"]
+    with served.client(READ_KEY) as looker:
+        assert not tokens & set(looker.get("/sandboxes/one").text.split('"'))
+    assert "trafficAccessToken" not in api.get("/sandboxes").text
+
+
+@pytest.mark.parametrize("header", ["E2B-Traffic-Access-Token", "Cube-Traffic-Access-Token"])
+def test_the_traffic_token_opens_every_port_but_the_agents(
+    served: Served, api: httpx.Client, anyone: httpx.Client, one: dict[str, Any], header: str
+) -> None:
+    token = {header: one["trafficAccessToken"]}
+    with raw(served, one) as service:
+        assert anyone.get("/", headers=to(one, PORT, **token)).text == "ok"
+        assert one["trafficAccessToken"] not in str(service.heads) and header.lower() not in service.headers()
+        for wrong in (one["envdAccessToken"], create(api)["trafficAccessToken"], "", "é"):
+            refused = anyone.get("/", headers=to(one, PORT) | {header: wrong.encode("latin-1")})  # type: ignore[dict-item]
+            assert refused.status_code == 401 and (not wrong or wrong not in refused.text)
+        assert len(service.heads) == 1
+    assert anyone.get("/echo", headers=to(one, AGENT_PORT, **token)).status_code == 401
+    assert anyone.get("/sandboxes", headers=token).status_code == 401
+
+
+def test_the_code_interpreter_is_given_the_inner_token(
+    served: Served, anyone: httpx.Client, one: dict[str, Any]
+) -> None:
+    with raw(served, one, port=49999) as service:
+        for let_in in (
+            {"X-API-Key": ADMIN_KEY},
+            {"E2B-Traffic-Access-Token": one["trafficAccessToken"]},
+            {"X-Access-Token": one["envdAccessToken"], "E2B-Traffic-Access-Token": "wrong"},
+        ):
+            assert anyone.get("/contexts", headers=to(one, 49999, **let_in)).status_code == 200
+            headers = service.headers()
+            assert headers["x-access-token"] == one["envdAccessToken"]
+            assert service.heads[-1].lower().count(b"x-access-token") == 1
+            assert not {"x-api-key", "e2b-traffic-access-token"} & set(headers)
+
+
+def test_no_other_port_is_given_any_token(served: Served, anyone: httpx.Client, one: dict[str, Any]) -> None:
+    with raw(served, one) as service:
+        for let_in in ({"X-API-Key": ADMIN_KEY}, {"X-Access-Token": one["envdAccessToken"]}):
+            assert anyone.get("/", headers=to(one, PORT, **let_in)).status_code == 200
+        for secret in (ADMIN_KEY, one["envdAccessToken"], one["trafficAccessToken"]):
+            assert secret not in str(service.heads)
+
+
+def test_ports_are_public_only_where_the_creator_said_so(
+    served: Served, api: httpx.Client, anyone: httpx.Client
+) -> None:
+    shut, said_no = create(api), create(api, network={"allowPublicTraffic": False})
+    public = create(api, network={"allowPublicTraffic": True})
+    assert public["network"]["allowPublicTraffic"] is True and shut["network"]["allowPublicTraffic"] is False
+    for sandbox in (shut, said_no):
+        assert anyone.get("/", headers=at(sandbox, PORT)).status_code == 401
+    with raw(served, public):
+        assert anyone.get("/", headers=at(public, PORT)).text == "ok"
+        ref = public["sandboxID"]
+        assert api.put(f"/sandboxes/{ref}/network", json={"denyOut": ["10.0.0.0/8"]}).status_code == 204
+        assert anyone.get("/", headers=at(public, PORT)).text == "ok", "a policy for the other way leaves it open"
+        for port in (AGENT_PORT, 49999):
+            assert anyone.get("/echo", headers=at(public, port)).status_code == 401
+        fork = api.post(f"/sandboxes/{ref}/clone", json={"count": 1}).json()["sandboxes"][0]
+        assert anyone.get("/", headers=at(fork, PORT)).status_code == 401, "a sibling is not asked"
+        assert api.put(f"/sandboxes/{ref}/network", json={"allowPublicTraffic": False}).status_code == 204
+        assert anyone.get("/", headers=at(public, PORT)).status_code == 401
+    for sloppy in ("yes", 1, "true"):
+        assert api.post("/sandboxes", json={"templateID": "base", "network": {"allowPublicTraffic": sloppy}}).is_error
+
+
+def test_secrets_are_in_no_log(
+    served: Served, anyone: httpx.Client, one: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "sandbox_gateway")
+    envd, traffic = one["envdAccessToken"], one["trafficAccessToken"]
+    signature = get_signature("/x", "read", None, envd)["signature"]
+    for headers, target in (
+        ({"X-API-Key": ADMIN_KEY, "X-Access-Token": envd, "E2B-Traffic-Access-Token": traffic}, "/"),
+        ({"Authorization": f"Bearer {ADMIN_KEY}"}, "/"),
+        ({}, f"/files?path=/x&signature={quote(signature)}"),
+        ({"X-Access-Token": envd[:-1]}, f"/files?path=/y&signature={quote(signature)}"),
+    ):
+        for port in (AGENT_PORT, PORT):
+            told = anyone.get(target, headers=to(one, port, **headers)).text
+            upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+            nonce = {"Sec-WebSocket-Key": "A" * 22 + "=="}
+            told += anyone.get(target, headers=to(one, port, **headers, **upgrade, **nonce)).text
+            for secret in (ADMIN_KEY, envd, envd[:-1], traffic, signature, quote(signature)):
+                assert secret not in told
+    assert caplog.text.count("request") >= 16
+    for secret in (ADMIN_KEY, envd[:-1], traffic, signature, quote(signature)):
+        assert secret not in caplog.text + str([record.__dict__ for record in caplog.records])
+
+
+# --- gone, paused, closed --------------------------------------------------------------------------------------------
+
+
+def test_a_sandbox_that_is_gone_is_told_to_who_had_its_token(
+    api: httpx.Client, anyone: httpx.Client, one: dict[str, Any]
+) -> None:
+    api.delete("/sandboxes/one")
+    for port, let_in in (
+        (AGENT_PORT, {"X-API-Key": ADMIN_KEY}),
+        (AGENT_PORT, {"X-Access-Token": one["envdAccessToken"]}),
+        (PORT, {"E2B-Traffic-Access-Token": one["trafficAccessToken"]}),
+    ):
+        answer = anyone.get("/echo", headers=to(one, port, **let_in))
+        assert answer.status_code == answer.json()["code"] == 502 and answer.json()["kind"] == "not_found"
+        assert "was not found" in answer.json()["message"] and one["sandboxID"] in answer.json()["message"]
+    refusals = [
+        anyone.get("/echo", headers=to({"sandboxID": ref}, **{"X-Access-Token": token})).text
+        for ref, token in ((one["sandboxID"], "wrong"), ("0" * 12, "wrong"), ("0" * 12, one["envdAccessToken"]))
+    ]
+    alive = create(api)
+    refusals.append(anyone.get("/echo", headers=to(alive, **{"X-Access-Token": "wrong"})).text)
+    assert len(set(refusals)) == 1 and '"unauthorized"' in refusals[0]
+
+
+def test_what_the_e2b_client_makes_of_it(served: Served, api: httpx.Client, anyone: httpx.Client) -> None:
+    options: Any = {"api_key": ADMIN_KEY, "api_url": served.url, "sandbox_url": served.url, "retries": 0}
+    box = e2b.Sandbox.create(template="base", **options)
+    assert box.is_running()
+    box.pause()
+    assert not box.is_running()
+    with pytest.raises(e2b.exceptions.SandboxNotRunningException, match="is paused: resume it first"):
+        box.commands.run("true")
+    box = e2b.Sandbox.connect(box.sandbox_id, **options)
+    assert box.is_running()
+    # Its agent ends, the machine runs on.
+    asyncio.run_coroutine_threadsafe(served.machine(box.sandbox_id).stop(), served.loop).result(10)
+    with pytest.raises(e2b.exceptions.SandboxUnreachableException, match="port is not open"):
+        box.files.read("/etc/hostname")
+    box.kill()
+    assert not box.is_running()
+    with pytest.raises(e2b.exceptions.SandboxNotRunningException, match="was not found"):
+        box.commands.run("true")
+    with pytest.raises(e2b.exceptions.SandboxNotRunningException, match="was not found"):
+        box.files.read("/etc/hostname")
+
+
+@pytest.mark.parametrize("ending", ["kill", "rollback"])
+def test_what_the_e2b_client_makes_of_a_stream_that_ends_with_its_machine(
+    served: Served, api: httpx.Client, ending: str
+) -> None:
+    options: Any = {"api_key": ADMIN_KEY, "api_url": served.url, "sandbox_url": served.url, "retries": 0}
+    box = e2b.Sandbox.create(template="base", **options)
+    one = api.get(f"/sandboxes/{box.sandbox_id}").json()
+    api.post(f"/sandboxes/{box.sandbox_id}/snapshots", json={"name": "s1"})
+    started = memory_host._frame(0, {"event": {"start": {"pid": 7}}})
+    begun = b"HTTP/1.1 200 OK\r\nContent-Type: application/connect+json\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    async def hold(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+
+    with raw(served, one, begun + b"%x\r\n%s\r\n" % (len(started), started), port=AGENT_PORT, then=hold):
+        command = box.commands.run("sleep 100", background=True)
+        assert command.pid == 7
+        if ending == "kill":
+            assert box.kill()
+        else:
+            assert api.post(f"/sandboxes/{box.sandbox_id}/rollback", json={"snapshotID": "s1"}).status_code == 200
+        wanted = {
+            "kill": e2b.exceptions.SandboxNotRunningException,
+            "rollback": e2b.exceptions.SandboxUnreachableException,
+        }
+        with pytest.raises(wanted[ending]):
+            command.wait()
+    assert box.is_running() == (ending == "rollback"), "the same client goes on"
+
+
+# --- signed URLs -----------------------------------------------------------------------------------------------------
+
+
+def query(operation: Any = "read", path: str = "/etc/hostname", user: str | None = None, **more: Any) -> dict[str, str]:
+    made = get_signature(path, operation, user, more.pop("token", TOKEN), more.pop("seconds", None))
+    fields = {"path": path, "signature": made["signature"]}
+    if user:
+        fields["username"] = user
+    if made["expiration"] is not None:
+        fields["signature_expiration"] = str(made["expiration"])
+    return fields | more
+
+
+def checked(fields: dict[str, str] | str, method: str = "GET", now: float = NOW) -> bytes | None:
+    text = fields if isinstance(fields, str) else urlencode(fields, quote_via=quote)
+    return signed_query(method, text.encode(), TOKEN, now)
+
+
+@pytest.mark.parametrize("user", [None, "root", "ü user"])
+@pytest.mark.parametrize("path", ["/etc/hostname", "a b/ü+&=?#%2F;x", "/with:colon:write:root", "~"])
+def test_what_was_signed_is_what_is_passed_on(path: str, user: str | None) -> None:
+    for operation, method in (("read", "GET"), ("write", "POST")):
+        passed = checked(query(operation, path, user), method)
+        assert passed is not None
+        assert dict(parse_qsl(passed.decode())) == ({"path": path, "username": user} if user else {"path": path})
+        wrong = "POST" if method == "GET" else "GET"
+        assert checked(query(operation, path, user), wrong) is None
+    assert checked(query("read", path, user, extra="1")) == checked(query("read", path, user)), "the rest is left out"
+
+
+def test_signatures_that_are_none() -> None:
+    good = query("read", "/a", "bob")
+    assert checked(good) is not None
+    signed = good["signature"]
+    text = urlencode(good, quote_via=quote)
+    for bad in (
+        good | {"path": "/b"},
+        good | {"username": "root"},
+        {name: value for name, value in good.items() if name != "username"},
+        {name: value for name, value in good.items() if name != "path"},
+        {name: value for name, value in good.items() if name != "signature"},
+        good | {"signature": ""},
+        good | {"signature": signed[:-1]},
+        good | {"signature": signed.removeprefix("v1_")},
+        good | {"signature": "é"},
+        good | {"signature_expiration": str(NOW + 60)},
+        query("read", "/a", "bob", token="6" * 64),
+        # A second one that another reader would take.
+        text + "&path=/b",
+        "path=/b&" + text,
+        text + "&username=root",
+        text + "&signature=v1_x",
+        text + "&p%61th=/b",
+        text.replace("%2Fa", "%2Fa%26path%3D%2Fb"),
+        text.replace("%2Fa", "%ff"),
+        "",
+    ):
+        assert checked(bad) is None, bad
+    for method in ("PUT", "DELETE", "HEAD", "OPTIONS"):
+        assert checked(good, method) is None
+    # Parts of the path, moved into the user's name: the same text is signed.
+    moved = query("read", "/a:write:root", None)
+    assert checked({"path": "/a", "username": "root:read:", "signature": moved["signature"]}, "POST") is None
+    assert checked(moved) == b"path=%2Fa%3Awrite%3Aroot"
+
+
+def test_expiration() -> None:
+    good = query(seconds=60)
+    until = int(good["signature_expiration"])
+    assert checked(good, now=until) is not None
+    with pytest.raises(Unauthorized, match="has expired"):
+        checked(good, now=until + 1)
+    later = {**good, "signature_expiration": str(until + 1)}
+    without = {name: value for name, value in good.items() if name != "signature_expiration"}
+    for bad in (later, without, {**good, "signature_expiration": "-1"}, {**good, "signature_expiration": f"+{until}"}):
+        assert checked(bad, now=until + 1) is None
+    assert checked({**good, "signature_expiration": "9" * 5000}) is None
+
+
+def test_signed_urls_over_the_wire(served: Served, api: httpx.Client, anyone: httpx.Client) -> None:
+    one = create(api, name="one")
+    box = e2b.Sandbox.connect("one", api_key=ADMIN_KEY, api_url=served.url, domain="sandbox.local")
+    urls = [httpx.URL(box.download_url("/a b/ü", user="bob")), httpx.URL(box.download_url("/x"))]
+    upload = httpx.URL(box.upload_url("/x", use_signature_expiration=60))
+    assert all(url.host == host(one) for url in (*urls, upload))
+    named = {"Host": host(one)}
+    with raw(served, one, port=AGENT_PORT) as agent:
+        for url, target in zip(urls, ("/files?path=%2Fa%20b%2F%C3%BC&username=bob", "/files?path=%2Fx"), strict=True):
+            for headers in (named, named | {"Authorization": "Basic cm9vdDo=", "X-Access-Token": "wrong"}):
+                assert anyone.get(url.raw_path.decode(), headers=headers).text == "ok"
+                assert agent.target() == target
+                assert agent.headers()["x-access-token"] == one["envdAccessToken"]
+                assert "authorization" not in agent.headers(), "it is good for the user it names"
+        assert anyone.post(upload.raw_path.decode(), headers=named, files={"file": b"new"}).text == "ok"
+        assert agent.target() == "/files?path=%2Fx" and b"new" in agent.bodies[-1]
+        asked = len(agent.heads)
+        read, write = urls[1].query.decode(), upload.query.decode()
+        for method, path in (
+            ("POST", f"/files?{read}"),
+            ("GET", f"/files?{write}"),
+            ("GET", f"/files/?{read}"),
+            ("GET", f"/%66iles?{read}"),
+            ("GET", f"/health?{read}"),
+            ("GET", f"/files?{read}&path=/etc/shadow"),
+            ("GET", "/files?path=/x"),
+        ):
+            assert anyone.request(method, path, headers=named).status_code == 401, path
+        other = create(api)
+        assert anyone.get(f"/files?{read}", headers=at(other)).status_code == 401
+        assert anyone.get(f"/files?{read}", headers=at(one, 49999)).status_code == 401
+        gone_by = get_signature("/x", "read", None, one["envdAccessToken"], -10)
+        expired = urlencode(
+            {"path": "/x", "signature": gone_by["signature"], "signature_expiration": gone_by["expiration"]}
+        )
+        answer = anyone.get(f"/files?{expired}", headers=named)
+        assert answer.status_code == 401 and "has expired" in answer.json()["message"]
+        assert len(agent.heads) == asked
+        assert gone_by["expiration"] is not None and gone_by["expiration"] < time.time()
+    api.delete("/sandboxes/one")
+    answer = anyone.get(f"/files?{read}", headers=named)
+    assert answer.status_code == 502 and "was not found" in answer.json()["message"]

@@ -1,0 +1,276 @@
+"""The command `forkd` and the port it serves, above a served gateway; where it can be, by the published client."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import forkd
+import httpx
+import pytest
+
+from tests.api.served import ADMIN_KEY, READ_KEY, Served, free_port
+from tests.support import forkd_command
+
+Start = Callable[..., subprocess.Popen[str]]
+_SECONDS = 20
+
+
+@pytest.fixture
+def target(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the port will be; the command is on PATH, and knows the gateway."""
+    address = f"127.0.0.1:{free_port()}"
+    forkd_command.install(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("FORKD_URL", served.url)
+    monkeypatch.setenv("FORKD_TOKEN", ADMIN_KEY)
+    monkeypatch.setenv("FORKD_TARGET", address)
+    monkeypatch.delenv("FORKD_REMOTE", raising=False)
+    return address
+
+
+@pytest.fixture
+def start(target: str, tmp_path: Path) -> Iterator[Start]:
+    """Start the command, with its modules changed by ``settings``; it listens when this returns."""
+    running: list[subprocess.Popen[str]] = []
+
+    def started(*args: str, settings: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        command = forkd_command.install(tmp_path, *settings)
+        process = subprocess.Popen(
+            [str(command), *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        running.append(process)
+        forkd_command.wait_for(target)
+        return process
+
+    yield started
+    for process in running:
+        process.kill()
+        process.communicate(timeout=_SECONDS)
+
+
+@pytest.fixture
+def failing(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What the command says when it fails; here, as starting it takes longer than all it does."""
+    monkeypatch.syspath_prepend(str(forkd_command.PACKAGE / "src"))
+    from sandbox_gateway_forkd.command import main  # type: ignore[import-not-found]
+
+    def said(*args: str) -> str:
+        assert main(args) == 1
+        return capsys.readouterr().err
+
+    return said
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def sandboxes(api: httpx.Client) -> list[str]:
+    return [sandbox["id"] for sandbox in api.get("/v1/sandboxes").json()]
+
+
+def talk(target: str, sent: bytes, *, half_close: bool = True) -> list[dict[str, Any]]:
+    """What is answered to ``sent``, until the other end closes."""
+    host, _, port = target.rpartition(":")
+    heard = b""
+    with socket.create_connection((host, int(port)), timeout=_SECONDS) as connection:
+        connection.sendall(sent)
+        if half_close:
+            connection.shutdown(socket.SHUT_WR)
+        while piece := connection.recv(1 << 16):
+            heard += piece
+    return [json.loads(line) for line in heard.splitlines()]
+
+
+@contextlib.contextmanager
+def other_server() -> Iterator[str]:
+    """Something that answers every request with an empty object."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_published_client_spawns_and_kills(api: httpx.Client, target: str) -> None:
+    with forkd.Sandbox(tag="base", target=target) as sandbox:
+        (there,) = sandboxes(api)
+        assert sandbox.commands.run(["write", "k", "v"]).exit_code == 0
+        assert sandbox.commands.run(["read", "k"]) == forkd.CommandResult(stdout="v", stderr="", exit_code=0)
+        missing = sandbox.commands.run("nonsense")
+        assert missing.exit_code == 127 and "not found" in missing.stderr
+        late = sandbox.commands.run(["sleep", "9"], timeout=1)
+        assert late.exit_code == 137 and "did not end within 1 s" in late.stderr
+        assert sandbox.commands.run([]).stderr.startswith("args: ")
+        assert sandbox.eval("1 + 1") == "2" and sandbox.eval("x = 5") == "None" and sandbox.eval("x") == "5"
+        with pytest.raises(RuntimeError, match="forkd eval: NameError"):
+            sandbox.eval("y")
+        assert sandbox.ping()["pong"] is True
+        api.delete(f"/v1/sandboxes/{there}").raise_for_status()
+        assert "not found" in sandbox.commands.run(["exit", "0"]).stderr
+    assert sandboxes(api) == []
+
+
+def test_a_failure_reaches_the_clients_user(api: httpx.Client, target: str) -> None:
+    with pytest.raises(RuntimeError, match=r"exited with code 1:\nforkd: snapshot 'missing' not found"):
+        forkd.Sandbox.create(tag="missing", target=target)
+
+
+def test_several_over_the_unix_socket(
+    served: Served, api: httpx.Client, start: Start, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORKD_URL", served.unix_url)
+    monkeypatch.delenv("FORKD_TOKEN")
+    process = start("fork", "--tag", "base", "-n", "3", "--settle-secs", "3600")
+    assert process.stdout is not None
+    made = [process.stdout.readline().strip() for _ in range(3)]
+    assert sorted(made) == sorted(sandboxes(api))
+    sandbox = forkd.Sandbox(target=target, spawn=False)
+    sandbox.commands.run(["write", "k", "v"])
+    assert [served.machine(each).state for each in made] == [{"k": "v"}, {}, {}], "the first is served"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(_SECONDS) == 0 and sandboxes(api) == []
+    with pytest.raises(ConnectionRefusedError):
+        sandbox.ping()
+
+
+def test_its_time_is_up(api: httpx.Client, target: str) -> None:
+    argv = ["forkd", "fork", "--tag", "base", "--settle-secs", "0"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=_SECONDS, check=True)
+    assert len(done.stdout.split()) == 1 and sandboxes(api) == []
+
+
+def test_a_killed_command_leaves_nothing_for_long(served: Served, api: httpx.Client, start: Start) -> None:
+    process = start("fork", "--tag", "base", "-n", "2", settings=("command.LEASE_SECONDS = 2",))
+    time.sleep(2.2)
+    assert len(sandboxes(api)) == 2, "their lives are prolonged"
+    process.kill()
+    until(lambda: sandboxes(api) == [])
+
+
+def test_without_its_sandbox_it_ends(api: httpx.Client, start: Start) -> None:
+    process = start("fork", "--tag", "base", "-n", "2", settings=("command.LEASE_SECONDS = 3",))
+    assert process.stdout is not None
+    first = process.stdout.readline().strip()
+    api.delete(f"/v1/sandboxes/{first}").raise_for_status()
+    _, errors = process.communicate(timeout=_SECONDS)
+    assert process.returncode == 1 and "not found" in errors and sandboxes(api) == []
+
+
+def test_attach(served: Served, api: httpx.Client, start: Start, target: str) -> None:
+    made = api.post("/v1/sandboxes", json={"snapshot_tag": "base"}).json()[0]["id"]
+    process = start("attach", made)
+    sandbox = forkd.Sandbox(target=target, spawn=False)
+    assert sandbox.eval("6 * 7") == "42"
+    process.terminate()
+    assert process.wait(_SECONDS) == 0 and sandboxes(api) == [made]
+
+
+def test_what_keeps_it_from_starting(
+    served: Served, api: httpx.Client, target: str, failing: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork = ("fork", "--tag", "base")
+    assert "'gone' not found" in failing("attach", "gone")
+    with socket.create_server(("127.0.0.1", int(target.rpartition(":")[2]))):
+        assert "listens on" in failing(*fork)
+    local = "set FORKD_TARGET=127.0.0.1:8888"
+    assert f"not an address of this machine: {local}" in failing(*fork, "--listen", "192.0.2.1:8888")
+    assert "asks nobody" in failing(*fork, "--listen", f"0.0.0.0:{free_port()}")
+    assert "HOST:PORT" in failing(*fork, "--listen", "8888")
+    monkeypatch.setenv("FORKD_TOKEN", READ_KEY)
+    assert "needs admin" in failing(*fork)
+    monkeypatch.setenv("FORKD_TOKEN", "nonsense-0123456789")
+    assert "set FORKD_TOKEN" in failing(*fork)
+    monkeypatch.setenv("FORKD_URL", f"http://127.0.0.1:{free_port()}")
+    assert "cannot be reached" in failing(*fork)
+    monkeypatch.setenv("FORKD_URL", "unix:///nowhere/gateway.sock")
+    assert "cannot be reached" in failing(*fork)
+    with other_server() as url:
+        monkeypatch.setenv("FORKD_URL", url)
+        assert "is no gateway" in failing(*fork)
+    monkeypatch.setenv("FORKD_URL", "ftp://gateway")
+    assert "not a gateway's address" in failing(*fork)
+    assert sandboxes(api) == []
+
+
+def test_all_addresses_where_it_is_allowed(api: httpx.Client, start: Start, target: str) -> None:
+    start("fork", "--tag", "base", "--remote", "--listen", f"0.0.0.0:{target.rpartition(':')[2]}")
+    assert forkd.Sandbox(target=target, spawn=False).ping()["pong"] is True
+
+
+def test_the_help_warns(target: str, failing: object, capsys: pytest.CaptureFixture[str]) -> None:
+    from sandbox_gateway_forkd.command import main
+
+    for command in ("fork", "attach"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "asks nobody" in " ".join(capsys.readouterr().out.split())
+    for wrong in (["fork"], ["fork", "--tag", "x", "-n", "0"], ["fork", "--tag", "x", "--settle-secs", "nan"], []):
+        with pytest.raises(SystemExit) as ended:
+            main(wrong)
+        assert ended.value.code == 2
+
+
+def test_clients_that_misbehave(api: httpx.Client, start: Start, target: str) -> None:
+    """One after the other, and none of them harms the next."""
+    start("fork", "--tag", "base", settings=("port.IDLE_SECONDS = 2", "port.MOST_CONNECTIONS = 4"))
+    for line, words in (
+        (b"\xff\xfe\n", "JSON"),
+        (b'{"action": "ping"\n', "JSON"),
+        (b'{"action": "exec", "args": ["ex', "JSON"),
+        (b"[" * 100_000 + b"\n", "JSON"),
+        (b"[]\n", "not an object"),
+        (b"{}\n", "unknown action"),
+        (b'{"action": "exec", "args": ["x"], "timeout": NaN}\n', "NaN"),
+        (b'{"action": "exec", "args": ["x"], "timeout": -1}\n', "timeout_secs"),
+        (b'{"action": "exec", "args": ["\\ud800"]}\n', "asked"),
+        (b'{"action": "exec"}\n', "args"),
+        (b'{"action": "eval"}\n', "code"),
+    ):
+        (answer,) = talk(target, line)
+        assert words in answer["error"] and answer["exit_code"] == 1, line[:80]
+    assert talk(target, b"") == []
+    assert [one["pong"] for one in talk(target, b'{"action": "ping"}\n' * 3)] == [True] * 3
+    host, _, port = target.rpartition(":")
+    with pytest.raises(OSError), socket.create_connection((host, int(port)), timeout=_SECONDS) as connection:
+        for _ in range(100):
+            connection.sendall(b"x" * (1 << 20))
+    idle = [socket.create_connection((host, int(port)), timeout=_SECONDS) for _ in range(4)]
+    try:
+        idle[0].sendall(b'{"action"')
+        assert "at once" in talk(target, b"")[0]["error"]
+        for connection in idle:
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1) == b"", "who says nothing for long is let go"
+    finally:
+        for connection in idle:
+            connection.close()
+    assert forkd.Sandbox(target=target, spawn=False).ping()["pong"] is True

@@ -1,0 +1,57 @@
+"""The gateway speaks HTTP/1.1 alone; E2B's client offers HTTP/2 over TLS, and takes what it gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.api.served import ADMIN_KEY, Served
+
+_SCRIPT = """
+import json, sys
+import e2b
+options = json.loads(sys.argv[1])
+box = e2b.Sandbox.create(template="base", **options)
+print(box.is_running(), box.kill(), box.is_running())
+"""
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+            *("-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
+            *("-addext", "basicConstraints=critical,CA:FALSE", "-keyout", str(key), "-out", str(cert)),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    return cert, key
+
+
+def test_the_e2b_client_needs_no_setting(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    served = Served(tmp_path, server={"tls_cert": str(cert), "tls_key": str(key)})
+    try:
+        served.build_template("base", packages=["python3"])
+        url = f"https://localhost:{served.port}"
+        options = {"api_key": ADMIN_KEY, "api_url": url, "sandbox_url": url, "http_version": "2"}
+        ended = subprocess.run(
+            [sys.executable, "-c", _SCRIPT, json.dumps(options)],
+            env=os.environ | {"SSL_CERT_FILE": str(cert)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert ended.stdout.split() == ["True", "True", "False"], ended.stderr
+    finally:
+        served.end()

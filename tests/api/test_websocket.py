@@ -1,0 +1,308 @@
+"""WebSockets to services inside, over real sockets at both ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed, ConnectionClosedError, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from sandbox_gateway.api import websocket
+from tests.api.inside import PORT, Service, address, eventually, head, host, line, raw, reply, status_of, to
+from tests.api.served import EXEC_KEY, READ_KEY, Served
+from tests.api.test_sandboxes import create
+
+KEY = {"X-API-Key": EXEC_KEY}
+NONCE = "A" * 22 + "=="
+Talk = Callable[[ServerConnection], Awaitable[None]]
+
+
+@pytest.fixture
+def one(api: httpx.Client) -> dict[str, Any]:
+    return create(api, name="one")
+
+
+class Inside:
+    """A service whose each connection is ``talk``'s, and what it saw."""
+
+    def __init__(self, talk: Talk, **settings: Any) -> None:
+        self._talk = talk
+        self._settings = {"max_size": None, "ping_interval": None, "close_timeout": 0.2} | settings
+        self.headers: list[tuple[str, str]] = []
+        self.path = ""
+        self.codes: list[int | None] = []
+        """With what each connection was closed, as the service saw it."""
+
+    async def listen(self, address: str, port: int) -> Server:
+        return await serve(self._serve, address, port, **self._settings)
+
+    async def _serve(self, connection: ServerConnection) -> None:
+        assert connection.request is not None
+        self.headers, self.path = list(connection.request.headers.raw_items()), connection.request.path
+        try:
+            with contextlib.suppress(ConnectionClosed):
+                await self._talk(connection)
+            await connection.wait_closed()
+            self.codes.append(connection.close_code)
+        finally:
+            connection.transport.abort()
+
+
+async def echo(connection: ServerConnection) -> None:
+    async for message in connection:
+        await connection.send(message)
+
+
+@contextlib.contextmanager
+def inside(served: Served, sandbox: dict[str, Any], talk: Talk = echo, **settings: Any) -> Iterator[Inside]:
+    service = Inside(talk, **settings)
+    with Service(address(served, sandbox), PORT, service.listen):
+        yield service
+
+
+def opened(
+    served: Served, sandbox: dict[str, Any], path: str = "/", *, by_host: bool = True, **more: Any
+) -> ClientConnection:
+    headers = more.pop("headers", KEY)
+    if not by_host:
+        headers = headers | to(sandbox, PORT)
+    name = host(sandbox, PORT) if by_host else f"127.0.0.1:{served.port}"
+    return connect(
+        f"ws://{name}{path}",
+        sock=socket.create_connection(("127.0.0.1", served.port), timeout=10),
+        additional_headers=headers,
+        max_size=None,
+        proxy=None,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("by_host", [True, False])
+def test_messages_pass_both_ways(served: Served, one: dict[str, Any], by_host: bool) -> None:
+    own = {"Origin": "http://example.org", "Cookie": "a=1", "Authorization": "Bearer the-services-own"}
+    with inside(served, one) as service:
+        with opened(served, one, "/a%2Fb;c=1/?x=%20y", by_host=by_host, headers=KEY | own) as client:
+            for message in ("text ü", b"\x00\xff", "", b""):
+                client.send(message)
+                assert client.recv(10) == message
+            assert client.ping().wait(5)
+        assert service.path == "/a%2Fb;c=1/?x=%20y"
+        seen = {name.lower(): value for name, value in service.headers}
+        assert len(service.headers) == len(seen)
+        assert {name.lower(): seen[name.lower()] for name in own} == {name.lower(): own[name] for name in own}
+        assert seen["host"] == (host(one, PORT) if by_host else f"localhost:{PORT}")
+        assert "sec-websocket-extensions" not in seen and EXEC_KEY not in str(seen)
+        assert not {"x-api-key", "e2b-sandbox-id", "e2b-sandbox-port", "x-access-token"} & set(seen)
+        eventually(lambda: service.codes == [1000])
+
+
+def test_subprotocols(served: Served, one: dict[str, Any]) -> None:
+    with inside(served, one, subprotocols=["v2", "v3"]), opened(served, one, subprotocols=["v1", "v2"]) as client:
+        assert client.subprotocol == "v2"
+    with inside(served, one), opened(served, one, subprotocols=["v1"]) as client:
+        assert client.subprotocol is None
+
+
+@pytest.mark.parametrize(("code", "reason"), [(1000, ""), (1001, "away"), (1011, "ü"), (4321, "own")])
+def test_closing_codes_pass_both_ways(served: Served, one: dict[str, Any], code: int, reason: str) -> None:
+    async def close(connection: ServerConnection) -> None:
+        if connection.request is not None and connection.request.path == "/close":
+            await connection.close(code, reason)
+
+    with inside(served, one, close) as service:
+        with opened(served, one, "/close") as client, pytest.raises(ConnectionClosed) as closed:
+            client.recv(10)
+        assert closed.value.rcvd is not None
+        assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (code, reason)
+        with opened(served, one) as client:
+            client.close(code, reason)
+        eventually(lambda: service.codes == [code, code])
+
+
+def test_large_messages_in_fragments(served: Served, one: dict[str, Any]) -> None:
+    large = bytes(range(256)) * (4 << 12)
+    with inside(served, one), opened(served, one) as client:
+        client.send(large[start : start + 100_000] for start in range(0, len(large), 100_000))
+        assert client.recv(20) == large
+
+
+def test_what_is_too_large_is_refused_either_way(served: Served, one: dict[str, Any]) -> None:
+    async def large(connection: ServerConnection) -> None:
+        if connection.request is not None and connection.request.path == "/large":
+            await connection.send(b"x" * (websocket.LARGEST_MESSAGE + 1))
+        await connection.wait_closed()
+
+    with inside(served, one, large) as service:
+        with opened(served, one, "/large") as client, pytest.raises(ConnectionClosedError) as closed:
+            client.recv(20)
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
+        with opened(served, one) as client, pytest.raises(ConnectionClosedError) as closed:
+            client.send(b"x" * (websocket.LARGEST_MESSAGE + 1))
+            client.recv(20)
+        eventually(lambda: service.codes == [1009, 1009])
+
+
+def test_neither_side_is_sent_more_than_it_reads(served: Served, one: dict[str, Any]) -> None:
+    sent = 0
+
+    async def flood(connection: ServerConnection) -> None:
+        nonlocal sent
+        while True:
+            await connection.send(b"x" * 65536)
+            sent += 65536
+
+    async def deaf(connection: ServerConnection) -> None:
+        await connection.wait_closed()
+
+    with inside(served, one, flood) as service, opened(served, one, max_queue=1, close_timeout=0.1) as client:
+        before = -1
+        while sent != before:
+            before = sent
+            threading.Event().wait(0.25)
+        assert sent < 32 << 20
+        client.recv(5)
+        client.socket.close()
+        eventually(lambda: service.codes)
+    with inside(served, one, deaf), opened(served, one, close_timeout=0.1) as client:
+        client.socket.settimeout(0.5)
+        given = 0
+        with pytest.raises((TimeoutError, ConnectionClosed)):
+            while given < 64 << 20:
+                client.send(b"x" * 65536)
+                given += 65536
+        assert given < 32 << 20
+        client.socket.close()
+
+
+def test_a_side_that_goes_away_without_a_word(served: Served, one: dict[str, Any]) -> None:
+    async def leave(connection: ServerConnection) -> None:
+        if connection.request is not None and connection.request.path == "/leave":
+            connection.transport.abort()
+
+    with inside(served, one, leave) as service:
+        with opened(served, one, "/leave") as client, pytest.raises(ConnectionClosedError) as closed:
+            client.recv(10)
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1014
+        client = opened(served, one)
+        client.socket.shutdown(socket.SHUT_RDWR)
+        eventually(lambda: service.codes == [1006, 1006])
+
+
+def test_the_service_refuses(served: Served, one: dict[str, Any]) -> None:
+    chunked = (
+        b"HTTP/1.1 403 Forbidden\r\nTransfer-Encoding: chunked\r\nX-Own: 1\r\nSet-Cookie: a=1; Domain=local\r\n\r\n"
+    )
+    for answer, status, body in (
+        (reply("401 Unauthorized", b"who?", "WWW-Authenticate: Basic"), 401, b"who?"),
+        (chunked + b"2\r\nno\r\n0\r\n\r\n", 403, b"no"),
+    ):
+        with raw(served, one, answer) as service, pytest.raises(InvalidStatus) as refused:
+            opened(served, one)
+        response = refused.value.response
+        assert (response.status_code, response.body) == (status, body) and len(service.heads) == 1
+        assert "set-cookie" not in response.headers
+    elsewhere = reply("302 Found", b"", "Location: ws://127.0.0.1:1/")
+    # It is the client that does not follow it.
+    with raw(served, one, elsewhere) as service, pytest.raises(ValueError, match=r"redirect to ws://127\.0\.0\.1:1/"):
+        opened(served, one)
+    for answer in (reply(), b"SSH-2.0-OpenSSH_9.2\r\n\r\n", b"", b"HTTP/1.1 101 Switching Protocols\r\n\r\n"):
+        with raw(served, one, answer) as service, pytest.raises(InvalidStatus) as refused:
+            opened(served, one)
+        assert refused.value.response.status_code == (200 if answer == reply() else 502), answer
+        eventually(lambda: not service.open)
+
+
+def test_who_may_and_where(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+    def refused(sandbox: dict[str, Any], **headers: str) -> tuple[int, str]:
+        with pytest.raises(InvalidStatus) as error:
+            opened(served, sandbox, headers=headers)
+        return error.value.response.status_code, error.value.response.body.decode()
+
+    assert refused(one)[0] == refused(one, **{"X-Access-Token": "wrong"})[0] == 401
+    assert refused(one, **{"X-API-Key": READ_KEY})[0] == 403
+    status, told = refused(one, **KEY)
+    assert status == 502 and "port is not open" in told and '"kind":"backend_failed"' in told
+    status, told = refused({"sandboxID": "0" * 12}, **KEY)
+    assert status == 502 and "was not found" in told
+    with inside(served, one) as service:
+        for let_in in (
+            {"X-Access-Token": one["envdAccessToken"]},
+            {"E2B-Traffic-Access-Token": one["trafficAccessToken"]},
+            {"Authorization": f"Bearer {EXEC_KEY}"},
+        ):
+            with opened(served, one, headers=let_in) as client:
+                client.send("x")
+                assert client.recv(10) == "x"
+            assert not {value for _, value in service.headers} & set(let_in.values())
+    upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
+    ours = head("GET /events", "Host: gateway", *upgrade, f"Sec-WebSocket-Key: {NONCE}")
+    with line(served, ours) as connection:
+        status, body = status_of(connection)
+        assert status == 400 and body["kind"] == "unsupported"
+    broken = head("GET /", f"Host: {host(one, PORT)}", f"X-API-Key: {EXEC_KEY}", *upgrade)
+    with line(served, broken) as connection:
+        assert status_of(connection)[0] == 400, "a handshake without its key"
+
+
+@pytest.mark.parametrize("ending", ["rollback", "pause", "kill"])
+def test_it_ends_with_the_machine(served: Served, api: httpx.Client, one: dict[str, Any], ending: str) -> None:
+    api.post("/sandboxes/one/snapshots", json={"name": "s1"})
+    with inside(served, one) as service, opened(served, one) as client:
+        client.send("x")
+        assert client.recv(10) == "x"
+        if ending == "rollback":
+            answer = api.post("/sandboxes/one/rollback", json={"snapshotID": "s1"})
+        elif ending == "pause":
+            answer = api.post("/sandboxes/one/pause")
+        else:
+            answer = api.delete("/sandboxes/one")
+        assert answer.is_success
+        with pytest.raises(ConnectionClosedError) as closed:
+            client.recv(10)
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1012
+        assert "rolled back, paused or ended" in closed.value.rcvd.reason
+        eventually(lambda: service.codes == [1006])
+    if ending == "rollback":
+        with inside(served, one), opened(served, one) as client:
+            client.send("new")
+            assert client.recv(10) == "new"
+
+
+def test_it_resumes_a_paused_sandbox(served: Served, api: httpx.Client) -> None:
+    wakes = create(api, name="wakes", autoPause=True, autoResume={"enabled": True})
+    api.post("/sandboxes/wakes/pause")
+    with pytest.raises(InvalidStatus) as refused:
+        opened(served, wakes)
+    assert refused.value.response.status_code == 502 and b"port is not open" in refused.value.response.body
+    assert api.get("/sandboxes/wakes").json()["state"] == "running"
+
+
+def test_a_client_that_leaves_before_the_service_has_answered(served: Served, one: dict[str, Any]) -> None:
+    left = threading.Event()
+
+    async def listen(address: str, port: int) -> asyncio.Server:
+        async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            with contextlib.suppress(OSError):
+                await reader.read()
+            left.set()
+            writer.close()
+
+        return await asyncio.start_server(wait, address, port)
+
+    fields = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
+    shake = head(
+        "GET /", f"Host: {host(one, PORT)}", f"X-API-Key: {EXEC_KEY}", *fields, "Sec-WebSocket-Key: " + "A" * 22 + "=="
+    )
+    with Service(address(served, one), PORT, listen):
+        with line(served, shake):
+            assert not left.wait(0.2)
+        assert left.wait(5)

@@ -1,0 +1,67 @@
+"""A live gateway for the published clients, which are used as they come: on each kind of host, over TCP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.hosts.base import Abilities
+from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
+from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
+from tests.api.served import free_port
+from tests.support import session
+from tests.support.gateway import TEMPLATE, Gateway
+from tests.support.jail_gateway import jail_gateway
+from tests.support.worlds import TEMPLATE as JAIL_TEMPLATE
+
+KEY = "sdk-key-0123456789abcdef"
+DOMAIN = "sandbox.test"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A gateway as a client knows it. ``template``: the name of one with bash and python3."""
+
+    kind: str
+    abilities: Abilities
+    gateway: Gateway
+    port: int
+    template: str
+    key: str = KEY
+    domain: str = DOMAIN
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@pytest.fixture(scope="session", params=["kvm_xfs", "jail_zfs"])
+def served(request: pytest.FixtureRequest) -> Iterator[Server]:
+    port = free_port()
+    server = {"listen": f"127.0.0.1:{port}", "key_file": str(_keys()), "domain": DOMAIN}
+    if request.param == "kvm_xfs":
+        gateway = request.getfixturevalue("seeded_gateways")({"server": server})
+        yield Server("kvm_xfs", KvmXfsHost.abilities, gateway, port, TEMPLATE)
+    else:
+        world = request.getfixturevalue("jail_zfs_world")
+        scratch = session.run_dir() / "sdk"
+        scratch.mkdir()
+        with jail_gateway(world, scratch, server=server) as gateway:
+            yield Server("jail_zfs", JailZfsHost.abilities, gateway, port, JAIL_TEMPLATE)
+
+
+@pytest.fixture
+def needs_memory(served: Server) -> None:
+    """For what only a host does whose snapshots hold memory."""
+    if not served.abilities.memory:
+        pytest.skip("its snapshots hold the file system alone")
+
+
+def _keys() -> Path:
+    path = session.run_dir() / "sdk-keys"
+    path.write_text(f"agent admin {KEY}\n")
+    path.chmod(0o600)
+    return path

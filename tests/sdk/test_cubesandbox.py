@@ -1,0 +1,356 @@
+"""The published ``cubesandbox`` client, unmodified, against a live gateway."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cubesandbox
+import pytest
+from cubesandbox import NEVER_TIMEOUT, Config, Sandbox, Template, Volume, VolumeMount
+from cubesandbox._exceptions import AuthenticationError
+
+from tests.sdk.conftest import Server
+from tests.sdk.coverage import covers
+from tests.sdk.test_e2b import wait
+
+Create = Callable[..., Sandbox]
+_BIG = 50 << 20
+
+
+def environment(served: Server) -> dict[str, str]:
+    """All that somebody who has agents has to change."""
+    return {
+        "CUBE_API_URL": served.url,
+        "CUBE_API_KEY": served.key,
+        "CUBE_TEMPLATE_ID": served.template,
+        "CUBE_PROXY_NODE_IP": "127.0.0.1",
+        "CUBE_PROXY_PORT_HTTP": str(served.port),
+    }
+
+
+@pytest.fixture(autouse=True)
+def address(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(served).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def box(served) -> Iterator[Sandbox]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name, value in environment(served).items():
+            monkeypatch.setenv(name, value)
+        with Sandbox.create() as sandbox:
+            yield sandbox
+
+
+@pytest.fixture
+def create() -> Iterator[Create]:
+    made: list[Sandbox] = []
+
+    def one(template: str | None = None, **options: Any) -> Sandbox:
+        made.append(Sandbox.create(template, **options))
+        return made[-1]
+
+    yield one
+    for sandbox in made:
+        sandbox.__exit__()
+
+
+@covers("Sandbox.create", "Sandbox.get_info", "Sandbox.kill", "Sandbox.close", "Sandbox.get_host", "Sandbox.health")
+def test_create_and_kill(served):
+    assert Sandbox.health()["status"] == "ok"
+    sandbox = Sandbox.create(timeout=600, env_vars={"GREETING": "hello"}, metadata={"team": "red"})
+    try:
+        assert sandbox.get_host(80) == f"80-{sandbox.sandbox_id}.{served.domain}"
+        assert sandbox.commands.run('echo "$GREETING"').stdout == "hello\n"
+        info = sandbox.get_info()
+        assert (info.sandbox_id, info.name, info.state) == (sandbox.sandbox_id, served.template, "running")
+        assert (info.metadata, info.cpu_count, info.memory_mb) == ({"team": "red"}, 1, 256)
+        assert (info.end_at - info.started_at).total_seconds() == pytest.approx(600, abs=60)
+    finally:
+        sandbox.kill()
+        sandbox.close()
+    with pytest.raises(cubesandbox.SandboxNotFoundError):
+        sandbox.get_info()
+    with pytest.raises(cubesandbox.SandboxNotFoundError):
+        sandbox.kill()
+
+
+@covers("Sandbox.connect", "Sandbox.list", "Sandbox.list_v2", "Sandbox.set_timeout", note="-1: never")
+def test_connect_and_list(create):
+    sandbox = create()
+    again = Sandbox.connect(sandbox.sandbox_id)
+    assert again.commands.run("echo here").stdout == "here\n"
+    for listed in (Sandbox.list(), Sandbox.list_v2()):
+        assert sandbox.sandbox_id in [each["sandboxID"] for each in listed]
+    sandbox.set_timeout(NEVER_TIMEOUT)
+    assert sandbox.get_info().end_at.year == 9999
+    sandbox.set_timeout(0)
+    wait(lambda: sandbox.sandbox_id not in [each["sandboxID"] for each in Sandbox.list()])
+    with pytest.raises(cubesandbox.SandboxNotFoundError):
+        Sandbox.connect("0" * 12)
+    with pytest.raises(cubesandbox.ApiError):
+        Sandbox.connect(create().sandbox_id, timeout=0)
+
+
+@covers("Sandbox.pause", "Sandbox.resume")
+def test_pause_and_resume(create):
+    sandbox = create()
+    sandbox.files.write("/root/note", "kept")
+    sandbox.pause()
+    assert sandbox.get_info().state == "paused"
+    with pytest.raises(cubesandbox.ApiError) as twice:
+        sandbox.pause()
+    assert twice.value.status_code == 409
+    sandbox.resume(timeout=600)
+    assert sandbox.files.read("/root/note") == "kept"
+
+
+@covers("Sandbox.create", note="lifecycle: pause at the end of its time, resume by the next request")
+def test_resume_by_traffic(create):
+    sandbox = create(lifecycle={"on_timeout": "pause", "auto_resume": True})
+    sandbox.set_timeout(0)
+    wait(lambda: sandbox.get_info().state == "paused")
+    assert sandbox.commands.run("echo up").stdout == "up\n"
+
+
+@covers("Sandbox.run_code")
+def test_run_code(box):
+    heard: list[str] = []
+    done = box.run_code("print('a'); 6 * 7", on_stdout=lambda message: heard.append(message.text))
+    assert (done.text, done.logs.stdout, heard) == ("42", ["a\n"], ["a\n"])
+    box.run_code("kept = 1")
+    assert box.run_code("kept + 1").text == "2"
+    failed = box.run_code("raise ValueError('no')")
+    assert failed.error is not None and (failed.error.name, failed.error.value) == ("ValueError", "no")
+    assert box.run_code("import os; os.environ['ONCE']", envs={"ONCE": "x"}).text == "'x'"
+    assert box.run_code("echo $((1+1))", language="bash").logs.stdout == ["2\n"]
+
+
+@covers("Commands.run")
+def test_commands(box):
+    done = box.commands.run("echo out; echo err >&2; pwd; echo $A; exit 3", cwd="/etc", envs={"A": "b"})
+    assert (done.stdout, done.stderr, done.exit_code) == ("out\n/etc\nb\n", "err\n", 3)
+    assert box.commands.run("seq 100000", timeout=60).stdout.endswith("\n100000\n")
+    with pytest.raises((RuntimeError, cubesandbox.CubeSandboxError), match=r"deadline|time"):
+        box.commands.run("sleep 600.3", timeout=1)
+
+
+@covers(
+    "Filesystem.write",
+    "Filesystem.read",
+    "Filesystem.write_files",
+    "Filesystem.list",
+    "Filesystem.stat",
+    "Filesystem.exists",
+    "Filesystem.remove",
+    "Filesystem.rename",
+    "Filesystem.make_dir",
+)
+def test_files(box):
+    files = box.files
+    files.write("/tmp/c/a b", "héllo")
+    assert files.read("/tmp/c/a b") == "héllo"
+    assert files.write_files([(f"/tmp/c/{number}", str(number)) for number in range(3)]) == 3
+    assert [entry["name"] for entry in files.list("/tmp/c")] == ["0", "1", "2", "a b"]
+    assert files.stat("/tmp/c/0")["type"] == "FILE_TYPE_FILE"
+    assert files.rename("/tmp/c/0", "/tmp/c/zero")["path"] == "/tmp/c/zero"
+    assert files.make_dir("/tmp/c/d")["type"] == "FILE_TYPE_DIRECTORY"
+    files.remove("/tmp/c")
+    assert not files.exists("/tmp/c")
+    with pytest.raises(cubesandbox.FilesystemNotFoundError):
+        files.list("/tmp/c")
+    with pytest.raises(OSError, match="none"):
+        files.read("/tmp/none")
+    data = bytes(range(256)) * (_BIG // 256)
+    files.write("/tmp/big", data)
+    assert box.commands.run("sha256sum </tmp/big").stdout.split()[0] == hashlib.sha256(data).hexdigest()
+    files.remove("/tmp/big")
+
+
+@covers("Filesystem.watch_dir", "Watcher.close")
+def test_watch(box):
+    box.files.make_dir("/tmp/watched")
+    seen: list[tuple[str, str]] = []
+    with box.files.watch_dir("/tmp/watched") as watcher:
+        box.files.write("/tmp/watched/new", "1")
+        for event in watcher:
+            seen.append((event.name, event.type))
+            if ("new", "EVENT_TYPE_WRITE") in seen:
+                break
+    assert seen[0] == ("new", "EVENT_TYPE_CREATE")
+
+
+@covers(
+    "Pty.create",
+    "Pty.connect",
+    "Pty.kill",
+    "Pty.resize",
+    "Pty.send_stdin",
+    "PtyHandle.wait",
+    "PtyHandle.send_stdin",
+    "PtyHandle.resize",
+    "PtyHandle.disconnect",
+    "PtyHandle.kill",
+)
+def test_terminal(box):
+    seen = bytearray()
+    handle = box.pty.create(cubesandbox.PtySize(rows=24, cols=80))
+    box.pty.resize(handle.pid, cubesandbox.PtySize(rows=30, cols=99))
+    handle.resize(cubesandbox.PtySize(rows=30, cols=98))
+    handle.send_stdin("stty size\n")
+    box.pty.send_stdin(handle.pid, "exit\n")
+    assert handle.wait(on_data=seen.extend) == 0
+    assert b"30 98" in seen
+    other = box.pty.create(cubesandbox.PtySize(rows=24, cols=80))
+    other.disconnect()
+    box.pty.connect(other.pid).disconnect()
+    assert box.pty.kill(other.pid)
+    assert not box.pty.kill(other.pid)
+    third = box.pty.create(cubesandbox.PtySize(rows=24, cols=80))
+    assert third.kill()
+
+
+@covers("Sandbox.create_snapshot", "Sandbox.list_snapshots", "Sandbox.delete_snapshot")
+def test_snapshots(create):
+    sandbox, name = create(), f"name-{uuid.uuid4().hex[:8]}"
+    made = [sandbox.create_snapshot(), sandbox.create_snapshot(name), sandbox.create_snapshot()]
+    first, token = Sandbox.list_snapshots(sandbox_id=sandbox.sandbox_id, limit=2)
+    assert len(first) == 2 and token
+    rest, end = Sandbox.list_snapshots(sandbox_id=sandbox.sandbox_id, limit=2, next_token=token)
+    assert end is None
+    assert {each.snapshot_id for each in first + rest} == {each.snapshot_id for each in made}
+    assert made[1].names == [name]
+    sandbox.kill()
+    for snapshot in made:
+        Sandbox.delete_snapshot(snapshot.snapshot_id)
+    with pytest.raises(cubesandbox.TemplateNotFoundError):
+        Sandbox.delete_snapshot(made[0].snapshot_id)
+
+
+@covers("Sandbox.rollback")
+def test_rollback_and_go_on(served, create):
+    """The same object goes on at once, and what is missing harms nothing."""
+    sandbox = create()
+    sandbox.files.write("/root/note", "before")
+    sandbox.run_code("counter = 1")
+    snapshot = sandbox.create_snapshot()
+    for _ in range(2):
+        sandbox.files.write("/root/note", "after")
+        sandbox.run_code("counter = 100")
+        sandbox.rollback(snapshot.snapshot_id)
+        assert sandbox.files.read("/root/note") == "before"
+        if served.abilities.memory:
+            assert sandbox.run_code("counter += 1; counter").text == "2"
+    second = sandbox.create_snapshot()
+    assert create(second.snapshot_id).files.read("/root/note") == "before"
+    with pytest.raises(cubesandbox.CubeSandboxError, match="not found") as missing:
+        sandbox.rollback("0" * 12)
+    assert missing.value.status_code == 404
+    assert sandbox.files.read("/root/note") == "before"
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+@covers("Sandbox.clone", note="one after the other and at once; the snapshot goes with the last clone")
+def test_clone(served, create, concurrency):
+    sandbox = create()
+    sandbox.run_code("counter = 7")
+    sandbox.files.write("/root/note", "shared")
+    clones = sandbox.clone(4, concurrency=concurrency)
+    try:
+        for number, clone in enumerate(clones):
+            assert clone.files.read("/root/note") == "shared"
+            clone.files.write("/root/note", str(number))
+            if served.abilities.memory:
+                assert clone.run_code("counter += 1; counter").text == "8"
+        assert [clone.files.read("/root/note") for clone in clones] == ["0", "1", "2", "3"]
+        assert sandbox.files.read("/root/note") == "shared"
+    finally:
+        for clone in clones:
+            clone.kill()
+    assert Sandbox.list_snapshots(sandbox_id=sandbox.sandbox_id)[0] == []
+
+
+@covers("Sandbox.update_network", note="addresses, not names; no rules for requests")
+def test_update_network(create):
+    sandbox = create(allow_internet_access=False)
+    refused = "python3 -c 'import socket; socket.create_connection((\"198.51.100.1\", 80), 5)' 2>&1 | tail -n 1"
+    assert "Error" in sandbox.commands.run(refused).stdout
+    sandbox.update_network({"allow_out": ["198.51.100.0/24"], "allow_internet_access": False})
+    assert sandbox.get_info()["network"]["allowOut"] == ["198.51.100.0/24"]
+    with pytest.raises(cubesandbox.ApiError):
+        sandbox.update_network({"rules": {"api.example.com": [{"transform": {"headers": {"A": "b"}}}]}})
+
+
+@covers("Volume.create", "Volume.list", "Volume.get_info", "Volume.connect", "Volume.destroy", "VolumeMount")
+def test_volumes(create):
+    volume = Volume.create(f"data-{uuid.uuid4().hex[:8]}")
+    try:
+        assert volume.volume_id in [each.volume_id for each in Volume.list()]
+        assert Volume.get_info(volume.volume_id).name == Volume.connect(volume.name).name
+        writer = create(volume_mounts={"/data": volume})
+        reader = create(volume_mounts={"/data": VolumeMount(volume, read_only=True)})
+        writer.files.write("/data/note", "shared")
+        wait(lambda: reader.files.exists("/data/note"))
+        assert reader.files.read("/data/note") == "shared"
+        assert reader.commands.run("touch /data/x").exit_code != 0
+        writer.kill()
+        reader.kill()
+    finally:
+        wait(lambda: _gone(volume))
+    with pytest.raises(cubesandbox.VolumeNotFoundError):
+        Volume.get_info(volume.volume_id)
+
+
+def _gone(volume: Volume) -> bool:
+    try:
+        return bool(Volume.destroy(volume.volume_id))
+    except cubesandbox.ApiError:
+        return False
+
+
+@covers("Template.list", "Template.get", "Template.delete", "Template.get_build_status", "Template.get_build_logs")
+@covers("Template.set_alias", note="an alias is one more name; none is taken away")
+def test_templates(served, create):
+    assert served.template in [each.name for each in Template.list()]
+    found = Template.get(served.template)
+    alias = f"alias-{uuid.uuid4().hex[:8]}"
+    assert Template.set_alias(found.template_id, alias).template_id == found.template_id
+    assert Template.get(alias).template_id == found.template_id
+    with pytest.raises(cubesandbox.TemplateNotFoundError):
+        Template.get("no-such")
+    build = served.gateway.call("GET", f"/templates/{served.template}")["buildID"]
+    assert Template.get_build_status(served.template, build).status == "ready"
+    assert Template.get_build_logs(served.template, build) is not None
+    create()
+    with pytest.raises(cubesandbox.ApiError) as used:
+        Template.delete(served.template)
+    assert used.value.status_code == 409
+
+
+def test_what_is_wrong_has_its_class(served):
+    with pytest.raises(cubesandbox.TemplateNotFoundError):
+        Sandbox.create("no-such-template")
+    with pytest.raises(AuthenticationError):
+        Sandbox.create(config=Config(api_key="wrong"))
+    with pytest.raises(cubesandbox.ApiError) as invalid:
+        Sandbox.create(metadata={"a": "b"}, timeout=-7)
+    assert invalid.value.status_code == 400
+
+
+def test_threads_share_one_object(box):
+    results: dict[int, str] = {}
+
+    def work(number: int) -> None:
+        results[number] = box.commands.run(f"echo {number}").stdout
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {number: f"{number}\n" for number in range(8)}

@@ -1,0 +1,64 @@
+"""What the pages of docs/ tell agents' authors to write is run, as it stands there, against a live gateway."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.api.served import free_port
+from tests.sdk.conftest import Server
+from tests.support import forkd_command, session
+from tests.support.session import REPOSITORY
+
+_CLIENTS = re.compile(r"^(?:from|import) (?:e2b|e2b_code_interpreter|cubesandbox|forkd)\b", re.MULTILINE)
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SAID = re.compile(r"print\(.*\)  # (.+)$", re.MULTILINE)
+_TEMPLATE = "debian"
+"""The name that the pages use."""
+
+
+def examples() -> list[tuple[Path, int, str]]:
+    return [
+        (page, number, block)
+        for page in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+        for number, block in enumerate(_BLOCK.findall(page.read_text()), 1)
+        if _CLIENTS.search(block)
+    ]
+
+
+def environment(served: Server) -> dict[str, str]:
+    where = dict.fromkeys(("E2B_API_URL", "E2B_SANDBOX_URL", "CUBE_API_URL", "FORKD_URL"), served.url)
+    proxy = {"CUBE_PROXY_NODE_IP": "127.0.0.1", "CUBE_PROXY_PORT_HTTP": str(served.port)}
+    keys = dict.fromkeys(("E2B_API_KEY", "CUBE_API_KEY", "FORKD_TOKEN"), served.key)
+    forkd = forkd_command.install(session.run_dir())
+    programs = f"{forkd.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"PATH": programs, "CUBE_TEMPLATE_ID": _TEMPLATE, "FORKD_TARGET": f"127.0.0.1:{free_port()}"}
+    return {**os.environ, **where, **proxy, **keys, **own}
+
+
+def test_there_is_an_example_for_each_client():
+    found = "\n".join(block for _, _, block in examples())
+    for client in ("e2b", "e2b_code_interpreter", "cubesandbox", "forkd"):
+        assert re.search(rf"^from {client} import", found, re.MULTILINE), client
+
+
+@pytest.mark.usefixtures("needs_memory")
+@pytest.mark.parametrize(
+    ("page", "number", "code"), [pytest.param(*each, id=f"{each[0].stem}-{each[1]}") for each in examples()]
+)
+def test_an_example_prints_what_it_says(served, page, number, code):
+    before = _sandboxes(served)
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, env=environment(served), capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == " ".join(_SAID.findall(code)).split()
+    assert _sandboxes(served) == before, f"the example {number} of {page.name} leaves sandboxes behind"
+
+
+def _sandboxes(served: Server) -> list[str]:
+    return [each["sandboxID"] for each in served.gateway.call("GET", "/sandboxes")]

@@ -1,0 +1,293 @@
+"""The published ``e2b`` client, unmodified, against a live gateway: sandboxes, their life and their snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import e2b
+import httpx
+import pytest
+from e2b import AsyncSandbox, Sandbox, SandboxQuery, SandboxState
+
+from tests.sdk.conftest import Server
+from tests.sdk.coverage import covers
+
+Create = Callable[..., Sandbox]
+_SETTLE_SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def address(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that somebody who has agents has to change."""
+    monkeypatch.setenv("E2B_API_KEY", served.key)
+    monkeypatch.setenv("E2B_API_URL", served.url)
+    monkeypatch.setenv("E2B_SANDBOX_URL", served.url)
+    monkeypatch.setenv("E2B_DOMAIN", served.domain)
+
+
+@pytest.fixture
+def create(served: Server) -> Iterator[Create]:
+    made: list[Sandbox] = []
+
+    def one(template: str = served.template, **options: Any) -> Sandbox:
+        made.append(Sandbox.create(template, **options))
+        return made[-1]
+
+    yield one
+    for sandbox in made:
+        sandbox.kill()
+
+
+def wait(until: Callable[[], object], seconds: float = _SETTLE_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.1)
+
+
+def everything(paginator: Any) -> list[Any]:
+    found = []
+    while paginator.has_next:
+        found += paginator.next_items()
+    return found
+
+
+@covers("Sandbox.create", "Sandbox.get_info", "Sandbox.is_running", "Sandbox.kill")
+def test_create_and_kill(served, create):
+    sandbox = create(timeout=600, metadata={"team": "red"}, envs={"GREETING": "hello"})
+    assert sandbox.is_running()
+    assert sandbox.commands.run('echo "$GREETING"').stdout == "hello\n"
+    info = sandbox.get_info()
+    assert (info.sandbox_id, info.name, info.state) == (sandbox.sandbox_id, served.template, SandboxState.RUNNING)
+    assert info.metadata == {"team": "red"}
+    assert (info.cpu_count, info.memory_mb) == (1, 256)
+    assert timedelta(seconds=500) < info.end_at - datetime.now(UTC) <= timedelta(seconds=600)
+    assert sandbox.kill()
+    assert not sandbox.kill()
+    assert not sandbox.is_running()
+    with pytest.raises(e2b.SandboxNotFoundException):
+        sandbox.get_info()
+    with pytest.raises(e2b.SandboxNotRunningException):
+        sandbox.commands.run("true")
+
+
+@covers("Sandbox.connect")
+def test_connect(create):
+    first = create()
+    first.files.write("/root/note", "kept")
+    second = Sandbox.connect(first.sandbox_id, timeout=900)
+    assert second.files.read("/root/note") == "kept"
+    assert second.get_info().end_at - datetime.now(UTC) > timedelta(seconds=800)
+    with pytest.raises(e2b.SandboxNotFoundException):
+        Sandbox.connect("0" * 12)
+
+
+@covers("Sandbox.list", "SandboxPaginator.next_items")
+def test_list(served, create):
+    mark = uuid.uuid4().hex
+    made = [create(metadata={"mark": mark, "number": str(number), "odd": "a=b&c d"}) for number in range(3)]
+    ids = [sandbox.sandbox_id for sandbox in made]
+    found = everything(Sandbox.list(query=SandboxQuery(metadata={"mark": mark, "odd": "a=b&c d"}), limit=2))
+    assert [info.sandbox_id for info in found] == ids or {info.sandbox_id for info in found} == set(ids)
+    assert [info.metadata["number"] for info in everything(Sandbox.list(query=SandboxQuery(metadata={"number": "1"})))]
+    ours = {"metadata": {"mark": mark}}
+    newest = everything(Sandbox.list(query=SandboxQuery(**ours), order="desc", limit=1))
+    assert [info.started_at for info in newest] == sorted((info.started_at for info in newest), reverse=True)
+    made[0].pause()
+    both = [SandboxState.RUNNING, SandboxState.PAUSED]
+    for states, count in (([SandboxState.RUNNING], 2), ([SandboxState.PAUSED], 1), (both, 3)):
+        assert len(everything(Sandbox.list(query=SandboxQuery(**ours, state=states)))) == count
+    assert len(everything(Sandbox.list(query=SandboxQuery(**ours, template=served.template)))) == 3
+    later = datetime.now(UTC) + timedelta(hours=1)
+    assert not everything(Sandbox.list(query=SandboxQuery(**ours, started_after=later)))
+
+
+@covers("Sandbox.set_timeout")
+def test_its_time_runs_out(create):
+    sandbox = create(timeout=600)
+    sandbox.set_timeout(1)
+    wait(lambda: not sandbox.is_running())
+    with pytest.raises(e2b.SandboxNotFoundException):
+        sandbox.set_timeout(60)
+
+
+@covers("Sandbox.pause", "Sandbox.beta_pause")
+def test_pause(served, create):
+    sandbox = create()
+    sandbox.commands.run("echo disk >/root/note; (sleep 1000; true) >/dev/null 2>&1 &")
+    assert sandbox.pause()
+    assert not sandbox.pause()
+    assert sandbox.get_info().state is SandboxState.PAUSED
+    with pytest.raises(e2b.SandboxNotRunningException):
+        sandbox.commands.run("true")
+    sandbox.connect()
+    assert sandbox.commands.run("cat /root/note").stdout == "disk\n"
+    lives = sandbox.commands.run("pgrep -c sleep || true").stdout.strip()
+    assert lives == ("1" if served.abilities.memory else "0")
+
+
+@covers("Sandbox.create", note="lifecycle: pause at the end of its time, resume by the next request")
+def test_pause_at_its_time_and_resume_by_traffic(create):
+    sandbox = create(timeout=600, lifecycle={"on_timeout": "pause", "auto_resume": True})
+    sandbox.files.write("/root/note", "still here")
+    sandbox.set_timeout(0)
+    wait(lambda: sandbox.get_info().state is SandboxState.PAUSED)
+    assert sandbox.files.read("/root/note") == "still here"
+    assert sandbox.get_info().state is SandboxState.RUNNING
+
+
+@covers("Sandbox.create_snapshot", "Sandbox.list_snapshots", "Sandbox.delete_snapshot", "SnapshotPaginator.next_items")
+def test_snapshots(create):
+    sandbox, name = create(), f"name-{uuid.uuid4().hex[:8]}"
+    sandbox.files.write("/root/note", "one")
+    first = sandbox.create_snapshot()
+    sandbox.files.write("/root/note", "two")
+    second = sandbox.create_snapshot(name=name)
+    assert second.names == [name]
+    listed = everything(sandbox.list_snapshots(limit=1))
+    assert {each.snapshot_id for each in listed} == {first.snapshot_id, second.snapshot_id}
+    assert not everything(Sandbox.list_snapshots(sandbox_id="0" * 12))
+    for snapshot, text in ((first.snapshot_id, "one"), (second.snapshot_id, "two"), (name, "two")):
+        made = create(snapshot)
+        assert made.files.read("/root/note") == text
+        made.kill()
+    sandbox.kill()
+    assert [Sandbox.delete_snapshot(each.snapshot_id) for each in (first, second, second)] == [True, True, False]
+    with pytest.raises(e2b.SandboxException, match="not found"):
+        create(first.snapshot_id)
+
+
+@covers("Sandbox.fork")
+def test_fork(served, create):
+    sandbox = create()
+    sandbox.commands.run("echo before >/root/note; (sleep 1001; true) >/dev/null 2>&1 &")
+    forks = sandbox.fork(count=3)
+    try:
+        for number, fork in enumerate(forks):
+            assert isinstance(fork, Sandbox)
+            assert fork.files.read("/root/note") == "before\n"
+            fork.files.write("/root/note", str(number))
+            lives = fork.commands.run("pgrep -fc 'sleep 100[1]' || true").stdout.strip()
+            assert (lives != "0") == served.abilities.memory
+        assert [fork.files.read("/root/note") for fork in forks] == ["0", "1", "2"]
+        assert sandbox.files.read("/root/note") == "before\n"
+    finally:
+        for fork in forks:
+            fork.kill()
+
+
+@covers("Sandbox.update_network")
+def test_update_network(create):
+    """What the rules do to packets is proved with the hosts: tests/kvm_xfs/test_netns.py, tests/jail_zfs/test_pf.py."""
+    sandbox = create(allow_internet_access=False)
+    assert sandbox.get_info().allow_internet_access is False
+    refused = "python3 -c 'import socket; socket.create_connection((\"198.51.100.1\", 80), 5)' 2>&1 | tail -n 1"
+    assert "Error" in sandbox.commands.run(refused).stdout
+    sandbox.update_network({"allow_out": ["198.51.100.0/24"], "deny_out": ["0.0.0.0/0"]})
+    network = sandbox.get_info().network
+    assert (network["allow_out"], network["deny_out"]) == (["198.51.100.0/24"], ["0.0.0.0/0"])
+    with pytest.raises(e2b.SandboxException, match="rules"):
+        sandbox.update_network({"rules": {"api.example.com": [{"transform": {"headers": {"A": "b"}}}]}})
+
+
+@covers("Sandbox.get_host")
+def test_a_port_by_its_host(served, create):
+    sandbox = create()
+    sandbox.commands.run("cd /etc && python3 -m http.server 8000", background=True)
+    headers = {"Host": sandbox.get_host(8000), "X-API-Key": served.key}
+    wait(lambda: httpx.get(f"{served.url}/hostname", headers=headers).status_code == 200)
+    token = {"Host": sandbox.get_host(8000), "E2B-Traffic-Access-Token": sandbox.traffic_access_token}
+    assert httpx.get(f"{served.url}/hostname", headers=token).status_code == 200
+    assert httpx.get(f"{served.url}/hostname", headers={"Host": sandbox.get_host(8000)}).status_code == 401
+
+
+@covers("Sandbox.download_url", "Sandbox.upload_url")
+def test_signed_urls(served, create):
+    sandbox = create()
+
+    def reached(url: str) -> tuple[str, dict[str, str]]:
+        """The URL at the gateway's address: its name is in no DNS."""
+        found = httpx.URL(url)
+        return str(found.copy_with(host="127.0.0.1", port=served.port, scheme="http")), {"Host": found.host}
+
+    direct = sandbox.connection_config.get_host(sandbox.sandbox_id, sandbox.sandbox_domain, 49983)
+    for url, work in (
+        (sandbox.upload_url("/root/up", use_signature_expiration=60), "write"),
+        (sandbox.download_url("/root/up"), "read"),
+    ):
+        target = httpx.URL(url).copy_with(host=direct, port=None)
+        address, headers = reached(str(target))
+        if work == "write":
+            answer = httpx.post(address, headers=headers, files={"file": ("up", b"signed")})
+        else:
+            answer = httpx.get(address, headers=headers)
+            assert answer.content == b"signed"
+        assert answer.status_code == 200, answer.text
+        assert httpx.get(address.replace("up", "down"), headers=headers).status_code == 401
+
+
+@covers("Volume.create", "Volume.list", "Volume.get_info", "Volume.connect", "Volume.destroy")
+def test_volumes(served, create):
+    name = f"data-{uuid.uuid4().hex[:8]}"
+    volume = e2b.Volume.create(name)
+    try:
+        assert name in [each.name for each in e2b.Volume.list()]
+        assert e2b.Volume.get_info(volume.volume_id).name == name
+        assert e2b.Volume.connect(volume.volume_id).name == name
+        writer, reader = (create(volume_mounts={"/data": volume}) for _ in range(2))
+        writer.files.write("/data/shared", "by all")
+        wait(lambda: reader.files.exists("/data/shared"))
+        assert reader.files.read("/data/shared") == "by all"
+        writer.kill()
+        reader.kill()
+    finally:
+        wait(lambda: e2b.Volume.destroy(volume.volume_id))
+    assert not e2b.Volume.destroy(volume.volume_id)
+    with pytest.raises(e2b.NotFoundException):
+        e2b.Volume.get_info(volume.volume_id)
+
+
+@covers("Template.exists", "Template.alias_exists")
+def test_templates(served):
+    assert e2b.Template.exists(served.template)
+    assert not e2b.Template.alias_exists("no-such-template")
+
+
+def test_what_is_wrong_has_its_class(served, create):
+    with pytest.raises(e2b.SandboxException, match="template") as missing:
+        create("no-such-template")
+    assert missing.value.status_code == 404
+    with pytest.raises(e2b.AuthenticationException):
+        Sandbox.create(served.template, api_key="wrong")
+    with pytest.raises(e2b.SandboxException) as invalid:
+        create(metadata={"a": "b"}, timeout=-7)
+    assert invalid.value.status_code == 400
+
+
+async def _async(served: Server) -> None:
+    sandbox = await AsyncSandbox.create(served.template, metadata={"way": "async"})
+    try:
+        assert await sandbox.is_running()
+        done = await asyncio.gather(*(sandbox.commands.run(f"echo {number}") for number in range(5)))
+        assert [each.stdout for each in done] == [f"{number}\n" for number in range(5)]
+        await sandbox.files.write("/root/a", "async")
+        assert await sandbox.files.read("/root/a") == "async"
+        snapshot = await sandbox.create_snapshot()
+        fork = (await sandbox.fork(count=1))[0]
+        assert isinstance(fork, AsyncSandbox)
+        assert await fork.files.read("/root/a") == "async"
+        await fork.kill()
+        await sandbox.kill()
+        assert await AsyncSandbox.delete_snapshot(snapshot.snapshot_id)
+    finally:
+        await sandbox.kill()
+
+
+@covers("AsyncSandbox", note="the same requests; a choice of them is tested")
+def test_async(served):
+    asyncio.run(_async(served))

@@ -1,0 +1,169 @@
+"""The published ``e2b_code_interpreter`` client, unmodified, against a live gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import e2b
+import pytest
+from e2b_code_interpreter import AsyncSandbox, Sandbox
+
+from tests.sdk.coverage import covers
+from tests.sdk.test_e2b import address, wait
+
+__all__ = ["address"]
+
+_RICH = """
+class Rich:
+    def _repr_html_(self): return "<b>rich</b>"
+    def _repr_markdown_(self): return "**rich**"
+    def _repr_png_(self): return b"\\x89PNG"
+    def _repr_mimebundle_(self, include=None, exclude=None): return {"application/vnd.custom": {"a": 1}}
+    def __repr__(self): return "rich"
+display(Rich())
+Rich()
+"""
+
+
+@pytest.fixture(scope="module")
+def sandbox(served) -> Iterator[Sandbox]:
+    made = Sandbox.create(served.template, api_key=served.key, api_url=served.url, sandbox_url=served.url)
+    yield made
+    made.kill()
+
+
+@covers("Sandbox.run_code")
+def test_state_and_results(sandbox):
+    assert sandbox.run_code("x = 20").text is None
+    done = sandbox.run_code("print('said'); x += 1; x * 2")
+    assert (done.text, done.logs.stdout, done.error) == ("42", ["said\n"], None)
+    assert sandbox.run_code("await __import__('asyncio').sleep(0, x)").text == "21"
+    heard: dict[str, list[Any]] = {"stdout": [], "stderr": [], "result": [], "error": []}
+    handlers = {f"on_{kind}": seen.append for kind, seen in heard.items()}
+    sandbox.run_code("import sys; print(1); print(2, file=sys.stderr); display(3); 1 / 0", **handlers)
+    assert ["".join(str(each) for each in heard[kind]) for kind in ("stdout", "stderr")] == ["1\n", "2\n"]
+    assert [result.text for result in heard["result"]] == ["3"]
+    (error,) = heard["error"]
+    assert (error.name, error.value) == ("ZeroDivisionError", "division by zero")
+    assert "1 / 0" in error.traceback
+
+
+def test_rich_results(sandbox):
+    shown, result = sandbox.run_code(_RICH).results
+    assert not shown.is_main_result and result.is_main_result
+    for each in (shown, result):
+        assert (each.text, each.html, each.markdown) == ("rich", "<b>rich</b>", "**rich**")
+        assert each.png == "iVBORw=="
+        assert each.extra == {"application/vnd.custom": {"a": 1}}
+        assert set(each.formats()) == {"text", "html", "markdown", "png", "application/vnd.custom"}
+
+
+def test_its_environment(sandbox, served):
+    code = "import os; os.environ.get('ONCE')"
+    assert sandbox.run_code(code, envs={"ONCE": "now"}).text == "'now'"
+    assert sandbox.run_code(code).text is None
+    mine = Sandbox.create(served.template, envs={"ALWAYS": "here"})
+    try:
+        assert mine.run_code("import os; os.environ['ALWAYS']").text == "'here'"
+    finally:
+        mine.kill()
+
+
+def test_a_time_limit_interrupts(sandbox):
+    sandbox.run_code("survives = 'yes'")
+    with pytest.raises(e2b.TimeoutException):
+        sandbox.run_code("import time\ntry:\n    time.sleep(600)\nfinally:\n    interrupted = True", timeout=1)
+    wait(lambda: sandbox.run_code("survives, globals().get('interrupted')").text == "('yes', True)")
+
+
+def test_its_death_is_told_and_it_starts_anew(sandbox):
+    died = sandbox.run_code("import os; os._exit(3)")
+    assert died.error is not None
+    assert sandbox.run_code("1 + 1").text == "2"
+
+
+@covers("Sandbox.run_code", note="`language`: python or bash")
+def test_bash(sandbox):
+    sandbox.run_code("here=kept; cd /etc", language="bash")
+    done = sandbox.run_code('echo "$here $PWD"; echo no >&2', language="bash")
+    assert (done.logs.stdout, done.logs.stderr) == (["kept /etc\n"], ["no\n"])
+    assert sandbox.run_code("false", language="bash").error is not None
+    with pytest.raises(e2b.SandboxException, match="python"):
+        sandbox.run_code("1", language="cobol")
+
+
+@covers(
+    "Sandbox.create_code_context",
+    "Sandbox.list_code_contexts",
+    "Sandbox.restart_code_context",
+    "Sandbox.remove_code_context",
+)
+def test_contexts(sandbox):
+    context = sandbox.create_code_context(cwd="/tmp", language="python")
+    assert (context.language, context.cwd) == ("python", "/tmp")
+    assert context.id in [each.id for each in sandbox.list_code_contexts()]
+    sandbox.run_code("mine = 1", context=context)
+    assert sandbox.run_code("import os; (os.getcwd(), mine)", context=context).text == "('/tmp', 1)"
+    assert sandbox.run_code("'mine' in globals()").text == "False"
+    sandbox.restart_code_context(context)
+    assert sandbox.run_code("'mine' in globals()", context=context).text == "False"
+    sandbox.remove_code_context(context.id)
+    assert context.id not in [each.id for each in sandbox.list_code_contexts()]
+    with pytest.raises(e2b.NotFoundException):
+        sandbox.run_code("1", context=context)
+
+
+def test_big_output(sandbox):
+    done = sandbox.run_code("for number in range(100_000): print(number)", timeout=120)
+    text = "".join(done.logs.stdout)
+    assert text.endswith("\n99999\n") and text.count("\n") == 100_000
+
+
+@pytest.mark.usefixtures("needs_memory")
+def test_memory_survives_snapshot_fork_and_pause(served):
+    sandbox = Sandbox.create(served.template)
+    made = [sandbox]
+    try:
+        sandbox.run_code("counter = 41; import threading; lock = threading.Lock()")
+        snapshot = sandbox.create_snapshot()
+        sandbox.run_code("counter = 0")
+        made += [Sandbox.create(snapshot.snapshot_id), *sandbox.fork(count=2)]
+        assert [each.run_code("counter += 1; counter").text for each in made] == ["1", "42", "1", "1"]
+        assert sandbox.pause()
+        sandbox.connect()
+        assert sandbox.run_code("counter").text == "1"
+        dice = {each.run_code("import random; random.random()").text for each in made[2:]}
+        assert len(dice) == 2
+        for each in made:
+            each.kill()
+        Sandbox.delete_snapshot(snapshot.snapshot_id)
+    finally:
+        for each in made:
+            each.kill()
+
+
+async def _async(template: str) -> list[str | None]:
+    sandbox = await AsyncSandbox.create(template)
+    try:
+        context = await sandbox.create_code_context()
+        waiting = sandbox.run_code(
+            "import time, pathlib\nwhile not pathlib.Path('/tmp/go').exists(): time.sleep(0.05)\n'a'"
+        )
+        other = sandbox.run_code(
+            "pathlib = __import__('pathlib'); pathlib.Path('/tmp/go').touch(); 'b'", context=context
+        )
+        return [done.text for done in await asyncio.gather(waiting, other)]
+    finally:
+        await sandbox.kill()
+
+
+@covers("AsyncSandbox", note="the same requests; a choice of them is tested")
+def test_async_and_contexts_run_at_once(served):
+    assert asyncio.run(_async(served.template)) == ["'a'", "'b'"]
+
+
+def test_as_json(sandbox):
+    assert json.loads(sandbox.run_code("1").to_json())["results"][0]["text"] == "1"

@@ -1,0 +1,218 @@
+"""The published ``e2b`` client, unmodified, against a live gateway: commands, files and terminals in a sandbox."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import e2b
+import pytest
+from e2b import FilesystemEventType, FileType, PtySize, Sandbox
+
+from tests.sdk.coverage import covers
+from tests.sdk.test_e2b import address, wait
+
+__all__ = ["address"]
+
+_BIG = 50 << 20
+
+
+@pytest.fixture(scope="module")
+def sandbox(served) -> Iterator[Sandbox]:
+    made = Sandbox.create(served.template, api_key=served.key, api_url=served.url, sandbox_url=served.url)
+    yield made
+    made.kill()
+
+
+@covers("Commands.run")
+def test_commands(sandbox):
+    heard: list[tuple[str, str]] = []
+    done = sandbox.commands.run(
+        'echo out; echo err >&2; pwd; echo "$WORD"',
+        envs={"WORD": "a b"},
+        cwd="/etc",
+        on_stdout=lambda text: heard.append(("out", text)),
+        on_stderr=lambda text: heard.append(("err", text)),
+    )
+    assert (done.stdout, done.stderr, done.exit_code) == ("out\n/etc\na b\n", "err\n", 0)
+    assert "".join(text for kind, text in heard if kind == "out") == done.stdout
+    with pytest.raises(e2b.CommandExitException) as failed:
+        sandbox.commands.run("echo why >&2; exit 7")
+    assert (failed.value.exit_code, failed.value.stderr) == (7, "why\n")
+
+
+@covers("Commands.run", note="`user`: any of the sandbox; left out: root")
+def test_commands_of_a_user(sandbox):
+    assert sandbox.commands.run("id -un; pwd; echo $HOME", user="user").stdout == "user\n/home/user\n/home/user\n"
+    assert sandbox.commands.run("id -un").stdout == "root\n"
+    with pytest.raises(e2b.AuthenticationException, match="nobody-here"):
+        sandbox.commands.run("true", user="nobody-here")
+
+
+def test_a_time_limit(sandbox):
+    with pytest.raises(e2b.TimeoutException):
+        sandbox.commands.run("sleep 600.1", timeout=1)
+    wait(lambda: sandbox.commands.run("pgrep -fc 'sleep 600[.]1' || true").stdout == "0\n")
+
+
+def test_big_output(sandbox):
+    lines = 200_000
+    done = sandbox.commands.run(f"seq {lines}", timeout=120)
+    assert done.stdout.endswith(f"\n{lines}\n") and done.stdout.count("\n") == lines
+
+
+@covers(
+    "Commands.list",
+    "Commands.connect",
+    "Commands.send_stdin",
+    "Commands.stream_input",
+    "Commands.close_stdin",
+    "Commands.kill",
+    "CommandHandle.wait",
+    "CommandHandle.disconnect",
+    "CommandHandle.kill",
+    "CommandHandle.send_stdin",
+    "CommandHandle.close_stdin",
+)
+def test_background_commands(sandbox):
+    handle = sandbox.commands.run("while read line; do echo got $line; done; echo end", background=True, stdin=True)
+    assert handle.pid in [each.pid for each in sandbox.commands.list()]
+    sandbox.commands.send_stdin(handle.pid, "one\n")
+    handle.disconnect()
+    again = sandbox.commands.connect(handle.pid)
+    again.send_stdin("two\n")
+    sandbox.commands.stream_input(handle.pid, ["three\n"])
+    sandbox.commands.stream_input(handle.pid, [b"four\n"])
+    again.close_stdin()
+    assert again.wait().stdout.endswith("got two\ngot three\ngot four\nend\n")
+    other = sandbox.commands.run("sleep 600.2", background=True, stdin=True)
+    sandbox.commands.close_stdin(other.pid)
+    assert sandbox.commands.kill(other.pid)
+    with pytest.raises(e2b.CommandExitException):
+        other.wait()
+    assert not other.kill()
+
+
+def test_a_server_outlives_its_stream(sandbox):
+    handle = sandbox.commands.run("python3 -m http.server 8123", background=True)
+    handle.disconnect()
+    wait(
+        lambda: (
+            sandbox.commands.run(
+                "python3 -c 'import urllib.request as u; u.urlopen(\"http://127.0.0.1:8123\")' && echo up || true"
+            ).stdout
+            == "up\n"
+        )
+    )
+    assert sandbox.commands.kill(handle.pid)
+
+
+@covers("Pty.create", "Pty.connect", "Pty.resize", "Pty.send_stdin", "Pty.stream_input", "Pty.kill")
+def test_terminal(sandbox):
+    seen = bytearray()
+    handle = sandbox.pty.create(PtySize(rows=24, cols=80), user="user", cwd="/tmp", envs={"PS1": "$ "}, timeout=60)
+    sandbox.pty.resize(handle.pid, PtySize(rows=33, cols=101))
+    sandbox.pty.send_stdin(handle.pid, b"stty size; id -un; pwd\n")
+    handle.disconnect()
+    again = sandbox.pty.connect(handle.pid)
+    sandbox.pty.stream_input(handle.pid, [b"echo A$((20+3));", b" exit\n"])
+    again.wait(on_pty=seen.extend)
+    assert b"A23" in seen
+    killed = sandbox.pty.create(PtySize(rows=24, cols=80))
+    assert sandbox.pty.kill(killed.pid)
+    assert not sandbox.pty.kill(killed.pid)
+
+
+@covers("Filesystem.write", "Filesystem.read", "Filesystem.write_files", "Filesystem.exists", "Filesystem.get_info")
+def test_files(sandbox):
+    files = sandbox.files
+    assert files.write("/tmp/t/ü b.txt", "héllo").path == "/tmp/t/ü b.txt"
+    assert files.read("/tmp/t/ü b.txt") == "héllo"
+    assert files.read("/tmp/t/ü b.txt", format="bytes") == bytearray("héllo".encode())
+    written = files.write_files([{"path": f"/tmp/t/{number}", "data": str(number)} for number in range(5)])
+    assert [entry.name for entry in written] == [str(number) for number in range(5)]
+    assert files.exists("/tmp/t/4") and not files.exists("/tmp/t/5")
+    files.write("note", "mine", user="user")
+    info = files.get_info("/home/user/note")
+    assert (info.owner, info.size, info.type) == ("user", 4, FileType.FILE)
+    with pytest.raises(e2b.FileNotFoundException):
+        files.read("/tmp/none")
+    with pytest.raises(e2b.InvalidArgumentException):
+        files.read("/tmp")
+
+
+def test_a_big_file_both_ways(sandbox):
+    block = hashlib.sha256(b"block").digest() * 2048
+    data = block * (_BIG // len(block))
+    sandbox.files.write("/tmp/big", data)
+    inside = sandbox.commands.run("sha256sum </tmp/big", timeout=120).stdout.split()[0]
+    assert inside == hashlib.sha256(data).hexdigest()
+    digest, size = hashlib.sha256(), 0
+    for piece in sandbox.files.read("/tmp/big", format="stream"):
+        digest.update(piece)
+        size += len(piece)
+    assert (size, digest.hexdigest()) == (len(data), inside)
+    sandbox.files.remove("/tmp/big")
+
+
+@covers("Filesystem.list", "Filesystem.make_dir", "Filesystem.rename", "Filesystem.remove")
+def test_directories(sandbox):
+    files = sandbox.files
+    assert files.make_dir("/tmp/d/e") and not files.make_dir("/tmp/d/e")
+    files.write("/tmp/d/e/f", "123")
+    assert [(entry.path, entry.type) for entry in files.list("/tmp/d", depth=2)] == [
+        ("/tmp/d/e", FileType.DIR),
+        ("/tmp/d/e/f", FileType.FILE),
+    ]
+    assert files.rename("/tmp/d/e/f", "/tmp/d/g").path == "/tmp/d/g"
+    files.remove("/tmp/d")
+    assert not files.exists("/tmp/d")
+    with pytest.raises(e2b.FileNotFoundException):
+        files.list("/tmp/d")
+
+
+@covers("Filesystem.watch_dir", "WatchHandle.get_new_events", "WatchHandle.stop")
+def test_watch(sandbox):
+    sandbox.files.make_dir("/tmp/w/deep")
+    flat = sandbox.files.watch_dir("/tmp/w")
+    all_of_it = sandbox.files.watch_dir("/tmp/w", recursive=True)
+    sandbox.files.write("/tmp/w/a", "1")
+    sandbox.files.write("/tmp/w/deep/b", "2")
+    sandbox.files.rename("/tmp/w/a", "/tmp/w/c")
+    sandbox.files.remove("/tmp/w/c")
+    wanted = {("a", FilesystemEventType.CREATE), ("a", FilesystemEventType.RENAME), ("c", FilesystemEventType.REMOVE)}
+    for handle, more in ((flat, set()), (all_of_it, {("deep/b", FilesystemEventType.CREATE)})):
+        seen: set[tuple[str, Any]] = set()
+
+        def enough(handle=handle, seen=seen, more=more) -> bool:
+            seen.update((event.name, event.type) for event in handle.get_new_events())
+            return (wanted | more) <= seen
+
+        wait(enough)
+        assert more or not any(name.startswith("deep/") for name, _ in seen)
+        handle.stop()
+        with pytest.raises(e2b.SandboxException):
+            handle.get_new_events()
+
+
+def test_a_disk_that_is_full(sandbox, served):
+    if not served.abilities.memory:
+        pytest.skip("a jail's quota is as large as its template's disk: to fill it takes long")
+    sandbox.commands.run("mount -t tmpfs -o size=1m none /mnt")
+    with pytest.raises(e2b.NotEnoughSpaceException):
+        sandbox.files.write("/mnt/x", b"x" * (2 << 20))
+    sandbox.commands.run("umount /mnt")
+
+
+def test_git_says_that_it_is_missing(sandbox):
+    with pytest.raises(e2b.CommandExitException) as missing:
+        sandbox.git.init("/tmp/repository")
+    assert missing.value.exit_code == 127
+
+
+def test_many_at_once(sandbox):
+    handles = [sandbox.commands.run(f"read x; echo {number} $x", background=True, stdin=True) for number in range(12)]
+    for handle in reversed(handles):
+        handle.send_stdin("now\n")
+    assert [handle.wait().stdout for handle in handles] == [f"{number} now\n" for number in range(12)]

@@ -1,0 +1,133 @@
+"""Twenty clients at once: each sandbox answers with its own secret, nothing fails, no connection stays.
+
+For two minutes: ``GROVE_LOAD_SECONDS=120 ./dev test tests/sdk/test_load.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import cubesandbox
+import e2b_code_interpreter
+import pytest
+
+from tests.sdk.conftest import Server
+from tests.sdk.test_cubesandbox import address as cubesandbox_address
+from tests.sdk.test_e2b import address as e2b_address
+from tests.sdk.test_e2b import wait
+
+__all__ = ["cubesandbox_address", "e2b_address"]
+
+CLIENTS = 20
+SECONDS = float(os.environ.get("GROVE_LOAD_SECONDS", "20"))
+_FAILED = re.compile(r'^sandbox_gateway_request_seconds_count\{[^}]*status="5\d\d"[^}]*\} (\S+)', re.MULTILINE)
+
+
+class Client:
+    """One agent with one sandbox, whose secret is in its environment, its files and its interpreter."""
+
+    def __init__(self, sandbox: Any, secret: str, dice: random.Random) -> None:
+        self.sandbox = sandbox
+        self.secret = secret
+        self.dice = dice
+        self.done: Counter[str] = Counter()
+        sandbox.files.write("/root/secret", secret)
+        sandbox.run_code(f"secret = {secret!r}; counter = 0")
+        self.counted = 0
+
+    def work(self, until: float) -> Counter[str]:
+        verbs: list[Callable[[], None]] = [self.command, self.file, self.code, self.code, self.big_output]
+        while time.monotonic() < until:
+            verb = self.dice.choice(verbs)
+            verb()
+            self.done[verb.__name__] += 1
+        return self.done
+
+    def end(self) -> None:
+        self.sandbox.__exit__(None, None, None)
+
+    def command(self) -> None:
+        assert self.sandbox.commands.run("cat /root/secret; echo $SECRET").stdout == f"{self.secret}{self.secret}\n"
+
+    def file(self) -> None:
+        path = f"/tmp/{self.dice.randrange(10)}"
+        self.sandbox.files.write(path, self.secret * 1000)
+        assert self.sandbox.files.read(path) == self.secret * 1000
+
+    def code(self) -> None:
+        self.counted += 1
+        assert self.sandbox.run_code("counter += 1; (secret, counter)").text == repr((self.secret, self.counted))
+
+    def big_output(self) -> None:
+        output = self.sandbox.commands.run("for i in $(seq 2000); do echo $SECRET; done").stdout
+        assert output == f"{self.secret}\n" * 2000
+
+
+def client(number: int) -> Client:
+    secret = uuid.uuid4().hex
+    make = cubesandbox.Sandbox.create if number % 2 else e2b_code_interpreter.Sandbox.create
+    sandbox = make(os.environ["CUBE_TEMPLATE_ID"], envs={"SECRET": secret})
+    return Client(sandbox, secret, random.Random(number))
+
+
+def failures(served: Server) -> float:
+    """Answers of 500 and above that the gateway has given."""
+    return sum(float(count) for count in _FAILED.findall(served.gateway.client.get("/metrics").text))
+
+
+def sockets(served: Server) -> int:
+    """Connections that the gateway holds."""
+    process = served.gateway.process
+    assert process is not None
+    links = (each for each in Path(f"/proc/{process.pid}/fd").iterdir())
+    return sum(_is_socket(link) for link in links)
+
+
+def _is_socket(link: Path) -> bool:
+    try:
+        return str(link.readlink()).startswith("socket:")
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def clients(served, e2b_address, cubesandbox_address):
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(client, range(CLIENTS)))
+    yield made
+    for each in made:
+        each.end()
+
+
+def test_twenty_clients_at_once(served, request):
+    before, failed = sockets(served), failures(served)
+    clients: list[Client] = request.getfixturevalue("clients")
+    until = time.monotonic() + SECONDS
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        done = list(pool.map(lambda each: each.work(until), clients))
+    assert all(sum(each.values()) > 0 for each in done)
+    print("verbs done:", dict(sum(done, Counter())))
+    assert failures(served) == failed
+    for each in clients:
+        each.end()
+    wait(lambda: sockets(served) <= before + _kept_alive(served))
+
+
+def _kept_alive(served: Server) -> int:
+    """What the clients' own pools keep open to the gateway: theirs to close, not the gateway's."""
+    mine = set()
+    for family in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{family}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[2].endswith(f":{served.port:04X}") and fields[3] == "01":
+                mine.add(fields[1])
+    return len(mine)

@@ -1,0 +1,49 @@
+"""The command `forkd` of gateway/extras/forkd, from the tree."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+from tests.support import session
+
+PACKAGE = session.REPOSITORY / "gateway" / "extras" / "forkd"
+_START_SECONDS = 20
+
+
+def install(directory: Path, *settings: str) -> Path:
+    """Put the command into ``directory``, as installing the package would, and return its path.
+
+    ``settings``: Python statements that change its modules ``command`` and ``port`` first.
+    """
+    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["forkd"].partition(":")
+    lines = [
+        f"#!{sys.executable}",
+        "import sys",
+        f"sys.path.insert(0, {str(PACKAGE / 'src')!r})",
+        f"from {module.partition('.')[0]} import command, port",
+        f"from {module} import {function}",
+        *settings,
+        f"sys.exit({function}())",
+    ]
+    command = directory / "forkd"
+    command.write_text("\n".join(lines) + "\n")
+    command.chmod(0o755)
+    return command
+
+
+def wait_for(target: str) -> None:
+    """Until something listens on HOST:PORT."""
+    host, _, port = target.rpartition(":")
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline, f"nothing listens on {target}"
+            time.sleep(0.05)
