@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import http.client
 import json
 import os
@@ -443,7 +444,10 @@ def test_the_token_is_asked_for(fresh):
     for method, path in (("POST", "/execute"), ("GET", "/contexts"), ("POST", "/contexts/default/restart")):
         assert code.request(method, path, {"code": "1"}).status == 401
     assert code.request("GET", "/health").status == 200
-    assert code.request("POST", "/execute", {"code": "1"}, {"X-Access-Token": "secret"}).status == 200
+    made_of_it = hashlib.sha256(b"code secret").hexdigest()
+    for token in ("secret", made_of_it):
+        assert code.request("POST", "/execute", {"code": "1"}, {"X-Access-Token": token}).status == 200
+    assert fresh.request("POST", "/eval", '{"code": "1"}', {"X-Access-Token": made_of_it})[0] == 401
     assert fresh.request("POST", "/eval", '{"code": "1"}')[0] == 401
 
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from e2b.sandbox.signature import get_signature
 
-from sandbox_gateway.api.access import signed_query
+from sandbox_gateway.api.access import inner_token, signed_query
 from sandbox_gateway.errors import Unauthorized
 from tests.api import memory_host
 from tests.api.inside import AGENT_PORT, PORT, at, host, raw, to
@@ -63,7 +63,7 @@ def test_the_traffic_token_opens_every_port_but_the_agents(
     assert anyone.get("/sandboxes", headers=token).status_code == 401
 
 
-def test_the_code_interpreter_is_given_the_inner_token(
+def test_the_code_interpreter_is_given_a_token_that_opens_nothing_else(
     served: Served, anyone: httpx.Client, one: dict[str, Any]
 ) -> None:
     with raw(served, one, port=49999) as service:
@@ -74,7 +74,9 @@ def test_the_code_interpreter_is_given_the_inner_token(
         ):
             assert anyone.get("/contexts", headers=to(one, 49999, **let_in)).status_code == 200
             headers = service.headers()
-            assert headers["x-access-token"] == one["envdAccessToken"]
+            given = headers["x-access-token"]
+            assert given == inner_token(one["envdAccessToken"], 49999) != one["envdAccessToken"]
+            assert anyone.get("/files", headers=to(one, AGENT_PORT, **{"X-Access-Token": given})).status_code == 401
             assert service.heads[-1].lower().count(b"x-access-token") == 1
             assert not {"x-api-key", "e2b-traffic-access-token"} & set(headers)
 

@@ -155,6 +155,8 @@ def test_timeout_kills_or_pauses(live: Live) -> None:
     live.do(live.engine.set_timeout("stays", None))
     wait_for(lambda: {each.name for each in live.engine.sandboxes()} == {"sleeps", "stays"})
     wait_for(lambda: live.sandbox("sleeps").state is SandboxState.PAUSED)
+    assert live.do(live.engine.resume("sleeps")).end_at is not None, "it has its second again"
+    wait_for(lambda: live.sandbox("sleeps").state is SandboxState.PAUSED)
     live.do(live.engine.resume("sleeps", timeout=None))
     assert live.shell("sleeps", "hostname").strip() == "sleeps"
 

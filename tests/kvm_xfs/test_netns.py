@@ -27,6 +27,7 @@ from sandbox_gateway.hosts.addresses import name_servers
 from sandbox_gateway.hosts.kvm_xfs import netns
 from sandbox_gateway.hosts.kvm_xfs.netns import (
     AGENT_PORT,
+    CODE_PORT,
     GATEWAY_ADDRESS,
     GUEST_ADDRESS,
     GUEST_MAC,
@@ -295,10 +296,11 @@ def test_agents_obey_the_gateways_user_alone() -> None:
         async with world() as w:
             slot = await w.pool.take(OPEN)
             guest = w.guest(slot)
-            for port in (8000, AGENT_PORT):
+            for port in (8000, AGENT_PORT, CODE_PORT):
                 w.keep(guest.listen(port))
             assert connects_as(NOBODY, slot.host_address, 8000)
             assert not connects_as(NOBODY, slot.host_address, AGENT_PORT)
+            assert not connects_as(NOBODY, slot.host_address, CODE_PORT)
             assert connects_as(0, slot.host_address, AGENT_PORT)
 
     run(test)

@@ -147,7 +147,7 @@ def build(address: str, port: int, code_port: int, *, managed: bool, line: str) 
         threading.Thread(target=identity.listen, args=(Line(line),), daemon=True).start()
     server = Server(address, port, routes, identity.guard)
     try:
-        return server, Server(address, code_port, interpreting.own_routes(), identity.guard)
+        return server, Server(address, code_port, interpreting.own_routes(), identity.guard_code)
     except OSError as error:
         # Whoever has the port shall not keep the agent from its own.
         print(f"sandbox-agent: no code interpreter: {address}:{code_port}: {error}", file=sys.stderr)

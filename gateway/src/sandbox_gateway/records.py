@@ -154,6 +154,8 @@ class Sandbox(_Record):
     started_at: datetime = Field(default_factory=now)
     end_at: datetime | None = None
     """When its time is up; None: never."""
+    life: float | None = None
+    """Seconds it was given last; when its time is up and it is resumed, it has them again. None: the host's default."""
     on_timeout: OnTimeout = OnTimeout.KILL
     auto_resume: bool = False
     idempotency_key: str = ""

@@ -23,8 +23,9 @@ from sandbox_gateway.errors import GatewayError, NotFound, Unauthorized
 from sandbox_gateway.records import Sandbox
 
 ENVD_PORT = 49983
-AGENT_PORTS = frozenset({ENVD_PORT, 49999})
-"""Ports of our own agent (E2B's envd, and the code interpreter): they, and they alone, get the inner access token."""
+CODE_PORT = 49999
+AGENT_PORTS = frozenset({ENVD_PORT, CODE_PORT})
+"""Ports of our own agent (E2B's envd, and the code interpreter): they, and they alone, get an inner access token."""
 TOKEN_HEADER = "x-access-token"
 TRAFFIC_HEADERS = ("e2b-traffic-access-token", "cube-traffic-access-token")
 SECRET_HEADERS = frozenset({"x-api-key", TOKEN_HEADER, *TRAFFIC_HEADERS})
@@ -62,6 +63,14 @@ class Admission:
 def traffic_token(engine: Engine, sandbox_id: str) -> str:
     """The sandbox's second token: good for every port but the agent's first."""
     return engine.secret_of(f"traffic {sandbox_id}")
+
+
+def inner_token(token: str, port: int) -> str:
+    """What the agent at ``port`` asks for: its own ``token``, or at the code interpreter's one made of it.
+
+    A program of the sandbox that took that port while no agent ran must not learn what opens the other.
+    """
+    return token if port == ENVD_PORT else hashlib.sha256(f"code {token}".encode()).hexdigest()
 
 
 class Access:

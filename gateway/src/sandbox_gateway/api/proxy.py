@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from websockets.exceptions import InvalidHandshake
 
 from sandbox_gateway.api import auth, websocket
-from sandbox_gateway.api.access import AGENT_PORTS, SECRET_HEADERS, TOKEN_HEADER, Access, NotRunning
+from sandbox_gateway.api.access import AGENT_PORTS, SECRET_HEADERS, TOKEN_HEADER, Access, NotRunning, inner_token
 from sandbox_gateway.api.errors import ClientGone, clip
 from sandbox_gateway.api.pools import CONNECT_SECONDS, Machine, Pools
 from sandbox_gateway.api.requests import LONGEST_REF
@@ -187,7 +187,7 @@ class DataPlane:
         kept = [(name, value) for name, value in headers.raw if _text(name) not in dropped]
         kept.insert(0, (b"host", target.host.encode("latin-1")))
         if target.port in AGENT_PORTS:
-            kept.append((TOKEN_HEADER.encode(), token.encode()))
+            kept.append((TOKEN_HEADER.encode(), inner_token(token, target.port).encode()))
         return kept
 
     def _is_key(self, authorization: str) -> bool:

@@ -113,6 +113,7 @@ class Engine(Building):
         async with self.held(ref) as hold:
             sandbox = self.sandbox(hold)
             sandbox.end_at = self.end_at(seconds)
+            sandbox.life = seconds or sandbox.life
             await self.host.save(sandbox)
 
     async def update(self, ref: str, *, metadata: dict[str, str] | None = None, name: str | None = None) -> Sandbox:

@@ -176,6 +176,7 @@ class Forking(Volumes):
             created_at=started,
             started_at=started,
             end_at=self.end_at(spec.timeout),
+            life=None if isinstance(spec.timeout, Unset) else spec.timeout or None,
             on_timeout=spec.on_timeout,
             auto_resume=spec.auto_resume,
             idempotency_key=spec.idempotency_key,

@@ -84,13 +84,16 @@ class Replacing(Capturing):
     async def resume(self, ref: str, *, timeout: float | Unset | None = UNSET, cold_start: bool = False) -> Sandbox:
         """Let a paused sandbox go on, from its capture or else from its disk; with ``cold_start`` never from memory.
 
-        Its time goes on too; where that is up already, it has the host's default from now.
+        Its time goes on too; where that is up already, it has as much again as it was given last, or else the host's
+        default, from now.
         """
         async with self.held(ref) as hold:
             sandbox = self.sandbox(hold)
             if sandbox.state is SandboxState.RUNNING:
                 raise Conflict(f"sandbox {sandbox.id} is running already")
             up = sandbox.end_at is not None and sandbox.end_at <= now()
+            if isinstance(timeout, Unset) and up:
+                timeout = sandbox.life or UNSET
             end_at = sandbox.end_at if isinstance(timeout, Unset) and not up else self.end_at(timeout)
             if sandbox.pause_snapshot:
                 return await self._resume_captured(sandbox, end_at, cold_start or sandbox.cold_start)

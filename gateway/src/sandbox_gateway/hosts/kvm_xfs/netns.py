@@ -52,7 +52,7 @@ GATEWAY_ADDRESS = "169.254.0.22"
 GUEST_MAC = "02:5b:78:00:00:01"
 TAP_MAC = "02:5b:78:00:00:02"
 TAP = "tap0"
-AGENT_PORT = 49983
+AGENT_PORT, CODE_PORT = 49983, 49999
 VOLUME_PORTS = range(22000, 32000, 2)
 """Of the gateway's address, as guests see it: a volume has one and the next; nothing a host offers by default."""
 
@@ -350,7 +350,7 @@ table inet {self._host_table} {{
     chain output {{
         type filter hook output priority filter - 5; policy accept;
         # To a sandbox's agent the host is its gateway, whom it obeys without a token: no other user may speak for it.
-        oifname {slots} tcp dport {AGENT_PORT} meta skuid != {os.geteuid()} reject with tcp reset
+        oifname {slots} tcp dport {{ {AGENT_PORT}, {CODE_PORT} }} meta skuid != {os.geteuid()} reject with tcp reset
         ip daddr {volumes} meta skuid != {os.geteuid()} meta l4proto tcp reject with tcp reset
     }}
     chain forward {{
