@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import contextlib
 import hashlib
@@ -648,12 +649,21 @@ def test_nothing_is_loaded_before_it_is_needed(unmanaged, running):
         assert code.run("1").execution_count == 1
 
 
+def test_what_lies_in_its_directory_stands_in_for_nothing_installed(code, tmp_path):
+    (tmp_path / "random.py").write_text("planted = True")
+    (tmp_path / "own.py").write_text("value = 7")
+    context = code.context(cwd=str(tmp_path))["id"]
+    assert code.run("import random; hasattr(random, 'planted')", context_id=context).text == "False"
+    assert code.run("import own; own.value", context_id=context).text == "7"
+
+
 def test_the_kernel_is_bare(code, unmanaged):
     context = code.context()["id"]
     names = code.run("sorted(name for name in globals() if not name.startswith('__'))", context_id=context).text
     assert names == "[]"
-    found = code.run("import sys\nsys.path[0], sys.argv, __name__", context_id=context)
-    assert found.text == "('', [''], '__main__')"
+    found = code.run("import sys\nsys.path[0], sys.path[-1], sys.argv, __name__", context_id=context)
+    first, last, *rest = ast.literal_eval(found.text)
+    assert first and not last and rest == [[""], "__main__"]
     # A Python's own site packages may load what they like.
     plain = subprocess.check_output(
         [unmanaged[0], "-c", "import sys; print('random' in sys.modules)"], text=True

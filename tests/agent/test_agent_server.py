@@ -92,6 +92,8 @@ def test_nonsense_ends_the_connection_only(agent):
         b"\x16\x03\x01\r\n\r\n",
         b"GET\r\n\r\n",
         b"POST /exec HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        "POST /exec HTTP/1.1\r\nContent-Length: \u00b2\r\n\r\n".encode("latin-1"),
+        b"POST /exec HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
         b"POST /exec HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"GET /" + b"x" * 200_000,
     ):

@@ -243,11 +243,12 @@ def test_clients_that_misbehave(api: httpx.Client, start: Start, target: str) ->
     """One after the other, and none of them harms the next."""
     start("fork", "--tag", "base", settings=("port.IDLE_SECONDS = 2", "port.MOST_CONNECTIONS = 4"))
     for line, words in (
-        (b"\xff\xfe\n", "JSON"),
+        (b"{\xff\xfe\n", "JSON"),
+        (b'POST / HTTP/1.1\r\n\r\n{"action": "exec", "args": ["touch", "/tmp/x"]}\n', "JSON object"),
         (b'{"action": "ping"\n', "JSON"),
         (b'{"action": "exec", "args": ["ex', "JSON"),
-        (b"[" * 100_000 + b"\n", "JSON"),
-        (b"[]\n", "not an object"),
+        (b'{"action":' + b"[" * 100_000 + b"\n", "JSON"),
+        (b"[]\n", "JSON object"),
         (b"{}\n", "unknown action"),
         (b'{"action": "exec", "args": ["x"], "timeout": NaN}\n', "NaN"),
         (b'{"action": "exec", "args": ["x"], "timeout": -1}\n', "timeout_secs"),

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from sandbox_gateway.api.shapes import ENVD_VERSION
+from tests.api.inside import eventually
 from tests.api.served import READ_KEY, Served
 
 
@@ -88,6 +89,20 @@ def test_what_its_creator_counts_on_is_refused_not_ignored(api: httpx.Client, bo
     answer = api.post("/sandboxes", json={"templateID": "base", **body})
     assert answer.status_code == 400 and "not supported here" in answer.json()["message"]
     assert api.get("/sandboxes").json() == []
+
+
+def test_one_whose_end_fails_keeps_no_other_from_ending(
+    served: Served, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(ref: str) -> None:
+        raise ValueError(ref)
+
+    monkeypatch.setattr(served.engine, "pause", broken)
+    create(api, name="stuck", timeout=0, autoPause=True)
+    create(api, name="mortal", timeout=0)
+    eventually(lambda: [each["name"] for each in api.get("/sandboxes").json()] == ["stuck"])
+    monkeypatch.undo()
+    eventually(lambda: api.get("/sandboxes/stuck").json()["state"] == "paused")
 
 
 def test_an_idempotency_key_makes_one_sandbox(api: httpx.Client) -> None:

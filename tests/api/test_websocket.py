@@ -306,3 +306,33 @@ def test_a_client_that_leaves_before_the_service_has_answered(served: Served, on
         with line(served, shake):
             assert not left.wait(0.2)
         assert left.wait(5)
+
+
+async def _pings(connection: ServerConnection) -> None:
+    """Have it answer pings for ever, and read none of the answers."""
+    connection.transport.pause_reading()
+    frame = b"\x89\x7d" + b"x" * 125
+    for _ in range(1 << 20):
+        if connection.transport.is_closing():
+            return
+        if connection.transport.get_write_buffer_size() < 1 << 20:
+            connection.transport.write(frame * 2000)
+        await asyncio.sleep(0.0005)
+
+
+def test_who_has_pings_answered_and_reads_no_answer_is_cut_off(
+    served: Served, one: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(websocket, "MOST_UNSENT", 1 << 20)
+    with inside(served, one, _pings), opened(served, one) as client, pytest.raises(ConnectionClosed):
+        client.recv(timeout=30)
+
+
+def test_a_message_in_endless_pieces_is_cut_off(
+    served: Served, one: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(websocket, "MOST_FRAGMENTS", 100)
+    with inside(served, one), opened(served, one) as client, pytest.raises((ConnectionClosed, OSError)):
+        for _ in range(10_000):
+            client.socket.sendall(b"\x00\x80" + b"\0" * 4)
+        client.recv(timeout=30)

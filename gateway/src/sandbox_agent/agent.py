@@ -182,8 +182,8 @@ def main() -> int:
         return 1
     print(f"sandbox-agent: listening on {options.bind}:{server.port}", file=sys.stderr, flush=True)
     if code is not None:
-        print(f"sandbox-agent: running code on {options.bind}:{code.port}", file=sys.stderr, flush=True)
         threading.Thread(target=code.serve, daemon=True).start()
+        print(f"sandbox-agent: running code on {options.bind}:{code.port}", file=sys.stderr, flush=True)
     try:
         server.serve()
     except KeyboardInterrupt:

@@ -81,7 +81,9 @@ class Stream:
         milliseconds = int(timeout) if timeout.isdigit() else 0
         self.deadline = time.monotonic() + milliseconds / 1000 if milliseconds else None
         seconds = request.headers.get("keepalive-ping-interval", "")
-        self.keepalive = float(seconds) if seconds.isdigit() and int(seconds) else KEEPALIVE_SECONDS
+        self.keepalive = (
+            float(seconds) if seconds.isascii() and seconds.isdigit() and float(seconds) else KEEPALIVE_SECONDS
+        )
 
     def fileno(self) -> int:
         return self._reply.connection.sock.fileno()

@@ -409,6 +409,9 @@ def main() -> None:
     os.close(nothing)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+    if sys.path[:1] == [""]:
+        # The directory may be somebody else's: what is there must not stand in for what is installed.
+        sys.path.append(sys.path.pop(0))
     sys.argv = [""]
     namespace = sys.modules["__main__"].__dict__
     for name in [name for name in namespace if not name.startswith("__")]:

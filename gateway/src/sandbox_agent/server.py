@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 IDLE_SECONDS = 75.0
 """How long a connection may be silent: between requests, within a body, with its buffers full."""
 MAX_CONNECTIONS = 512
+"""At once, from other machines, which is the gateway; and as many from this one, whose programs cannot keep it out."""
 
 
 class Route:
@@ -41,6 +42,7 @@ class Server:
         self._open = {path.partition("{}")[0] for path in routes if "{}" in path}
         self._guard = guard
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._slots_inside = threading.BoundedSemaphore(MAX_CONNECTIONS)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, port), family=family, backlog=128)
         self.port = self._listener.getsockname()[1]
@@ -54,16 +56,23 @@ class Server:
                 print(f"sandbox-agent: accept: {error}", file=sys.stderr)
                 time.sleep(0.05)
                 continue
-            if not self._slots.acquire(blocking=False):
+            slots = self._slots_of(sock, address[0])
+            if not slots.acquire(blocking=False):
                 sock.close()
                 continue
             try:
-                threading.Thread(target=self._converse, args=(sock, address[0]), daemon=True).start()
+                threading.Thread(target=self._converse, args=(sock, address[0], slots), daemon=True).start()
             except RuntimeError:
                 sock.close()
-                self._slots.release()
+                slots.release()
 
-    def _converse(self, sock: socket.socket, peer: str) -> None:
+    def _slots_of(self, sock: socket.socket, peer: str) -> threading.Semaphore:
+        try:
+            return self._slots_inside if peer in (sock.getsockname()[0], "127.0.0.1") else self._slots
+        except OSError:
+            return self._slots_inside
+
+    def _converse(self, sock: socket.socket, peer: str, slots: threading.Semaphore) -> None:
         try:
             sock.settimeout(IDLE_SECONDS)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -75,7 +84,7 @@ class Server:
             pass
         finally:
             sock.close()
-            self._slots.release()
+            slots.release()
 
     def _exchange(self, connection: Connection) -> bool:
         """One request and its answer; False when the connection is done with."""

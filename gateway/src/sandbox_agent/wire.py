@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 MAX_HEAD = 64 << 10
 MAX_JSON = 32 << 20
 PIECE = 64 << 10
+_MOST_DIGITS = 18
 
 REASONS = {
     200: b"OK",
@@ -197,7 +198,7 @@ def _length(headers: dict[str, str]) -> int | None:
     if "chunked" in headers.get("transfer-encoding", "").lower():
         return None
     text = headers.get("content-length", "0")
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
         raise Gone
     return int(text)
 

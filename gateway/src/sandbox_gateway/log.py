@@ -56,7 +56,13 @@ class _Json(logging.Formatter):
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        fields = " ".join(f"{key}={value}" for key, value in getattr(record, "fields", {}).items())
+        fields = " ".join(f"{key}={_plain(value)}" for key, value in getattr(record, "fields", {}).items())
         clock = datetime.fromtimestamp(record.created, UTC).strftime("%H:%M:%S")
         line = f"{clock} {record.levelname.lower():7} {record.getMessage()} {fields}".rstrip()
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _plain(value: object) -> str:
+    """On one line, whatever a stranger put into it."""
+    text = str(value)
+    return text if text.isprintable() else ascii(text)[1:-1]

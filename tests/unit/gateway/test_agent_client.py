@@ -1,4 +1,5 @@
-"""Telling a machine who it is: over the line to it where it listens there, by HTTP where it does not."""
+"""Telling a machine who it is: over the line to it where it listens there, by HTTP where it does not; and what
+a sandbox that is somebody else's may answer."""
 
 from __future__ import annotations
 
@@ -157,3 +158,79 @@ def test_an_environment_that_no_process_can_have_is_refused(
     with machine(monkeypatch, b"QUESTION") as there, pytest.raises(Invalid, match="env must map"):
         asyncio.run(there.identify(identity(**env)))
     assert there.told == there.requests == []
+
+
+def _answering(answer: bytes, monkeypatch: pytest.MonkeyPatch, work: Any) -> Any:
+    """What comes of ``work(client)`` where an agent gives ``answer``, whole, to everything."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            writer.write(answer)
+            await writer.drain()
+        writer.close()
+
+    async def run() -> Any:
+        server = await asyncio.start_server(serve, ADDRESS, 0)
+        monkeypatch.setattr(agent, "AGENT_PORT", server.sockets[0].getsockname()[1])
+        async with server:
+            return await work(AgentClient(Endpoint(ADDRESS), ""))
+
+    return asyncio.run(run())
+
+
+def _http(status: int, body: bytes) -> bytes:
+    return b"HTTP/1.1 %d x\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        _http(200, b"abc"),
+        _http(200, b"[" * 30_000),
+        _http(200, b'{"exitCode": "no"}'),
+        _http(200, b'{"exitCode": Infinity}'),
+        _http(200, b'{"exitCode": 0, "stdout": "a"}'),
+        _http(200, b'{"exitCode": 0, "stdout": [' + b"{}," * 40_000 + b"{}]}"),
+        _http(500, b"["),
+        _http(500, b"[]"),
+        _http(500, b"[" * 30_000),
+    ],
+)
+def test_an_agent_that_lies_is_a_failure_and_no_bug(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
+    with pytest.raises(BackendFailed):
+        _answering(answer, monkeypatch, lambda client: client.exec(["true"]))
+
+
+def test_no_more_is_taken_than_such_an_answer_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    much = _http(200, b'{"a": "' + b"x" * (2 << 20) + b'"}')
+    with pytest.raises(BackendFailed, match="more than it may"):
+        _answering(much, monkeypatch, lambda client: client.call("/sync", {}))
+    stdout = json.dumps({"exitCode": 0, "stdout": "eHh4" * (1 << 19)}).encode()
+    assert len(_answering(_http(200, stdout), monkeypatch, lambda client: client.exec(["x"])).stdout) == 3 << 19
+
+
+def test_an_answer_in_the_smallest_pieces_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = 0
+
+    async def work(client: AgentClient) -> None:
+        nonlocal turns
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        waiting = asyncio.create_task(others())
+        await client.call("/sync", {})
+        waiting.cancel()
+
+    body = b"".join(b"1\r\n%c\r\n" % byte for byte in b'{"a": "' + b"x" * 5000 + b'"}')
+    _answering(b"HTTP/1.1 200 x\r\nTransfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n", monkeypatch, work)
+    assert turns > 5000
+
+
+def test_what_is_half_a_character_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = _http(200, b'{"result": "\\ud800", "error": "", "exit_code": 0}')
+    assert _answering(answer, monkeypatch, lambda client: client.eval("x", timeout=1)).result == "?"

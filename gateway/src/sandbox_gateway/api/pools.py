@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import ssl
-import sys
 from collections.abc import Iterator
 from datetime import datetime
 
@@ -17,13 +15,11 @@ from sandbox_gateway.errors import Busy, NotFound
 from sandbox_gateway.records import Sandbox, SandboxState
 
 CONNECT_SECONDS = 10.0
+SMALL_PIECE = 4096
+"""Bytes. Thousands of smaller pieces are read at once, and none has anybody wait: after each, others have a turn."""
 IDLE_CONNECTIONS = 16
 IDLE_SECONDS = 30.0
 """Less than the agent keeps a connection on which nothing is asked: it is never closed under a request."""
-
-if importlib.util.find_spec("sniffio") is None:
-    # httpx's transport looks for it on the disk, four times in each request: a fifth of all that a small one costs.
-    sys.modules["sniffio"] = None  # type: ignore[assignment]
 
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=IDLE_CONNECTIONS, keepalive_expiry=IDLE_SECONDS)
 
@@ -31,12 +27,18 @@ _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=IDLE_CONN
 class Machine:
     """One machine, from its start to its end."""
 
-    def __init__(self, sandbox: Sandbox, tls: ssl.SSLContext) -> None:
+    def __init__(self, sandbox: Sandbox, tls: ssl.SSLContext, engine: Engine) -> None:
         self.key = _key(sandbox)
+        self._sandbox = sandbox
+        self._engine = engine
         self.transport = httpx.AsyncHTTPTransport(verify=tls, trust_env=False, limits=_LIMITS)
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when it is no more what the sandbox runs on: nothing that is under way can end well."""
         self.under_way = 0
+
+    def lives(self) -> bool:
+        """Is it there still? Its address may be another's soon after it is not, and before ``gone`` says so."""
+        return not self.gone.done() and not self._engine.host.ended(self._sandbox)
 
     async def end(self) -> None:
         if not self.gone.done():
@@ -75,7 +77,7 @@ class Pools:
         if machine is not None and machine.key == _key(sandbox):
             return machine
         self._drop(sandbox.id)
-        self._machines[sandbox.id] = Machine(sandbox, self._tls)
+        self._machines[sandbox.id] = Machine(sandbox, self._tls, self._engine)
         return self._machines[sandbox.id]
 
     async def _watch(self) -> None:

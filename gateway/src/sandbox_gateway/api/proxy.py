@@ -22,7 +22,7 @@ from websockets.exceptions import InvalidHandshake
 from sandbox_gateway.api import auth, websocket
 from sandbox_gateway.api.access import AGENT_PORTS, SECRET_HEADERS, TOKEN_HEADER, Access, NotRunning, inner_token
 from sandbox_gateway.api.errors import ClientGone, clip
-from sandbox_gateway.api.pools import CONNECT_SECONDS, Machine, Pools
+from sandbox_gateway.api.pools import CONNECT_SECONDS, SMALL_PIECE, Machine, Pools
 from sandbox_gateway.api.requests import LONGEST_REF
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import BackendFailed, Conflict, Invalid, NotFound, Unsupported
@@ -251,6 +251,8 @@ class _Exchange:
             assert isinstance(response.stream, httpx.AsyncByteStream)
             async for chunk in response.stream:
                 await self.errand.send({"type": "http.response.body", "body": chunk, "more_body": True})
+                if len(chunk) < SMALL_PIECE:
+                    await asyncio.sleep(0)
             await self.errand.send({"type": "http.response.body", "body": b"", "more_body": False})
         except httpx.TransportError as error:
             # Returning without the answer's end closes the client's connection, as it should be.
@@ -276,7 +278,7 @@ class _Exchange:
             return await self.machine.transport.handle_async_request(self.request)
         except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
             # The service may close a connection that was idle just as it is used again. Nothing was answered.
-            if not self.may_repeat or self.machine.gone.done():
+            if not self.may_repeat or not self.machine.lives():
                 raise
         return await self.machine.transport.handle_async_request(self.request)
 

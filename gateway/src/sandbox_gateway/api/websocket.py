@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.asyncio.client import ClientConnection
 from websockets.client import ClientProtocol
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
@@ -20,13 +21,17 @@ from websockets.typing import Subprotocol
 from websockets.uri import WebSocketURI
 
 from sandbox_gateway.api.errors import ClientGone
-from sandbox_gateway.api.pools import CONNECT_SECONDS, Machine
+from sandbox_gateway.api.pools import CONNECT_SECONDS, SMALL_PIECE, Machine
 
 LARGEST_MESSAGE = 16 << 20
 """Bytes of one message, either way; a larger one closes the connection with 1009."""
 PING_SECONDS = 20.0
 """How often the client is pinged, so that nothing in between forgets the connection."""
 HANDSHAKE_SECONDS = 60.0
+MOST_UNSENT = 2 * LARGEST_MESSAGE
+"""Bytes that wait for a peer that does not read: answers to its pings are not held back."""
+MOST_FRAGMENTS = 4096
+_READ = 16 << 10
 _CLOSE_SECONDS = 5.0
 _WAITING_FRAMES = 1
 _NO_CODE, _NORMAL, _RESTART, _BAD_GATEWAY = 1005, 1000, 1012, 1014
@@ -45,6 +50,29 @@ OWN_HEADERS = frozenset(
 _silent = logging.getLogger("sandbox_gateway.websockets")
 _silent.setLevel(logging.CRITICAL)
 _silent.propagate = False
+
+
+class FromClient(WebSocketsSansIOProtocol):
+    """A client's connection. Who makes it hold more than it may is cut off: no answer would reach them."""
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if len(self.frames) > MOST_FRAGMENTS or self.transport.get_write_buffer_size() > MOST_UNSENT:
+            self.transport.abort()
+
+
+class _Inside(ClientConnection):
+    """The connection to a service, with the same caps; the library has one for fragments itself."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # So many of the smallest frames are one turn of the loop.
+        transport.max_size = _READ  # type: ignore[attr-defined]
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.transport.get_write_buffer_size() > MOST_UNSENT:
+            self.transport.abort()
 
 
 class Refused(Exception):
@@ -71,7 +99,7 @@ async def connect(
     sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
 
     def made() -> ClientConnection:
-        return ClientConnection(protocol, ping_interval=None, close_timeout=_CLOSE_SECONDS, max_queue=_WAITING_FRAMES)
+        return _Inside(protocol, ping_interval=None, close_timeout=_CLOSE_SECONDS, max_queue=_WAITING_FRAMES)
 
     async with asyncio.timeout(CONNECT_SECONDS):
         _, connection = await asyncio.get_running_loop().create_connection(made, address, port)
@@ -185,6 +213,8 @@ class Tunnel:
                 # What comes after the client has left is read all the same: the answer to its closing is behind it.
                 if not self._left:
                     await self._tell({"type": "websocket.send", "text" if isinstance(data, str) else "bytes": data})
+                if len(data) < SMALL_PIECE:
+                    await asyncio.sleep(0)
         except ConnectionClosed as error:
             closed = error.rcvd or error.sent
         if self._left:

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from sandbox_gateway import __version__, log
 from sandbox_gateway.api.auth import Keys, LocalPeer
-from sandbox_gateway.api.websocket import LARGEST_MESSAGE, PING_SECONDS
+from sandbox_gateway.api.websocket import LARGEST_MESSAGE, PING_SECONDS, FromClient
 from sandbox_gateway.config import Config, Server
 from sandbox_gateway.errors import GatewayError, Invalid
 
@@ -202,7 +202,7 @@ def _settings(app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
     settings = uvicorn.Config(
         app,
         http="h11",
-        ws="websockets-sansio",
+        ws=FromClient,
         ws_max_size=LARGEST_MESSAGE,
         ws_ping_interval=PING_SECONDS,
         # Who reads slowly answers a ping late, and is to be waited for.

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import os
+import re
 import socket
 import struct
 import time
@@ -22,13 +23,21 @@ from sandbox_gateway.hosts.base import Endpoint, GuestMount
 
 AGENT_PORT = 49983
 _READ = 1 << 16
-_LARGEST_ANSWER = 64 << 20
+_LARGEST_FRAME = 64 << 20
+_LARGEST_ANSWER = 48 << 20
+_USUAL_ANSWER = 1 << 20
+_MOST_STRUCTURE = 64 << 10
+"""Bytes of an answer outside of its strings: what is parsed takes many times as much memory."""
+_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_SMALL_PIECE = 4096
 _ATTEMPT_EVERY = 0.01
 _ATTEMPT_SLOWLY = 0.25
 _QUICK_SECONDS = 0.5
 _ATTEMPTS_AT_ONCE = 8
 _LINE_FRAME = 4096
 _LINE_SECONDS = 5.0
+
+_NO_RESULT = (KeyError, TypeError, ValueError, OverflowError)
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -145,14 +154,16 @@ class AgentClient:
                 attempt.add_done_callback(_discard)
                 attempt.cancel()
 
-    async def call(self, path: str, body: dict[str, Any] | None, *, seconds: float = 30) -> dict[str, Any]:
-        """POST JSON (GET where there is no body), answer JSON. Raises Invalid for what the agent calls invalid,
-        BackendFailed, Timeout."""
+    async def call(
+        self, path: str, body: dict[str, Any] | None, *, seconds: float = 30, most: int = _USUAL_ANSWER
+    ) -> dict[str, Any]:
+        """POST JSON (GET where there is no body), answer JSON of at most ``most`` bytes. Raises Invalid for what the
+        agent calls invalid, BackendFailed, Timeout."""
         try:
             async with asyncio.timeout(seconds):
                 reader, writer = await asyncio.open_connection(self._address, AGENT_PORT)
                 try:
-                    return await self._exchange(reader, writer, path, body)
+                    return await self._exchange(reader, writer, path, body, most)
                 finally:
                     _hang_up(writer)
         except TimeoutError:
@@ -188,26 +199,30 @@ class AgentClient:
         body |= {key: value for key, value in (("cwd", cwd), ("user", user)) if value}
         if stdin is not None:
             body["stdin"] = base64.b64encode(stdin).decode()
-        answer = await self.call("/exec", body, seconds=timeout + 30)
-        return ExecResult(
-            exit_code=int(answer["exitCode"]),
-            stdout=base64.b64decode(answer.get("stdout", "")),
-            stderr=base64.b64decode(answer.get("stderr", "")),
-            timed_out=bool(answer.get("timedOut", False)),
-        )
+        answer = await self.call("/exec", body, seconds=timeout + 30, most=_LARGEST_ANSWER)
+        try:
+            return ExecResult(
+                exit_code=int(answer["exitCode"]),
+                stdout=base64.b64decode(answer.get("stdout", "")),
+                stderr=base64.b64decode(answer.get("stderr", "")),
+                timed_out=bool(answer.get("timedOut", False)),
+            )
+        except _NO_RESULT:
+            raise BackendFailed("the sandbox's agent answered /exec with something else than a result") from None
 
     async def eval(self, code: str, *, timeout: float) -> EvalResult:
         """Evaluate in the default Python context of the sandbox's interpreter, which keeps what the code leaves."""
         try:
-            answer = await self.call("/eval", {"code": code, "timeout": timeout}, seconds=timeout + 30)
-            return EvalResult(str(answer["result"]), str(answer["error"]), int(answer["exit_code"]))
+            body = {"code": code, "timeout": timeout}
+            answer = await self.call("/eval", body, seconds=timeout + 30, most=_LARGEST_ANSWER)
+            return EvalResult(_whole(answer["result"]), _whole(answer["error"]), int(answer["exit_code"]))
         except Invalid as error:
             if error.message != "/eval not found":
                 raise
             raise Unsupported(
                 "the agent of this sandbox is too old to evaluate code: build its template anew"
             ) from None
-        except (KeyError, TypeError, ValueError):
+        except _NO_RESULT:
             raise BackendFailed("the sandbox's agent answered /eval with something else than a result") from None
 
     async def ping(self, *, seconds: float) -> None:
@@ -259,16 +274,20 @@ class AgentClient:
             _hang_up(writer)
 
     async def _exchange(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, body: dict[str, Any] | None
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        path: str,
+        body: dict[str, Any] | None,
+        most: int = _USUAL_ANSWER,
     ) -> dict[str, Any]:
-        data = b""
+        data = bytearray()
         sent = None if body is None else json.dumps(body).encode()
         async for chunk in self._request(reader, writer, path, sent, "application/json"):
             data += chunk
-            if len(data) > _LARGEST_ANSWER:
-                raise BackendFailed("the sandbox's agent answered with more than it may")
-        answer = json.loads(data) if data else {}
-        return answer if isinstance(answer, dict) else {}
+            if len(data) > most:
+                raise BackendFailed(f"the sandbox's agent answered {path} with more than it may")
+        return _parsed(bytes(data), path)
 
     async def _request(
         self,
@@ -298,6 +317,9 @@ class AgentClient:
             elif isinstance(event, h11.Response):
                 status = event.status_code
             elif isinstance(event, h11.Data):
+                if len(event.data) < _SMALL_PIECE:
+                    # Thousands of these come at once, and none of them has anybody wait.
+                    await asyncio.sleep(0)
                 if status < 300:
                     yield bytes(event.data)
                 else:
@@ -319,24 +341,41 @@ def _told(body: dict[str, Any]) -> bytes:
     return b"=" + json.dumps(_now(body)).encode()
 
 
+def _parsed(data: bytes, what: str) -> dict[str, Any]:
+    """The object that ``data`` is; of anything else an empty one. Raises BackendFailed."""
+    if len(_STRINGS.sub(b"", data)) > _MOST_STRUCTURE:
+        raise BackendFailed(f"the sandbox's agent answered {what} with something else than it should")
+    try:
+        answer = json.loads(data) if data else {}
+    except (ValueError, RecursionError):
+        raise BackendFailed(f"the sandbox's agent answered {what} with something else than JSON") from None
+    return answer if isinstance(answer, dict) else {}
+
+
+def _whole(value: object) -> str:
+    """Text without halves of characters, which no answer can carry."""
+    return str(value).encode(errors="replace").decode()
+
+
 async def _frames(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
     """Connect's frames: a flag byte, a big-endian length, that many bytes of JSON."""
-    data = b""
+    data = bytearray()
     async for chunk in chunks:
         data += chunk
         while len(data) >= 5:
             flags, length = struct.unpack(">BI", data[:5])
-            if length > _LARGEST_ANSWER:
+            if length > _LARGEST_FRAME:
                 raise BackendFailed("the sandbox's agent sent a frame larger than it may")
             if len(data) < 5 + length:
                 break
-            yield flags, json.loads(data[5 : 5 + length] or b"{}")
-            data = data[5 + length :]
+            frame = bytes(data[5 : 5 + length])
+            del data[: 5 + length]
+            yield flags, _parsed(frame, "a command")
 
 
 def _refused(status: int, path: str, body: bytes) -> BackendFailed | Invalid:
     text = body.decode(errors="replace")
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
         text = json.loads(body).get("message", text)
     if status in (400, 404):
         return Invalid(str(text))

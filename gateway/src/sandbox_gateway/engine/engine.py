@@ -215,17 +215,25 @@ class Engine(Building):
         """True if it is gone."""
         try:
             return await self.delete_snapshot(snapshot.id)
-        except GatewayError as error:
-            log.warning("expiry failed", snapshot=snapshot.id, reason=error.message)
+        except Exception as error:
+            _not_expired(error, snapshot=snapshot.id)
             return False
 
     async def _expire(self, sandbox: Sandbox) -> None:
         verb: Callable[[str], Awaitable[None]] = self.pause if sandbox.on_timeout is OnTimeout.PAUSE else self.kill
         try:
             await verb(sandbox.id)
-        except GatewayError as error:
-            log.warning("expiry failed", sandbox=sandbox.id, reason=error.message)
+        except Exception as error:
+            _not_expired(error, sandbox=sandbox.id)
             await asyncio.sleep(_TICK)
+
+
+def _not_expired(error: Exception, **what: str) -> None:
+    """Whatever is wrong with one, the time of all others runs out all the same."""
+    if isinstance(error, GatewayError):
+        log.warning("expiry failed", reason=error.message, **what)
+    else:
+        log.error("expiry failed", exc_info=True, **what)
 
 
 def _secret(path: Path) -> bytes:

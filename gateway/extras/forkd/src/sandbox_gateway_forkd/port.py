@@ -107,6 +107,10 @@ class Port:
                 return
             if not line:
                 return
+            if not line.lstrip().startswith(b"{"):
+                # Perhaps HTTP, sent by a page in somebody's browser: its body must not be taken for a request.
+                await _say(writer, _refusal("a request is a line with a JSON object"))
+                return
             await _say(writer, await self.answer(line))
 
     async def answer(self, line: bytes) -> dict[str, Any]:
