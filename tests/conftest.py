@@ -15,7 +15,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import leaks
-from tests.support import jail_world, session
+from tests.support import jail_world, session, templates
 from tests.support.gateway import TEMPLATE, Gateway, build_template
 from tests.support.jail_world import JailZfsWorld
 from tests.support.worlds import KvmXfsWorld
@@ -121,15 +121,17 @@ def make_gateway(xfs_root: Path) -> Iterator[Callable[..., Gateway]]:
 
 
 @pytest.fixture(scope="session")
-def shared_gateway(make_gateway: Callable[..., Gateway]) -> Gateway:
+def shared_gateway(xfs_root: Path) -> Iterator[Gateway]:
     """One gateway for the whole run. Tests that stop it, or fill it, want ``gateway`` instead."""
-    return make_gateway()
+    for start in _factory(xfs_root, lambda root: templates.take(root, TEMPLATE)):
+        yield start()
 
 
 @pytest.fixture(scope="session")
 def template(shared_gateway: Gateway) -> str:
     """The name of a template of ``shared_gateway``: Debian, python3, 256 MiB; built once for the run."""
     build_template(shared_gateway, TEMPLATE)
+    templates.keep(shared_gateway.state_root)
     return TEMPLATE
 
 

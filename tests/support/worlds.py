@@ -28,9 +28,8 @@ from sandbox_gateway.hosts.kvm_xfs.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.netns import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.volume_server import VolumeServers
 from sandbox_gateway.hosts.kvm_xfs.volumes import Recording
-from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import Resources, SandboxState, Snapshot, SnapshotKind
-from tests.support import session
+from sandbox_gateway.records import SandboxState, Snapshot, SnapshotKind
+from tests.support import session, templates
 from tests.support.live import Live
 
 TEMPLATE = "plain"
@@ -103,12 +102,14 @@ class KvmXfsWorld:
         self._xfs = xfs
         self._cache = cache
         self._seed = xfs / "engine-seed"
+        self._seed.mkdir(mode=0o711)
+        templates.take(self._seed, TEMPLATE)
         live = Live(self.host(seed := self._config(self._seed, {})), seed)
         try:
-            recipe = Recipe(resources=Resources(memory_mb=256, disk_mb=2048))
-            build = live.do(live.engine.build_template(TEMPLATE, recipe))
+            build = live.do(live.engine.build_template(TEMPLATE, templates.RECIPE))
             lines = live.do(_all(build.follow()), timeout=900)
             assert build.status == "ready", "\n".join(lines)
+            templates.keep(self._seed)
         finally:
             live.close()
             asyncio.run(SlotPool(seed.network).destroy())
