@@ -210,7 +210,7 @@ def test_terminal(box):
     other.disconnect()
     box.pty.connect(other.pid).disconnect()
     assert box.pty.kill(other.pid)
-    assert not box.pty.kill(other.pid)
+    wait(lambda: not box.pty.kill(other.pid))
     third = box.pty.create(cubesandbox.PtySize(rows=24, cols=80))
     assert third.kill()
 

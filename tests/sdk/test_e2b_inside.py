@@ -121,7 +121,7 @@ def test_terminal(sandbox):
     assert b"A23" in seen
     killed = sandbox.pty.create(PtySize(rows=24, cols=80))
     assert sandbox.pty.kill(killed.pid)
-    assert not sandbox.pty.kill(killed.pid)
+    wait(lambda: not sandbox.pty.kill(killed.pid))
 
 
 @covers("Filesystem.write", "Filesystem.read", "Filesystem.write_files", "Filesystem.exists", "Filesystem.get_info")

@@ -21,9 +21,12 @@ _BUILD_SECONDS = 900
 
 
 class Gateway:
-    """One daemon. ``client`` speaks to it as an administrator over ``socket``; ``url`` is how programs name it."""
+    """One daemon, with ``environment`` beside this process's. ``client`` speaks to it as an administrator over
+    ``socket``; ``url`` is how programs name it."""
 
-    def __init__(self, xfs_root: Path, config: dict[str, dict[str, Any]]) -> None:
+    def __init__(
+        self, xfs_root: Path, config: dict[str, dict[str, Any]], environment: dict[str, str] | None = None
+    ) -> None:
         network = session.network()
         self.prefix = network["prefix"]
         self.root = session.run_dir() / self.prefix
@@ -34,6 +37,7 @@ class Gateway:
         self.log_file = self.root / "gateway.log"
         self.config = self.root / "gateway.toml"
         self.url = f"unix://{self.socket}"
+        self._environment = environment or {}
         self.process: subprocess.Popen[bytes] | None = None
         self.client = httpx.Client(
             transport=httpx.HTTPTransport(uds=str(self.socket)), base_url="http://gateway", timeout=300
@@ -57,6 +61,7 @@ class Gateway:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env={**os.environ, **self._environment},
                 start_new_session=True,
             )
         deadline = time.monotonic() + seconds

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from tests.support import jail_world
 from tests.support.gateway import Gateway
@@ -24,16 +22,16 @@ def jail_gateway(world: JailZfsWorld, scratch: Path, **sections: dict[str, Any])
         "jail_zfs": {"dataset": config.jail_zfs.dataset},
         "network": {key: known["network"][key] for key in ("prefix", "subnet")},
     }
-    gateway = Gateway(scratch, {key: settings.get(key, {}) | sections.get(key, {}) for key in {*settings, *sections}})
+    merged = {key: settings.get(key, {}) | sections.get(key, {}) for key in {*settings, *sections}}
+    gateway = Gateway(scratch, merged, jail_world.environment())
     gateway.state_root = config.host.state_root
     problems: list[str] = []
     try:
-        with mock.patch.dict(os.environ, jail_world.environment()):
-            try:
-                gateway.start()
-                yield gateway
-            finally:
-                problems = gateway.end()
+        try:
+            gateway.start()
+            yield gateway
+        finally:
+            problems = gateway.end()
     finally:
         world.forget(config)
     if problems:
