@@ -97,6 +97,10 @@ def _sweep(path: Path, mark: str, prefix: str) -> None:
     for name in _names(Path("/run/netns")):
         if name.startswith(prefix):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30, check=False)
+    # A bridge that stays has a route to addresses which a later run may be given.
+    for link in _json("ip", "-j", "link", "show"):
+        if link["ifname"].startswith(prefix):
+            subprocess.run(["ip", "link", "delete", link["ifname"]], capture_output=True, timeout=30, check=False)
     for target in sorted((line.split(" ")[0] for line in _mounts() if str(path) in line), reverse=True):
         subprocess.run(["umount", target], capture_output=True, timeout=60, check=False)
     shutil.rmtree(path, ignore_errors=True)
