@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -30,3 +31,19 @@ def api(served: Served) -> Iterator[httpx.Client]:
     """Its HTTP surface, as an administrator."""
     with served.client() as client:
         yield client
+
+
+@pytest.fixture
+def anyone(served: Served) -> Iterator[httpx.Client]:
+    """A client over TCP that sends no key."""
+    with served.client("") as client:
+        yield client
+
+
+@pytest.fixture
+def one(api: httpx.Client) -> dict[str, Any]:
+    """A sandbox of the name `one`, as it was answered."""
+    answer = api.post("/sandboxes", json={"templateID": "base", "name": "one"})
+    assert answer.status_code == 201, answer.text
+    made: dict[str, Any] = answer.json()
+    return made

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
@@ -23,18 +22,6 @@ from tests.api.test_sandboxes import create
 
 TOKEN = "5" * 64
 NOW = 1_800_000_000
-
-
-@pytest.fixture
-def one(api: httpx.Client) -> dict[str, Any]:
-    return create(api, name="one")
-
-
-@pytest.fixture
-def anyone(served: Served) -> Iterator[httpx.Client]:
-    """A client over TCP that sends no key."""
-    with served.client("") as client:
-        yield client
 
 
 def test_two_tokens_each_of_one_sandbox(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:

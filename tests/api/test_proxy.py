@@ -33,18 +33,6 @@ from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
 from tests.api.test_sandboxes import create
 
 
-@pytest.fixture
-def one(api: httpx.Client) -> dict[str, Any]:
-    return create(api, name="one")
-
-
-@pytest.fixture
-def anyone(served: Served) -> Iterator[httpx.Client]:
-    """A client over TCP that sends no key."""
-    with served.client("") as client:
-        yield client
-
-
 @pytest.mark.parametrize("addressed", [to, at])
 def test_a_request_arrives_as_it_was_sent(api: httpx.Client, one: dict[str, Any], addressed: Any) -> None:
     own = {"X-Own": "1", "Keep-Alive": "timeout=3"}

@@ -25,11 +25,6 @@ NONCE = "A" * 22 + "=="
 Talk = Callable[[ServerConnection], Awaitable[None]]
 
 
-@pytest.fixture
-def one(api: httpx.Client) -> dict[str, Any]:
-    return create(api, name="one")
-
-
 class Inside:
     """A service whose each connection is ``talk``'s, and what it saw."""
 

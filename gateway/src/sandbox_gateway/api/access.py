@@ -20,11 +20,10 @@ from sandbox_gateway.api import auth
 from sandbox_gateway.api.errors import clip
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import GatewayError, NotFound, Unauthorized
+from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT
 from sandbox_gateway.records import Sandbox
 
-ENVD_PORT = 49983
-CODE_PORT = 49999
-AGENT_PORTS = frozenset({ENVD_PORT, CODE_PORT})
+AGENT_PORTS = frozenset({AGENT_PORT, CODE_PORT})
 """Ports of our own agent (E2B's envd, and the code interpreter): they, and they alone, get an inner access token."""
 TOKEN_HEADER = "x-access-token"
 TRAFFIC_HEADERS = ("e2b-traffic-access-token", "cube-traffic-access-token")
@@ -70,7 +69,7 @@ def inner_token(token: str, port: int) -> str:
 
     A program of the sandbox that took that port while no agent ran must not learn what opens the other.
     """
-    return token if port == ENVD_PORT else hashlib.sha256(f"code {token}".encode()).hexdigest()
+    return token if port == AGENT_PORT else hashlib.sha256(f"code {token}".encode()).hexdigest()
 
 
 class Access:
@@ -102,12 +101,12 @@ class Access:
 
     def _has_token(self, id: str, headers: Headers, port: int) -> bool:
         offered = [(headers.get(TOKEN_HEADER), self.engine.secret_of(id))]
-        if port != ENVD_PORT:
+        if port != AGENT_PORT:
             offered += [(headers.get(name), traffic_token(self.engine, id)) for name in TRAFFIC_HEADERS]
         return any(hmac.compare_digest(auth.digest(sent), auth.digest(right)) for sent, right in offered if sent)
 
     def _signed(self, scope: Scope, id: str, port: int) -> bytes | None:
-        if port != ENVD_PORT or scope["type"] != "http" or scope.get("raw_path") != b"/files":
+        if port != AGENT_PORT or scope["type"] != "http" or scope.get("raw_path") != b"/files":
             return None
         return signed_query(scope["method"], scope.get("query_string", b""), self.engine.secret_of(id), time.time())
 

@@ -19,9 +19,9 @@ import h11
 
 from sandbox_gateway.engine.spec import EvalResult, ExecResult
 from sandbox_gateway.errors import BackendFailed, Invalid, Timeout, Unsupported
+from sandbox_gateway.hosts.addresses import AGENT_PORT
 from sandbox_gateway.hosts.base import Endpoint, GuestMount
 
-AGENT_PORT = 49983
 _READ = 1 << 16
 _LARGEST_FRAME = 64 << 20
 _LARGEST_ANSWER = 48 << 20

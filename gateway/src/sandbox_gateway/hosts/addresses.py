@@ -15,8 +15,8 @@ METADATA = ("169.254.0.0/16", "100.100.100.200/32")
 """Where clouds tell a machine its credentials; reachable only where `allow_out` says so."""
 
 
-AGENT_PORT = 49983
-"""Where the agent listens in every sandbox."""
+AGENT_PORT, CODE_PORT = 49983, 49999
+"""Where the agent listens in every sandbox, and where its code interpreter does."""
 
 
 def networks(what: str, given: list[str]) -> list[ipaddress.IPv4Network]:

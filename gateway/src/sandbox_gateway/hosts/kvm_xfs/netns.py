@@ -42,7 +42,7 @@ from pyroute2.netlink.exceptions import NetlinkError
 from sandbox_gateway.command import arun
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Busy
-from sandbox_gateway.hosts.addresses import METADATA, name_servers, networks
+from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT, METADATA, name_servers, networks
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy
 
@@ -52,7 +52,6 @@ GATEWAY_ADDRESS = "169.254.0.22"
 GUEST_MAC = "02:5b:78:00:00:01"
 TAP_MAC = "02:5b:78:00:00:02"
 TAP = "tap0"
-AGENT_PORT, CODE_PORT = 49983, 49999
 VOLUME_PORTS = range(22000, 32000, 2)
 """Of the gateway's address, as guests see it: a volume has one and the next; nothing a host offers by default."""
 
