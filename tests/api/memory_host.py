@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sandbox_gateway.errors import BackendFailed, Invalid
+from sandbox_gateway.errors import BackendFailed, Conflict, Invalid
 from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Log, Scan, Usage, VolumeState
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
@@ -363,7 +363,10 @@ class MemoryHost:
         return [GuestMount(each.path, each.volume, "double", "", each.read_only) for each in sandbox.mounts]
 
     async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
-        return self.machines[sandbox.instance].state != self.disks[head.id]
+        machine = self.machines.get(sandbox.instance)
+        if machine is None:
+            raise Conflict(f"sandbox {sandbox.id} is gone")
+        return machine.state != self.disks[head.id]
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         return Usage(disk_bytes=200_000, memory_bytes=3 << 20)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sandbox_gateway.engine.spec import ForkSpec
-from sandbox_gateway.errors import BackendFailed, Conflict, Invalid, NotFound
+from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, Invalid, NotFound
 from sandbox_gateway.records import NetworkPolicy, OnTimeout, SandboxState
 from tests.engine.test_engine_fork import START_COUNTER, counter
 from tests.support.live import Live
@@ -34,6 +34,14 @@ def test_rollback_brings_files_back_under_the_same_id(live: Live, source: str) -
     assert live.shell(source, "hostname").strip() == source
     assert live.sandbox(source).head == live.engine.snapshot("good").id
     assert not live.do(live.engine.diverged(source))
+
+
+def test_one_that_goes_while_it_is_looked_at_is_no_bug(live: Live, source: str) -> None:
+    engine, seen = live.engine, live.sandbox(source)
+    live.do(engine.kill(source))
+    for question in (engine.host.diverged(seen, engine.snapshot(seen.head)), engine.host.usage(seen)):
+        with pytest.raises(GatewayError):
+            live.do(question)
 
 
 @pytest.mark.usefixtures("with_memory")

@@ -60,6 +60,12 @@ class FromClient(WebSocketsSansIOProtocol):
         if len(self.frames) > MOST_FRAGMENTS or self.transport.get_write_buffer_size() > MOST_UNSENT:
             self.transport.abort()
 
+    async def send(self, message: Message) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
+            # It forgets to note that a refusal is an answer, and logs each as an error of ours.
+            self.handshake_complete = True
+
 
 class _Inside(ClientConnection):
     """The connection to a service, with the same caps; the library has one for fragments itself."""

@@ -186,10 +186,13 @@ class Host(Protocol):
         """What the agent of the running instance is to have mounted, in this order, for ``sandbox.mounts``."""
 
     async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
-        """Has the instance's file system (as written through to its disk) changed since ``head``?"""
+        """Has the instance's file system (as written through to its disk) changed since ``head``?
+
+        Raises GatewayError for an instance that is gone.
+        """
 
     async def usage(self, sandbox: Sandbox) -> Usage:
-        """What the instance costs."""
+        """What the instance costs. Raises GatewayError for one that is gone."""
 
     async def console(self, sandbox: Sandbox) -> str:
         """The end of what the running instance wrote to its console."""

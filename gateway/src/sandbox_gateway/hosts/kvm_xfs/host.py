@@ -10,7 +10,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -342,8 +342,9 @@ class KvmXfsHost(VolumeVerbs):
     # -- asking -----------------------------------------------------------------------------------------------------
 
     async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
-        disk = self._layout.instance(sandbox).disk
-        return not await asyncio.to_thread(reflink.same_extents, disk, self._layout.snapshot(head) / "rootfs.img")
+        disk, then = self._layout.instance(sandbox).disk, self._layout.snapshot(head) / "rootfs.img"
+        with _while_there(sandbox):
+            return not await asyncio.to_thread(reflink.same_extents, disk, then)
 
     def places(self, snapshot: Snapshot) -> dict[str, str]:
         place = self._layout.snapshot(snapshot)
@@ -351,7 +352,8 @@ class KvmXfsHost(VolumeVerbs):
         return {"dir": str(place), **{part: str(place / name) for part, name in files.items()}}
 
     async def usage(self, sandbox: Sandbox) -> Usage:
-        disk = await asyncio.to_thread(reflink.unique_bytes, self._layout.instance(sandbox).disk)
+        with _while_there(sandbox):
+            disk = await asyncio.to_thread(reflink.unique_bytes, self._layout.instance(sandbox).disk)
         found = self._machines.get(sandbox.instance)
         return Usage(disk_bytes=disk, memory_bytes=await asyncio.to_thread(_pss, found[0].pid) if found else 0)
 
@@ -385,6 +387,15 @@ class KvmXfsHost(VolumeVerbs):
         if found is None or found[0].ended:
             raise Conflict(f"sandbox {sandbox.id} has no running machine: resume it first")
         return found
+
+
+@contextlib.contextmanager
+def _while_there(sandbox: Sandbox) -> Iterator[None]:
+    """Who only looks holds no lock."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise Conflict(f"sandbox {sandbox.id} is just being paused, rolled back or removed: look again") from None
 
 
 def _lay_out(source: Path, files: Instance, sandbox: Sandbox, with_memory: bool) -> None:
