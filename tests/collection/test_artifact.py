@@ -61,7 +61,11 @@ def test_every_plugin_of_the_artifact_is_documented(installed: Path) -> None:
 
 @pytest.fixture
 def demo_state() -> Iterator[Path]:
+    """With the packages that other tests have fetched: they are the same."""
     state = session.run_dir() / "demo"
+    (state / "cache").mkdir(parents=True)
+    for fetched in session.cache_dir().glob("rootfs-*.tar"):
+        shutil.copy(fetched, state / "cache")
     yield state
     if state.exists():
         _play("demo_clean", state, session.COLLECTIONS)

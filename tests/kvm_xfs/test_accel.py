@@ -91,6 +91,13 @@ def test_what_does_not_boot_is_no_proof_and_leaves_nothing(tmp_path: Path, templ
     assert left.returncode == 1, left.stdout
 
 
+def test_one_that_falls_silent_has_hung(tmp_path: Path, template_kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accel, "_SILENT_SECONDS", 0.5)
+    config = KvmXfs(qemu=script(tmp_path / "qemu", "echo Linux version 6.1\nexec sleep 1000"), probe_seconds=600)
+    booted = accel.boots(config, template_kernel, accelerator="tcg", cpu_model="max")
+    assert not asyncio.run(asyncio.wait_for(booted, 60))
+
+
 def test_auto_tries_once_and_remembers(
     cache: Path, template_kernel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,8 +106,8 @@ def test_auto_tries_once_and_remembers(
     counting = script(
         tmp_path / "qemu", f'case "$*" in *-kernel*) echo run >> {runs};; esac; exec {KvmXfs().qemu} "$@"'
     )
-    first = probe(cache, template_kernel, qemu=counting, probe_seconds=15)
-    again = probe(cache, template_kernel, qemu=counting, probe_seconds=15)
+    first = probe(cache, template_kernel, qemu=counting, probe_seconds=3)
+    again = probe(cache, template_kernel, qemu=counting, probe_seconds=3)
     assert first == again
     assert runs.read_text() == "run\n"
     (key,) = json.loads(cache.read_text())
@@ -109,7 +116,7 @@ def test_auto_tries_once_and_remembers(
         assert str(cache) in first.reason, "how to have it tried again is said"
     other = tmp_path / "vmlinuz-other"
     other.write_bytes(b"another kernel")
-    assert probe(cache, other, qemu=counting, probe_seconds=15).name == "tcg"
+    assert probe(cache, other, qemu=counting, probe_seconds=3).name == "tcg"
     assert runs.read_text() == "run\nrun\n", "another kernel is another question"
 
 
@@ -129,4 +136,4 @@ def test_a_damaged_memory_is_as_none(cache: Path, template_kernel: Path, monkeyp
     monkeypatch.setattr(accel, "_KVM", Path("/dev/null"))
     for text in ("{", "[1]", '{"a": 3}'):
         cache.write_text(text)
-        assert probe(cache, template_kernel, probe_seconds=15).qemu_version
+        assert probe(cache, template_kernel, probe_seconds=0.5).qemu_version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 
 from tests.support import session
 
@@ -11,9 +12,8 @@ PROBE = session.REPOSITORY / "roles" / "kvm_xfs_host" / "files" / "probe_kvm.py"
 
 
 def probe(*arguments: str) -> dict[str, str]:
-    done = subprocess.run(
-        ["/usr/bin/python3", str(PROBE), *arguments], capture_output=True, text=True, timeout=600, check=True
-    )
+    argv = ["/usr/bin/python3", str(PROBE), *arguments]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True)
     answer: dict[str, str] = json.loads(done.stdout)
     return answer
 
@@ -28,6 +28,14 @@ def test_a_guest_that_gets_nowhere_is_given_up() -> None:
     answer = probe("--accelerator", "tcg", "--seconds", "0.01")
     assert answer["accelerator"] == "tcg"
     assert "no guest kernel started" in answer["reason"]
+
+
+def test_a_guest_that_falls_silent_is_given_up_before_its_time(tmp_path: Path) -> None:
+    silent = tmp_path / "qemu"
+    silent.write_text("#!/bin/sh\necho Probing EDD\nexec sleep 1000\n")
+    silent.chmod(0o755)
+    answer = probe("--accelerator", "tcg", "--seconds", "1000", "--qemu", str(silent))
+    assert answer["reason"].endswith("(it said no more); the last that was said: Probing EDD")
 
 
 def test_a_missing_qemu_is_named() -> None:

@@ -66,7 +66,9 @@ class KvmXfs(_Section):
     accelerator: Literal["auto", "kvm", "tcg"] = Field(
         "auto", description="`auto`: KVM if a guest really boots on it (tried once, remembered), else TCG."
     )
-    probe_seconds: float = Field(20, gt=0, le=600, description="How long `auto` waits for that guest, in seconds.")
+    probe_seconds: float = Field(
+        20, gt=0, le=600, description="How long `auto` waits for that guest, in seconds, unless it hangs."
+    )
     boot_seconds: float = Field(
         180, gt=0, le=3600, description="How long a booting sandbox may take to answer, in seconds."
     )

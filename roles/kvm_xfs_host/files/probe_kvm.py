@@ -19,6 +19,7 @@ from pathlib import Path
 KVM = Path("/dev/kvm")
 BOOTED = (b"Kernel panic", b"VFS: Cannot open root device", b"Run /")
 BEGUN = b"Linux version"
+SILENT_SECONDS = 8.0  # A kernel that boots writes all the time: after so long it has hung.
 
 
 def main():
@@ -95,18 +96,18 @@ def boot(arguments, kernel):
         return "tcg", f"{KVM} opens, but a guest kernel on it came no further than its first lines"
     last = said.decode(errors="replace").strip().splitlines()[-1:] or [""]
     readable = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[^ -~]", "", last[0])[:200] or "nothing"
-    how = "QEMU ended" if ended else f"{arguments.seconds:g} s were not enough"
+    how = "QEMU ended" if ended else "it said no more"
     return "tcg", f"{KVM} opens, but no guest kernel started on it ({how}); the last that was said: {readable}"
 
 
 def listen(process, seconds):
-    """What came on the serial console until the guest was up, QEMU ended or the time was over; and whether it ended."""
+    """What came on the serial console until the guest was up, hung, QEMU ended or the time was over; did it end?"""
     said = b""
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while not any(mark in said for mark in BOOTED):
-            if not selector.select(max(0.0, deadline - time.monotonic())):
+            if not selector.select(min(SILENT_SECONDS, max(0.0, deadline - time.monotonic()))):
                 return said, False
             piece = os.read(process.stdout.fileno(), 65536)
             if not piece:

@@ -60,7 +60,7 @@ class FromClient(WebSocketsSansIOProtocol):
         if len(self.frames) > MOST_FRAGMENTS or self.transport.get_write_buffer_size() > MOST_UNSENT:
             self.transport.abort()
 
-    async def send(self, message: Message) -> None:
+    async def send(self, message: Any) -> None:
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
             # It forgets to note that a refusal is an answer, and logs each as an error of ours.

@@ -25,6 +25,8 @@ from sandbox_gateway.log import Logger
 
 _KVM = Path("/dev/kvm")
 _QMP_SECONDS = 30.0
+_SILENT_SECONDS = 8.0
+"""A kernel that boots writes all the time: after so long it has hung."""
 _CAPTURE_COMMAND = "xen-save-devices-state"
 _PROOF = re.compile(rb"not syncing: (VFS|No working init)|Unable to mount root|Run /(sbin/)?init as init process")
 """A kernel without a root file system comes this far: timers, interrupts and all CPUs work."""
@@ -78,7 +80,7 @@ async def probe(config: KvmXfs, cache: Path, kernel: Path | None = None) -> Acce
 
 
 async def boots(config: KvmXfs, kernel: Path, *, accelerator: str, cpu_model: str) -> bool:
-    """Does ``kernel``, without a disk, come to looking for its root within ``probe_seconds``?"""
+    """Does ``kernel``, without a disk, come to looking for its root within ``probe_seconds``, and never hang?"""
     argv = [
         *(config.qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
         *("-M", config.machine, "-accel", accelerator, "-cpu", cpu_model, "-m", "256", "-serial", "stdio"),
@@ -95,7 +97,7 @@ async def boots(config: KvmXfs, kernel: Path, *, accelerator: str, cpu_model: st
     said = b""
     try:
         async with asyncio.timeout(config.probe_seconds):
-            while chunk := await process.stdout.read(4096):
+            while chunk := await asyncio.wait_for(process.stdout.read(4096), _SILENT_SECONDS):
                 said = (said + chunk)[-16384:]
                 if _PROOF.search(said):
                     return True
