@@ -254,7 +254,8 @@ class DoubleGateway:
         return self._make(source, body, body.get("name") or secrets.token_hex(6))
 
     def _make(self, source: dict[str, Any], body: dict[str, Any], name: str) -> dict[str, Any]:
-        if not body.get("coldStart") and any(body.get(size, source[size]) != source[size] for size in SIZES):
+        resized = any(body.get(size, source[size]) != source[size] for size in SIZES)
+        if resized and source["memory"] != "none" and not body.get("coldStart"):
             raise Refused(400, "unsupported", f"snapshot {source['id']} holds the memory of a machine of other sizes")
         network = body.get("network") or {}
         mounts = self._wanted(source, body.get("volumeMounts"))
