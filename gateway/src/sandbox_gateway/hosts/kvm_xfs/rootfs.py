@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import secrets
+import shlex
 import shutil
 import sys
 import time
@@ -59,9 +60,20 @@ _PACKAGES = (
 )
 _KERNELS = {"x86_64": "linux-image-cloud-amd64", "aarch64": "linux-image-cloud-arm64"}
 
-_INITRAMFS = "MODULES=list\\nBUSYBOX=n\\nCOMPRESS=gzip\\nRESUME=none\\n"
-"""Only what finds the root: a tenth of Debian's default, and so quicker to unpack (gzip needs no package)."""
-_INITRAMFS_MODULES = "virtio_pci\\nvirtio_blk\\next4\\n"
+_INITRAMFS = {
+    # Only what finds the root: a tenth of Debian's default, and so quicker to unpack (gzip needs no package).
+    "conf.d/sandbox": "MODULES=list\nBUSYBOX=n\nCOMPRESS=gzip\nRESUME=none\n",
+    "modules": "virtio_pci\nvirtio_blk\next4\n",
+    # The kernel names the one disk there is; udev would be started for it, and take seconds without KVM.
+    "hooks/sandbox": """\
+#!/bin/sh
+[ "$1" = prereqs ] && exit 0
+cd "$DESTDIR" || exit 1
+rm -rf scripts/init-top/udev bin/udevadm lib/udev lib/systemd sbin/dmsetup
+printf '#!/bin/sh\\n[ "$1" = prereqs ] || mount -n -o move /dev "$rootmnt/dev"\\n' >scripts/init-bottom/udev
+""",
+}
+"""Files below /etc/initramfs-tools."""
 
 _DPKG_OPTIONS = (
     "path-exclude=/usr/share/man/*",
@@ -122,9 +134,23 @@ _MASKED = (
     "sys-kernel-tracing.mount",
     "systemd-binfmt.service",
     "systemd-pstore.service",
+    "systemd-remount-fs.service",
     "systemd-repart.service",
     "systemd-sysusers.service",
     "systemd-vconsole-setup.service",
+)
+
+_GENERATORS = (
+    # Each is a process at every boot that looks for what is not there: other disks, kernel arguments, consoles.
+    "systemd-cryptsetup-generator",
+    "systemd-debug-generator",
+    "systemd-getty-generator",
+    "systemd-gpt-auto-generator",
+    "systemd-hibernate-resume-generator",
+    "systemd-integritysetup-generator",
+    "systemd-run-generator",
+    "systemd-system-update-generator",
+    "systemd-veritysetup-generator",
 )
 
 _NETWORK_SCRIPT = f"""\
@@ -174,10 +200,12 @@ WantedBy=sysinit.target
 
 _COLDPLUG = """\
 [Service]
-# Not the CPU's: its modules (nested virtualisation, ciphers) take seconds to load without KVM.
+# What a sandbox has. The kernel finds two hundred things more (terminals, buttons, the CPU's abilities); to ask each
+# for its rules and modules takes ten seconds without KVM.
 ExecStart=
-ExecStart=-udevadm trigger --type=subsystems --action=add
-ExecStart=-udevadm trigger --type=devices --action=add --subsystem-nomatch=cpu
+ExecStart=-udevadm trigger --type=devices --action=add \
+    --subsystem-match=block --subsystem-match=misc --subsystem-match=net --subsystem-match=pci \
+    --subsystem-match=rtc --subsystem-match=virtio
 """
 
 _HOSTS = """\
@@ -278,7 +306,7 @@ def _text(mirror: str) -> str:
 
 
 def _digest(suite: str, packages: list[str], options: list[str], mirrors: list[str]) -> str:
-    made_of = [_CACHE_VERSION, suite, packages, options, mirrors, _INITRAMFS, _INITRAMFS_MODULES, _DPKG_OPTIONS]
+    made_of = [_CACHE_VERSION, suite, packages, options, mirrors, _INITRAMFS, _DPKG_OPTIONS]
     return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
 
 
@@ -361,11 +389,12 @@ async def _debootstrap(
     log(f"building Debian {suite} with {len(packages)} packages named; this takes a minute or so")
     temporary = work / "mmdebstrap"
     temporary.mkdir()
-    prepare_initramfs = (
-        'mkdir -p "$1/etc/initramfs-tools/conf.d" && '
-        f'printf "{_INITRAMFS}" > "$1/etc/initramfs-tools/conf.d/sandbox" && '
-        f'printf "{_INITRAMFS_MODULES}" > "$1/etc/initramfs-tools/modules"'
-    )
+    settings = work / "initramfs-tools"
+    for name, text in _INITRAMFS.items():
+        file = settings / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755 if text.startswith("#!") else 0o644)
     argv = [
         # Mounts and processes of mmdebstrap end with it, however it ends; the host's it does not hold on to meanwhile.
         *("unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"),
@@ -374,7 +403,7 @@ async def _debootstrap(
         *(f"--dpkgopt={option}" for option in _DPKG_OPTIONS),
         *(f"--aptopt={option}" for option in options),
         *_keyrings(mirrors),
-        f"--essential-hook={prepare_initramfs}",
+        f"--essential-hook=copy-in {shlex.quote(str(settings))} /etc",
         *("--", suite, str(work / "rootfs.tar"), *mirrors),
     ]
     if shutil.which("mmdebstrap") is None:
@@ -542,7 +571,8 @@ def _quiet(tree: Tree) -> None:
     if not any(name == "pam_systemd.so" for place in _PAM for name in tree.names(place)):
         tree.link("/etc/systemd/system/systemd-logind.service", "/dev/null")
     tree.write("/etc/systemd/system/systemd-udev-trigger.service.d/sandbox.conf", _COLDPLUG)
-    tree.link("/etc/systemd/system-generators/systemd-getty-generator", "/dev/null")
+    for generator in _GENERATORS:
+        tree.link(f"/etc/systemd/system-generators/{generator}", "/dev/null")
     tree.link("/etc/systemd/system/default.target", "/lib/systemd/system/multi-user.target")
     tree.write("/etc/systemd/journald.conf.d/sandbox.conf", "[Journal]\nStorage=volatile\nRuntimeMaxUse=8M\nAudit=no\n")
     tree.write("/etc/fstab", "# The root is mounted by the kernel's arguments.\n")
