@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,20 @@ def doubled(double: DoubleGateway, tmp_path: Path) -> Iterator[Target]:
     """A target whose state the test can reach into, as ``double``."""
     with serve(double) as url:
         yield Target(url, tmp_path, template=TEMPLATE)
+
+
+_WAYS: dict[str, dict[str, Any]] = {"in process": {}, "as a module": {"environment": {"ANY": "thing"}}}
+
+each_way = pytest.mark.parametrize(
+    ("target", "way"), [("double", "in process"), ("double", "as a module"), ("real", "in process")], indirect=True
+)
+"""For tests of what both ways do alike: they run the same functions, so one of them is enough for the real gateway."""
+
+
+@pytest.fixture(params=_WAYS)
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Keywords of a play: by the action plugin alone, or (``environment`` needs it) by the module."""
+    return _WAYS[request.param]
 
 
 @pytest.fixture(params=["double", "real"])

@@ -30,11 +30,6 @@ def failed(result: dict[str, Any], kind: str, *words: str) -> None:
         assert word in result["msg"]
 
 
-@pytest.fixture(params=[{}, {"environment": {"ANY": "thing"}}], ids=["in process", "as a module"])
-def way(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
 def test_no_gateway_a_wrong_key_something_else_and_one_too_old(tmp_path: Path, way: Any) -> None:
     there = Target(f"unix://{tmp_path}/gateway.sock", tmp_path)
     down, port, odd = there.play(

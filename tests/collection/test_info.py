@@ -11,6 +11,7 @@ import yaml
 from ansible_collections.grove.sandbox.plugins.module_utils._fork import SHOWN
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS
 
+from tests.collection.conftest import each_way
 from tests.collection.double_gateway import DoubleGateway
 from tests.collection.runner import Target, Task
 from tests.support.session import REPOSITORY
@@ -29,11 +30,7 @@ def info(what: str, **options: Any) -> Task:
     return {f"grove.sandbox.{what}_info": options}
 
 
-@pytest.fixture(params=["in process", "as a module"])
-def way(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {} if request.param == "in process" else {"environment": {"ANY": "thing"}}
-
-
+@each_way
 def test_lists_are_what_the_declaring_modules_return(target: Target, way: dict[str, Any]) -> None:
     box, golden, data = (target.name(name) for name in ("box", "golden", "data"))
     *_, volume, taken, made = target.prove(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from tests.collection.conftest import each_way
 from tests.collection.runner import Target, Task, foretold
 
 
@@ -31,12 +30,7 @@ def write(target: Target, name: str, what: str = "something") -> None:
     target.client.post(f"/sandboxes/{target.name(name)}/exec", {"args": ["/bin/sh", "-c", script]})
 
 
-@pytest.fixture(params=["in process", "as a module"])
-def way(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Keywords of a play: by the action plugin alone, or (``environment`` needs it) by the module."""
-    return {} if request.param == "in process" else {"environment": {"ANY": "thing"}}
-
-
+@each_way
 def test_a_sandbox_is_made_changed_paused_resumed_and_removed(target: Target, way: dict[str, Any]) -> None:
     made, changed, limited, paused, resumed, gone = target.prove(
         sandbox(target, "box", template=target.template, metadata={"team": "blue", "size": 3}, env={"GREETING": "hi"}),
@@ -88,6 +82,7 @@ def test_a_sandbox_is_replaced_only_when_asked(target: Target) -> None:
     assert len(list(target.client.pages("/sandboxes", name=target.name("box")))) == 1
 
 
+@each_way
 def test_snapshot_fork_more_fork_fewer_clone_and_remove(target: Target, way: dict[str, Any]) -> None:
     golden, prefix = target.name("golden"), target.name("ci")
     target.prove(sandbox(target, "box", template=target.template), keywords=way)
@@ -126,6 +121,7 @@ def test_clones_of_a_sandbox_and_forks_of_its_snapshots_are_told_apart(target: T
     assert foreign["failed"] and f"{prefix}-9" in foreign["msg"] and foreign["failure"]["kind"] == "conflict"
 
 
+@each_way
 def test_rollback_with_a_backup_and_when_clean(target: Target, way: dict[str, Any]) -> None:
     box, before, backup = target.name("box"), target.name("before"), target.name("backup")
     target.prove(sandbox(target, "box", template=target.template), snapshot(name=before, sandbox=box), keywords=way)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from tests.collection.conftest import each_way
 from tests.collection.double_gateway import DoubleGateway
 from tests.collection.runner import Result, Target, Task, foretold
 
@@ -41,11 +40,7 @@ def failed(result: Result, kind: str, *words: str) -> None:
         assert word in result["msg"]
 
 
-@pytest.fixture(params=["in process", "as a module"])
-def way(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {} if request.param == "in process" else {"environment": {"ANY": "thing"}}
-
-
+@each_way
 def test_a_volume_is_made_grown_captured_copied_and_removed(target: Target, way: dict[str, Any]) -> None:
     data, copy = target.name("data"), target.name("copy")
     made, grown, captured, copied, fewer, gone = target.prove(
@@ -65,6 +60,7 @@ def test_a_volume_is_made_grown_captured_copied_and_removed(target: Target, way:
     assert gone["volumes"] == [] and gone["diff"]["after"] == {}
 
 
+@each_way
 def test_exactly_the_attachments_that_are_given(target: Target, way: dict[str, Any]) -> None:
     data, boxes = target.name("data"), [target.name(name) for name in ("writer", "reader", "other")]
     writer, reader, other = boxes
@@ -98,6 +94,7 @@ def test_exactly_the_attachments_that_are_given(target: Target, way: dict[str, A
     assert actions(gone) == [["detach", "remove"]]
 
 
+@each_way
 def test_volumes_of_a_sandbox_change_while_it_runs(target: Target, way: dict[str, Any]) -> None:
     box, data, cache = (target.name(name) for name in ("box", "data", "cache"))
     made, more, other, paused, woken = target.prove(
@@ -120,6 +117,7 @@ def test_volumes_of_a_sandbox_change_while_it_runs(target: Target, way: dict[str
     assert woken["sandbox"]["volumes"] == []
 
 
+@each_way
 def test_forks_inherit_volumes_share_them_or_have_clones(target: Target, way: dict[str, Any]) -> None:
     box, data, golden, prefix = (target.name(name) for name in ("box", "data", "golden", "ci"))
     target.prove(

@@ -5,12 +5,10 @@ By default a handful of moments, spread over each verb; GROVE_CRASH_POINTS=all t
 
 from __future__ import annotations
 
+import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,32 +16,73 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.records import SandboxState
 from tests.engine.test_engine_replace import wait_for
-from tests.support import session
-from tests.support.crash import KILLED, VERBS, VOLUME_VERBS
+from tests.support.crash import KILLED, VERBS, VOLUME_VERBS, Runner
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE, World
 
 POINTS = os.environ.get("GROVE_CRASH_POINTS", "4")
 
 
-@pytest.fixture
-def settled(fresh: Any) -> Config:
-    """A state with a running source and its snapshot, a sleeping sandbox, and things to spare; no gateway runs."""
-    live: Live = fresh()
+class Scene:
+    """A state that all verbs find as it was settled; no gateway runs, but those that are opened."""
+
+    def __init__(self, world: World, settle: Callable[[Live], None]) -> None:
+        self._world = world
+        self._settle = settle
+        self._runner = Runner(world.factory)
+        self._config: Config | None = None
+
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """For a verb, which brings back what it changes; where it fails to, the next one's state is made anew."""
+        if self._config is None:
+            self._config = self._world.config()
+            with self.opened() as live:
+                self._settle(live)
+        try:
+            yield
+        except BaseException:
+            self.end()
+            raise
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Live]:
+        assert self._config is not None
+        live = Live(self._world.host(self._config), self._config)
+        try:
+            yield live
+        finally:
+            live.close()
+
+    def end(self) -> None:
+        self._runner.end()
+        if self._config is not None:
+            with self.opened() as live:
+                live.empty()
+            self._world.forget(self._config)
+            self._config = None
+
+    def run(self, verb: str, fatal: int, path: Path) -> tuple[int, str]:
+        """How the verb ended that was killed at the step, 0: at none, and what it said."""
+        assert self._config is not None
+        return self._runner.run(self._config, verb, fatal, path), path.read_text()
+
+
+@pytest.fixture(scope="module")
+def settled(world: World) -> Iterator[Scene]:
+    """A running source and its snapshot, a sleeping sandbox, and things to spare."""
+    scene = Scene(world, settle)
+    yield scene
+    scene.end()
+
+
+def settle(live: Live) -> None:
     live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", "echo kept >/root/kept")
     live.do(live.engine.capture("source", name="mark"))
     live.do(live.engine.capture("source", name="spare-mark"))
     live.do(live.engine.fork(TEMPLATE, ForkSpec(names=["spare", "sleeper"])))
     live.do(live.engine.pause("sleeper"))
-    live.close()
-    return live.config
-
-
-def run_until(config: Config, world: World, verb: str, fatal: int, path: Path) -> subprocess.CompletedProcess[str]:
-    path.write_text(config.model_dump_json())
-    argv = [sys.executable, "-m", "tests.support.crash", str(path), world.factory, verb, str(fatal)]
-    return subprocess.run(argv, cwd=session.REPOSITORY, capture_output=True, text=True, timeout=300)
 
 
 def moments() -> Iterator[float]:
@@ -58,32 +97,29 @@ Restore = Callable[[Live], None]
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_killed_in_the_middle(verb: str, settled: Config, world: World, fresh: Any, tmp_path: Path) -> None:
-    kill_everywhere(verb, settled, world, fresh, tmp_path / "config.json", check, restore)
+def test_killed_in_the_middle(verb: str, settled: Scene, world: World, tmp_path: Path) -> None:
+    kill_everywhere(verb, settled, world, tmp_path / "said", check, restore)
 
 
-def kill_everywhere(
-    verb: str, settled: Config, world: World, fresh: Any, path: Path, check: Check, restore: Restore
-) -> None:
-    steps = rehearsed(verb, settled, world, fresh, path, restore)
-    wanted = range(1, steps + 1) if POINTS == "all" else sorted({1 + int(share * steps) for share in moments()})
-    for fatal in wanted:
-        done = run_until(settled, world, verb, fatal, path)
-        assert done.returncode in (0, KILLED), done.stderr[-3000:]
-        live = fresh(config=settled)
-        check(live, world, f"{verb} killed at step {fatal} of {steps}")
-        restore(live)
-        live.close()
+def kill_everywhere(verb: str, scene: Scene, world: World, path: Path, check: Check, restore: Restore) -> None:
+    with scene.settled():
+        steps = rehearsed(verb, scene, path, restore)
+        wanted = range(1, steps + 1) if POINTS == "all" else sorted({1 + int(share * steps) for share in moments()})
+        for fatal in wanted:
+            code, said = scene.run(verb, fatal, path)
+            assert code in (0, KILLED), said[-3000:]
+            with scene.opened() as live:
+                check(live, world, f"{verb} killed at step {fatal} of {steps}")
+                restore(live)
 
 
-def rehearsed(verb: str, settled: Config, world: World, fresh: Any, path: Path, restore: Restore) -> int:
+def rehearsed(verb: str, scene: Scene, path: Path, restore: Restore) -> int:
     """How many steps the verb takes when nobody kills it; the state is brought back afterwards."""
-    done = run_until(settled, world, verb, 0, path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    live = fresh(config=settled)
-    restore(live)
-    live.close()
-    return int(done.stdout)
+    code, said = scene.run(verb, 0, path)
+    assert code == 0, said[-3000:]
+    with scene.opened() as live:
+        restore(live)
+    return int(said.split()[-1])
 
 
 def check(live: Live, world: World, when: str) -> None:
@@ -127,10 +163,15 @@ def restore(live: Live) -> None:
 # -- volumes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def settled_volumes(fresh: Any) -> Config:
+@pytest.fixture(scope="module")
+def settled_volumes(world: World) -> Iterator[Scene]:
     """A running source with two volumes, a snapshot that holds one of them, and two volumes that nobody mounts."""
-    live: Live = fresh()
+    scene = Scene(world, settle_volumes)
+    yield scene
+    scene.end()
+
+
+def settle_volumes(live: Live) -> None:
     for name in ("one", "two", "idle", "spare"):
         live.do(live.engine.create_volume(name, 64))
     live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"], mounts=[MountSpec(n, f"/{n}") for n in MOUNTED])))
@@ -139,8 +180,6 @@ def settled_volumes(fresh: Any) -> Config:
     live.do(live.engine.capture("source", name="mark", volumes=["one"]))
     fill_idle(live)
     live.do(live.engine.snapshot_volume("spare", "before"))
-    live.close()
-    return live.config
 
 
 MOUNTED = ("one", "two")
@@ -149,8 +188,8 @@ MOUNTED = ("one", "two")
 def fill_idle(live: Live) -> None:
     """A volume that holds "after", and a snapshot of it that holds "before"."""
     live.do(live.engine.attach("source", MountSpec("idle", "/idle")))
-    live.shell("source", "echo before >/idle/kept && sync")
     if not live.engine.volume_snapshots("idle"):
+        live.shell("source", "echo before >/idle/kept && sync")
         live.do(live.engine.snapshot_volume("idle", "before"))
     live.shell("source", "echo after >/idle/kept && sync")
     live.do(live.engine.detach("source", "idle"))
@@ -158,10 +197,9 @@ def fill_idle(live: Live) -> None:
 
 @pytest.mark.parametrize("verb", VOLUME_VERBS)
 def test_killed_in_the_middle_of_a_verb_of_volumes(
-    verb: str, settled_volumes: Config, world: World, fresh: Any, tmp_path: Path
+    verb: str, settled_volumes: Scene, world: World, tmp_path: Path
 ) -> None:
-    path = tmp_path / "config.json"
-    kill_everywhere(verb, settled_volumes, world, fresh, path, check_volumes, restore_volumes)
+    kill_everywhere(verb, settled_volumes, world, tmp_path / "said", check_volumes, restore_volumes)
 
 
 def check_volumes(live: Live, world: World, when: str) -> None:
@@ -173,12 +211,16 @@ def check_volumes(live: Live, world: World, when: str) -> None:
     assert live.sandbox("source").state is SandboxState.RUNNING, when
     mounted = {by_id[mount.volume].name: mount.path for mount in live.sandbox("source").mounts}
     assert mounted.get("one") == "/one" and mounted.keys() <= {"one", "two", "idle"}, when
-    for name in ("one", "two", "idle"):
-        what = {"idle": ("before", "after")}.get(name, (name,)) if name in mounted else ("",)
-        wait_for(lambda name=name, what=what: kept(live, "source", f"/{name}") in what)  # type: ignore[misc]
-        if name in mounted:
-            live.shell("source", f"echo here >/{name}/written && sync")
-    room = int(live.shell("source", "df --output=size -BM /one | tail -n 1 | tr -d M"))
+    wanted = {name: {"idle": ("before", "after")}.get(name, (name,)) for name in mounted}
+    look = "for name in one two idle; do echo $name:$(cat /$name/kept 2>/dev/null); done"
+
+    def all_there() -> bool:
+        found = dict(line.split(":") for line in live.shell("source", look).split())
+        return all(found[name] in wanted.get(name, ("",)) for name in found)
+
+    wait_for(all_there)
+    write = " && ".join(f"echo here >/{name}/written" for name in mounted)
+    room = int(live.shell("source", f"{write} && sync && df --output=size -BM /one | tail -n 1 | tr -d M"))
     assert 0.75 < room / volumes["one"].size_mb <= 1, (when, room)
     if "new" in volumes and volumes["new"].from_snapshot:
         assert content(live, "new") == "before", when

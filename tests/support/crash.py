@@ -3,7 +3,8 @@
 Every step that changes the world outside the process (a file made, linked, renamed, removed, an ioctl, a process
 started, a command to QEMU) is counted by an audit hook; at the step that was asked for the process is gone at once,
 as by ``kill -9``. Without such a step it ends normally and prints how many there were. A scene instead of a verb is
-set up, described on standard output, and stands until somebody kills the process.
+set up, described on standard output, and stands until somebody kills the process. Without arguments: a process that
+has imported all, and is copied (``fork``) for each line that it reads.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import select
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,31 @@ class Daemon:
         self._process.wait(30)
 
 
+class Runner:
+    """Runs verbs, each in a process of its own."""
+
+    def __init__(self, factory: str) -> None:
+        self._factory = factory
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, config: Config, verb: str, fatal: int, output: Path) -> int:
+        """How it ended: 0, KILLED, or otherwise; what it said is in ``output`` then."""
+        if self._process is None:
+            argv = [sys.executable, "-m", "tests.support.crash"]
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(argv, cwd=session.REPOSITORY, stdin=pipe, stdout=pipe, text=True)
+        assert self._process.stdin and self._process.stdout
+        order = [config.model_dump_json(), self._factory, verb, fatal, str(output)]
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        assert select.select([self._process.stdout], [], [], 300)[0], f"{verb} did not end"
+        return int(self._process.stdout.readline())
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.communicate(timeout=30)
+            self._process = None
+
+
 class Steps:
     """Counts steps, and dies at one."""
 
@@ -156,15 +183,40 @@ async def _run(host: Any, config: Config, verb: str, steps: Steps) -> None:
     await engine.close()
 
 
-def main() -> None:
-    path, factory, verb, fatal = sys.argv[1:]
+def _once(config: Config, factory: str, verb: str, fatal: int) -> None:
     module, _, name = factory.rpartition(".")
-    config = Config.model_validate(json.loads(Path(path).read_text()))
     host = getattr(importlib.import_module(module), name)(config)
-    steps = Steps(int(fatal))
+    steps = Steps(fatal)
     sys.addaudithook(steps.step)
     asyncio.run(_run(host, config, verb, steps))
-    print(steps.count)
+    print(steps.count, flush=True)
+
+
+def _serve() -> None:
+    for line in sys.stdin:
+        config, factory, verb, fatal, output = json.loads(line)
+        importlib.import_module(factory.rpartition(".")[0])
+        if (child := os.fork()) == 0:
+            with Path(output).open("w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            with Path("/dev/null").open() as nothing:
+                os.dup2(nothing.fileno(), 0)
+            try:
+                _once(Config.model_validate_json(config), factory, verb, fatal)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def main() -> None:
+    if len(sys.argv) == 1:
+        _serve()
+        return
+    path, factory, verb, fatal = sys.argv[1:]
+    _once(Config.model_validate(json.loads(Path(path).read_text())), factory, verb, int(fatal))
 
 
 if __name__ == "__main__":
