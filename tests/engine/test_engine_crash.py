@@ -35,11 +35,11 @@ class Scene:
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
         """For a verb, which brings back what it changes; where it fails to, the next one's state is made anew."""
-        if self._config is None:
-            self._config = self._world.config()
-            with self.opened() as live:
-                self._settle(live)
         try:
+            if self._config is None:
+                self._config = self._world.config()
+                with self.opened() as live:
+                    self._settle(live)
             yield
         except BaseException:
             self.end()

@@ -35,7 +35,7 @@ def test_a_guest_that_falls_silent_is_given_up_before_its_time(tmp_path: Path) -
     silent.write_text("#!/bin/sh\necho Probing EDD\nexec sleep 1000\n")
     silent.chmod(0o755)
     answer = probe("--accelerator", "tcg", "--seconds", "1000", "--qemu", str(silent))
-    assert answer["reason"].endswith("(it said no more); the last that was said: Probing EDD")
+    assert answer["reason"].endswith("(no more came in time); the last that was said: Probing EDD")
 
 
 def test_a_missing_qemu_is_named() -> None:

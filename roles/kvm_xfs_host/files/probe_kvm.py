@@ -96,7 +96,7 @@ def boot(arguments, kernel):
         return "tcg", f"{KVM} opens, but a guest kernel on it came no further than its first lines"
     last = said.decode(errors="replace").strip().splitlines()[-1:] or [""]
     readable = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[^ -~]", "", last[0])[:200] or "nothing"
-    how = "QEMU ended" if ended else "it said no more"
+    how = "QEMU ended" if ended else "no more came in time"
     return "tcg", f"{KVM} opens, but no guest kernel started on it ({how}); the last that was said: {readable}"
 
 
