@@ -10,8 +10,6 @@ import pytest
 from tests.support.live import Live
 from tests.support.worlds import World, settled
 
-pytest.register_assert_rewrite("tests.support.worlds")
-
 KINDS = ("kvm_xfs", "jail_zfs")
 
 
