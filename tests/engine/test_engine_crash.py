@@ -27,7 +27,7 @@ class Scene:
     """A state that all verbs find as it was settled; no gateway runs, but those that are opened."""
 
     def __init__(self, world: World, settle: Callable[[Live], None]) -> None:
-        self._world = world
+        self.world = world
         self._settle = settle
         self._runner = Runner(world.factory)
         self._config: Config | None = None
@@ -37,7 +37,7 @@ class Scene:
         """For a verb, which brings back what it changes; where it fails to, the next one's state is made anew."""
         try:
             if self._config is None:
-                self._config = self._world.config()
+                self._config = self.world.config()
                 with self.opened() as live:
                     self._settle(live)
             yield
@@ -48,7 +48,7 @@ class Scene:
     @contextlib.contextmanager
     def opened(self) -> Iterator[Live]:
         assert self._config is not None
-        live = Live(self._world.host(self._config), self._config)
+        live = Live(self.world.host(self._config), self._config)
         try:
             yield live
         finally:
@@ -59,7 +59,7 @@ class Scene:
         if self._config is not None:
             with self.opened() as live:
                 live.empty()
-            self._world.forget(self._config)
+            self.world.forget(self._config)
             self._config = None
 
     def run(self, verb: str, fatal: int, path: Path) -> tuple[int, str]:
@@ -68,12 +68,16 @@ class Scene:
         return self._runner.run(self._config, verb, fatal, path), path.read_text()
 
 
-@pytest.fixture(scope="module")
-def settled(world: World) -> Iterator[Scene]:
-    """A running source and its snapshot, a sleeping sandbox, and things to spare."""
+def _scene(world: World, settle: Callable[[Live], None]) -> Iterator[Scene]:
     scene = Scene(world, settle)
     yield scene
     scene.end()
+
+
+@pytest.fixture(scope="module")
+def settled(world: World) -> Iterator[Scene]:
+    """A running source and its snapshot, a sleeping sandbox, and things to spare."""
+    yield from _scene(world, settle)
 
 
 def settle(live: Live) -> None:
@@ -97,11 +101,11 @@ Restore = Callable[[Live], None]
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_killed_in_the_middle(verb: str, settled: Scene, world: World, tmp_path: Path) -> None:
-    kill_everywhere(verb, settled, world, tmp_path / "said", check, restore)
+def test_killed_in_the_middle(verb: str, settled: Scene, tmp_path: Path) -> None:
+    kill_everywhere(verb, settled, tmp_path / "said", check, restore)
 
 
-def kill_everywhere(verb: str, scene: Scene, world: World, path: Path, check: Check, restore: Restore) -> None:
+def kill_everywhere(verb: str, scene: Scene, path: Path, check: Check, restore: Restore) -> None:
     with scene.settled():
         steps = rehearsed(verb, scene, path, restore)
         wanted = range(1, steps + 1) if POINTS == "all" else sorted({1 + int(share * steps) for share in moments()})
@@ -109,7 +113,7 @@ def kill_everywhere(verb: str, scene: Scene, world: World, path: Path, check: Ch
             code, said = scene.run(verb, fatal, path)
             assert code in (0, KILLED), said[-3000:]
             with scene.opened() as live:
-                check(live, world, f"{verb} killed at step {fatal} of {steps}")
+                check(live, scene.world, f"{verb} killed at step {fatal} of {steps}")
                 restore(live)
 
 
@@ -166,9 +170,7 @@ def restore(live: Live) -> None:
 @pytest.fixture(scope="module")
 def settled_volumes(world: World) -> Iterator[Scene]:
     """A running source with two volumes, a snapshot that holds one of them, and two volumes that nobody mounts."""
-    scene = Scene(world, settle_volumes)
-    yield scene
-    scene.end()
+    yield from _scene(world, settle_volumes)
 
 
 def settle_volumes(live: Live) -> None:
@@ -196,10 +198,8 @@ def fill_idle(live: Live) -> None:
 
 
 @pytest.mark.parametrize("verb", VOLUME_VERBS)
-def test_killed_in_the_middle_of_a_verb_of_volumes(
-    verb: str, settled_volumes: Scene, world: World, tmp_path: Path
-) -> None:
-    kill_everywhere(verb, settled_volumes, world, tmp_path / "said", check_volumes, restore_volumes)
+def test_killed_in_the_middle_of_a_verb_of_volumes(verb: str, settled_volumes: Scene, tmp_path: Path) -> None:
+    kill_everywhere(verb, settled_volumes, tmp_path / "said", check_volumes, restore_volumes)
 
 
 def check_volumes(live: Live, world: World, when: str) -> None:
@@ -212,11 +212,12 @@ def check_volumes(live: Live, world: World, when: str) -> None:
     mounted = {by_id[mount.volume].name: mount.path for mount in live.sandbox("source").mounts}
     assert mounted.get("one") == "/one" and mounted.keys() <= {"one", "two", "idle"}, when
     wanted = {name: {"idle": ("before", "after")}.get(name, (name,)) for name in mounted}
-    look = "for name in one two idle; do echo $name:$(cat /$name/kept 2>/dev/null); done"
+    names = ("one", "two", "idle")
+    look = f"for name in {' '.join(names)}; do echo $name:$(cat /$name/kept 2>/dev/null); done"
 
     def all_there() -> bool:
         found = dict(line.split(":") for line in live.shell("source", look).split())
-        return all(found[name] in wanted.get(name, ("",)) for name in found)
+        return all(found[name] in wanted.get(name, ("",)) for name in names)
 
     wait_for(all_there)
     write = " && ".join(f"echo here >/{name}/written" for name in mounted)

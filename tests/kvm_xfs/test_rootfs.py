@@ -71,6 +71,7 @@ def tree(tmp_path: Path) -> Path:
 
 def test_debian_has_what_a_sandbox_needs(debian: Built) -> None:
     assert debian.kernel.read_bytes()[0x202:0x206] == b"HdrS"
+    assert debian.initrd.stat().st_size < 16 << 20
     initrd = gzip.decompress(debian.initrd.read_bytes())
     assert b"/virtio_blk.ko" in initrd and b"scripts/init-bottom/udev" in initrd
     assert b"bin/udevadm\0" not in initrd and b"scripts/init-top/udev\0" not in initrd

@@ -1,10 +1,10 @@
-"""Run one verb of an engine in a process of its own, and die in the middle: ``python -m tests.support.crash``.
+"""Run verbs of an engine, each in a process of its own, and die in the middle: ``python -m tests.support.crash``.
 
 Every step that changes the world outside the process (a file made, linked, renamed, removed, an ioctl, a process
 started, a command to QEMU) is counted by an audit hook; at the step that was asked for the process is gone at once,
-as by ``kill -9``. Without such a step it ends normally and prints how many there were. A scene instead of a verb is
-set up, described on standard output, and stands until somebody kills the process. Without arguments: a process that
-has imported all, and is copied (``fork``) for each line that it reads.
+as by ``kill -9``. Without such a step it ends normally and prints how many there were. Verbs are run by copies
+(``fork``) of a process that has imported all, and reads which. With arguments a scene is set up instead, described on
+standard output, and stands until somebody kills the process.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import traceback
@@ -23,6 +24,7 @@ from typing import Any
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
+from sandbox_gateway.hosts.base import Host
 from tests.support import session
 
 KILLED = 137
@@ -100,7 +102,7 @@ class Daemon:
     def __init__(self, config: Config, factory: str, scene: str, path: Path) -> None:
         path.write_text(config.model_dump_json())
         self._errors = path.with_suffix(".log").open("w+")
-        argv = [sys.executable, "-m", "tests.support.crash", str(path), factory, scene, "0"]
+        argv = [sys.executable, "-m", "tests.support.crash", str(path), factory, scene]
         self._process = subprocess.Popen(
             argv, cwd=session.REPOSITORY, stdout=subprocess.PIPE, stderr=self._errors, text=True
         )
@@ -138,7 +140,9 @@ class Runner:
         if self._process is None:
             argv = [sys.executable, "-m", "tests.support.crash"]
             pipe = subprocess.PIPE
-            self._process = subprocess.Popen(argv, cwd=session.REPOSITORY, stdin=pipe, stdout=pipe, text=True)
+            self._process = subprocess.Popen(
+                argv, cwd=session.REPOSITORY, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+            )
         assert self._process.stdin and self._process.stdout
         order = [config.model_dump_json(), self._factory, verb, fatal, str(output)]
         print(json.dumps(order), file=self._process.stdin, flush=True)
@@ -147,7 +151,11 @@ class Runner:
 
     def end(self) -> None:
         if self._process is not None:
-            self._process.communicate(timeout=30)
+            try:
+                self._process.communicate(timeout=30)
+            except subprocess.TimeoutExpired:  # a verb that hangs goes with it
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait(30)
             self._process = None
 
 
@@ -170,22 +178,31 @@ def _writes(arguments: tuple[Any, ...]) -> bool:
     return isinstance(arguments[2], int) and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
-async def _run(host: Any, config: Config, verb: str, steps: Steps) -> None:
+async def _run(host: Host, config: Config, verb: str, steps: Steps) -> None:
     engine = Engine(host, config)
     await engine.open()
-    if verb in SCENES:
-        await SCENES[verb](engine)
-        print(json.dumps(picture(engine)), flush=True)
-        await asyncio.Event().wait()
     steps.armed = True
     await (VERBS | VOLUME_VERBS)[verb](engine)
     steps.armed = False
     await engine.close()
 
 
-def _once(config: Config, factory: str, verb: str, fatal: int) -> None:
+async def _stand(host: Host, config: Config, scene: str) -> None:
+    engine = Engine(host, config)
+    await engine.open()
+    await SCENES[scene](engine)
+    print(json.dumps(picture(engine)), flush=True)
+    await asyncio.Event().wait()
+
+
+def _host(factory: str, config: Config) -> Host:
     module, _, name = factory.rpartition(".")
-    host = getattr(importlib.import_module(module), name)(config)
+    made: Host = getattr(importlib.import_module(module), name)(config)
+    return made
+
+
+def _once(config: Config, factory: str, verb: str, fatal: int) -> None:
+    host = _host(factory, config)
     steps = Steps(fatal)
     sys.addaudithook(steps.step)
     asyncio.run(_run(host, config, verb, steps))
@@ -215,8 +232,9 @@ def main() -> None:
     if len(sys.argv) == 1:
         _serve()
         return
-    path, factory, verb, fatal = sys.argv[1:]
-    _once(Config.model_validate(json.loads(Path(path).read_text())), factory, verb, int(fatal))
+    path, factory, scene = sys.argv[1:]
+    config = Config.model_validate_json(Path(path).read_text())
+    asyncio.run(_stand(_host(factory, config), config, scene))
 
 
 if __name__ == "__main__":
