@@ -1,6 +1,6 @@
 """A counter that lives in memory alone.
 
-`counter.py ensure` starts it where it does not run; `counter.py status` prints, as JSON,
+This starts it where it does not run. Whoever connects to its port is told, as JSON,
     value     how far it has counted, two a second
     mark      drawn at random when it started: two that say the same are copies of one running process
     history   a stamp for each of its first counts, taken from how the clock trembled just then: two copies have the
@@ -12,12 +12,11 @@
 import json
 import os
 import socket
-import sys
 import time
 import zlib
 from pathlib import Path
 
-ADDRESS = "\0counter"
+ADDRESS = ("127.0.0.1", 7777)
 PID_FILE = Path("/run/counter.pid")
 NOTES = Path("/root/notes")
 SHARED = Path("/srv/shared")
@@ -26,32 +25,21 @@ REMEMBERED = 240
 
 
 def main():
-    if sys.argv[1:] == ["ensure"] and ask() is None:
+    try:
+        print(ask())
+    except ConnectionRefusedError:
         start()
-    answer = ask()
-    if answer is None:
-        sys.exit("the counter does not run")
-    for kind, place in (("files", NOTES), ("shared", SHARED)):
-        answer[kind] = sorted(path.name for path in place.glob("*"))
-    print(json.dumps(answer))
+        print(ask())
 
 
 def ask():
-    """The counter's answer; None where none runs."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
-        channel.settimeout(10)
-        try:
-            channel.connect(ADDRESS)
-        except ConnectionRefusedError:
-            return None
-        return json.loads(channel.makefile().read())
+    with socket.create_connection(ADDRESS, timeout=10) as channel:
+        return channel.makefile().read()
 
 
 def start():
     """Return when a counter in the background can be asked."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(ADDRESS)
-    listener.listen()
+    listener = socket.create_server(ADDRESS)
     if os.fork():
         return
     os.setsid()
@@ -71,12 +59,17 @@ def count(listener):
             listener.settimeout(left)
             try:
                 with listener.accept()[0] as channel:
-                    channel.sendall(json.dumps({"value": value, "mark": mark, "history": history}).encode())
+                    answer = {"value": value, "mark": mark, "history": history}
+                    channel.sendall(json.dumps(answer | {"files": names(NOTES), "shared": names(SHARED)}).encode())
             except OSError:
                 continue
         value += 1
         if value <= REMEMBERED:
             history.append(stamp())
+
+
+def names(place):
+    return sorted(path.name for path in place.glob("*"))
 
 
 def stamp():

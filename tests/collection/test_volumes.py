@@ -60,11 +60,10 @@ def test_a_volume_is_made_grown_captured_copied_and_removed(target: Target, way:
     assert gone["volumes"] == [] and gone["diff"]["after"] == {}
 
 
-@each_way
-def test_exactly_the_attachments_that_are_given(target: Target, way: dict[str, Any]) -> None:
+def test_exactly_the_attachments_that_are_given(target: Target) -> None:
     data, boxes = target.name("data"), [target.name(name) for name in ("writer", "reader", "other")]
     writer, reader, other = boxes
-    target.prove(sandbox(name=boxes, template=target.template), volume(name=data, size_mb=64), keywords=way)
+    target.prove(sandbox(name=boxes, template=target.template), volume(name=data, size_mb=64))
     both, moved, one, gone = target.prove(
         volume(
             name=data,
@@ -83,7 +82,6 @@ def test_exactly_the_attachments_that_are_given(target: Target, way: dict[str, A
         ),
         volume(name=data, attachments=[{"sandbox": writer, "path": "/srv/data"}]),
         volume(name=data, state="absent", attachments=[]),
-        keywords=way,
     )
     assert [(each["sandbox"], each["path"], each["read_only"]) for each in both["volume"]["attachments"]] == [
         (reader, "/srv/data", True),
@@ -94,8 +92,7 @@ def test_exactly_the_attachments_that_are_given(target: Target, way: dict[str, A
     assert actions(gone) == [["detach", "remove"]]
 
 
-@each_way
-def test_volumes_of_a_sandbox_change_while_it_runs(target: Target, way: dict[str, Any]) -> None:
+def test_volumes_of_a_sandbox_change_while_it_runs(target: Target) -> None:
     box, data, cache = (target.name(name) for name in ("box", "data", "cache"))
     made, more, other, paused, woken = target.prove(
         volume(name=[data, cache], size_mb=64),
@@ -103,7 +100,6 @@ def test_volumes_of_a_sandbox_change_while_it_runs(target: Target, way: dict[str
         sandbox(name=box, volumes=[at("/srv/data", data, read_only=True), at("/srv/cache", cache)]),
         sandbox(name=box, state="paused", volumes=[at("/srv/cache", cache)]),
         sandbox(name=box, state="running", volumes=[]),
-        keywords=way,
     )
     assert [each["name"] for each in made["volumes"]] == [data, cache]
     assert more["sandbox"]["volumes"] == [at("/srv/data", data, read_only=False)]
@@ -117,13 +113,11 @@ def test_volumes_of_a_sandbox_change_while_it_runs(target: Target, way: dict[str
     assert woken["sandbox"]["volumes"] == []
 
 
-@each_way
-def test_forks_inherit_volumes_share_them_or_have_clones(target: Target, way: dict[str, Any]) -> None:
+def test_forks_inherit_volumes_share_them_or_have_clones(target: Target) -> None:
     box, data, golden, prefix = (target.name(name) for name in ("box", "data", "golden", "ci"))
     target.prove(
         volume(name=data, size_mb=64),
         sandbox(name=box, template=target.template, volumes=[at("/srv/data", data)]),
-        keywords=way,
     )
     taken, same, reading, nothing, own, rid = target.prove(
         snapshot(
@@ -134,7 +128,6 @@ def test_forks_inherit_volumes_share_them_or_have_clones(target: Target, way: di
         fork(snapshot=golden, names=[f"{prefix}-none"], volumes=[]),
         fork(snapshot=golden, count=2, name_prefix=prefix, volumes=[at("/srv/data", data, clone=True)]),
         fork(snapshot=golden, count=2, name_prefix=prefix, volumes=[]),
-        keywords=way,
     )
     assert taken["snapshot"]["volumes"] == [data] and taken["snapshot"]["expires_at"]
     assert taken["snapshot"]["mounts"] == [at("/srv/data", data, read_only=False)]
@@ -144,7 +137,7 @@ def test_forks_inherit_volumes_share_them_or_have_clones(target: Target, way: di
     clones = [each["volumes"][0]["name"] for each in own["sandboxes"]]
     assert len({data, *clones}) == 3
     assert actions(rid) == [["detach"], ["detach"]]
-    (left,) = target.play({"grove.sandbox.sandbox_volume_info": {}}, keywords=way)
+    (left,) = target.play({"grove.sandbox.sandbox_volume_info": {}})
     assert data in [each["name"] for each in left["volumes"]]
     assert not {each["name"] for each in left["volumes"]}.intersection(clones)
     (refused,) = target.play(fork(snapshot=golden, count=2, name_prefix=prefix, volumes=[at("/x/y", data, clone=True)]))

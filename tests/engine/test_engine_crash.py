@@ -20,7 +20,7 @@ from tests.support.crash import KILLED, VERBS, VOLUME_VERBS, Runner
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE, World
 
-POINTS = os.environ.get("GROVE_CRASH_POINTS", "4")
+POINTS = os.environ.get("GROVE_CRASH_POINTS", "3")
 
 
 class Scene:

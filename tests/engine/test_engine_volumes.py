@@ -736,10 +736,9 @@ def test_disk_and_two_volumes_are_captured_at_one_instant(live: Live) -> None:
         volume(live, name)
     create(live, "source", MountSpec("a", "/a"), MountSpec("b", "/b"))
     start(live, "source", IN_TURN)
-    live.do(live.engine.capture("source", name="mark", volumes=["a", "b"]))
-    clones = [MountSpec("a", "/a", clone=True), MountSpec("b", "/b", clone=True)]
     # What was in memory would write on: what is seen is the disk and the volumes, as they were.
-    fork = create(live, "fork", *clones, template="mark", cold_start=True)
+    live.do(live.engine.capture("source", name="mark", memory="none", volumes=["a", "b"]))
+    fork = create(live, "fork", MountSpec("a", "/a", clone=True), MountSpec("b", "/b", clone=True), template="mark")
     disk, one, other = (int(read(live, fork.id, f"{place}/turn")) for place in ("/root", "/a", "/b"))
     assert disk >= one >= other >= disk - 1, (disk, one, other)
     assert int(read(live, "source", "/root/turn")) > disk, "it stood still"

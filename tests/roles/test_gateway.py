@@ -37,6 +37,7 @@ class Installed:
         self.pid_file = root / "run" / "gw.pid"
         self.config_file = root / "etc" / "config.toml"
         self.key_file = root / "etc" / "keys"
+        self.collections = session.COLLECTIONS
         self.variables: dict[str, Any] = {
             "gateway_install_dir": str(root / "install"),
             "gateway_link_dir": str(root / "bin"),
@@ -58,13 +59,13 @@ class Installed:
         self,
         check: bool = False,
         config: dict[str, Any] | None = None,
-        collections: Path = session.COLLECTIONS,
+        collections: Path | None = None,
         **options: Any,
     ) -> Played:
         variables = {**self.variables, **{f"gateway_{name}": value for name, value in options.items()}}
         if config:
             variables["gateway_config"] = {**self.variables["gateway_config"], **config}
-        inside = ("env", f"ANSIBLE_COLLECTIONS_PATH={collections}")
+        inside = ("env", f"ANSIBLE_COLLECTIONS_PATH={collections or self.collections}")
         return play("gateway", variables, check=check, into=self.root, inside=inside)
 
     def pid(self) -> int:
@@ -184,7 +185,8 @@ def test_an_upgrade_loses_no_sandbox(installed: Installed, newer: Path) -> None:
     assert "grove.sandbox.gateway : Copy it" in predicted.changed_tasks
     assert installed.version() == older
 
-    upgraded = installed.apply(collections=newer)
+    installed.collections = newer
+    upgraded = installed.apply()
     assert not upgraded.failed, upgraded.output
     assert installed.version() == NEWER != older
     assert count(installed.execute).went_on(counted), "not only is it there: the same memory goes on"
