@@ -55,8 +55,9 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
     """``pytest -n 2``: who is done with a group of tests takes the next."""
 
     def _split_scope(self, nodeid: str) -> str:
-        # zfs-fuse is one daemon for the machine: all that makes jails is one group, wherever it is.
-        if "jail" in nodeid:
+        # zfs-fuse is one daemon for the machine: all that makes jails is one group, wherever it is (the collection's
+        # tests only speak of them).
+        if "jail" in nodeid and _folder(nodeid) != "collection":
             return "zfs"
         # They share nothing; the smaller the last groups, the less one lane waits for the other.
         if _folder(nodeid) == "roles" or "systemd" in nodeid:

@@ -129,7 +129,7 @@ def test_data_stay_unless_one_asks_otherwise(place: Place) -> None:
     assert place.apply(state="absent", remove_data=True).changed_tasks == []
 
 
-def test_nothing_is_taken_from_under_a_jail(place: Place) -> None:
+def test_what_is_in_use_is_neither_taken_nor_moved(place: Place) -> None:
     assert not place.apply().failed
     dataset = f"{place.dataset}/sandboxes/i2"
     pools.run("zfs", "create", dataset)
@@ -140,6 +140,10 @@ def test_nothing_is_taken_from_under_a_jail(place: Place) -> None:
     assert done.failed
     assert "(busy): end them first" in done.message
     assert dataset in place.datasets()
+
+    moved = place.apply(mountpoint=str(place.directory / "elsewhere"))
+    assert moved.failed
+    assert "and its sandboxes run there" in moved.message
 
 
 def test_a_kernel_that_does_not_count_is_said_so(place: Place) -> None:
@@ -174,10 +178,3 @@ def test_refuses_an_old_system_and_one_that_is_none(place: Place) -> None:
     variables = {f"jail_zfs_host_{name}": value for name, value in place.variables.items()}
     done = play("jail_zfs_host", variables, into=place.directory)
     assert "jails are FreeBSD's" in done.message
-
-
-def test_refuses_to_move_what_is_mounted(place: Place) -> None:
-    assert not place.apply().failed
-    done = place.apply(mountpoint=str(place.directory / "elsewhere"))
-    assert done.failed
-    assert "and its sandboxes run there" in done.message

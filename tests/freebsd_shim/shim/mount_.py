@@ -163,9 +163,19 @@ def main(argv: list[str]) -> int:
     return mount(fstype or "ufs", rest[0], rest[1], words)
 
 
+def real_path(path: str) -> str:
+    """realpath(3), which reads a link before it asks what it is: what stops being one meanwhile is no error there."""
+    while True:
+        try:
+            return os.path.realpath(path)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+
+
 def check_path(path: str) -> str:
     """getmntopts.c checkpath(): realpath(3), and it must be a directory. Raises OSError with the path so far."""
-    real = os.path.realpath(path)
+    real = real_path(path)
     try:
         mode = os.stat(real).st_mode
     except OSError as error:
@@ -367,7 +377,7 @@ def unmount(name: str, force: bool, verbose: bool) -> int:
     """checkname(): an fsid, else a node, else a special, the newest first; then what statfs(2) would say."""
     found = look_up(name) or look_up(name.rstrip("/") or "/")
     if found is None:
-        real = os.path.realpath(name)
+        real = real_path(name)
         try:
             os.stat(name)
         except OSError as error:
