@@ -7,11 +7,11 @@ import contextlib
 import json
 import socket
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from tests.api.served import Served
+from tests.support.waiting import eventually
 
 AGENT_PORT = 49983
 PORT = 3000
@@ -32,14 +32,6 @@ def at(sandbox: dict[str, Any], port: int | str = AGENT_PORT, **more: str) -> di
 
 def host(sandbox: dict[str, Any], port: int | str = AGENT_PORT) -> str:
     return f"{port}-{sandbox['sandboxID']}.sandbox.local"
-
-
-def eventually(what: Callable[[], Any], seconds: float = 5) -> None:
-    """Raises AssertionError unless ``what()`` becomes true in time."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it never came to be"
-        time.sleep(0.01)
 
 
 class Service:

@@ -21,6 +21,7 @@ import pytest
 
 from tests.api.served import ADMIN_KEY, READ_KEY, Served, free_port
 from tests.support import forkd_command
+from tests.support.waiting import eventually
 
 Start = Callable[..., subprocess.Popen[str]]
 _SECONDS = 20
@@ -70,13 +71,6 @@ def failing(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         return capsys.readouterr().err
 
     return said
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def sandboxes(api: httpx.Client) -> list[str]:
@@ -173,7 +167,7 @@ def test_a_killed_command_leaves_nothing_for_long(served: Served, api: httpx.Cli
     time.sleep(2.2)
     assert len(sandboxes(api)) == 2, "their lives are prolonged"
     process.kill()
-    until(lambda: sandboxes(api) == [])
+    eventually(lambda: sandboxes(api) == [])
 
 
 def test_without_its_sandbox_it_ends(api: httpx.Client, start: Start) -> None:

@@ -20,7 +20,6 @@ from tests.api.inside import (
     Service,
     address,
     at,
-    eventually,
     head,
     host,
     line,
@@ -31,6 +30,7 @@ from tests.api.inside import (
 )
 from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
 from tests.api.test_sandboxes import create
+from tests.support.waiting import eventually
 
 
 @pytest.mark.parametrize("addressed", [to, at])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from sandbox_gateway.engine.spec import ForkSpec
@@ -11,6 +9,7 @@ from sandbox_gateway.errors import BackendFailed, Conflict, InUse, Invalid, Name
 from sandbox_gateway.records import Memory, Retention
 from tests.engine.test_engine_fork import START_COUNTER, counter
 from tests.support.live import Live
+from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
 
 
@@ -148,10 +147,7 @@ def test_expired_snapshot_goes_unless_it_has_forks(live: Live, source: str) -> N
     live.do(live.engine.capture(source, name="short", expires_in=0.5))
     live.do(live.engine.capture(source, name="kept", expires_in=0.5))
     live.do(live.engine.create("kept", ForkSpec(names=["user"])))
-    deadline = time.monotonic() + 20
-    while any("short" in snapshot.names for snapshot in live.engine.snapshots()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    eventually(lambda: all("short" not in snapshot.names for snapshot in live.engine.snapshots()))
     assert live.engine.snapshot("kept").names == ["kept"]
 
 
@@ -162,10 +158,7 @@ def test_a_rule_gives_up_old_snapshots_but_none_that_is_in_use(live: Live, sourc
     live.do(live.engine.create("forked", ForkSpec(names=["user"])))
     live.do(live.engine.capture(source, name="old", retention=Retention(keep_last=3)))
     live.do(live.engine.capture(source, name="new", retention=rule))
-    deadline = time.monotonic() + 20
-    while any("old" in snapshot.names for snapshot in live.engine.snapshots()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    eventually(lambda: all("old" not in snapshot.names for snapshot in live.engine.snapshots()))
     assert {name for snapshot in live.engine.snapshots() for name in snapshot.names} == {"by-hand", "forked", "new"}
 
 

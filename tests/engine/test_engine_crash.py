@@ -15,9 +15,9 @@ import pytest
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.records import SandboxState
-from tests.engine.test_engine_replace import wait_for
 from tests.support.crash import KILLED, VERBS, VOLUME_VERBS, Runner
 from tests.support.live import Live
+from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
 
 POINTS = os.environ.get("GROVE_CRASH_POINTS", "3")
@@ -219,7 +219,7 @@ def check_volumes(live: Live, world: World, when: str) -> None:
         found = dict(line.split(":") for line in live.shell("source", look).split())
         return all(found[name] in wanted.get(name, ("",)) for name in names)
 
-    wait_for(all_there)
+    eventually(all_there)
     write = " && ".join(f"echo here >/{name}/written" for name in mounted)
     room = int(live.shell("source", f"{write} && sync && df --output=size -BM /one | tail -n 1 | tr -d M"))
     assert 0.75 < room / volumes["one"].size_mb <= 1, (when, room)

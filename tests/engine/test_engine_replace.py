@@ -12,6 +12,7 @@ from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, Invali
 from sandbox_gateway.records import NetworkPolicy, OnTimeout, SandboxState
 from tests.engine.test_engine_fork import START_COUNTER, counter
 from tests.support.live import Live
+from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
 
 
@@ -149,22 +150,15 @@ def test_killing_a_paused_sandbox_removes_what_it_would_resume_from(live: Live, 
     assert world.traces(live.config)["snapshots"] == before
 
 
-def wait_for(condition: Any, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
-
-
 def test_timeout_kills_or_pauses(live: Live) -> None:
     live.do(live.engine.create(TEMPLATE, ForkSpec(names=["dies"], timeout=1)))
     live.do(live.engine.create(TEMPLATE, ForkSpec(names=["sleeps"], timeout=1, on_timeout=OnTimeout.PAUSE)))
     live.do(live.engine.create(TEMPLATE, ForkSpec(names=["stays"], timeout=1)))
     live.do(live.engine.set_timeout("stays", None))
-    wait_for(lambda: {each.name for each in live.engine.sandboxes()} == {"sleeps", "stays"})
-    wait_for(lambda: live.sandbox("sleeps").state is SandboxState.PAUSED)
+    eventually(lambda: {each.name for each in live.engine.sandboxes()} == {"sleeps", "stays"})
+    eventually(lambda: live.sandbox("sleeps").state is SandboxState.PAUSED)
     assert live.do(live.engine.resume("sleeps")).end_at is not None, "it has its second again"
-    wait_for(lambda: live.sandbox("sleeps").state is SandboxState.PAUSED)
+    eventually(lambda: live.sandbox("sleeps").state is SandboxState.PAUSED)
     live.do(live.engine.resume("sleeps", timeout=None))
     assert live.shell("sleeps", "hostname").strip() == "sleeps"
 
@@ -186,7 +180,7 @@ def test_machine_that_ends_by_itself_is_kept_and_starts_again_from_its_disk(
 ) -> None:
     live.shell(source, "echo kept >/root/kept && sync")
     live.shell(source, f"(sleep 0.2; {world.halt}) >/dev/null 2>&1 &")
-    wait_for(lambda: live.sandbox(source).state is SandboxState.PAUSED)
+    eventually(lambda: live.sandbox(source).state is SandboxState.PAUSED)
     assert "ended" in live.sandbox(source).state_reason
     live.do(live.engine.resume(source))
     assert live.shell(source, "cat /root/kept").strip() == "kept"

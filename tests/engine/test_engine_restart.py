@@ -10,7 +10,7 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import Conflict
 from sandbox_gateway.records import SandboxState
 from tests.engine.test_engine_fork import START_COUNTER, counter
-from tests.engine.test_engine_replace import wait_for
+from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
 
 
@@ -54,7 +54,7 @@ def test_sandbox_whose_machine_went_with_the_host(fresh: Any, world: World, poli
     world.power_cut(live.config)
     again = fresh(config=live.config)
     if policy == "start":
-        wait_for(lambda: again.sandbox("victim").state is SandboxState.RUNNING, 120)
+        eventually(lambda: again.sandbox("victim").state is SandboxState.RUNNING, 120)
     else:
         assert again.sandbox("victim").state is SandboxState.PAUSED
         assert "host went down" in again.sandbox("victim").state_reason

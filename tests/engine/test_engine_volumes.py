@@ -17,15 +17,14 @@ from sandbox_gateway.engine.paths import check_mounts
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, InUse, Invalid, NameTaken, NotFound
 from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
-from tests.engine.test_engine_replace import wait_for
 from tests.support.crash import Daemon, picture
 from tests.support.live import Live
+from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
 
 MB = 1 << 20
 SMALL = 64
 """MiB: the smallest volume there is."""
-SOON = 30
 """Seconds until every sandbox has seen what one has written, at the latest."""
 REFUSED = ("Read-only file system", "Permission denied")
 FULL = ("No space left on device", "Disk quota exceeded")
@@ -57,7 +56,7 @@ def start(live: Live, ref: str, program: str) -> None:
     """Let a Python program run on in a sandbox until it has made /run/begun."""
     live.shell(ref, "rm -f /run/begun")
     live.shell(ref, f"python3 -c '{program}' </dev/null >/run/said 2>&1 &")
-    wait_for(lambda: live.shell(ref, "test -e /run/begun && echo yes || true").strip() == "yes")
+    eventually(lambda: live.shell(ref, "test -e /run/begun && echo yes || true").strip() == "yes")
 
 
 # -- where -------------------------------------------------------------------------------------------------------------
@@ -195,11 +194,11 @@ def test_rollback_of_a_volume(live: Live) -> None:
     create(live, "reader", MountSpec("data", "/data", read_only=True))
     assert read(live, "reader", "/data/file") == "after"
     live.do(live.engine.rollback_volume("data", "mark"))
-    wait_for(lambda: read(live, "reader", "/data/file") == "before", SOON)
+    eventually(lambda: read(live, "reader", "/data/file") == "before")
     live.do(live.engine.attach(create(live, "other").id, MountSpec("data", "/data")))
     live.shell("other", "echo again >/data/file && sync")
     live.do(live.engine.rollback_volume("data", "mark", force=True))
-    wait_for(lambda: read(live, "other", "/data/file") == "before", SOON)
+    eventually(lambda: read(live, "other", "/data/file") == "before")
     assert live.engine.volume("data").size_mb == 96
 
 
@@ -275,7 +274,7 @@ def test_what_mounts_a_volume_waits_until_a_change_of_it_is_done(live: Live, mon
 
     monkeypatch.setattr(engine.host, "rollback_volume", slow)
     live.do(engine.rollback_volume("data", "mark"))
-    wait_for(lambda: waiting[0].done())
+    eventually(lambda: waiting[0].done())
     assert read(live, "late", "/data/file") == "before"
 
 
@@ -408,7 +407,7 @@ def test_attach_that_fails_leaves_nothing(live: Live, world: World, monkeypatch:
     with pytest.raises(GatewayError):
         live.do(live.engine.attach("box", MountSpec("data", "/root/file/below")))
     assert live.sandbox("box").mounts == []
-    wait_for(lambda: world.traces(live.config) == before)
+    eventually(lambda: world.traces(live.config) == before)
 
     async def refuse(*args: Any, **kwargs: Any) -> None:
         raise BackendFailed("forced")
@@ -419,7 +418,7 @@ def test_attach_that_fails_leaves_nothing(live: Live, world: World, monkeypatch:
             live.do(live.engine.attach("box", MountSpec("data", "/data")))
         monkeypatch.undo()
         assert live.sandbox("box").mounts == []
-        wait_for(lambda: world.traces(live.config) == before)
+        eventually(lambda: world.traces(live.config) == before)
     live.do(live.engine.attach("box", MountSpec("data", "/data")))
     live.shell("box", "echo works >/data/file")
 
@@ -457,7 +456,7 @@ def test_a_mount_that_fails_fails_the_fork(live: Live, world: World) -> None:
     spec = ForkSpec(names=["a", "b"], mounts=[MountSpec("data", "/root/file/below")])
     with pytest.raises(GatewayError):
         live.do(live.engine.fork("mark", spec))
-    wait_for(lambda: world.traces(live.config) == before)
+    eventually(lambda: world.traces(live.config) == before)
     for wrong, error in (
         ([MountSpec("data", "/a"), MountSpec("data", "/b")], Invalid),
         ([MountSpec("data", "/proc/x")], Invalid),
@@ -533,7 +532,7 @@ def test_failed_fork_leaves_no_clone(live: Live, world: World, monkeypatch: pyte
         with pytest.raises(BackendFailed, match="forced"):
             live.do(live.engine.fork("mark", ForkSpec(count=2, mounts=clone)))
         assert volume_names(live) == {"data"}, step
-        wait_for(lambda: world.traces(live.config) == before)
+        eventually(lambda: world.traces(live.config) == before)
         monkeypatch.setattr(live.engine, step, failing(step))
         answers = live.do(live.engine.fork("mark", ForkSpec(count=2, mounts=clone, atomic=False)))
         (made,) = (answer for answer in answers if isinstance(answer, Sandbox))
@@ -598,7 +597,7 @@ def test_one_writer_and_eight_readers(live: Live) -> None:
     for said in ("one", "two"):
         live.shell("writer", f"echo {said} >/data/file.new && mv /data/file.new /data/file && sync")
         for name in names:
-            wait_for(lambda name=name, said=said: read(live, name, "/data/file") == said, SOON)  # type: ignore[misc]
+            eventually(lambda name=name, said=said: read(live, name, "/data/file") == said)  # type: ignore[misc]
     live.shell("writer", "mkdir /data/open && chmod 777 /data/open /data/file")
     for name in names:
         for attempt in ("touch /data/new", "touch /data/open/new", "echo x >/data/file", "rm /data/file"):
@@ -641,8 +640,8 @@ def test_three_writers_at_once_lose_no_byte(live: Live, world: World) -> None:
     mode = "append" if world.abilities.atomic_append else "apart"
     for me in range(3):
         live.shell(f"w{me}", f"(python3 -c '{WRITE}' {me} {mode} && touch /run/done) </dev/null >/run/said 2>&1 &")
-    for me in range(3):
-        wait_for(lambda me=me: live.shell(f"w{me}", "cat /run/said; ls /run/done || true").strip() == "/run/done", 120)  # type: ignore[misc]
+    said = "cat /run/said; ls /run/done || true"
+    eventually(lambda: all(live.shell(f"w{me}", said).strip() == "/run/done" for me in range(3)), 120)
     create(live, "judge", MountSpec("data", "/data", read_only=True))
     size, wrong, own, log = json.loads(live.shell("judge", f"python3 -c '{JUDGE}'"))
     assert (size, wrong, own) == (600 * 4096, [], [True] * 3)
@@ -657,9 +656,9 @@ def test_locks_hold_between_sandboxes(live: Live, world: World) -> None:
     volume(live, "data")
     live.do(live.engine.fork(TEMPLATE, ForkSpec(names=["a", "b"], mounts=[MountSpec("data", "/data")])))
     holder = live.shell("a", "flock --close /data/lock sleep 1000 </dev/null >/dev/null 2>&1 & echo $!").strip()
-    wait_for(lambda: live.shell("b", "flock --nonblock /data/lock true || echo held").strip() == "held")
+    eventually(lambda: live.shell("b", "flock --nonblock /data/lock true || echo held").strip() == "held")
     live.shell("a", f"kill {holder}")
-    wait_for(lambda: live.shell("b", "flock --nonblock /data/lock true || echo held").strip() == "")
+    eventually(lambda: live.shell("b", "flock --nonblock /data/lock true || echo held").strip() == "")
 
 
 def test_a_full_volume_says_so_inside_and_grows_while_it_is_mounted(live: Live) -> None:
@@ -714,7 +713,7 @@ def test_fork_of_a_machine_that_has_a_file_open_on_a_volume(live: Live) -> None:
         return [*inside, *written]
 
     first = counts()
-    wait_for(lambda: all(now > then for now, then in zip(counts(), first, strict=True)), SOON)
+    eventually(lambda: all(now > then for now, then in zip(counts(), first, strict=True)))
 
 
 IN_TURN = """
@@ -836,7 +835,7 @@ def test_host_that_went_down_while_volumes_were_mounted(fresh: Any, world: World
     live.close()
     world.power_cut(live.config)
     again = fresh(config=live.config)
-    wait_for(lambda: again.sandbox("box").state is SandboxState.RUNNING, 120)
+    eventually(lambda: again.sandbox("box").state is SandboxState.RUNNING, 120)
     assert read(again, "box", "/data/file") == "kept"
     again.shell("box", "echo more >/data/file")
 
@@ -852,7 +851,7 @@ def test_kill_9_with_five_volumes_in_ten_sandboxes(fresh: Any, world: World, tmp
     for n in range(10):
         assert again.shell(f"box{n}", "cat /mine/who /ours/who").split() == [f"v{n % 4}", "v4"]
     again.shell("box0", "echo on >/mine/on && sync")
-    wait_for(lambda: read(again, "box4", "/mine/on") == "on", SOON)
+    eventually(lambda: read(again, "box4", "/mine/on") == "on")
     for n in range(5):
         with pytest.raises(InUse, match=r"\d+ mounts? \(box"):
             again.do(again.engine.delete_volume(f"v{n}"))

@@ -20,6 +20,7 @@ from sandbox_gateway.records import Resources
 from tests.support import session
 from tests.support.jail_world import JailZfsWorld, debian, shim
 from tests.support.live import Live
+from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE
 
 
@@ -59,13 +60,6 @@ def knob() -> Iterator[Callable[[str, str], None]]:
     yield turn
     for name, value in usual.items():
         shim("freebsd-shim", "set", name, value)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
 
 
 def test_sixty_sandboxes_leave_nothing(live: Live, jail_zfs_world: JailZfsWorld) -> None:
@@ -177,7 +171,7 @@ def test_jail_removed_by_hand_is_noticed(live: Live) -> None:
     live.do(live.engine.create(TEMPLATE, ForkSpec(names=["gone"])))
     name = live.sandbox("gone").host["jail"]
     shim("pkill", "-KILL", "-j", name)
-    wait_for(lambda: live.sandbox("gone").state_reason != "")
+    eventually(lambda: live.sandbox("gone").state_reason != "")
     assert "its jail ended" in live.sandbox("gone").state_reason
     live.do(live.engine.resume("gone"))
     assert live.shell("gone", "hostname").strip() == "gone"
@@ -188,7 +182,7 @@ def test_a_jail_that_outlives_its_agent_is_ended(live: Live, jail_zfs_world: Jai
     time.sleep(6)  # it was seen with its agent
     with pytest.raises(BackendFailed, match=r"hung up|cannot be reached|went away"):
         live.shell("headless", "kill -KILL -1; sleep 100")
-    wait_for(lambda: live.sandbox("headless").state_reason != "")
+    eventually(lambda: live.sandbox("headless").state_reason != "")
     assert jail_zfs_world.traces(live.config)["processes"] == set()
 
 
@@ -203,7 +197,7 @@ def test_a_jail_left_dying_never_blocks_a_kill(
     assert time.monotonic() - started < 10
     assert live.engine.sandboxes() == []
     knob("dying", "0")
-    wait_for(lambda: jail_zfs_world.traces(live.config) == before)
+    eventually(lambda: jail_zfs_world.traces(live.config) == before)
 
 
 def test_a_sandbox_whose_jail_is_left_dying_starts_in_another(

@@ -20,9 +20,9 @@ from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
 from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD
 from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
 from tests.jail_zfs import pools
-from tests.jail_zfs.test_host import wait_for
 from tests.support.jail_world import JailZfsWorld, shim
 from tests.support.live import Live
+from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE
 
 
@@ -128,7 +128,7 @@ def test_a_full_volume_says_so_and_grows_while_it_is_mounted(live: Live) -> None
     assert full.exit_code != 0 and any(words in full.stderr for words in (b"quota exceeded", b"No space left")), full
     live.do(live.engine.grow_volume("data", 128))
     live.shell("box", f"rm /data/big; {fill}")
-    wait_for(lambda: live.do(live.engine.volume_state("data")).used_bytes > 80 << 20)
+    eventually(lambda: live.do(live.engine.volume_state("data")).used_bytes > 80 << 20)
     assert live.engine.volume("data").size_mb == 128
 
 
@@ -336,7 +336,7 @@ def test_volumes_of_the_dead_are_unmounted(fresh: Callable[..., Live], jail_zfs_
     live.close()
     shim("pkill", "-KILL", "-j", live.sandbox("box").host["jail"])
     again = fresh(live.config)
-    wait_for(lambda: again.sandbox("box").state is SandboxState.RUNNING, 60)
+    eventually(lambda: again.sandbox("box").state is SandboxState.RUNNING, 60)
     assert again.shell("box", "cat /data/file").strip() == "kept"
     again.settle(jail_zfs_world.check_no_strays, again.engine, again.config, "after the resume")
 
@@ -400,7 +400,7 @@ def test_a_stuck_mount_never_blocks_a_kill_and_is_shown(live: Live, jail_zfs_wor
     assert node in sentence and "Device busy" in sentence and "tried again" in sentence
     assert jail_zfs_world.traces(live.config) != before, "its files wait"
     shim("freebsd-shim", "set", "busy", "")
-    wait_for(lambda: jail_zfs_world.traces(live.config) == before, 40)
+    eventually(lambda: jail_zfs_world.traces(live.config) == before, 40)
     assert live.do(live.engine.volume_state("data")).stuck == []
 
 
@@ -420,7 +420,7 @@ def test_a_volume_that_is_stuck_somewhere_is_removed_later(
     again = fresh(live.config)
     assert again.engine.volumes() == [], "it is none any more, though it is not gone yet"
     shim("freebsd-shim", "set", "busy", "")
-    wait_for(lambda: jail_zfs_world.volume_mounts(live.config) == set(), 40)
+    eventually(lambda: jail_zfs_world.volume_mounts(live.config) == set(), 40)
     again.close()
     third = fresh(live.config)
     assert jail_zfs_world.traces(third.config) == before

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, SandboxState
 from tests.support import session
 from tests.support.live import Live
+from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 from tests.support.xfs import LoopXfs
 
@@ -174,9 +174,6 @@ def test_no_space_for_a_capture(kvm_xfs_world: KvmXfsWorld, cramped: Live) -> No
 def test_reboot_of_the_guest_ends_its_machine_and_keeps_the_sandbox(live: Live) -> None:
     live.do(live.engine.create(TEMPLATE, ForkSpec(names=["one"])))
     live.shell("one", "(sleep 0.2; echo b >/proc/sysrq-trigger) >/dev/null 2>&1 &")
-    deadline = time.monotonic() + 30
-    while live.sandbox("one").state is not SandboxState.PAUSED:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    eventually(lambda: live.sandbox("one").state is SandboxState.PAUSED)
     manifest = live.config.host.state_root / "sandboxes" / live.sandbox("one").id / "manifest.json"
     assert json.loads(manifest.read_text())["state"] == "paused"

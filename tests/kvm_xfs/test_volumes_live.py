@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,10 @@ from sandbox_gateway.errors import NoSpace
 from sandbox_gateway.records import Sandbox
 from tests.kvm_xfs.test_host import cramped, fill  # noqa: F401
 from tests.support.live import Live
+from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
 SMALL = 64
-SOON = 60
 
 
 @pytest.fixture
@@ -45,13 +44,6 @@ def read(live: Live, ref: str, path: str) -> str:
     return live.shell(ref, f"cat {path} 2>/dev/null || true").strip("\0\n ")
 
 
-def wait_for(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 OPEN_FILE = """
 import os, time
 file = os.open("/data/file", os.O_RDWR | os.O_CREAT)
@@ -77,12 +69,12 @@ def test_forks_of_a_live_machine_go_on_writing_to_the_file_it_has_open(live: Liv
     create(live, "source", MountSpec("data", "/data"))
     create(live, "witness", MountSpec("data", "/data", read_only=True))
     run_on(live, "source", OPEN_FILE)
-    wait_for(lambda: "source" in counts(live, "witness"))
+    eventually(lambda: "source" in counts(live, "witness"))
     live.do(live.engine.capture("source", name="mark"))
     live.do(live.engine.fork("mark", ForkSpec(names=["fork1", "fork2"])))
-    wait_for(lambda: {"source", "fork1", "fork2"} <= counts(live, "witness").keys())
+    eventually(lambda: {"source", "fork1", "fork2"} <= counts(live, "witness").keys())
     before = counts(live, "witness")
-    wait_for(lambda: all(count > before[name] + 5 for name, count in counts(live, "witness").items()))
+    eventually(lambda: all(count > before[name] + 5 for name, count in counts(live, "witness").items()))
 
 
 TWO_PLACES = """
@@ -103,7 +95,7 @@ def test_volume_is_captured_at_the_instant_of_the_disk(live: Live) -> None:
     run_on(live, "source", TWO_PLACES)
     for name in ("0", "1", "2"):
         before = counted(live, "source")
-        wait_for(lambda before=before: counted(live, "source") > before + 3)
+        eventually(lambda before=before: counted(live, "source") > before + 3)
         live.do(live.engine.capture("source", name=f"mark{name}", volumes=["data"]))
         # Of a fork that goes on, the program cannot write to the volume any more.
         create(live, f"box{name}", MountSpec("data", "/data", clone=True), template=f"mark{name}")
@@ -148,7 +140,7 @@ def test_rollback_under_who_has_it_mounted(live: Live) -> None:
     live.do(live.engine.snapshot_volume("data", "mark"))
     live.shell("source", "echo after >/data/file && sync")
     live.do(live.engine.rollback_volume("data", "mark", force=True))
-    wait_for(lambda: read(live, "source", "/data/file") == "before")
+    eventually(lambda: read(live, "source", "/data/file") == "before")
     live.shell("source", "echo again >/data/other && sync")
 
 
@@ -184,7 +176,7 @@ def test_end_of_the_last_that_has_a_volume_ends_its_server(live: Live) -> None:
     create(live, "one", MountSpec("data", "/data"))
     assert servers(live, volume.id)
     live.do(live.engine.kill("one"))
-    wait_for(lambda: not servers(live, volume.id))
+    eventually(lambda: not servers(live, volume.id))
 
 
 def servers(live: Live, volume: str) -> list[str]:

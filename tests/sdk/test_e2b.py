@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -16,9 +15,9 @@ from e2b import AsyncSandbox, Sandbox, SandboxQuery, SandboxState
 
 from tests.sdk.conftest import Server
 from tests.sdk.coverage import covers
+from tests.support.waiting import eventually
 
 Create = Callable[..., Sandbox]
-_SETTLE_SECONDS = 60
 
 
 @pytest.fixture(autouse=True)
@@ -41,13 +40,6 @@ def create(served: Server) -> Iterator[Create]:
     yield one
     for sandbox in made:
         sandbox.kill()
-
-
-def wait(until: Callable[[], object], seconds: float = _SETTLE_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.1)
 
 
 def everything(paginator: Any) -> list[Any]:
@@ -111,7 +103,7 @@ def test_list(served, create):
 def test_its_time_runs_out(create):
     sandbox = create(timeout=600)
     sandbox.set_timeout(1)
-    wait(lambda: not sandbox.is_running())
+    eventually(lambda: not sandbox.is_running())
     with pytest.raises(e2b.SandboxNotFoundException):
         sandbox.set_timeout(60)
 
@@ -136,7 +128,7 @@ def test_pause_at_its_time_and_resume_by_traffic(create):
     sandbox = create(timeout=600, lifecycle={"on_timeout": "pause", "auto_resume": True})
     sandbox.files.write("/root/note", "still here")
     sandbox.set_timeout(0)
-    wait(lambda: sandbox.get_info().state is SandboxState.PAUSED)
+    eventually(lambda: sandbox.get_info().state is SandboxState.PAUSED)
     assert sandbox.files.read("/root/note") == "still here"
     assert sandbox.get_info().state is SandboxState.RUNNING
 
@@ -200,7 +192,7 @@ def test_a_port_by_its_host(served, create):
     sandbox = create()
     sandbox.commands.run("cd /etc && python3 -m http.server 8000", background=True)
     headers = {"Host": sandbox.get_host(8000), "X-API-Key": served.key}
-    wait(lambda: httpx.get(f"{served.url}/hostname", headers=headers).status_code == 200)
+    eventually(lambda: httpx.get(f"{served.url}/hostname", headers=headers).status_code == 200)
     token = {"Host": sandbox.get_host(8000), "E2B-Traffic-Access-Token": sandbox.traffic_access_token}
     assert httpx.get(f"{served.url}/hostname", headers=token).status_code == 200
     assert httpx.get(f"{served.url}/hostname", headers={"Host": sandbox.get_host(8000)}).status_code == 401
@@ -241,12 +233,12 @@ def test_volumes(served, create):
         assert e2b.Volume.connect(volume.volume_id).name == name
         writer, reader = (create(volume_mounts={"/data": volume}) for _ in range(2))
         writer.files.write("/data/shared", "by all")
-        wait(lambda: reader.files.exists("/data/shared"))
+        eventually(lambda: reader.files.exists("/data/shared"))
         assert reader.files.read("/data/shared") == "by all"
         writer.kill()
         reader.kill()
     finally:
-        wait(lambda: e2b.Volume.destroy(volume.volume_id))
+        eventually(lambda: e2b.Volume.destroy(volume.volume_id))
     assert not e2b.Volume.destroy(volume.volume_id)
     with pytest.raises(e2b.NotFoundException):
         e2b.Volume.get_info(volume.volume_id)

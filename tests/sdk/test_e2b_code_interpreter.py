@@ -12,7 +12,8 @@ import pytest
 from e2b_code_interpreter import AsyncSandbox, Sandbox
 
 from tests.sdk.coverage import covers
-from tests.sdk.test_e2b import address, wait
+from tests.sdk.test_e2b import address
+from tests.support.waiting import eventually
 
 __all__ = ["address"]
 
@@ -76,7 +77,7 @@ def test_a_time_limit_interrupts(sandbox):
     sandbox.run_code("survives = 'yes'")
     with pytest.raises(e2b.TimeoutException):
         sandbox.run_code("import time\ntry:\n    time.sleep(600)\nfinally:\n    interrupted = True", timeout=1)
-    wait(lambda: sandbox.run_code("survives, globals().get('interrupted')").text == "('yes', True)")
+    eventually(lambda: sandbox.run_code("survives, globals().get('interrupted')").text == "('yes', True)")
 
 
 def test_its_death_is_told_and_it_starts_anew(sandbox):
