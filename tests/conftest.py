@@ -76,6 +76,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         _before = leaks.inventory()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _remembered(tmp_path_factory: pytest.TempPathFactory) -> None:
+    leaks.remember(tmp_path_factory.getbasetemp())
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if _before is None:

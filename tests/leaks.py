@@ -20,9 +20,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import session
+from tests.jail_zfs import pools
+from tests.support import jail_world, session
 
 _SETTLE_SECONDS = 10
+_TEMPORARY = "pytest"
+_ZPOOLS = ("zpool", "list", "-H", "-o", "name")
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def inventory() -> Inventory:
         links=frozenset(link["ifname"] for link in _json("ip", "-j", "link", "show")),
         tables=frozenset(_lines("nft", "list", "tables")),
         cgroups=frozenset(_cgroups()),
-        zpools=frozenset(_lines("zpool", "list", "-H", "-o", "name")),
+        zpools=frozenset(_lines(*_ZPOOLS)),
     )
 
 
@@ -81,8 +84,14 @@ def _left(before: Inventory) -> list[str]:
     return [f"{kind}: {line}" for kind, lines in new.items() for line in lines]
 
 
+def remember(temporary: Path) -> None:
+    """Note where this lane's temporary directory is: things may be mounted there, too. Only root's runs are swept."""
+    if os.geteuid() == 0:
+        (session.run_dir() / _TEMPORARY).symlink_to(temporary)
+
+
 def sweep_earlier_runs() -> None:
-    """Remove what runs that were killed left: their processes, names, mounts and files."""
+    """Remove what runs that were killed left: their processes, names, pools, mounts and files."""
     for path in session.state_dir().glob("run-*"):
         mark = path.name.removeprefix("run-")
         pid, _, code = mark.partition("-")
@@ -94,16 +103,35 @@ def _sweep(path: Path, mark: str, prefix: str) -> None:
     for pid in _processes(mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    for state in path.glob(f"*/{jail_world.SHIM}"):
+        jail_world.shim("freebsd-shim", "purge", check=False, state=state)
     for name in _names(Path("/run/netns")):
         if name.startswith(prefix):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30, check=False)
+            _try("ip", "netns", "delete", name)
     # A bridge that stays has a route to addresses which a later run may be given.
     for link in _json("ip", "-j", "link", "show"):
         if link["ifname"].startswith(prefix):
-            subprocess.run(["ip", "link", "delete", link["ifname"]], capture_output=True, timeout=30, check=False)
-    for target in sorted((line.split(" ")[0] for line in _mounts() if str(path) in line), reverse=True):
-        subprocess.run(["umount", target], capture_output=True, timeout=60, check=False)
-    shutil.rmtree(path, ignore_errors=True)
+            _try("ip", "link", "delete", link["ifname"])
+    for table in _lines("nft", "list", "tables"):
+        if table.split()[-1].startswith(prefix):
+            _try("nft", "delete", *table.split())
+    if left := [pool for pool in _lines(*_ZPOOLS) if pool.startswith(prefix)]:
+        pools.destroy_left(left)
+    places = [path, *(link.resolve() for link in path.glob(f"*/{_TEMPORARY}"))]
+    for target in sorted(_mounted_below(places), reverse=True):
+        _try("umount", str(target))
+    # What somebody keeps mounted would be emptied with it.
+    if not _mounted_below([path]):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _try(*argv: str) -> None:
+    subprocess.run(argv, capture_output=True, timeout=60, check=False)
+
+
+def _mounted_below(places: list[Path]) -> list[Path]:
+    targets = [Path(line.rpartition(" (")[0]) for line in _mounts()]
+    return [target for target in targets if any(target.is_relative_to(place) for place in places)]
 
 
 def _processes(mark: str) -> dict[int, str]:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,8 +121,21 @@ def pool(name: str, directory: Path, *, megabytes: int = 1024) -> Iterator[Pool]
             _destroy(name)
             image.unlink()
             shutil.rmtree(mount_point, ignore_errors=True)
-            if pid_file.exists() and not run("zpool", "list", "-H", "-o", "name").stdout.strip():
-                stop_daemon(pid_file)
+            _rest(pid_file)
+
+
+def destroy_left(names: Iterable[str]) -> None:
+    """Pools of runs that were killed."""
+    with _alone() as pid_file:
+        for name in names:
+            _destroy(name)
+        _rest(pid_file)
+
+
+def _rest(pid_file: Path) -> None:
+    """End the daemon that was started for pools, with the last of them."""
+    if pid_file.exists() and not run("zpool", "list", "-H", "-o", "name").stdout.strip():
+        stop_daemon(pid_file)
 
 
 @contextlib.contextmanager

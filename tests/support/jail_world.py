@@ -34,15 +34,17 @@ from tests.support.live import Live
 from tests.support.worlds import TEMPLATE
 
 STATE = "FREEBSD_SHIM_STATE"
+SHIM = "shim"
+"""The directory of that state, in the run's."""
 _PACKAGES = ("iproute2", "procps", "python3")
 _SUITE = "bookworm"
 PF = 'set skip on lo0\nnat-anchor "sbx/*"\nanchor "sbx/*"\n'
 _numbers = itertools.count(1)
 
 
-def environment() -> dict[str, str]:
+def environment(state: Path | None = None) -> dict[str, str]:
     """What has FreeBSD's commands be found first."""
-    return {"PATH": f"{BIN}:{os.environ['PATH']}:/usr/sbin:/sbin", STATE: os.environ[STATE]}
+    return {"PATH": f"{BIN}:{os.environ['PATH']}:/usr/sbin:/sbin", STATE: str(state or os.environ[STATE])}
 
 
 class ShimHost(JailZfsHost):
@@ -52,9 +54,9 @@ class ShimHost(JailZfsHost):
         super().__init__(config, environment=environment())
 
 
-def shim(*argv: str, input: str | None = None, check: bool = True) -> str:
+def shim(*argv: str, input: str | None = None, check: bool = True, state: Path | None = None) -> str:
     """Standard output of one of FreeBSD's commands."""
-    env = {**os.environ, **environment()}
+    env = {**os.environ, **environment(state)}
     done = subprocess.run(argv, input=input, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert not check or done.returncode == 0, (argv, done)
     return done.stdout
@@ -90,7 +92,7 @@ def jail_zfs_world() -> Iterator[JailZfsWorld]:
 @contextmanager
 def world_on(pool: pools.Pool) -> Iterator[JailZfsWorld]:
     before = os.environ.get(STATE)
-    os.environ[STATE] = str(session.run_dir() / "shim")
+    os.environ[STATE] = str(session.run_dir() / SHIM)
     try:
         shim("pfctl", "-q", "-f", "-", input=PF)
         try:

@@ -1,0 +1,83 @@
+"""tests.leaks: what a run that was killed left behind is taken away by the next."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import leaks
+from tests.support import session
+
+RUN = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from tests import leaks
+from tests.jail_zfs import pools
+from tests.support import jail_world, session
+from tests.support.xfs import LoopXfs
+
+temporary = Path(sys.argv[1])
+leaks.remember(temporary)
+place, prefix = session.run_dir(), "t" + session.run_id()
+LoopXfs(place / "xfs.img", place / "xfs", size_mb=320).__enter__()
+pool = pools.pool(prefix + "k", place, megabytes=128)
+pool.__enter__()
+for target in ("jailed", "bound"):
+    (temporary / target).mkdir()
+jail_world.shim("mount", "-t", "nullfs", "-o", "ro", "/usr", f"{temporary}/jailed", state=place / jail_world.SHIM)
+for command in (
+    f"mount --bind /usr {temporary}/bound",
+    f"ip netns add {prefix}n",
+    f"ip link add {prefix}b type bridge",
+    f"nft add table inet {prefix}aa_sandbox",
+):
+    subprocess.run(command.split(), check=True, timeout=30)
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+Path(sys.argv[2]).write_text(os.environ[session.MARK])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_run_left_is_swept(need_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("GROVE_TEST_STATE", str(tmp_path / "state"))
+    said = tmp_path / "said"
+    # To a file: what goes on would keep a pipe open.
+    with (tmp_path / "errors").open("w") as errors:
+        subprocess.run(
+            [sys.executable, "-c", RUN, str(temporary), str(said)],
+            cwd=session.REPOSITORY,
+            env={name: value for name, value in os.environ.items() if name != session.MARK},
+            stdout=errors,
+            stderr=errors,
+            timeout=120,
+            check=False,
+        )
+    assert said.exists(), (tmp_path / "errors").read_text()
+    mark = said.read_text()
+    code = mark.partition("-")[2]
+    left = _left(mark, f"t{code}", tmp_path)
+    assert [len(found) for found in left.values()] == [1, 4, 1, 1, 1, 1, 1, 1], left
+    leaks.sweep_earlier_runs()
+    assert not any(_left(mark, f"t{code}", tmp_path).values())
+    assert any(Path("/usr/bin").iterdir())
+
+
+def _left(mark: str, prefix: str, place: Path) -> dict[str, list[str]]:
+    """What is of that run alone: others are under way."""
+    now = leaks.inventory()
+    return {
+        "processes": list(leaks._processes(mark).values()),
+        "mounts": [line for line in now.mounts if line.startswith(str(place))],
+        "loops": [line for line in now.loops if str(place) in line],
+        "namespaces": [name for name in now.namespaces if name.startswith(prefix)],
+        "links": [name for name in now.links if name.startswith(prefix)],
+        "tables": [line for line in now.tables if f" {prefix}" in line],
+        "zpools": [name for name in now.zpools if name.startswith(prefix)],
+        "files": [str(path) for path in (place / "state").glob("run-*")],
+    }
