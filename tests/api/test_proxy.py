@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import threading
 import time
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
+from sandbox_gateway.api import pools, proxy
 from tests.api.inside import (
     AGENT_PORT,
     PORT,
@@ -462,3 +465,68 @@ def test_idle_connections_end_with_the_machine(served: Served, api: httpx.Client
         with raw(served, one, reply(body=b"new")) as new:
             assert api.get("/", headers=to(one, PORT)).text == "new"
             assert len(old.heads) == len(new.heads) == 1
+
+
+def test_given_up_at_any_turn_it_leaves_no_connection() -> None:
+    """An agent ended with connections that idled; a request finds them closed, and is given up as it clears them up."""
+    asyncio.run(_given_up_at_each_turn())
+
+
+async def _given_up_at_each_turn() -> None:
+    accepted: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.put_nowait(writer)
+        while await reader.read(4096):
+            pass
+        writer.close()
+
+    left: dict[int, int] = {}
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        for turns in range(30):
+            machine = _machine()
+            errand = _errand(port)
+            before = _descriptors()
+            asking = [asyncio.create_task(proxy._http(errand, machine, has_body=False)) for _ in range(12)]
+            writers = [await accepted.get() for _ in asking]
+            for writer in writers:
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+            await asyncio.gather(*asking)
+            for writer in writers:
+                writer.close()
+            await asyncio.sleep(0.02)
+            late = asyncio.create_task(proxy._http(errand, machine, has_body=False))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await machine.end()
+            await asyncio.gather(late, return_exceptions=True)
+            while not accepted.empty():
+                accepted.get_nowait().close()
+            await asyncio.sleep(0.02)
+            if (stay := _descriptors() - before) > 0:
+                left[turns] = stay
+    assert left == {}
+
+
+def _machine() -> pools.Machine:
+    sandbox = types.SimpleNamespace(instance="i", started_at=None)
+    return pools.Machine(cast(Any, sandbox), ssl.create_default_context(), cast(Any, None))
+
+
+def _errand(port: int) -> proxy.Errand:
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        pass
+
+    sandbox = types.SimpleNamespace(id="one")
+    target = proxy.Target("one", port, "localhost", by_host=False)
+    return proxy.Errand({"method": "GET"}, receive, send, target, cast(Any, sandbox), "127.0.0.1", b"/", [])
+
+
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

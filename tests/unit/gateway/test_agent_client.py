@@ -31,6 +31,8 @@ class Machine:
     def __init__(self, says: list[bytes | None]) -> None:
         self.told: list[dict[str, Any]] = []
         self.requests: list[dict[str, Any]] = []
+        self.hung_up = 0
+        """Connections on which nothing was asked."""
         self._says = says
         self._listener = socket.create_server((ADDRESS, 0))
         self.port = self._listener.getsockname()[1]
@@ -67,7 +69,12 @@ class Machine:
                 await asyncio.sleep(0.01)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:
+            self.hung_up += 1
+            writer.close()
+            return
         length = next(int(line[15:]) for line in head.splitlines() if line.lower().startswith(b"content-length:"))
         self.requests.append(json.loads(await reader.readexactly(length)))
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
@@ -128,6 +135,26 @@ def test_what_does_not_fit_the_line_is_told_by_http(monkeypatch: pytest.MonkeyPa
         asyncio.run(there.identify(identity(LONG="x" * FRAME)))
     assert there.told == []
     assert [request["env"]["LONG"] for request in there.requests] == ["x" * FRAME]
+
+
+def test_of_attempts_that_are_answered_at_once_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when its guest's network comes up, or a host under load looks again."""
+    attempts, kept = 0, asyncio.Event()
+    connect = asyncio.open_connection
+
+    async def held_up(*where: Any) -> Any:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 5:
+            kept.set()
+        await kept.wait()
+        return await connect(*where)
+
+    monkeypatch.setattr(asyncio, "open_connection", held_up)
+    with machine(monkeypatch) as there:
+        asyncio.run(there.identify(identity(), line=False))
+    assert len(there.requests) == 1
+    assert there.hung_up == attempts - 1 > 3
 
 
 def test_a_machine_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
+import anyio
 import httpx
 import websockets.datastructures
 from starlette.datastructures import Headers
@@ -309,7 +310,14 @@ class _Body(httpx.AsyncByteStream):
 
 async def _unless_gone(work: Coroutine[Any, Any, None], body: _Body, machine: Machine) -> bool:
     """Await ``work``; it is cancelled when the client goes away (ClientGone), or the machine ends (False)."""
-    worker, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_gone(body))
+    scope = anyio.CancelScope()
+
+    async def within() -> None:
+        # From a scope's end the pool of connections shields what it clears up, from a task's it does not.
+        with scope:
+            await work
+
+    worker, watcher = asyncio.ensure_future(within()), asyncio.ensure_future(_gone(body))
     try:
         await asyncio.wait({worker, watcher, machine.gone}, return_when=asyncio.FIRST_COMPLETED)
         if worker.done():
@@ -321,7 +329,7 @@ async def _unless_gone(work: Coroutine[Any, Any, None], body: _Body, machine: Ma
     finally:
         watcher.cancel()
         if not worker.done():
-            worker.cancel()
+            scope.cancel()
             await asyncio.wait({worker})
 
 

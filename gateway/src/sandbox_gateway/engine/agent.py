@@ -137,8 +137,9 @@ class AgentClient:
             while True:
                 attempts.add(asyncio.create_task(asyncio.open_connection(self._address, AGENT_PORT)))
                 every = _ATTEMPT_EVERY if time.monotonic() - begun < _QUICK_SECONDS else _ATTEMPT_SLOWLY
-                done, attempts = await asyncio.wait(attempts, timeout=every, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(attempts, timeout=every, return_when=asyncio.FIRST_COMPLETED)
                 for attempt in done:
+                    attempts.remove(attempt)
                     if attempt.exception() is None:
                         return attempt.result()
                 if reason := gone():
@@ -148,11 +149,10 @@ class AgentClient:
                 if done:
                     await asyncio.sleep(every)
                 while len(attempts) >= _ATTEMPTS_AT_ONCE:
-                    attempts.pop().cancel()
+                    _discard(attempts.pop())
         finally:
             for attempt in attempts:
-                attempt.add_done_callback(_discard)
-                attempt.cancel()
+                _discard(attempt)
 
     async def call(
         self, path: str, body: dict[str, Any] | None, *, seconds: float = 30, most: int = _USUAL_ANSWER
@@ -388,5 +388,11 @@ def _hang_up(writer: asyncio.StreamWriter) -> None:
 
 
 def _discard(attempt: asyncio.Task[Streams]) -> None:
+    """It may have been answered meanwhile, or be so before it is cancelled."""
+    attempt.add_done_callback(_closed)
+    attempt.cancel()
+
+
+def _closed(attempt: asyncio.Task[Streams]) -> None:
     if not attempt.cancelled() and attempt.exception() is None:
         _hang_up(attempt.result()[1])
