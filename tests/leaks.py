@@ -85,9 +85,10 @@ def _left(before: Inventory) -> list[str]:
 
 
 def remember(temporary: Path) -> None:
-    """Note where this lane's temporary directory is: things may be mounted there, too. Only root's runs are swept."""
+    """Note a temporary directory of this run: things may be mounted there, too. Only root's runs are swept."""
     if os.geteuid() == 0:
-        (session.run_dir() / _TEMPORARY).symlink_to(temporary)
+        # One for each process: tests run pytest, too.
+        (session.run_dir() / f"{_TEMPORARY}-{os.getpid()}").symlink_to(temporary)
 
 
 def sweep_earlier_runs() -> None:
@@ -114,10 +115,15 @@ def _sweep(path: Path, mark: str, prefix: str) -> None:
             _try("ip", "link", "delete", link["ifname"])
     for table in _lines("nft", "list", "tables"):
         if table.split()[-1].startswith(prefix):
+            rules = "\n".join(_lines("nft", "list", *table.split()))
             _try("nft", "delete", *table.split())
+            # Its rules tell where its servers of volumes were: an address of this machine.
+            for address in _addresses("lo"):
+                if f" {address} " in rules:
+                    _try("ip", "address", "delete", f"{address}/32", "dev", "lo")
     if left := [pool for pool in _lines(*_ZPOOLS) if pool.startswith(prefix)]:
         pools.destroy_left(left)
-    places = [path, *(link.resolve() for link in path.glob(f"*/{_TEMPORARY}"))]
+    places = [path, *(link.resolve() for link in path.glob(f"*/{_TEMPORARY}-*"))]
     for target in sorted(_mounted_below(places), reverse=True):
         _try("umount", str(target))
     # What somebody keeps mounted would be emptied with it.
@@ -175,6 +181,10 @@ def _is_ours(path: Path) -> bool:
 
 def _names(directory: Path) -> list[str]:
     return [path.name for path in directory.iterdir()] if directory.is_dir() else []
+
+
+def _addresses(link: str) -> list[str]:
+    return [line.split()[3].partition("/")[0] for line in _lines("ip", "-4", "-o", "address", "show", "dev", link)]
 
 
 def _lines(*argv: str) -> list[str]:

@@ -20,6 +20,7 @@ from tests.jail_zfs import pools
 from tests.support import jail_world, session
 from tests.support.xfs import LoopXfs
 
+ADDRESS = "198.51.100.254"
 temporary = Path(sys.argv[1])
 leaks.remember(temporary)
 place, prefix = session.run_dir(), "t" + session.run_id()
@@ -34,6 +35,9 @@ for command in (
     f"ip netns add {prefix}n",
     f"ip link add {prefix}b type bridge",
     f"nft add table inet {prefix}aa_sandbox",
+    f"nft add chain inet {prefix}aa_sandbox at",
+    f"nft add rule inet {prefix}aa_sandbox at ip daddr {ADDRESS} tcp dport 2049 drop",
+    f"ip address add {ADDRESS}/32 dev lo",
 ):
     subprocess.run(command.split(), check=True, timeout=30)
 subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -62,7 +66,7 @@ def test_what_a_killed_run_left_is_swept(need_root: None, tmp_path: Path, monkey
     mark = said.read_text()
     code = mark.partition("-")[2]
     left = _left(mark, f"t{code}", tmp_path)
-    assert [len(found) for found in left.values()] == [1, 4, 1, 1, 1, 1, 1, 1], left
+    assert [len(found) for found in left.values()] == [1, 4, 1, 1, 1, 1, 1, 1, 1], left
     leaks.sweep_earlier_runs()
     assert not any(_left(mark, f"t{code}", tmp_path).values())
     assert any(Path("/usr/bin").iterdir())
@@ -78,6 +82,7 @@ def _left(mark: str, prefix: str, place: Path) -> dict[str, list[str]]:
         "namespaces": [name for name in now.namespaces if name.startswith(prefix)],
         "links": [name for name in now.links if name.startswith(prefix)],
         "tables": [line for line in now.tables if f" {prefix}" in line],
+        "addresses": [address for address in leaks._addresses("lo") if address == "198.51.100.254"],
         "zpools": [name for name in now.zpools if name.startswith(prefix)],
         "files": [str(path) for path in (place / "state").glob("run-*")],
     }
