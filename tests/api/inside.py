@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from tests.api.served import Served
-from tests.support.waiting import eventually
+from tests.support import waiting
 
 AGENT_PORT = 49983
 PORT = 3000
@@ -32,6 +33,10 @@ def at(sandbox: dict[str, Any], port: int | str = AGENT_PORT, **more: str) -> di
 
 def host(sandbox: dict[str, Any], port: int | str = AGENT_PORT) -> str:
     return f"{port}-{sandbox['sandboxID']}.sandbox.local"
+
+
+eventually = functools.partial(waiting.eventually, seconds=5)
+"""Sooner than what only idles is closed."""
 
 
 class Service:

@@ -16,10 +16,9 @@ from e2b.sandbox.signature import get_signature
 from sandbox_gateway.api.access import inner_token, signed_query
 from sandbox_gateway.errors import Unauthorized
 from tests.api import memory_host
-from tests.api.inside import AGENT_PORT, PORT, at, host, raw, to
+from tests.api.inside import AGENT_PORT, PORT, at, eventually, host, raw, to
 from tests.api.served import ADMIN_KEY, READ_KEY, Served
 from tests.api.test_sandboxes import create
-from tests.support.waiting import eventually
 
 TOKEN = "5" * 64
 NOW = 1_800_000_000

@@ -167,7 +167,7 @@ def test_a_killed_command_leaves_nothing_for_long(served: Served, api: httpx.Cli
     time.sleep(2.2)
     assert len(sandboxes(api)) == 2, "their lives are prolonged"
     process.kill()
-    eventually(lambda: sandboxes(api) == [])
+    eventually(lambda: sandboxes(api) == [], _SECONDS)
 
 
 def test_without_its_sandbox_it_ends(api: httpx.Client, start: Start) -> None:

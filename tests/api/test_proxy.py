@@ -23,6 +23,7 @@ from tests.api.inside import (
     Service,
     address,
     at,
+    eventually,
     head,
     host,
     line,
@@ -33,7 +34,6 @@ from tests.api.inside import (
 )
 from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
 from tests.api.test_sandboxes import create
-from tests.support.waiting import eventually
 
 
 @pytest.mark.parametrize("addressed", [to, at])
@@ -511,7 +511,7 @@ async def _given_up_at_each_turn() -> None:
 
 def _machine() -> pools.Machine:
     sandbox = types.SimpleNamespace(instance="i", started_at=None)
-    return pools.Machine(cast(Any, sandbox), ssl.create_default_context(), cast(Any, None))
+    return pools.Machine(cast(Any, sandbox), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cast(Any, None))
 
 
 def _errand(port: int) -> proxy.Errand:

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from sandbox_gateway.api.shapes import ENVD_VERSION
+from tests.api.inside import eventually
 from tests.api.served import READ_KEY, Served
-from tests.support.waiting import eventually
 
 
 def create(api: httpx.Client, **body: Any) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def test_a_snapshot_taken_under_a_rule_says_so_and_older_ones_go(api: httpx.Clie
     for name in ("old", "new"):
         taken = api.post("/sandboxes/one/snapshots", json={"name": name, "retention": {"keepLast": 1}})
         assert taken.json()["retention"] == {"keepLast": 1, "keepDaily": None, "maxAge": None}
-    eventually(lambda: api.get("/snapshots/old").status_code == 404)
+    eventually(lambda: api.get("/snapshots/old").status_code == 404, 20)
     assert api.get("/snapshots/new").status_code == 200
 
 

@@ -16,10 +16,9 @@ from websockets.exceptions import ConnectionClosed, ConnectionClosedError, Inval
 from websockets.sync.client import ClientConnection, connect
 
 from sandbox_gateway.api import websocket
-from tests.api.inside import PORT, Service, address, head, host, line, raw, reply, status_of, to
+from tests.api.inside import PORT, Service, address, eventually, head, host, line, raw, reply, status_of, to
 from tests.api.served import EXEC_KEY, READ_KEY, Served
 from tests.api.test_sandboxes import create
-from tests.support.waiting import eventually
 
 KEY = {"X-API-Key": EXEC_KEY}
 NONCE = "A" * 22 + "=="

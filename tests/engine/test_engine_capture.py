@@ -147,7 +147,7 @@ def test_expired_snapshot_goes_unless_it_has_forks(live: Live, source: str) -> N
     live.do(live.engine.capture(source, name="short", expires_in=0.5))
     live.do(live.engine.capture(source, name="kept", expires_in=0.5))
     live.do(live.engine.create("kept", ForkSpec(names=["user"])))
-    eventually(lambda: all("short" not in snapshot.names for snapshot in live.engine.snapshots()))
+    eventually(lambda: all("short" not in snapshot.names for snapshot in live.engine.snapshots()), 20)
     assert live.engine.snapshot("kept").names == ["kept"]
 
 
@@ -158,7 +158,7 @@ def test_a_rule_gives_up_old_snapshots_but_none_that_is_in_use(live: Live, sourc
     live.do(live.engine.create("forked", ForkSpec(names=["user"])))
     live.do(live.engine.capture(source, name="old", retention=Retention(keep_last=3)))
     live.do(live.engine.capture(source, name="new", retention=rule))
-    eventually(lambda: all("old" not in snapshot.names for snapshot in live.engine.snapshots()))
+    eventually(lambda: all("old" not in snapshot.names for snapshot in live.engine.snapshots()), 20)
     assert {name for snapshot in live.engine.snapshots() for name in snapshot.names} == {"by-hand", "forked", "new"}
 
 

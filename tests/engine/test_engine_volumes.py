@@ -25,6 +25,7 @@ from tests.support.worlds import TEMPLATE, World
 MB = 1 << 20
 SMALL = 64
 """MiB: the smallest volume there is."""
+SOON = 30
 """Seconds until every sandbox has seen what one has written, at the latest."""
 REFUSED = ("Read-only file system", "Permission denied")
 FULL = ("No space left on device", "Disk quota exceeded")
@@ -194,11 +195,11 @@ def test_rollback_of_a_volume(live: Live) -> None:
     create(live, "reader", MountSpec("data", "/data", read_only=True))
     assert read(live, "reader", "/data/file") == "after"
     live.do(live.engine.rollback_volume("data", "mark"))
-    eventually(lambda: read(live, "reader", "/data/file") == "before")
+    eventually(lambda: read(live, "reader", "/data/file") == "before", SOON)
     live.do(live.engine.attach(create(live, "other").id, MountSpec("data", "/data")))
     live.shell("other", "echo again >/data/file && sync")
     live.do(live.engine.rollback_volume("data", "mark", force=True))
-    eventually(lambda: read(live, "other", "/data/file") == "before")
+    eventually(lambda: read(live, "other", "/data/file") == "before", SOON)
     assert live.engine.volume("data").size_mb == 96
 
 
@@ -597,7 +598,7 @@ def test_one_writer_and_eight_readers(live: Live) -> None:
     for said in ("one", "two"):
         live.shell("writer", f"echo {said} >/data/file.new && mv /data/file.new /data/file && sync")
         for name in names:
-            eventually(lambda name=name, said=said: read(live, name, "/data/file") == said)  # type: ignore[misc]
+            eventually(lambda name=name, said=said: read(live, name, "/data/file") == said, SOON)  # type: ignore[misc]
     live.shell("writer", "mkdir /data/open && chmod 777 /data/open /data/file")
     for name in names:
         for attempt in ("touch /data/new", "touch /data/open/new", "echo x >/data/file", "rm /data/file"):
@@ -713,7 +714,7 @@ def test_fork_of_a_machine_that_has_a_file_open_on_a_volume(live: Live) -> None:
         return [*inside, *written]
 
     first = counts()
-    eventually(lambda: all(now > then for now, then in zip(counts(), first, strict=True)))
+    eventually(lambda: all(now > then for now, then in zip(counts(), first, strict=True)), SOON)
 
 
 IN_TURN = """
@@ -851,7 +852,7 @@ def test_kill_9_with_five_volumes_in_ten_sandboxes(fresh: Any, world: World, tmp
     for n in range(10):
         assert again.shell(f"box{n}", "cat /mine/who /ours/who").split() == [f"v{n % 4}", "v4"]
     again.shell("box0", "echo on >/mine/on && sync")
-    eventually(lambda: read(again, "box4", "/mine/on") == "on")
+    eventually(lambda: read(again, "box4", "/mine/on") == "on", SOON)
     for n in range(5):
         with pytest.raises(InUse, match=r"\d+ mounts? \(box"):
             again.do(again.engine.delete_volume(f"v{n}"))

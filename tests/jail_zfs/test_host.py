@@ -171,7 +171,7 @@ def test_jail_removed_by_hand_is_noticed(live: Live) -> None:
     live.do(live.engine.create(TEMPLATE, ForkSpec(names=["gone"])))
     name = live.sandbox("gone").host["jail"]
     shim("pkill", "-KILL", "-j", name)
-    eventually(lambda: live.sandbox("gone").state_reason != "")
+    eventually(lambda: live.sandbox("gone").state_reason != "", 20)
     assert "its jail ended" in live.sandbox("gone").state_reason
     live.do(live.engine.resume("gone"))
     assert live.shell("gone", "hostname").strip() == "gone"
@@ -182,7 +182,7 @@ def test_a_jail_that_outlives_its_agent_is_ended(live: Live, jail_zfs_world: Jai
     time.sleep(6)  # it was seen with its agent
     with pytest.raises(BackendFailed, match=r"hung up|cannot be reached|went away"):
         live.shell("headless", "kill -KILL -1; sleep 100")
-    eventually(lambda: live.sandbox("headless").state_reason != "")
+    eventually(lambda: live.sandbox("headless").state_reason != "", 20)
     assert jail_zfs_world.traces(live.config)["processes"] == set()
 
 
@@ -197,7 +197,7 @@ def test_a_jail_left_dying_never_blocks_a_kill(
     assert time.monotonic() - started < 10
     assert live.engine.sandboxes() == []
     knob("dying", "0")
-    eventually(lambda: jail_zfs_world.traces(live.config) == before)
+    eventually(lambda: jail_zfs_world.traces(live.config) == before, 20)
 
 
 def test_a_sandbox_whose_jail_is_left_dying_starts_in_another(

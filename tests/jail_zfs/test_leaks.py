@@ -12,6 +12,7 @@ import pytest
 from tests import leaks
 from tests.support import session
 
+ADDRESS = "198.51.100.254"
 RUN = """
 import os, signal, subprocess, sys
 from pathlib import Path
@@ -20,8 +21,7 @@ from tests.jail_zfs import pools
 from tests.support import jail_world, session
 from tests.support.xfs import LoopXfs
 
-ADDRESS = "198.51.100.254"
-temporary = Path(sys.argv[1])
+temporary, said, address = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 leaks.remember(temporary)
 place, prefix = session.run_dir(), "t" + session.run_id()
 LoopXfs(place / "xfs.img", place / "xfs", size_mb=320).__enter__()
@@ -36,12 +36,12 @@ for command in (
     f"ip link add {prefix}b type bridge",
     f"nft add table inet {prefix}aa_sandbox",
     f"nft add chain inet {prefix}aa_sandbox at",
-    f"nft add rule inet {prefix}aa_sandbox at ip daddr {ADDRESS} tcp dport 2049 drop",
-    f"ip address add {ADDRESS}/32 dev lo",
+    f"nft add rule inet {prefix}aa_sandbox at ip daddr {address} tcp dport 2049 drop",
+    f"ip address add {address}/32 dev lo",
 ):
     subprocess.run(command.split(), check=True, timeout=30)
 subprocess.Popen(["sleep", "600"], start_new_session=True)
-Path(sys.argv[2]).write_text(os.environ[session.MARK])
+said.write_text(os.environ[session.MARK])
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -54,7 +54,7 @@ def test_what_a_killed_run_left_is_swept(need_root: None, tmp_path: Path, monkey
     # To a file: what goes on would keep a pipe open.
     with (tmp_path / "errors").open("w") as errors:
         subprocess.run(
-            [sys.executable, "-c", RUN, str(temporary), str(said)],
+            [sys.executable, "-c", RUN, str(temporary), str(said), ADDRESS],
             cwd=session.REPOSITORY,
             env={name: value for name, value in os.environ.items() if name != session.MARK},
             stdout=errors,
@@ -82,7 +82,7 @@ def _left(mark: str, prefix: str, place: Path) -> dict[str, list[str]]:
         "namespaces": [name for name in now.namespaces if name.startswith(prefix)],
         "links": [name for name in now.links if name.startswith(prefix)],
         "tables": [line for line in now.tables if f" {prefix}" in line],
-        "addresses": [address for address in leaks._addresses("lo") if address == "198.51.100.254"],
+        "addresses": [address for address in leaks._addresses("lo") if address == ADDRESS],
         "zpools": [name for name in now.zpools if name.startswith(prefix)],
         "files": [str(path) for path in (place / "state").glob("run-*")],
     }

@@ -128,7 +128,7 @@ def test_a_full_volume_says_so_and_grows_while_it_is_mounted(live: Live) -> None
     assert full.exit_code != 0 and any(words in full.stderr for words in (b"quota exceeded", b"No space left")), full
     live.do(live.engine.grow_volume("data", 128))
     live.shell("box", f"rm /data/big; {fill}")
-    eventually(lambda: live.do(live.engine.volume_state("data")).used_bytes > 80 << 20)
+    eventually(lambda: live.do(live.engine.volume_state("data")).used_bytes > 80 << 20, 20)
     assert live.engine.volume("data").size_mb == 128
 
 

@@ -17,6 +17,7 @@ from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
 SMALL = 64
+SOON = 60
 
 
 @pytest.fixture
@@ -69,12 +70,12 @@ def test_forks_of_a_live_machine_go_on_writing_to_the_file_it_has_open(live: Liv
     create(live, "source", MountSpec("data", "/data"))
     create(live, "witness", MountSpec("data", "/data", read_only=True))
     run_on(live, "source", OPEN_FILE)
-    eventually(lambda: "source" in counts(live, "witness"))
+    eventually(lambda: "source" in counts(live, "witness"), SOON)
     live.do(live.engine.capture("source", name="mark"))
     live.do(live.engine.fork("mark", ForkSpec(names=["fork1", "fork2"])))
-    eventually(lambda: {"source", "fork1", "fork2"} <= counts(live, "witness").keys())
+    eventually(lambda: {"source", "fork1", "fork2"} <= counts(live, "witness").keys(), SOON)
     before = counts(live, "witness")
-    eventually(lambda: all(count > before[name] + 5 for name, count in counts(live, "witness").items()))
+    eventually(lambda: all(count > before[name] + 5 for name, count in counts(live, "witness").items()), SOON)
 
 
 TWO_PLACES = """
@@ -95,7 +96,7 @@ def test_volume_is_captured_at_the_instant_of_the_disk(live: Live) -> None:
     run_on(live, "source", TWO_PLACES)
     for name in ("0", "1", "2"):
         before = counted(live, "source")
-        eventually(lambda before=before: counted(live, "source") > before + 3)
+        eventually(lambda before=before: counted(live, "source") > before + 3, SOON)
         live.do(live.engine.capture("source", name=f"mark{name}", volumes=["data"]))
         # Of a fork that goes on, the program cannot write to the volume any more.
         create(live, f"box{name}", MountSpec("data", "/data", clone=True), template=f"mark{name}")
@@ -140,7 +141,7 @@ def test_rollback_under_who_has_it_mounted(live: Live) -> None:
     live.do(live.engine.snapshot_volume("data", "mark"))
     live.shell("source", "echo after >/data/file && sync")
     live.do(live.engine.rollback_volume("data", "mark", force=True))
-    eventually(lambda: read(live, "source", "/data/file") == "before")
+    eventually(lambda: read(live, "source", "/data/file") == "before", SOON)
     live.shell("source", "echo again >/data/other && sync")
 
 
@@ -176,7 +177,7 @@ def test_end_of_the_last_that_has_a_volume_ends_its_server(live: Live) -> None:
     create(live, "one", MountSpec("data", "/data"))
     assert servers(live, volume.id)
     live.do(live.engine.kill("one"))
-    eventually(lambda: not servers(live, volume.id))
+    eventually(lambda: not servers(live, volume.id), SOON)
 
 
 def servers(live: Live, volume: str) -> list[str]:

@@ -15,7 +15,7 @@ from cubesandbox._exceptions import AuthenticationError
 
 from tests.sdk.conftest import Server
 from tests.sdk.coverage import covers
-from tests.support.waiting import eventually
+from tests.sdk.test_e2b import wait
 
 Create = Callable[..., Sandbox]
 _BIG = 50 << 20
@@ -90,7 +90,7 @@ def test_connect_and_list(create):
     sandbox.set_timeout(NEVER_TIMEOUT)
     assert sandbox.get_info().end_at.year == 9999
     sandbox.set_timeout(0)
-    eventually(lambda: sandbox.sandbox_id not in [each["sandboxID"] for each in Sandbox.list()])
+    wait(lambda: sandbox.sandbox_id not in [each["sandboxID"] for each in Sandbox.list()])
     with pytest.raises(cubesandbox.SandboxNotFoundError):
         Sandbox.connect("0" * 12)
     with pytest.raises(cubesandbox.ApiError):
@@ -114,7 +114,7 @@ def test_pause_and_resume(create):
 def test_resume_by_traffic(create):
     sandbox = create(lifecycle={"on_timeout": "pause", "auto_resume": True})
     sandbox.set_timeout(0)
-    eventually(lambda: sandbox.get_info().state == "paused")
+    wait(lambda: sandbox.get_info().state == "paused")
     assert sandbox.commands.run("echo up").stdout == "up\n"
 
 
@@ -210,7 +210,7 @@ def test_terminal(box):
     other.disconnect()
     box.pty.connect(other.pid).disconnect()
     assert box.pty.kill(other.pid)
-    eventually(lambda: not box.pty.kill(other.pid))
+    wait(lambda: not box.pty.kill(other.pid))
     third = box.pty.create(cubesandbox.PtySize(rows=24, cols=80))
     assert third.kill()
 
@@ -295,13 +295,13 @@ def test_volumes(create):
         writer = create(volume_mounts={"/data": volume})
         reader = create(volume_mounts={"/data": VolumeMount(volume, read_only=True)})
         writer.files.write("/data/note", "shared")
-        eventually(lambda: reader.files.exists("/data/note"))
+        wait(lambda: reader.files.exists("/data/note"))
         assert reader.files.read("/data/note") == "shared"
         assert reader.commands.run("touch /data/x").exit_code != 0
         writer.kill()
         reader.kill()
     finally:
-        eventually(lambda: _gone(volume))
+        wait(lambda: _gone(volume))
     with pytest.raises(cubesandbox.VolumeNotFoundError):
         Volume.get_info(volume.volume_id)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -40,6 +41,9 @@ def create(served: Server) -> Iterator[Create]:
     yield one
     for sandbox in made:
         sandbox.kill()
+
+
+wait = functools.partial(eventually, seconds=60)
 
 
 def everything(paginator: Any) -> list[Any]:
@@ -103,7 +107,7 @@ def test_list(served, create):
 def test_its_time_runs_out(create):
     sandbox = create(timeout=600)
     sandbox.set_timeout(1)
-    eventually(lambda: not sandbox.is_running())
+    wait(lambda: not sandbox.is_running())
     with pytest.raises(e2b.SandboxNotFoundException):
         sandbox.set_timeout(60)
 
@@ -128,7 +132,7 @@ def test_pause_at_its_time_and_resume_by_traffic(create):
     sandbox = create(timeout=600, lifecycle={"on_timeout": "pause", "auto_resume": True})
     sandbox.files.write("/root/note", "still here")
     sandbox.set_timeout(0)
-    eventually(lambda: sandbox.get_info().state is SandboxState.PAUSED)
+    wait(lambda: sandbox.get_info().state is SandboxState.PAUSED)
     assert sandbox.files.read("/root/note") == "still here"
     assert sandbox.get_info().state is SandboxState.RUNNING
 
@@ -192,7 +196,7 @@ def test_a_port_by_its_host(served, create):
     sandbox = create()
     sandbox.commands.run("cd /etc && python3 -m http.server 8000", background=True)
     headers = {"Host": sandbox.get_host(8000), "X-API-Key": served.key}
-    eventually(lambda: httpx.get(f"{served.url}/hostname", headers=headers).status_code == 200)
+    wait(lambda: httpx.get(f"{served.url}/hostname", headers=headers).status_code == 200)
     token = {"Host": sandbox.get_host(8000), "E2B-Traffic-Access-Token": sandbox.traffic_access_token}
     assert httpx.get(f"{served.url}/hostname", headers=token).status_code == 200
     assert httpx.get(f"{served.url}/hostname", headers={"Host": sandbox.get_host(8000)}).status_code == 401
@@ -233,12 +237,12 @@ def test_volumes(served, create):
         assert e2b.Volume.connect(volume.volume_id).name == name
         writer, reader = (create(volume_mounts={"/data": volume}) for _ in range(2))
         writer.files.write("/data/shared", "by all")
-        eventually(lambda: reader.files.exists("/data/shared"))
+        wait(lambda: reader.files.exists("/data/shared"))
         assert reader.files.read("/data/shared") == "by all"
         writer.kill()
         reader.kill()
     finally:
-        eventually(lambda: e2b.Volume.destroy(volume.volume_id))
+        wait(lambda: e2b.Volume.destroy(volume.volume_id))
     assert not e2b.Volume.destroy(volume.volume_id)
     with pytest.raises(e2b.NotFoundException):
         e2b.Volume.get_info(volume.volume_id)

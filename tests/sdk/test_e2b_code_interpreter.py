@@ -12,8 +12,7 @@ import pytest
 from e2b_code_interpreter import AsyncSandbox, Sandbox
 
 from tests.sdk.coverage import covers
-from tests.sdk.test_e2b import address
-from tests.support.waiting import eventually
+from tests.sdk.test_e2b import address, wait
 
 __all__ = ["address"]
 
@@ -77,7 +76,7 @@ def test_a_time_limit_interrupts(sandbox):
     sandbox.run_code("survives = 'yes'")
     with pytest.raises(e2b.TimeoutException):
         sandbox.run_code("import time\ntry:\n    time.sleep(600)\nfinally:\n    interrupted = True", timeout=1)
-    eventually(lambda: sandbox.run_code("survives, globals().get('interrupted')").text == "('yes', True)")
+    wait(lambda: sandbox.run_code("survives, globals().get('interrupted')").text == "('yes', True)")
 
 
 def test_its_death_is_told_and_it_starts_anew(sandbox):

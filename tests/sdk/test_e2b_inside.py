@@ -11,8 +11,7 @@ import pytest
 from e2b import FilesystemEventType, FileType, PtySize, Sandbox
 
 from tests.sdk.coverage import covers
-from tests.sdk.test_e2b import address
-from tests.support.waiting import eventually
+from tests.sdk.test_e2b import address, wait
 
 __all__ = ["address"]
 
@@ -54,7 +53,7 @@ def test_commands_of_a_user(sandbox):
 def test_a_time_limit(sandbox):
     with pytest.raises(e2b.TimeoutException):
         sandbox.commands.run("sleep 600.1", timeout=1)
-    eventually(lambda: sandbox.commands.run("pgrep -fc 'sleep 600[.]1' || true").stdout == "0\n")
+    wait(lambda: sandbox.commands.run("pgrep -fc 'sleep 600[.]1' || true").stdout == "0\n")
 
 
 def test_big_output(sandbox):
@@ -98,7 +97,7 @@ def test_background_commands(sandbox):
 def test_a_server_outlives_its_stream(sandbox):
     handle = sandbox.commands.run("python3 -m http.server 8123", background=True)
     handle.disconnect()
-    eventually(
+    wait(
         lambda: (
             sandbox.commands.run(
                 "python3 -c 'import urllib.request as u; u.urlopen(\"http://127.0.0.1:8123\")' && echo up || true"
@@ -122,7 +121,7 @@ def test_terminal(sandbox):
     assert b"A23" in seen
     killed = sandbox.pty.create(PtySize(rows=24, cols=80))
     assert sandbox.pty.kill(killed.pid)
-    eventually(lambda: not sandbox.pty.kill(killed.pid))
+    wait(lambda: not sandbox.pty.kill(killed.pid))
 
 
 @covers("Filesystem.write", "Filesystem.read", "Filesystem.write_files", "Filesystem.exists", "Filesystem.get_info")
@@ -190,7 +189,7 @@ def test_watch(sandbox):
             seen.update((event.name, event.type) for event in handle.get_new_events())
             return (wanted | more) <= seen
 
-        eventually(enough)
+        wait(enough)
         assert more or not any(name.startswith("deep/") for name, _ in seen)
         handle.stop()
         with pytest.raises(e2b.SandboxException):

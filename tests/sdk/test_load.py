@@ -23,7 +23,7 @@ import pytest
 from tests.sdk.conftest import Server
 from tests.sdk.test_cubesandbox import address as cubesandbox_address
 from tests.sdk.test_e2b import address as e2b_address
-from tests.support.waiting import eventually
+from tests.sdk.test_e2b import wait
 
 __all__ = ["cubesandbox_address", "e2b_address"]
 
@@ -120,7 +120,7 @@ def test_twenty_clients_at_once(served, request):
     assert failures(served) == failed
     for each in clients:
         each.end()
-    eventually(lambda: sockets(served) - _kept_alive(served) <= before)
+    wait(lambda: sockets(served) - _kept_alive(served) <= before)
 
 
 def _kept_alive(served: Server) -> int:

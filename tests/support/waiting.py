@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-_SECONDS = 60
+_SECONDS = 30
 
 
 def eventually(what: Callable[[], object], seconds: float = _SECONDS) -> None:

@@ -139,15 +139,15 @@ def test_what_does_not_fit_the_line_is_told_by_http(monkeypatch: pytest.MonkeyPa
 
 def test_of_attempts_that_are_answered_at_once_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when its guest's network comes up, or a host under load looks again."""
-    attempts, kept = 0, asyncio.Event()
+    attempts, answered = 0, asyncio.Event()
     connect = asyncio.open_connection
 
     async def held_up(*where: Any) -> Any:
         nonlocal attempts
         attempts += 1
         if attempts == 5:
-            kept.set()
-        await kept.wait()
+            answered.set()
+        await answered.wait()
         return await connect(*where)
 
     monkeypatch.setattr(asyncio, "open_connection", held_up)
