@@ -28,6 +28,7 @@ _GROUPS = {
     "gateway": ("gateway", "collection", "molecule"),
     "engine": ("engine",),
     "sdk": ("sdk",),
+    "security": ("security",),
     "kvm_xfs": ("kvm_xfs",),
     "roles": ("roles",),
 }
