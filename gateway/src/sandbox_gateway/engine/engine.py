@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from sandbox_gateway.engine.building import Building
 from sandbox_gateway.engine.core import checked, log
 from sandbox_gateway.engine.retention import surplus
+from sandbox_gateway.engine.secret import load_secret
 from sandbox_gateway.engine.spec import EvalResult, ExecResult
 from sandbox_gateway.errors import BackendFailed, GatewayError
 from sandbox_gateway.hosts.base import Scan, Usage
@@ -30,7 +29,7 @@ class Engine(Building):
     async def open(self) -> None:
         """Take the host, find again what is there, finish or undo what a crash left half-way."""
         await self.host.open()
-        self.secret = _secret(self.config.host.state_root / "secret")
+        self.secret = load_secret(self.config.host.state_root / "secret")
         scan = await self.host.scan()
         for sentence in [*scan.repaired, *self._load(scan)]:
             log.warning("repaired", what=sentence)
@@ -234,16 +233,3 @@ def _not_expired(error: Exception, **what: str) -> None:
         log.warning("expiry failed", reason=error.message, **what)
     else:
         log.error("expiry failed", exc_info=True, **what)
-
-
-def _secret(path: Path) -> bytes:
-    """32 bytes that never leave this host, made on first use."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        fresh = path.with_name(f".{path.name}.new")
-        fresh.write_bytes(b"")
-        fresh.chmod(0o600)
-        fresh.write_bytes(secrets.token_bytes(32))
-        fresh.rename(path)
-        return path.read_bytes()

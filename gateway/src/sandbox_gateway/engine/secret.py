@@ -1,0 +1,48 @@
+"""The host's secret, from which the tokens of its sandboxes are made."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from sandbox_gateway.errors import Invalid
+
+_BYTES = 32
+
+
+def load_secret(path: Path) -> bytes:
+    """The 32 bytes in ``path``, which never leave this host; created on first use.
+
+    Raises Invalid for a file of another length: anyone could compute the tokens that an empty one makes.
+    """
+    try:
+        secret = path.read_bytes()
+    except FileNotFoundError:
+        return _create(path)
+    if len(secret) != _BYTES:
+        raise Invalid(
+            f"the secret {path} has {len(secret)} bytes instead of {_BYTES}: restore it from a backup; or remove it, "
+            "start the gateway, and pause and resume the sandboxes that run, so that they learn their new tokens"
+        )
+    path.chmod(0o600)
+    return secret
+
+
+def _create(path: Path) -> bytes:
+    secret = secrets.token_bytes(_BYTES)
+    partial = path.with_name(f".{path.name}.new")
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secret)
+        file.flush()
+        os.fsync(descriptor)
+    partial.rename(path)
+    # The first sandbox must not be committed before the secret that its token is made from.
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+    return secret
