@@ -154,6 +154,10 @@ class KvmXfsHost(VolumeVerbs):
         for instance, (pid, label) in keep.items():
             machine = Machine(pid, self._layout.instance(wanted[instance]))
             self._watch(instance, machine, self._slots.adopt(_slot_of(label)))
+            if layout.empty_old_log(machine.files.directory):
+                scan.repaired.append(
+                    f"emptied the log of the machine {instance}, which has no limit: pause and resume it"
+                )
             # A gateway that died at its start left it without limits; during a capture, standing still.
             self._limit(wanted[instance], pid)
             if await machine.go_on():
@@ -373,7 +377,7 @@ class KvmXfsHost(VolumeVerbs):
         found = self._machines.get(sandbox.instance)
         if found is None:
             return "its machine is not running"
-        return f"its machine ended{found[0].last_words()}" if found[0].ended else ""
+        return f"its machine ended{found[0].log_tail()}" if found[0].ended else ""
 
     async def console(self, sandbox: Sandbox) -> str:
         machine, _ = self._running(sandbox)

@@ -24,6 +24,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from sandbox_gateway.errors import BackendFailed, NoSpace
+from sandbox_gateway.hosts.kvm_xfs.bounded_log import LOG_BYTES
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot, now
 
@@ -107,7 +108,15 @@ class Instance:
         self.initrd = directory / "initrd"
         self.run = directory / "run"
         self.qmp = self.run / "qmp.sock"
-        self.log = self.run / "qemu.log"
+
+
+def empty_old_log(directory: Path) -> bool:
+    """Empty the log on disk of a machine that an older release started, if it has grown; says whether it had."""
+    log = directory / "run" / "qemu.log"
+    if not log.exists() or log.stat().st_size <= LOG_BYTES:
+        return False
+    os.truncate(log, 0)
+    return True
 
 
 def read_manifest(directory: Path, kind: type[Record]) -> Record:

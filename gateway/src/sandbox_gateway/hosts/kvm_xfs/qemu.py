@@ -17,6 +17,7 @@ from typing import cast
 from qemu.qmp import ExecuteError, QMPClient, QMPError
 
 from sandbox_gateway.errors import BackendFailed, Timeout
+from sandbox_gateway.hosts.kvm_xfs.bounded_log import create_log, open_log_of, read_log
 from sandbox_gateway.hosts.kvm_xfs.layout import Instance
 from sandbox_gateway.log import Logger
 
@@ -29,6 +30,7 @@ TCG_KERNEL_ARGUMENTS = "tsc=reliable"
 check runs twice a second, and its warnings first of all in each fork."""
 LINE = "sandbox.agent"
 _TB_SIZE_MB = 64
+_TAIL = 500
 _CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -107,12 +109,19 @@ def arguments(shape: Shape, files: Instance, *, qmp_fd: int, line_fd: int, state
 class Machine:
     """A running QEMU, started by us or found running."""
 
-    def __init__(self, pid: int, files: Instance, line: socket.socket | None = None) -> None:
+    def __init__(self, pid: int, files: Instance, line: socket.socket | None = None, log: int = -1) -> None:
+        """``log``: QEMU's, ours to close; without it, that of the running process."""
         self.pid = pid
         self.files = files
         self.line = line
         """Our end of the line to the agent, held as long as we know the machine: the agent sees when it is let go.
         None for a machine that was found running."""
+        self._log = log
+        if log < 0:
+            with contextlib.suppress(OSError):
+                self._log = open_log_of(pid)
+        self._final_log = ""
+        """What the log held when the machine ended."""
         self._qmp: QMPClient | None = None
         self._qmp_lock = asyncio.Lock()
         self._pidfd = os.pidfd_open(pid)
@@ -125,18 +134,20 @@ class Machine:
         """Start QEMU in its network namespace; it outlives us. Raises BackendFailed when it cannot be started."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         line, theirs = socket.socketpair()
+        output = create_log()
         try:
-            with listener, theirs, files.log.open("ab") as output, contextlib.ExitStack() as stack:
+            with listener, theirs, contextlib.ExitStack() as stack:
                 _bind(listener, files.qmp)
                 state_fd = stack.enter_context(state.open("rb")).fileno() if state else None
                 argv = arguments(shape, files, qmp_fd=listener.fileno(), line_fd=theirs.fileno(), state_fd=state_fd)
                 pass_fds = [listener.fileno(), theirs.fileno(), *([] if state_fd is None else [state_fd])]
-                pid = await asyncio.to_thread(_popen_in, shape.netns, argv, pass_fds, output.fileno())
+                pid = await asyncio.to_thread(_popen_in, shape.netns, argv, pass_fds, output)
         except BaseException:
             line.close()
+            os.close(output)
             raise
         line.setblocking(False)
-        return cls(pid, files, line)
+        return cls(pid, files, line, output)
 
     def on_end(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
@@ -156,7 +167,7 @@ class Machine:
         except ExecuteError as error:
             raise BackendFailed(f"QEMU refused {command}: {error}") from None
         except (QMPError, OSError, EOFError) as error:
-            raise BackendFailed(f"QEMU went away during {command}: {error}{self.last_words()}") from None
+            raise BackendFailed(f"QEMU went away during {command}: {error}{self.log_tail()}") from None
 
     async def line_is_open(self) -> bool:
         """Does something in the machine listen to the line?"""
@@ -200,12 +211,10 @@ class Machine:
             return str(await self.execute("ringbuf-read", {"device": "console", "size": 16384}))
         return ""
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """What QEMU wrote to its log, as the end of a sentence."""
-        with contextlib.suppress(OSError):
-            text = self.files.log.read_text(errors="replace").strip()
-            return f" ({text[-500:]})" if text else ""
-        return ""
+        text = self._final_log if self._log < 0 else _tail_of(self._log)
+        return f" ({text})" if text else ""
 
     async def connect(self) -> None:
         """Open the monitor ahead of need."""
@@ -233,11 +242,15 @@ class Machine:
                 await asyncio.wait_for(client.disconnect(), 2)
 
     def forget(self) -> None:
-        """Stop watching the process."""
+        """Stop watching the process; the tail of its log stays."""
         if self._pidfd >= 0:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
+        if self._log >= 0:
+            self._final_log = _tail_of(self._log)
+            os.close(self._log)
+            self._log = -1
         if self.line is not None:
             self.line.close()
 
@@ -245,6 +258,8 @@ class Machine:
         async with self._qmp_lock:
             if self._qmp is None:
                 client = QMPClient(self.files.directory.name)
+                # Its own listener keeps every event for ever, and a guest causes them: by setting its clock, for one.
+                client.events.event_filter = _reject
                 # connect() takes a path of at most 107 bytes; a socket made here takes one of any length.
                 await client.connect(_connected(self.files.qmp))
                 self._qmp = client
@@ -257,6 +272,17 @@ class Machine:
         self.forget()
         for callback in self._callbacks:
             callback()
+
+
+def _tail_of(log: int) -> str:
+    try:
+        return " ".join(read_log(log).split())[-_TAIL:]
+    except OSError:
+        return ""
+
+
+def _reject(event: object) -> bool:
+    return False
 
 
 def running(marker: str) -> Iterator[tuple[int, str, Path]]:

@@ -43,6 +43,7 @@ from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, GatewayError, Timeout
 from sandbox_gateway.hosts.base import GuestMount
 from sandbox_gateway.hosts.kvm_xfs import volume_launcher
+from sandbox_gateway.hosts.kvm_xfs.bounded_log import create_log, open_log_of, read_log
 from sandbox_gateway.hosts.kvm_xfs.netns import (
     GATEWAY_ADDRESS,
     VOLUME_ACCESS,
@@ -73,7 +74,6 @@ _LOOP_SET_CAPACITY = 0x4C07
 _CAP_SYS_RESOURCE = 24
 _NFS, _MOUNT, _MOUNT_EXPORT = 100003, 100005, 5
 _WANTED = "wanted.json"
-_LOG_BYTES = 1 << 16
 
 log = Logger("volumes")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -162,11 +162,12 @@ class _Server:
             return {line.split()[4] for line in mounts} == {"/", f"/{self.volume}"}
         return False
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """What it wrote to its log, as the end of a sentence."""
-        if self.log < 0:
+        try:
+            lines = read_log(self.log).splitlines()
+        except OSError:
             return ""
-        lines = os.pread(self.log, _LOG_BYTES, 0).rstrip(b"\0").decode(errors="replace").splitlines()
         # Before what it says stand date, program and thread; NULL is the level of what is always said.
         said = [line.rpartition("] ")[2].strip() for line in lines if ":NULL :" not in line]
         return f": {'; '.join(said[-4:])[-800:]}" if said else ""
@@ -222,7 +223,7 @@ class VolumeServers:
             if serves and wanted and volume in known and volume not in self._servers and server.shut_in():
                 server.signal(signal.SIGCONT)  # A gateway that died while it was frozen left it so.
                 with contextlib.suppress(OSError):
-                    server.log = os.open(f"/proc/{pid}/fd/2", os.O_RDONLY | os.O_CLOEXEC)
+                    server.log = open_log_of(pid)
                 self._keep(server)
                 await self._admit(volume, wanted.access())
                 continue
@@ -379,7 +380,7 @@ class VolumeServers:
         _remember(directory, wanted)
         marker, text = self._configuration(volume, wanted)
         _replace(directory / CONFIG, text)
-        server = _Server(volume, 0, wanted, log=_memory())
+        server = _Server(volume, 0, wanted, log=create_log())
         launcher = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", volume_launcher.__file__, wanted.image, str(directory), volume, program),
             stdin=asyncio.subprocess.PIPE,
@@ -396,7 +397,7 @@ class VolumeServers:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(launcher.pid, signal.SIGKILL)  # The server too, whether we know its number yet or not.
             await launcher.wait()
-            said = server.last_words()
+            said = server.log_tail()
             _forget(server)
             if isinstance(error, TimeoutError):
                 raise Timeout(
@@ -417,7 +418,7 @@ class VolumeServers:
             launcher.stdin.close()
         await launcher.wait()
         if server.ended() or launcher.returncode or not server.shut_in():
-            raise BackendFailed(f"volume {server.volume} cannot be served{server.last_words() or ': it ended'}")
+            raise BackendFailed(f"volume {server.volume} cannot be served{server.log_tail() or ': it ended'}")
 
     async def _instruct(self, server: _Server, wanted: _Wanted) -> None:
         """Make a running server let in whom ``wanted`` names; another takes its place if it does not obey."""
@@ -501,7 +502,7 @@ class VolumeServers:
             async with self._lock(server.volume):
                 if self._servers.get(server.volume) is not server:
                     return
-                said = server.last_words().removeprefix(": ")
+                said = server.log_tail().removeprefix(": ")
                 log.warning("the server of a volume ended: starting it anew", volume=server.volume, said=said)
                 try:
                     await _kill(server, _SYNC_SECONDS)  # It has ended; its image may not be whole yet.
@@ -604,14 +605,6 @@ def _program(name: str) -> str:
             "collection"
         )
     return str(Path(found).resolve())
-
-
-def _memory() -> int:
-    """A file in memory for a log, of a size that it keeps. One on a disk would be a way to all the others there."""
-    made = os.memfd_create("log", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(made, _LOG_BYTES)
-    fcntl.fcntl(made, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
-    return made
 
 
 # --- processes and file systems; what may block runs in a thread of its own ----------------------------------------

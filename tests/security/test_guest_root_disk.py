@@ -1,0 +1,100 @@
+"""Root in a sandbox tries to fill the host's disk, then the gateway's memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.hosts.kvm_xfs.bounded_log import LOG_BYTES
+from tests.support.gateway import Gateway
+from tests.support.waiting import eventually
+
+PRINTS = 600_000
+"""Each makes QEMU print 51 bytes."""
+GROWTH = 15 << 20
+"""Bytes that the gateway may grow by; what was printed is twice that."""
+
+# A register of virtio-pci's common configuration (queue_enable): QEMU prints that the value is wrong. The device is the
+# serial port, so that disk and network go on working.
+ATTACK = """
+import glob, mmap, os, struct, sys
+for device in glob.glob("/sys/bus/pci/devices/*"):
+    config = open(device + "/config", "rb").read()
+    if struct.unpack_from("<HH", config) not in ((0x1AF4, 0x1003), (0x1AF4, 0x1043)):
+        continue
+    at = config[0x34]
+    while at:
+        if config[at] == 9 and config[at + 3] == 1:
+            bar, offset = config[at + 4], struct.unpack_from("<I", config, at + 8)[0]
+        at = config[at + 1]
+    # The kernel maps no register of a device that a driver has.
+    if os.path.exists(f"{device}/driver"):
+        open(f"{device}/driver/unbind", "w").write(os.path.basename(device))
+    open(f"{device}/enable", "w").write("1")
+    file = os.open(f"{device}/resource{bar}", os.O_RDWR | os.O_SYNC)
+    registers = memoryview(mmap.mmap(file, 0x4000)).cast("H")
+    queue_enable = offset // 2 + 14
+    for _ in range(int(sys.argv[1])):
+        registers[queue_enable] = 3
+"""
+
+
+@pytest.fixture
+def box(shared_gateway: Gateway, template: str) -> Iterator[str]:
+    made = shared_gateway.call("POST", "/sandboxes", {"templateID": template, "timeout": 3600})
+    yield str(made["sandboxID"])
+    shared_gateway.client.delete(f"/sandboxes/{made['sandboxID']}")
+
+
+def test_root_makes_qemu_print_without_end(shared_gateway: Gateway, box: str) -> None:
+    """The log stays within its size, the machine goes on, and the sentence about its end needs no memory."""
+    pid = qemu(shared_gateway, box)
+    result = shared_gateway.execute(box, "python3", "-c", ATTACK, str(PRINTS), timeout=240)
+    assert result["exitCode"] == 0, result
+    printed = b"".join(Path(f"/proc/{pid}/fd/{stream}").read_bytes()[:LOG_BYTES] for stream in (1, 2))
+    assert b"queue_enable" in printed, "this QEMU prints nothing there: find another register"
+    assert [Path(f"/proc/{pid}/fd/{stream}").stat().st_size <= LOG_BYTES for stream in (1, 2)] == [True, True]
+    assert shared_gateway.sh(box, "echo alive") == "alive\n"
+    before = resident(shared_gateway)
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: detail(shared_gateway, box)["state"] == "paused")
+    reason = detail(shared_gateway, box)["stateReason"]
+    assert "queue_enable" in reason and len(reason) < 1000
+    assert resident(shared_gateway) - before < GROWTH
+
+
+def test_the_log_is_read_by_the_next_gateway(shared_gateway: Gateway, box: str) -> None:
+    """It is memory of QEMU's, found again through the process."""
+    assert shared_gateway.execute(box, "python3", "-c", ATTACK, "1", timeout=60)["exitCode"] == 0
+    shared_gateway.restart()
+    os.kill(qemu(shared_gateway, box), signal.SIGKILL)
+    eventually(lambda: detail(shared_gateway, box)["state"] == "paused")
+    assert "queue_enable" in detail(shared_gateway, box)["stateReason"]
+
+
+def qemu(gateway: Gateway, sandbox: str) -> int:
+    """The process of a sandbox's machine."""
+    marker = f"{gateway.state_root}/sandboxes/{sandbox}/"
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker in (command := (entry / "cmdline").read_text()) and command.partition("\0")[0].find("qemu") >= 0:
+                return int(entry.name)
+        except OSError:
+            continue
+    raise AssertionError(f"no machine of {sandbox}")
+
+
+def detail(gateway: Gateway, sandbox: str) -> Any:
+    return next(each for each in gateway.call("GET", "/sandboxes?limit=1000") if each["sandboxID"] == sandbox)
+
+
+def resident(gateway: Gateway) -> int:
+    """Bytes of memory that the gateway has."""
+    assert gateway.process is not None
+    status = Path(f"/proc/{gateway.process.pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) << 10
