@@ -118,7 +118,7 @@ def test_scan_that_found_a_name_twice_and_a_mount_of_nothing() -> None:
     clash, lost = index.load([sandbox := Sandbox(name="box", mounts=mounts)], [], [newer, older])
     assert newer.id in clash and "/lost" in lost
     assert index.volume("data") is older and index.volume(newer.id).name == newer.id
-    assert [mount.path for mount in sandbox.mounts] == ["/data"]
+    assert [mount.path for mount in sandbox.mounts] == ["/data", "/lost"], "its record may be restored"
 
 
 # -- volumes by themselves ---------------------------------------------------------------------------------------------

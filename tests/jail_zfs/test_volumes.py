@@ -341,7 +341,9 @@ def test_volumes_of_the_dead_are_unmounted(fresh: Callable[..., Live], jail_zfs_
     again.settle(jail_zfs_world.check_no_strays, again.engine, again.config, "after the resume")
 
 
-def test_a_volume_destroyed_by_hand_is_dropped(fresh: Callable[..., Live], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sandbox_starts_without_a_volume_destroyed_by_hand(
+    fresh: Callable[..., Live], caplog: pytest.LogCaptureFixture
+) -> None:
     live = fresh()
     lost, kept = volume(live, "lost"), volume(live, "kept")
     sandbox = box(live, "box", ("lost", "/lost"), ("kept", "/kept"))
@@ -351,11 +353,13 @@ def test_a_volume_destroyed_by_hand_is_dropped(fresh: Callable[..., Live], caplo
     caplog.clear()
     again = fresh(live.config)
     log = repaired(caplog)
-    assert f"sandbox {sandbox.id} has no /lost any more: the volume {lost.id} is gone" in log, log
+    assert f"the volume {lost.id} that sandbox {sandbox.id} has at /lost is not there" in log, log
     assert [each.id for each in again.engine.volumes()] == [kept.id]
-    assert [each.path for each in again.sandbox("box").mounts] == ["/kept"]
+    assert [each.path for each in again.sandbox("box").mounts] == ["/lost", "/kept"]
     again.do(again.engine.resume("box"))
     again.shell("box", "touch /kept/file")
+    again.do(again.engine.detach("box", lost.id))
+    assert [each.path for each in again.sandbox("box").mounts] == ["/kept"]
 
 
 def test_damaged_records_of_volumes_do_not_keep_the_gateway_from_starting(
@@ -371,10 +375,12 @@ def test_damaged_records_of_volumes_do_not_keep_the_gateway_from_starting(
     again = fresh(live.config)
     assert again.engine.volumes() == []
     assert again.shell("box", "cat /torn/file").strip() == "kept", "what is mounted stays until it is known better"
+    again.do(again.engine.update("box", metadata={"saved": "anew"}))
     again.close()
     zfs.lzc_set_prop(torn.host["dataset"], HEAD, record)
     third = fresh(live.config)
     assert [each.name for each in third.engine.volumes()] == ["torn"]
+    assert [each.path for each in third.sandbox("box").mounts] == ["/torn"]
     assert third.shell("box", "cat /torn/file").strip() == "kept"
 
 

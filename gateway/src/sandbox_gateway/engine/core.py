@@ -42,6 +42,8 @@ class Core:
         self.index = Index()
         self.locks = Locks(config.limits.lock_seconds)
         self.secret = b""
+        self.unreadable_sandboxes: list[str] = []
+        """What they own or stand on is not known: nothing that may be theirs is removed as unused."""
         self._background: set[asyncio.Task[Any]] = set()
 
     def sandbox(self, ref: str) -> Sandbox:

@@ -39,6 +39,7 @@ class Engine(Building):
         log.info("open", sandboxes=len(self.index.sandboxes), running=len(scan.alive), repaired=len(scan.repaired))
 
     def _load(self, scan: Scan) -> list[str]:
+        self.unreadable_sandboxes = scan.unreadable_sandboxes
         return self.index.load(scan.sandboxes, scan.snapshots, scan.volumes, scan.volume_snapshots)
 
     async def close(self) -> None:
@@ -61,7 +62,8 @@ class Engine(Building):
                 self.spawn(self.mount_again(sandbox.id))
         owned = {sandbox.pause_snapshot for sandbox in self.index.sandboxes.values()}
         for snapshot in list(self.index.snapshots.values()):
-            if snapshot.kind is SnapshotKind.BASE or (snapshot.kind is SnapshotKind.PAUSE and snapshot.id not in owned):
+            unowned = snapshot.kind is SnapshotKind.PAUSE and snapshot.id not in owned and not self.unreadable_sandboxes
+            if snapshot.kind is SnapshotKind.BASE or unowned:
                 await self.remove_snapshot(snapshot)
         await self.collect()
 

@@ -44,15 +44,17 @@ class Index:
                     )
                     _unname(thing, name)
             self.put(thing)
-        return [*clashes, *self._drop_lost_mounts()]
+        return [*clashes, *self._missing_volumes()]
 
-    def _drop_lost_mounts(self) -> list[str]:
-        lost = []
-        for sandbox in self.sandboxes.values():
-            for mount in [mount for mount in sandbox.mounts if mount.volume not in self.volumes]:
-                sandbox.mounts.remove(mount)
-                lost.append(f"the volume {mount.volume} that sandbox {sandbox.id} has at {mount.path} is not there")
-        return lost
+    def _missing_volumes(self) -> list[str]:
+        """The records keep such mounts: the volume's own may only be damaged, and be restored."""
+        return [
+            f"the volume {mount.volume} that sandbox {sandbox.id} has at {mount.path} is not there: "
+            "restore it, or detach it"
+            for sandbox in self.sandboxes.values()
+            for mount in sandbox.mounts
+            if mount.volume not in self.volumes
+        ]
 
     def put(self, thing: Thing) -> None:
         """Add a thing, or what it has become."""

@@ -42,7 +42,7 @@ class Replacing(Capturing):
         with self.index.using(snapshot):
             new = _successor(old, head=snapshot.id, base=snapshot.id, resources=snapshot.resources, pause_snapshot="")
             new.mounts = self.surviving(snapshot.mounts, old)
-            async with self.sharing(mount.volume for mount in new.mounts):
+            async with self.sharing(self.present(new.mounts)):
                 await self.embody(snapshot, new, with_memory=not cold_start and snapshot.memory is not Memory.NONE)
                 return await to_the_end(self._take_over(old, new))
 
@@ -97,7 +97,7 @@ class Replacing(Capturing):
             end_at = sandbox.end_at if isinstance(timeout, Unset) and not up else self.end_at(timeout)
             if sandbox.pause_snapshot:
                 return await self._resume_captured(sandbox, end_at, cold_start or sandbox.cold_start)
-            async with self.sharing(mount.volume for mount in sandbox.mounts):
+            async with self.sharing(self.present(sandbox.mounts)):
                 return await to_the_end(self._resume_disk(sandbox, end_at))
 
     async def _resume_captured(self, old: Sandbox, end_at: datetime | None, cold_start: bool) -> Sandbox:
@@ -106,7 +106,7 @@ class Replacing(Capturing):
             raise NotFound("the capture of this paused sandbox, snapshot", old.pause_snapshot)
         with self.index.using(snapshot):
             new = _successor(old, end_at=end_at, pause_snapshot="", cold_start=False)
-            async with self.sharing(mount.volume for mount in new.mounts):
+            async with self.sharing(self.present(new.mounts)):
                 await self.embody(snapshot, new, with_memory=not cold_start and snapshot.memory is not Memory.NONE)
                 resumed = await to_the_end(self._take_over(old, new))
         self.events.publish("sandbox.resumed", sandboxID=old.id)

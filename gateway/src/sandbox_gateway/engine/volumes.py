@@ -246,12 +246,18 @@ class Volumes(Core):
     async def detach(self, sandbox_ref: str, volume_ref: str) -> None:
         """Take a volume from a sandbox, whatever it does with it; from a paused one, before it goes on."""
         async with self.held(sandbox_ref) as hold:
-            sandbox, volume = self.sandbox(hold), self.volume(volume_ref)
-            mount = next((each for each in sandbox.mounts if each.volume == volume.id), None)
+            sandbox = self.sandbox(hold)
+            # By its id also one whose record is missing.
+            mount = next((each for each in sandbox.mounts if each.volume == volume_ref), None)
+            name = volume_ref
+            if mount is None or mount.volume in self.index.volumes:
+                volume = self.volume(volume_ref)
+                name = volume.name
+                mount = next((each for each in sandbox.mounts if each.volume == volume.id), None)
             if mount is None:
-                raise NotFound(f"in sandbox {sandbox.name}, volume", volume.name)
+                raise NotFound(f"in sandbox {sandbox.name}, volume", name)
             await to_the_end(self._detach(sandbox, mount))
-            self.events.publish("volume.detached", volumeID=volume.name, sandboxID=sandbox.id)
+            self.events.publish("volume.detached", volumeID=name, sandboxID=sandbox.id)
             await self.collect()
 
     async def _detach(self, sandbox: Sandbox, mount: Mount) -> None:
@@ -314,6 +320,10 @@ class Volumes(Core):
                     stack.enter_context(self.index.using(volume))
             yield
 
+    def present(self, mounts: Iterable[Mount]) -> list[str]:
+        """The volumes of ``mounts``, without those that are missing."""
+        return [mount.volume for mount in mounts if mount.volume in self.index.volumes]
+
     def wanted_mounts(self, snapshot: Snapshot, specs: Sequence[MountSpec] | None) -> list[Wanted]:
         """What forks of ``snapshot`` shall mount; without ``specs`` what its source did."""
         if specs is None:
@@ -351,8 +361,9 @@ class Volumes(Core):
         )
 
     def surviving(self, mounts: Iterable[Mount], sandbox: Sandbox) -> list[Mount]:
-        """Those whose volumes still exist."""
-        kept = [mount for mount in mounts if mount.volume in self.index.volumes]
+        """Those whose volumes were not deleted. A volume that ``sandbox`` mounts cannot have been: it is missing."""
+        known = {*self.index.volumes, *(mount.volume for mount in sandbox.mounts)}
+        kept = [mount for mount in mounts if mount.volume in known]
         for mount in mounts:
             if mount not in kept:
                 log.warning("not mounted: the volume is gone", sandbox=sandbox.id, path=mount.path)
@@ -429,6 +440,8 @@ class Volumes(Core):
                 log.warning("not collected", snapshot=snapshot.id, reason=error.message)
 
     async def _collect_clones(self) -> None:
+        if self.unreadable_sandboxes:
+            return
         for volume in list(self.index.volumes.values()):
             if not volume.owner or self.locks.held(volume.id) or self._blocked(volume, with_snapshots=False):
                 continue

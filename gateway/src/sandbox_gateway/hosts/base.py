@@ -80,6 +80,8 @@ class Scan:
     sandboxes: list[Sandbox] = field(default_factory=list)
     volumes: list[Volume] = field(default_factory=list)
     volume_snapshots: list[VolumeSnapshot] = field(default_factory=list)
+    unreadable_sandboxes: list[str] = field(default_factory=list)
+    """Where the sandboxes are whose records cannot be read."""
     alive: set[str] = field(default_factory=set)
     """Instances whose machine still runs; adopted."""
     repaired: list[str] = field(default_factory=list)

@@ -136,6 +136,7 @@ class JailZfsHost(VolumesOfJails):
         (found,) = await together(asyncio.to_thread(self._storage.scan, teardown))
         scan = Scan(found.snapshots, found.sandboxes, found.volumes, found.volume_snapshots)
         scan.repaired += found.repaired
+        scan.unreadable_sandboxes = found.unreadable_sandboxes
         self._snapshots = {snapshot.id: snapshot for snapshot in found.snapshots}
         self._refresh_places()
         for sandbox in found.sandboxes:

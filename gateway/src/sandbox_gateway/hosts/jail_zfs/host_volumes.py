@@ -192,6 +192,9 @@ class VolumesOfJails:
     async def _mount_volumes(self, machine: Machine, sandbox: Sandbox) -> None:
         """Before anything runs in the jail, and in the order that is wanted."""
         for mount in sandbox.mounts:
+            if not self._storage.knows_volume(mount.volume):
+                log.warning("not mounted: the volume is missing", sandbox=sandbox.id, volume=mount.volume)
+                continue
             source = await asyncio.to_thread(self._storage.volume_root, mount.volume)
             await self._mounts.mount(machine.root, source, mount)
 
@@ -202,23 +205,10 @@ class VolumesOfJails:
         notes = await self._mounts.wake()
         mounted = await self._mounted()
         for sandbox in sandboxes:
-            notes += await self._forget_lost(sandbox)
             if machine := self._machines.get(sandbox.instance):
                 there = [mount for inside, mount in mounted if inside is machine]
                 notes += await self._reconcile(sandbox, machine, there)
         return notes + await asyncio.to_thread(self._storage.sweep_volumes)
-
-    async def _forget_lost(self, sandbox: Sandbox) -> list[str]:
-        lost = [mount for mount in sandbox.mounts if self._storage.knows_volume(mount.volume) is False]
-        if not lost:
-            return []
-        sandbox.mounts = [mount for mount in sandbox.mounts if mount not in lost]
-        notes = [f"sandbox {sandbox.id} has no {each.path} any more: the volume {each.volume} is gone" for each in lost]
-        try:
-            await asyncio.to_thread(self._storage.save, sandbox)
-        except GatewayError as error:
-            notes.append(f"that could not be written down: {error.message}")
-        return notes
 
     async def _reconcile(self, sandbox: Sandbox, machine: Machine, mounted: list[Mounted]) -> list[str]:
         """Volumes whose records cannot be read stay as they are."""

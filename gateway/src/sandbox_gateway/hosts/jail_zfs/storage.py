@@ -52,6 +52,8 @@ class StorageScan:
     """A sentence for each thing that was swept, quarantined or mended."""
     volumes: list[Volume] = field(default_factory=list)
     volume_snapshots: list[VolumeSnapshot] = field(default_factory=list)
+    unreadable_sandboxes: list[str] = field(default_factory=list)
+    """Datasets of instances whose records cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -419,7 +421,9 @@ class ZfsStorage(VolumeStorage):
             for name in found.to_move:
                 self._move_away(name)
             notes += self._take_ballast()
-            return StorageScan(found.snapshots, found.sandboxes, notes, volumes.volumes, volumes.snapshots)
+            instances = f"{self.root}/sandboxes/"
+            unreadable = [name for name in found.quarantined if name.startswith(instances) and "@" not in name]
+            return StorageScan(found.snapshots, found.sandboxes, notes, volumes.volumes, volumes.snapshots, unreadable)
 
     def _sweep(self, instance: str, why: str, teardown: Callable[[str], None]) -> str:
         dataset = self.dataset(instance)

@@ -134,6 +134,7 @@ class KvmXfsHost(VolumeVerbs):
                 continue  # never committed: _remove_strays removes it, when its machine is gone
             with self._layout.quarantining(directory, scan.repaired):
                 scan.sandboxes.append(layout.read_manifest(directory, Sandbox))
+        scan.unreadable_sandboxes = self._layout.damaged_sandboxes()
         await self._find_volumes(scan)
         await self._adopt(scan)
         await self._adopt_volumes(scan, {instance: slot.host_address for instance, (_, slot) in self._machines.items()})
@@ -230,8 +231,8 @@ class KvmXfsHost(VolumeVerbs):
     async def _launch(self, sandbox: Sandbox, files: Instance, state: Path | None) -> None:
         slot = await self._slots.take(sandbox.network)
         try:
-            if sandbox.mounts:
-                await self._admit(sandbox, sandbox.mounts, slot.host_address)
+            if mounts := self._present(sandbox):
+                await self._admit(sandbox, mounts, slot.host_address)
             shape = self._shape(sandbox, slot)
             machine = await Machine.spawn(shape, files, state=state)
         except BaseException:

@@ -214,6 +214,13 @@ class VolumeVerbs(ABC):
             share.clients.pop(sandbox.instance, None)
             await asyncio.wait([self._later(self._until_told(share))], timeout=_DETACH_SECONDS)
 
+    def _present(self, sandbox: Sandbox) -> list[Mount]:
+        """Its mounts of volumes that are there: it is started without one whose record is damaged."""
+        for mount in sandbox.mounts:
+            if mount.volume not in self._shares:
+                log.warning("not mounted: the volume is missing", sandbox=sandbox.id, volume=mount.volume)
+        return [mount for mount in sandbox.mounts if mount.volume in self._shares]
+
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         return [
             self._servers.mounts(share.volume, share.port, mount.path, mount.read_only)

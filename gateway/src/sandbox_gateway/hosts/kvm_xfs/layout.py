@@ -92,6 +92,10 @@ class Layout:
             repaired.append(f"{directory.name} is damaged ({error}): moved to {kept}")
             log.warning("quarantined", path=str(directory), to=str(kept), reason=str(error))
 
+    def damaged_sandboxes(self) -> list[str]:
+        """Where the sandboxes are that were moved away."""
+        return [str(path) for path in sorted((self.root / DAMAGED).glob(f"{self.sandboxes.name}-*"))]
+
     def quarantined(self, id: str) -> bool:
         """Was the snapshot or sandbox ``id`` moved away?"""
         return any((self.root / DAMAGED).glob(f"*-{id}-*"))
