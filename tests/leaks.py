@@ -1,9 +1,10 @@
 """What a test run must not leave on the machine: processes, mounts, loop devices, network namespaces, links,
 nftables tables, control groups, zpools, files.
 
-Processes are recognised by an environment variable all of them inherit, so that on a shared machine nobody else's
-count. Of the rest, what bears this run's directory or prefix counts; with CI set the machine is taken to be ours
-alone, and everything new counts.
+Processes are recognised by an environment variable that they inherit or, as a gateway starts its own with a clean
+environment, by a path of this run in their command line; so on a shared machine nobody else's count. Of the rest, what
+bears this run's directory or prefix counts; with CI set the machine is taken to be ours alone, and everything new
+counts.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def watching(config: pytest.Config) -> bool:
 
 def inventory() -> Inventory:
     return Inventory(
-        processes=frozenset(_processes(os.environ[session.MARK]).values()),
+        processes=frozenset(_processes(session.run_path(), os.environ[session.MARK]).values()),
         mounts=frozenset(_mounts()),
         loops=frozenset(_loops()),
         namespaces=frozenset(_names(Path("/run/netns"))),
@@ -101,7 +102,7 @@ def sweep_earlier_runs() -> None:
 
 
 def _sweep(path: Path, mark: str, prefix: str) -> None:
-    for pid in _processes(mark):
+    for pid in _processes(path, mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     for state in path.glob(f"*/{jail_world.SHIM}"):
@@ -123,8 +124,7 @@ def _sweep(path: Path, mark: str, prefix: str) -> None:
                     _try("ip", "address", "delete", f"{address}/32", "dev", "lo")
     if left := [pool for pool in _lines(*_ZPOOLS) if pool.startswith(prefix)]:
         pools.destroy_left(left)
-    places = [path, *(link.resolve() for link in path.glob(f"*/{_TEMPORARY}-*"))]
-    for target in sorted(_mounted_below(places), reverse=True):
+    for target in sorted(_mounted_below(_places(path)), reverse=True):
         _try("umount", str(target))
     # What somebody keeps mounted would be emptied with it.
     if not _mounted_below([path]):
@@ -140,16 +140,23 @@ def _mounted_below(places: list[Path]) -> list[Path]:
     return [target for target in targets if any(target.is_relative_to(place) for place in places)]
 
 
-def _processes(mark: str) -> dict[int, str]:
-    """pid → description of each process that was started, directly or not, by the run ``mark``."""
+def _places(path: Path) -> list[Path]:
+    """The directories of the run whose own is ``path``."""
+    return [path, *(link.resolve() for link in path.glob(f"*/{_TEMPORARY}-*"))]
+
+
+def _processes(path: Path, mark: str) -> dict[int, str]:
+    """pid → description of each process that was started, directly or not, by the run ``mark`` in ``path``."""
     found = {}
     wanted = f"{session.MARK}={mark}".encode()
+    places = [f"{place}/" for place in _places(path)]
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            inherited = wanted in (entry / "environ").read_bytes().split(b"\0")
+            if inherited or any(place in command for place in places):
                 found[int(entry.name)] = f"{entry.name} {command[:160]}"
         except OSError:
             continue

@@ -76,7 +76,7 @@ def _left(mark: str, prefix: str, place: Path) -> dict[str, list[str]]:
     """What is of that run alone: others are under way."""
     now = leaks.inventory()
     return {
-        "processes": list(leaks._processes(mark).values()),
+        "processes": list(leaks._processes(place / "state" / f"run-{mark}", mark).values()),
         "mounts": [line for line in now.mounts if line.startswith(str(place))],
         "loops": [line for line in now.loops if str(place) in line],
         "namespaces": [name for name in now.namespaces if name.startswith(prefix)],

@@ -13,6 +13,23 @@ from subprocess import CompletedProcess
 from sandbox_gateway.errors import BackendFailed
 
 _TAIL = 2000
+_KEPT = ("PATH", "TMPDIR")
+_PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """The whole environment of a child process, ``more`` included.
+
+    Not ours: it may hold keys and the passwords of proxies, and a guest may get hold of a process that serves it.
+    """
+    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    return {**kept, "LC_ALL": "C", **more}
+
+
+def proxy_settings() -> dict[str, str]:
+    """The proxies of our environment, for a child that fetches packages."""
+    names = [*_PROXIES, *map(str.upper, _PROXIES)]
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def run(
@@ -24,7 +41,7 @@ def run(
     env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> CompletedProcess[str]:
-    """Run ``argv`` (no shell) for at most ``timeout`` seconds; ``env`` is added to ours, with LC_ALL=C.
+    """Run ``argv`` (no shell) for at most ``timeout`` seconds; ``env`` is added to ``child_environment``.
 
     Raises BackendFailed when it is not installed, takes too long, or (with ``check``) exits non-zero.
     """
@@ -37,7 +54,7 @@ def run(
             text=True,
             errors="replace",
             timeout=timeout,
-            env={**os.environ, "LC_ALL": "C", **(env or {})},
+            env=child_environment(**(env or {})),
             pass_fds=pass_fds,
             check=False,
         )
@@ -64,7 +81,7 @@ async def arun(
             stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "LC_ALL": "C", **(env or {})},
+            env=child_environment(**(env or {})),
             pass_fds=pass_fds,
             start_new_session=True,
         )

@@ -172,7 +172,27 @@ def to_json(value: object) -> str:
 
 
 def state_dir() -> str:
-    return os.environ.get("FREEBSD_SHIM_STATE") or "/run/freebsd-shim"
+    if "FREEBSD_SHIM_STATE" not in os.environ:
+        _inherit()
+    return os.environ.setdefault("FREEBSD_SHIM_STATE", "/run/freebsd-shim")
+
+
+def _inherit() -> None:
+    """Add the environment of the nearest ancestor that was started with FREEBSD_SHIM_STATE: a gateway gives its
+    children a clean one."""
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                settings = dict(part.partition("=")[::2] for part in os.fsdecode(file.read()).split("\0") if part)
+            with open(f"/proc/{pid}/stat") as file:
+                pid = int(file.read().rpartition(") ")[2].split()[1])
+        except OSError:
+            return
+        if "FREEBSD_SHIM_STATE" in settings:
+            for name, value in settings.items():
+                os.environ.setdefault(name, value)
+            return
 
 
 class locked:

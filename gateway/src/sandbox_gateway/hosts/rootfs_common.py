@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path, PurePosixPath
 
-from sandbox_gateway.command import arun
+from sandbox_gateway.command import arun, child_environment
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
 
@@ -205,7 +205,7 @@ async def stream(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "LC_ALL": "C", **(env or {})},
+            env=child_environment(**(env or {})),
             start_new_session=True,
         )
     except FileNotFoundError:

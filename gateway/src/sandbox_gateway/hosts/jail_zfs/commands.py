@@ -14,7 +14,7 @@ SECONDS = 60.0
 
 
 class Commands:
-    """Runs commands with ``environment`` added to ours."""
+    """Runs commands with ``environment`` added to ``child_environment``."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._environment = dict(environment or {})

@@ -10,7 +10,7 @@ import hashlib
 import sys
 from pathlib import Path
 
-from sandbox_gateway.command import arun
+from sandbox_gateway.command import arun, proxy_settings
 from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.jail_zfs.jail import IDENTITY
@@ -80,7 +80,8 @@ async def _unpack(source: Path, root: Path, log: Log) -> None:
 
 
 async def _install_packages(root: Path, packages: list[str], log: Log) -> None:
-    await stream(["pkg", "-r", str(root), "install", "-y", *packages], log, env={"ASSUME_ALWAYS_YES": "yes"})
+    env = {**proxy_settings(), "ASSUME_ALWAYS_YES": "yes"}
+    await stream(["pkg", "-r", str(root), "install", "-y", *packages], log, env=env)
 
 
 def _furnish(root: Path) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from sandbox_gateway.command import child_environment
 from sandbox_gateway.hosts.jail_zfs.zfs_errors import (
     Cause,
     DatasetBusy,
@@ -68,7 +69,7 @@ class Outcome:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "LC_ALL": "C", "PATH": f"{os.environ.get('PATH', '')}:{_MORE_PATH}".lstrip(":")}
+    return child_environment(PATH=f"{os.environ.get('PATH', '')}:{_MORE_PATH}".lstrip(":"))
 
 
 def run(

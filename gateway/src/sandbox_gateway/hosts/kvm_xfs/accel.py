@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sandbox_gateway.command import arun
+from sandbox_gateway.command import arun, child_environment
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.log import Logger
@@ -91,6 +91,7 @@ async def boots(config: KvmXfs, kernel: Path, *, accelerator: str, cpu_model: st
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
+        env=child_environment(),
         start_new_session=True,
     )
     assert process.stdout is not None
@@ -200,5 +201,6 @@ def _recall(cache: Path) -> dict[str, bool]:
 
 def _remember(cache: Path, outcome: dict[str, bool]) -> None:
     partial = cache.with_name(f".partial-{cache.name}")
+    partial.touch(mode=0o600)
     partial.write_text(json.dumps(outcome, indent=1))
     partial.rename(cache)

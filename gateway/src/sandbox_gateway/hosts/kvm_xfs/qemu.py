@@ -16,6 +16,7 @@ from typing import cast
 
 from qemu.qmp import ExecuteError, QMPClient, QMPError
 
+from sandbox_gateway.command import child_environment
 from sandbox_gateway.errors import BackendFailed, Timeout
 from sandbox_gateway.hosts.kvm_xfs.bounded_log import create_log, open_log_of, read_log
 from sandbox_gateway.hosts.kvm_xfs.layout import Instance
@@ -308,6 +309,7 @@ def _popen_in(netns: Path, argv: list[str], pass_fds: list[int], output: int) ->
                 stdout=output,
                 stderr=output,
                 pass_fds=pass_fds,
+                env=child_environment(),
                 start_new_session=True,
                 cwd="/",
             )

@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-from sandbox_gateway.command import arun
+from sandbox_gateway.command import arun, proxy_settings
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.kvm_xfs.netns import GATEWAY_ADDRESS, GUEST_ADDRESS, GUEST_MAC, GUEST_PREFIX
@@ -408,7 +408,8 @@ async def _debootstrap(
     ]
     if shutil.which("mmdebstrap") is None:
         raise BackendFailed("mmdebstrap is not installed: install it, or run the kvm_xfs_host role of this collection")
-    await stream(argv, log, keep=_worth_telling, env={"TMPDIR": str(temporary), "DEBIAN_FRONTEND": "noninteractive"})
+    env = {**proxy_settings(), "TMPDIR": str(temporary), "DEBIAN_FRONTEND": "noninteractive"}
+    await stream(argv, log, keep=_worth_telling, env=env)
 
 
 def _keyrings(mirrors: list[str]) -> list[str]:
@@ -432,7 +433,8 @@ def _worth_telling(line: str) -> bool:
 
 
 def _commit_tarball(made: Path, cached: Path) -> None:
-    cached.parent.mkdir(parents=True, exist_ok=True)
+    cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    made.chmod(0o600)
     for left in cached.parent.glob(f"{PARTIAL}*"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _STALE_SECONDS:
@@ -442,6 +444,7 @@ def _commit_tarball(made: Path, cached: Path) -> None:
     except OSError:
         partial = cached.parent / f"{PARTIAL}{secrets.token_hex(4)}"
         try:
+            partial.touch(mode=0o600)
             shutil.copyfile(made, partial)
             partial.rename(cached)
         finally:
@@ -598,6 +601,7 @@ def _identity(tree: Tree) -> None:
 async def _make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
     log(f"making the disk image ({disk_mb} MiB)")
     with image.open("xb") as file:
+        os.fchmod(file.fileno(), 0o600)
         file.truncate(disk_mb << 20)
     journal = min(_JOURNAL_MB, max(4, disk_mb // 64))
     argv = [
@@ -636,8 +640,9 @@ def _tree_mb(tree: Path) -> int:
 
 def _deliver(work: Path, boot: tuple[Path, Path], image: Path, kernel: Path, initrd: Path) -> None:
     for source, name, target in ((boot[0], "kernel", kernel), (boot[1], "initrd", initrd)):
+        # QEMU opens them before it gives up root.
+        (work / name).touch(mode=0o600)
         shutil.copyfile(source, work / name)
-        (work / name).chmod(0o644)
         (work / name).rename(target)
     (work / "image").rename(image)
 

@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from sandbox_gateway.command import arun
+from sandbox_gateway.command import arun, child_environment
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, GatewayError, Timeout
 from sandbox_gateway.hosts.base import GuestMount
@@ -386,6 +386,7 @@ class VolumeServers:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=server.log,
+            env=child_environment(),
             start_new_session=True,
             cwd="/",
         )
