@@ -95,7 +95,9 @@ class ZfsStorage(VolumeStorage):
             self._mountpoint = self._mounted_root()
             for name in _CONTAINERS:
                 self._ensure_container(f"{self.root}/{name}")
-            (self._mountpoint / "volumes").chmod(0o700)
+            # Root in a jail makes programs that run as root (set-user-ID): no user of the host may get to them.
+            for name in _CONTAINERS:
+                (self._mountpoint / name).chmod(0o700)
             notes += self._take_ballast()
         except BaseException:
             self.close()

@@ -67,6 +67,7 @@ class KvmXfsHost(VolumeVerbs):
         try:
             reflink.require_reflinks(root)
             self._layout.create()
+            await asyncio.to_thread(self._layout.close_to_others, self._config.cache_root)
             self._platform = await self._probe()
         except BaseException:
             self._drop_lock()

@@ -17,6 +17,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -51,6 +52,18 @@ class Layout:
     def create(self) -> None:
         for directory in (self.templates, self.snapshots, self.sandboxes, self.volumes):
             directory.mkdir(mode=0o711, parents=True, exist_ok=True)
+
+    def close_to_others(self, cache: Path) -> None:
+        """Take from other users of the host what an older release let them read: files below the state root and the
+        root file systems in ``cache``. Directories stay: QEMU runs as one of them, and passes through."""
+        parents = (self.templates, self.snapshots, self.sandboxes, self.volumes)
+        found = [*self.root.glob("*.json"), *cache.glob("rootfs-*.tar")]
+        found += [Path(place, name) for parent in parents for place, _, names in os.walk(parent) for name in names]
+        for path in found:
+            with contextlib.suppress(FileNotFoundError):
+                mode = path.lstat().st_mode
+                if stat.S_ISREG(mode) and mode & 0o077:
+                    path.chmod(0o600)
 
     def snapshot(self, snapshot: Snapshot) -> Path:
         built = snapshot.kind in (SnapshotKind.BASE, SnapshotKind.TEMPLATE)

@@ -1,0 +1,141 @@
+"""An ordinary user of the host, or a guest that broke into a process that serves it, looks for what is not its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_gateway import command
+from sandbox_gateway.hosts.jail_zfs import zfs_command
+from tests.support import session
+from tests.support.gateway import TEMPLATE, Gateway
+from tests.support.jail_world import JailZfsWorld
+from tests.support.live import Live
+
+SECRETS = {"SANDBOX_GATEWAY_TOKEN": "s3cret", "https_proxy": "http://user:s3cret@proxy", "NOTIFY_SOCKET": "/run/notify"}
+NOBODY = 65534
+
+# Paths are no secret: `ps` shows those of a machine's files.
+READ = """
+import json, sys
+found = []
+for path in json.load(sys.stdin):
+    try:
+        open(path, "rb").read(1)
+        found.append(path)
+    except OSError:
+        pass
+print(json.dumps(found))
+"""
+
+
+def readable(paths: list[Path]) -> list[str]:
+    """Those that a user without any rights can read."""
+    done = subprocess.run(
+        ["/usr/bin/python3", "-I", "-c", READ],
+        input=json.dumps([str(path) for path in paths]),
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def files(gateway: Gateway) -> list[Path]:
+    return [path for path in gateway.state_root.rglob("*") if path.is_file()]
+
+
+@pytest.fixture
+def busy(gateway: Callable[..., Gateway], monkeypatch: pytest.MonkeyPatch) -> Gateway:
+    """A gateway that was started with secrets in its environment, with something of each kind."""
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    made = gateway()
+    made.call("POST", "/volumes", {"name": "data", "sizeMB": 64})
+    mounts = [{"name": "data", "path": "/data"}]
+    made.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "box", "timeout": -1, "volumeMounts": mounts})
+    made.call("POST", "/sandboxes/box/snapshots", {"name": "mark", "volumes": ["data"]})
+    made.call("POST", "/volumes/data/snapshots", {"name": "alone"})
+    made.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "sleeps", "timeout": -1})
+    made.call("POST", "/sandboxes/sleeps/pause")
+    return made
+
+
+def test_a_user_of_the_host_reads_nothing_of_a_gateway(busy: Gateway) -> None:
+    found = files(busy)
+    names = {path.name for path in found}
+    assert names >= {
+        "kernel",
+        "initrd",
+        "rootfs.img",
+        "memory.img",
+        "memory.base",
+        "volume.img",
+        "manifest.json",
+        "secret",
+    }
+    assert readable(found) == []
+    assert readable(list(session.cache_dir().glob("rootfs-*.tar"))) == []
+
+
+def test_what_an_older_release_left_open_is_closed_at_a_start(busy: Gateway) -> None:
+    open_before = [path for path in files(busy) if path.name in ("kernel", "initrd", "rootfs.img", "manifest.json")]
+    for path in open_before:
+        path.chmod(0o644)
+    assert readable(open_before)
+    busy.restart()
+    assert readable(files(busy)) == []
+    assert busy.sh("box", "cat /proc/uptime")
+
+
+def test_processes_that_serve_guests_have_no_secret_in_their_environment(busy: Gateway) -> None:
+    served = {name: pid for pid, name in processes(str(busy.state_root))}
+    assert any("qemu" in name for name in served) and any("ganesha" in name for name in served)
+    for name, pid in served.items():
+        settings = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        assert {setting.partition("=")[0] for setting in settings} <= {"", "PATH", "TMPDIR", "LC_ALL"}, name
+
+
+def test_commands_have_no_secret_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    assert "s3cret" not in command.run(["env"], timeout=10, env={"MORE": "x"}).stdout
+    assert not SECRETS.keys() & zfs_command._environment().keys()
+    assert command.proxy_settings() == {"https_proxy": SECRETS["https_proxy"]}
+
+
+def processes(path: str) -> list[tuple[int, str]]:
+    """(pid, program) of those with ``path`` in their command line."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_text().split("\0")
+        except OSError:
+            continue
+        if any(f"{path}/" in word for word in words):
+            found.append((int(entry.name), Path(words[0]).name))
+    return found
+
+
+def test_a_user_of_a_jail_host_gets_to_no_program_of_a_jail(jail_zfs_world: JailZfsWorld) -> None:
+    """Root in a jail can make one that runs as root for whoever starts it."""
+    live = Live(jail_zfs_world.host(config := jail_zfs_world.config()), config)
+    try:
+        host: Any = live.engine.host
+        for name in ("sandboxes", "retired", "volumes"):
+            place = host._storage.mountpoint / name
+            assert place.stat().st_mode & 0o777 == 0o700, name
+    finally:
+        live.close()
+        jail_zfs_world.forget(config)
