@@ -156,10 +156,20 @@ class Limits(_Section):
 
 
 class LogSection(_Section):
-    """`[log]`: structured logs on standard error."""
+    """`[log]`: structured logs."""
 
     level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severity that is logged.")
     format: Literal["json", "text"] = Field("json", description="One JSON object a line, or text for a terminal.")
+    file: Path | None = Field(
+        None,
+        description="File to log to, readable by root alone. At 16 MiB it is renamed to `.1`; three such are kept. "
+        "Empty string: standard error.",
+    )
+
+    @field_validator("file", mode="before")
+    @classmethod
+    def _no_file(cls, value: object) -> object:
+        return None if value == "" else value
 
 
 class Config(_Section):

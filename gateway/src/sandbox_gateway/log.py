@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
 import sys
 from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from typing import Any
 
 _ROOT = "sandbox_gateway"
+_FILE_BYTES = 16 << 20
+_OLD_FILES = 3
 
 
 class Logger:
@@ -30,14 +36,26 @@ class Logger:
         self._logger.error(event, extra={"fields": fields}, exc_info=exc_info)
 
 
-def setup(level: str, style: str) -> None:
-    """Log to standard error from ``level`` on, in ``style`` "json" or "text"."""
-    handler = logging.StreamHandler(sys.stderr)
+def setup(level: str, style: str, file: Path | None = None) -> None:
+    """Log to ``file``, or else to standard error, from ``level`` on, in ``style`` "json" or "text". Raises OSError."""
+    handler = _LogFile(file) if file else logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if style == "json" else _Text())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger(_ROOT).setLevel(level.upper())
+
+
+class _LogFile(RotatingFileHandler):
+    """A file of bounded size: whoever sends requests makes it grow."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=_FILE_BYTES, backupCount=_OLD_FILES, encoding="utf-8")
+
+    def _open(self) -> io.TextIOWrapper:
+        stream = super()._open()
+        os.fchmod(stream.fileno(), 0o600)
+        return stream
 
 
 class _Json(logging.Formatter):

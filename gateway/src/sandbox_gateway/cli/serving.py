@@ -55,7 +55,7 @@ async def run(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises GatewayError for what keeps it from starting."""
     from sandbox_gateway.engine.engine import Engine
 
-    log.setup(config.log.level, config.log.format)
+    log.setup(config.log.level, config.log.format, config.log.file)
     _quiet_servers()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
