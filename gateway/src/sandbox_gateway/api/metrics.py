@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Iterable
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from sandbox_gateway.engine.engine import Engine
 
 _PAUSE_BUCKETS = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
+_STATUSES = {str(status.value) for status in HTTPStatus} | {"499"}
+"""Each is kept for ever, and a guest chooses that of its answer."""
 _REQUEST_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
 
 router = APIRouter(tags=["gateway"])
@@ -51,7 +54,8 @@ class Metrics:
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:
         known = method if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE") else "other"
-        self._requests.labels(known, route, str(status)).observe(seconds)
+        shown = str(status) if str(status) in _STATUSES else "other"
+        self._requests.labels(known, route, shown).observe(seconds)
 
     def captured(self, snapshot: Snapshot) -> None:
         self._pause.observe(snapshot.pause_ms / 1000)

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from sandbox_gateway.config import Config
-from sandbox_gateway.engine.builds import Build
+from sandbox_gateway.engine.builds import LONGEST_LINE, Build
 from sandbox_gateway.engine.core import checked
 from sandbox_gateway.engine.replacing import Replacing
 from sandbox_gateway.errors import BackendFailed, GatewayError, NameTaken, NotFound, Timeout
@@ -216,16 +216,18 @@ class Building(Replacing):
 
 
 class _Lines:
-    """Cuts a command's output into lines for the log."""
+    """Cuts a command's output into lines for the log; of one that does not end it holds the first bytes."""
 
     def __init__(self, build: Build) -> None:
         self._build = build
         self._rest = ""
 
     def take(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data.decode(errors="replace")).split("\n")
+        *lines, rest = data.decode(errors="replace").split("\n")
         for line in lines:
-            self._build.log(line)
+            self._build.log(self._rest + line)
+            self._rest = ""
+        self._rest = (self._rest + rest)[:LONGEST_LINE]
 
     def flush(self) -> None:
         if self._rest:

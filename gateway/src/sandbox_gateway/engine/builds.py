@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -10,8 +12,9 @@ from typing import Any
 
 from sandbox_gateway.records import new_id, now
 
-_MOST_LINES = 20_000
-_LONGEST_LINE = 2000
+_MOST_BYTES = 1 << 20
+_LAST_LINES = 40
+LONGEST_LINE = 2000
 
 
 @dataclass
@@ -28,14 +31,27 @@ class Build:
     reason: str = ""
     lines: list[str] = field(default_factory=list)
     started_at: datetime = field(default_factory=now)
+    _bytes: int = 0
+    _left_out: int = 0
+    _last: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def log(self, line: str) -> None:
-        if len(self.lines) < _MOST_LINES:
-            self.lines.append(line.rstrip()[:_LONGEST_LINE])
+        """Keep a line: of the first ``_MOST_BYTES``, or one of the last."""
+        line = line[:LONGEST_LINE].rstrip()
+        self._bytes += sys.getsizeof(line)
+        if self._bytes <= _MOST_BYTES:
+            self.lines.append(line)
             self._wake()
+        else:
+            self._left_out += 1
+            self._last.append(line)
 
     def end(self, status: str, reason: str = "") -> None:
+        if self._left_out > len(self._last):
+            self.lines.append(f"({self._left_out - len(self._last)} lines are left out here)")
+        self.lines += self._last
+        self._last.clear()
         self.status, self.reason = status, reason
         self._wake()
 

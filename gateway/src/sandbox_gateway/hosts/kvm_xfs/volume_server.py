@@ -37,6 +37,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from sandbox_gateway.command import arun, child_environment
 from sandbox_gateway.config import Network
@@ -199,7 +200,7 @@ class VolumeServers:
         self._ganesha = ganesha
         self._servers: dict[str, _Server] = {}
         self._admitted: dict[str, set[str]] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._revivals: set[asyncio.Task[None]] = set()
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -529,6 +530,8 @@ class VolumeServers:
         if old := admitted - (wanted.access() if wanted else set()):
             await self._nft(f"delete element inet {self._table} {VOLUME_ACCESS} {{ {', '.join(sorted(old))} }}\n")
             admitted -= old
+        if not admitted:
+            self._admitted.pop(volume, None)
 
     async def _nft(self, rules: str) -> None:
         await arun(["nft", "-f", "-"], timeout=_NFT_SECONDS, input=rules)

@@ -1,0 +1,107 @@
+"""Root in a sandbox tries to fill the gateway's memory with what it makes the gateway keep."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from sandbox_gateway.api.metrics import Metrics
+from sandbox_gateway.engine.building import _Lines
+from sandbox_gateway.engine.builds import Build
+from sandbox_gateway.hosts.kvm_xfs.layout import Instance
+from sandbox_gateway.hosts.kvm_xfs.qemu import Machine
+
+MB = 1 << 20
+EVENT = {"event": "RTC_CHANGE", "data": {"offset": 1}, "timestamp": {"seconds": 1, "microseconds": 1}}
+"""A guest causes one whenever it sets its clock."""
+EVENTS = 2000
+
+
+def test_events_of_a_machine_are_not_kept(tmp_path: Path) -> None:
+    files = Instance(tmp_path)
+    files.run.mkdir()
+
+    async def qemu(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        version = {"qemu": {"major": 7, "minor": 2, "micro": 0}, "package": ""}
+        writer.write(json.dumps({"QMP": {"version": version, "capabilities": []}}).encode() + b"\n")
+        await reader.read(4096)
+        writer.write(b'{"return": {}}\n')
+        while request := await reader.read(4096):
+            writer.write((json.dumps(EVENT) + "\n").encode() * EVENTS)
+            writer.write(json.dumps({"return": {}, "id": json.loads(request)["id"]}).encode() + b"\n")
+        writer.close()
+
+    async def attack() -> None:
+        server = await asyncio.start_unix_server(qemu, files.qmp)
+        machine = Machine(os.getpid(), files)
+        try:
+            await machine.execute("query-status")
+            assert machine._qmp is not None
+            assert (machine._qmp.events.empty(), machine._qmp.events.history) == (True, ())
+        finally:
+            await machine.detach()
+            machine.forget()
+            server.close()
+
+    asyncio.run(attack())
+
+
+def grown(work: Callable[[], None]) -> int:
+    """The most memory that ``work`` had, in bytes."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_setup_command_that_prints_without_end() -> None:
+    """Without the end of a line, and in lines: neither is kept, and the last lines, which tell why it failed, are."""
+    build = Build("", "", "")
+
+    def attack() -> None:
+        lines = _Lines(build)
+        for _ in range(1000):
+            lines.take(b"x" * 65536)
+        for number in range(2000):
+            lines.take(b"\n" * 50 + b"line %d\n" % number)
+        lines.take(b"why\n")
+        lines.flush()
+
+    assert grown(attack) < 8 * MB
+    build.end("error")
+    assert sum(map(sys.getsizeof, build.lines)) < 2 * MB
+    assert build.lines[0].startswith("xxx") and build.lines[-1] == "why"
+    assert any("left out" in line for line in build.lines)
+
+
+def test_log_of_a_build_is_whole_where_it_is_short() -> None:
+    build = Build("", "", "")
+    lines = _Lines(build)
+    for piece in (b"a", b"b\nc", b"\n", b"d"):
+        lines.take(piece)
+    lines.flush()
+    build.end("ready")
+    assert build.lines == ["ab", "c", "d"]
+
+
+def test_statuses_that_a_guest_invents_are_one_in_the_metrics() -> None:
+    engine: Any = SimpleNamespace(sandboxes=list, snapshots=lambda kinds: [])
+    metrics = Metrics(cast(Any, engine))
+    for status in range(200, 600):
+        metrics.request("GET", "data plane", status, 0.1)
+    counts = [
+        line
+        for line in metrics.text().decode().splitlines()
+        if line.startswith("sandbox_gateway_request_seconds_count")
+    ]
+    assert len(counts) < 70
+    assert any('status="404"' in line for line in counts) and any('status="other"' in line for line in counts)
