@@ -81,6 +81,7 @@ def test_check_mode_predicts_first_run_makes_second_changes_nothing(place: Place
     ]
     assert 'kern.racct.enable="1"' in (place.directory / "loader.conf").read_text()
     assert "net.inet.ip.forwarding=1" in (place.directory / "sysctl.conf").read_text()
+    assert place.shim.ok("sysctl", "-n", "kern.logsigexit") == "0\n", "a jail writes no lines of the host's log"
     assert place.bridge in place.shim.ok("ifconfig", "-l")
     assert re.search(r"inet 10\.\S+\.1 netmask", place.shim.ok("ifconfig", place.bridge))
     assert 'anchor "sbx/*" all' in place.shim.ok("pfctl", "-s", "rules")

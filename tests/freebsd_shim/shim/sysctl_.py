@@ -16,6 +16,7 @@ NAMES = {
     "kern.osrelease": ("release", "ro"),
     "kern.osreldate": ("knob", "ro"),
     "kern.racct.enable": ("knob", "tunable"),
+    "kern.logsigexit": ("state:1", "rw"),
     "kern.hostname": ("hostname", "ro"),
     "hw.ncpu": ("ncpu", "ro"),
     "hw.physmem": ("physmem", "ro"),
