@@ -213,6 +213,8 @@ _HOSTS = """\
 ::1 localhost ip6-localhost ip6-loopback
 """
 
+_CREDENTIALS = re.compile(r"://[^/\s\"]*@")
+
 _building: dict[Path, asyncio.Lock] = {}
 
 
@@ -401,7 +403,7 @@ async def _debootstrap(
         *("mmdebstrap", "--verbose", "--mode=root", "--variant=minbase", "--format=tar"),
         f"--include={','.join(packages)}",
         *(f"--dpkgopt={option}" for option in _DPKG_OPTIONS),
-        *(f"--aptopt={option}" for option in options),
+        *_apt_arguments(options, work),
         *_keyrings(mirrors),
         f"--essential-hook=copy-in {shlex.quote(str(settings))} /etc",
         *("--", suite, str(work / "rootfs.tar"), *mirrors),
@@ -410,6 +412,20 @@ async def _debootstrap(
         raise BackendFailed("mmdebstrap is not installed: install it, or run the kvm_xfs_host role of this collection")
     env = {**proxy_settings(), "TMPDIR": str(temporary), "DEBIAN_FRONTEND": "noninteractive"}
     await stream(argv, log, keep=_worth_telling, env=env)
+
+
+def _apt_arguments(options: list[str], work: Path) -> list[str]:
+    """Arguments that give APT its options. One with a password is neither in a command line nor in the tree it makes:
+    every user of the host reads the one, every sandbox the other."""
+    secret = [option for option in options if _CREDENTIALS.search(option)]
+    arguments = [f"--aptopt={option}" for option in options if option not in secret]
+    if secret:
+        file = work / "98secret"
+        file.touch(mode=0o600)
+        file.write_text("".join(f"{option};\n" for option in secret))
+        arguments.append(f"--setup-hook=copy-in {shlex.quote(str(file))} /etc/apt/apt.conf.d")
+        arguments.append(f'--customize-hook=rm "$1/etc/apt/apt.conf.d/{file.name}"')
+    return arguments
 
 
 def _keyrings(mirrors: list[str]) -> list[str]:

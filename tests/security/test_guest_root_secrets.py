@@ -1,0 +1,49 @@
+"""Root in a sandbox, or a user of the host, looks for the password of the host's proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+from sandbox_gateway.hosts.kvm_xfs import rootfs
+
+PASSWORD = "s3cret-of-the-proxy"
+OPTIONS = [f'Acquire::https::Proxy "http://user:{PASSWORD}@127.0.0.1:9"', 'Acquire::Retries "1"']
+"""The mirror speaks HTTP: nothing goes by way of that proxy."""
+
+
+def test_password_of_a_proxy_is_in_no_template_and_no_command_line(need_root: None, tmp_path: Path) -> None:
+    seen: set[str] = set()
+    done = threading.Event()
+
+    def look() -> None:
+        """As `ps` does."""
+        while not done.wait(0.05):
+            for entry in Path("/proc").glob("[0-9]*"):
+                try:
+                    line = (entry / "cmdline").read_text(errors="replace")
+                except OSError:
+                    continue
+                seen.update({"mmdebstrap"} if "mmdebstrap" in line and str(tmp_path) in line else ())
+                seen.update({line} if PASSWORD in line else ())
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        asyncio.run(build(tmp_path))
+    finally:
+        done.set()
+        watcher.join()
+    assert seen == {"mmdebstrap"}
+    made = (tmp_path / "rootfs.tar").read_bytes()
+    assert b"Acquire::Retries" in made, "the options without a password stay in the template"
+    assert PASSWORD.encode() not in made
+
+
+async def build(work: Path) -> None:
+    suite = "bookworm"
+    options = [*await rootfs._apt_options(), *OPTIONS]
+    sources = work / "host.sources"
+    sources.write_text(rootfs.host_sources(suite).replace("https://", "http://"))
+    await rootfs._debootstrap(suite, ["ca-certificates"], options, [str(sources)], work, print)
