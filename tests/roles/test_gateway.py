@@ -136,6 +136,12 @@ def test_a_second_run_changes_nothing(installed: Installed) -> None:
     assert installed.pid() == before
 
 
+def test_only_root_reads_the_log(installed: Installed) -> None:
+    path = installed.root / "log" / "gateway.log"
+    assert path.read_text().count('"event": "listening"') == 1
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
 def test_keys_are_secret_and_kept(installed: Installed) -> None:
     assert stat.S_IMODE(installed.key_file.stat().st_mode) == 0o600
     name, scope, key = installed.key_file.read_text().split()

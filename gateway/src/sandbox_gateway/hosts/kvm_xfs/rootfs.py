@@ -309,6 +309,8 @@ def _text(mirror: str) -> str:
 
 def _digest(suite: str, packages: list[str], options: list[str], mirrors: list[str]) -> str:
     made_of = [_CACHE_VERSION, suite, packages, options, mirrors, _INITRAMFS, _DPKG_OPTIONS]
+    if any(map(_CREDENTIALS.search, options)):
+        made_of.append("without passwords")  # As what an older release made of these options is not.
     return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
 
 
