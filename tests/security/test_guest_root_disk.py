@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sandbox_gateway.hosts.kvm_xfs.bounded_log import LOG_BYTES
+from sandbox_gateway.hosts.kvm_xfs.layout import empty_old_log
 from tests.support.gateway import Gateway
 from tests.support.waiting import eventually
 
@@ -75,6 +76,19 @@ def test_the_log_is_read_by_the_next_gateway(shared_gateway: Gateway, box: str) 
     os.kill(qemu(shared_gateway, box), signal.SIGKILL)
     eventually(lambda: detail(shared_gateway, box)["state"] == "paused")
     assert "queue_enable" in detail(shared_gateway, box)["stateReason"]
+
+
+def test_log_of_an_older_release_is_emptied_at_a_start(tmp_path: Path) -> None:
+    """Its machine goes on, and appends to a file."""
+    path = tmp_path / "run" / "qemu.log"
+    path.parent.mkdir()
+    with path.open("ab", buffering=0) as log:
+        log.write(b"said\n")
+        assert not empty_old_log(tmp_path)
+        log.write(b"x" * LOG_BYTES)
+        assert empty_old_log(tmp_path)
+        log.write(b"more\n")
+    assert path.read_bytes() == b"more\n"
 
 
 def qemu(gateway: Gateway, sandbox: str) -> int:
