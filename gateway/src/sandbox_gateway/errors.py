@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sandbox_gateway.printable import printable
+
 
 class GatewayError(Exception):
     """Base of all errors a caller is meant to see; anything else that escapes is a bug (500)."""
@@ -16,8 +18,9 @@ class GatewayError(Exception):
     status = 500
 
     def __init__(self, message: str, *, blockers: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.message = message
+        """``message`` may repeat what a guest, or a program that read a guest's files, said."""
+        self.message = printable(message)
+        super().__init__(self.message)
         self.blockers = list(blockers)
 
 

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, unquote
 
 from fastapi import APIRouter, Body, Query, Request, Response
 
-from sandbox_gateway.api import requests, shapes
+from sandbox_gateway.api import output, requests, shapes
 from sandbox_gateway.api.paging import Limit, NextToken, Order, page
 from sandbox_gateway.api.requests import Ref
 from sandbox_gateway.api.view import EngineDep, IdempotencyKey, Operation, View, ViewDep, ids_of, template_or_snapshot
@@ -70,7 +70,7 @@ async def index(
     found = [sandbox for sandbox in engine.sandboxes() if all(test(sandbox) for test in tests)]
     shown = page(found, lambda sandbox: (sandbox.created_at, sandbox.id), response, limit, next_token, order)
     if diverged:
-        return [await view.with_divergence(sandbox, secret=False) for sandbox in shown]
+        return await view.with_divergences(shown)
     return [view.sandbox(sandbox, secret=False) for sandbox in shown]
 
 
@@ -141,8 +141,12 @@ async def set_network(ref: Ref, body: requests.Network, engine: EngineDep) -> No
     await engine.set_network(ref, body.policy(public=engine.sandbox(ref).network.allow_public_traffic))
 
 
-@router.post("/sandboxes/{ref}/exec", summary="Run a program to its end and return its output")
-async def execute(request: Request, ref: Ref, body: requests.Exec, engine: EngineDep) -> shapes.ExecShape:
+@router.post(
+    "/sandboxes/{ref}/exec",
+    response_model=shapes.ExecShape,
+    summary="Run a program to its end and return its output",
+)
+async def execute(request: Request, ref: Ref, body: requests.Exec, engine: EngineDep) -> Response:
     work = engine.exec(
         ref,
         body.args,
@@ -152,7 +156,7 @@ async def execute(request: Request, ref: Ref, body: requests.Exec, engine: Engin
         timeout=body.timeout,
         stdin=_decoded(body.stdin),
     )
-    return shapes.exec_shape(await unless_gone(request, work))
+    return output.respond(shapes.exec_fields(await unless_gone(request, work)))
 
 
 @router.post(

@@ -446,13 +446,14 @@ def started_shape(build: Build) -> BuildStarted:
     )
 
 
-def exec_shape(result: ExecResult) -> ExecShape:
-    return ExecShape(
-        exitCode=result.exit_code,
-        stdout=result.stdout.decode(errors="replace"),
-        stderr=result.stderr.decode(errors="replace"),
-        timedOut=result.timed_out,
-    )
+def exec_fields(result: ExecResult) -> dict[str, bytes | int]:
+    """Those of ``ExecShape``."""
+    return {
+        "exitCode": result.exit_code,
+        "stdout": result.stdout,
+        "stderr": result.stderr,
+        "timedOut": result.timed_out,
+    }
 
 
 def usage_shape(usage: Usage) -> UsageShape:

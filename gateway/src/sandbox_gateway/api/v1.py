@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from sandbox_gateway import __version__
+from sandbox_gateway.api import output
 from sandbox_gateway.api import v1_shapes as shapes
 from sandbox_gateway.api.requests import LONGEST_REF, Ref
 from sandbox_gateway.api.view import EngineDep
@@ -107,20 +108,29 @@ async def kill_sandbox(ref: Ref, engine: EngineDep) -> None:
     await engine.kill(ref)
 
 
-@router.post("/v1/sandboxes/{ref}/exec", summary="Run a program to its end and return its output")
-async def execute(request: Request, ref: Ref, body: shapes.Exec, engine: EngineDep) -> shapes.ExecInfo:
+@router.post(
+    "/v1/sandboxes/{ref}/exec",
+    response_model=shapes.ExecInfo,
+    summary="Run a program to its end and return its output",
+)
+async def execute(request: Request, ref: Ref, body: shapes.Exec, engine: EngineDep) -> Response:
     """What is missing, or may not be run, has exit code 127 or 126; what took too long was killed (137).
 
     `stderr` says so.
     """
     result = await unless_gone(request, engine.exec(ref, body.args, timeout=body.timeout_secs))
-    return shapes.exec_info(result, body.timeout_secs)
+    return output.respond(shapes.exec_fields(result, body.timeout_secs))
 
 
-@router.post("/v1/sandboxes/{ref}/eval", summary="Evaluate Python in the sandbox's own interpreter")
-async def evaluate(request: Request, ref: Ref, body: shapes.Eval, engine: EngineDep) -> shapes.EvalInfo:
+@router.post(
+    "/v1/sandboxes/{ref}/eval",
+    response_model=shapes.EvalInfo,
+    summary="Evaluate Python in the sandbox's own interpreter",
+)
+async def evaluate(request: Request, ref: Ref, body: shapes.Eval, engine: EngineDep) -> Response:
     """Its state is part of the memory of snapshots, and so of the sandboxes made from them."""
-    return shapes.eval_info(await unless_gone(request, engine.eval(ref, body.code, timeout=body.timeout_secs)))
+    result = await unless_gone(request, engine.eval(ref, body.code, timeout=body.timeout_secs))
+    return output.respond(shapes.eval_fields(result))
 
 
 @router.post("/v1/sandboxes/{ref}/ping", summary="A round trip to the sandbox's agent")

@@ -182,15 +182,19 @@ def snapshot_detail(snapshot: Snapshot, places: dict[str, str], sandboxes: list[
     )
 
 
-def exec_info(result: ExecResult, seconds: float) -> ExecInfo:
-    errors = result.stderr.decode(errors="replace")
+def exec_fields(result: ExecResult, seconds: float) -> dict[str, bytes | int]:
+    """Those of ``ExecInfo``."""
+    errors = result.stderr
     if result.timed_out:
-        errors += f"the command did not end within {seconds:g} s and was killed\n"
-    return ExecInfo(stdout=result.stdout.decode(errors="replace"), stderr=errors, exit_code=result.exit_code)
+        errors += f"the command did not end within {seconds:g} s and was killed\n".encode()
+    return {"stdout": result.stdout, "stderr": errors, "exit_code": result.exit_code}
 
 
-def eval_info(result: EvalResult) -> EvalInfo:
+def eval_fields(result: EvalResult) -> dict[str, str | int | None]:
+    """Those of ``EvalInfo``."""
     failed = result.exit_code != 0
-    return EvalInfo(
-        result=None if failed else result.result, error=result.error if failed else None, exit_code=result.exit_code
-    )
+    return {
+        "result": None if failed else result.result,
+        "error": result.error if failed else None,
+        "exit_code": result.exit_code,
+    }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 from fastapi import Depends, Header, Request
@@ -15,6 +16,8 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.base import VolumeState
 from sandbox_gateway.records import Mount, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+
+_ASKED_AT_ONCE = 16
 
 
 class View:
@@ -67,10 +70,23 @@ class View:
     def mount(self, mount: Mount) -> shapes.VolumeMountShape:
         return shapes.VolumeMountShape(name=self._volume_name(mount.volume), path=mount.path, readOnly=mount.read_only)
 
-    async def with_divergence(self, sandbox: Sandbox, *, secret: bool = True) -> shapes.SandboxShape:
-        return self.sandbox(sandbox, secret=secret, diverged=await self._diverged(sandbox))
+    async def with_divergence(self, sandbox: Sandbox) -> shapes.SandboxShape:
+        return self.sandbox(sandbox, diverged=await self._diverged(sandbox))
+
+    async def with_divergences(self, sandboxes: Sequence[Sandbox]) -> list[shapes.SandboxShape]:
+        """Of each, without secrets. They are asked side by side: some may not answer."""
+        gate = asyncio.Semaphore(_ASKED_AT_ONCE)
+
+        async def ask(sandbox: Sandbox) -> bool | None:
+            async with gate:
+                return await self._diverged(sandbox)
+
+        answers = await asyncio.gather(*map(ask, sandboxes))
+        pairs = zip(sandboxes, answers, strict=True)
+        return [self.sandbox(sandbox, secret=False, diverged=diverged) for sandbox, diverged in pairs]
 
     async def _diverged(self, sandbox: Sandbox) -> bool | None:
+        """None where nobody can tell: it is gone, or its agent does not answer in time."""
         try:
             return await self.engine.diverged(sandbox.id)
         except GatewayError:

@@ -7,7 +7,6 @@ import base64
 import contextlib
 import json
 import os
-import re
 import socket
 import struct
 import time
@@ -17,27 +16,28 @@ from typing import Any
 
 import h11
 
+from sandbox_gateway.engine import guest_json
 from sandbox_gateway.engine.spec import EvalResult, ExecResult
 from sandbox_gateway.errors import BackendFailed, Invalid, Timeout, Unsupported
 from sandbox_gateway.hosts.addresses import AGENT_PORT
 from sandbox_gateway.hosts.base import Endpoint, GuestMount
+from sandbox_gateway.printable import printable
 
-_READ = 1 << 16
-_LARGEST_FRAME = 64 << 20
-_LARGEST_ANSWER = 48 << 20
-_USUAL_ANSWER = 1 << 20
-_MOST_STRUCTURE = 64 << 10
-"""Bytes of an answer outside of its strings: what is parsed takes many times as much memory."""
-_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-_SMALL_PIECE = 4096
+_READ = 1 << 14
+"""Bytes that are read, and looked at, in one turn of the event loop."""
+_LARGEST_FRAME = 4 << 20
+_LARGEST_REFUSAL = 4096
+_LONGEST_REASON = 1000
+_EXIT_CODES = (-255, 255)
 _ATTEMPT_EVERY = 0.01
 _ATTEMPT_SLOWLY = 0.25
 _QUICK_SECONDS = 0.5
 _ATTEMPTS_AT_ONCE = 8
 _LINE_FRAME = 4096
 _LINE_SECONDS = 5.0
+_MOST_HEARD = 1 << 16
 
-_NO_RESULT = (KeyError, TypeError, ValueError, OverflowError)
+_NO_RESULT = (KeyError, ValueError)
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -121,7 +121,7 @@ class AgentClient:
                 while question not in heard:
                     piece = await loop.sock_recv(ours, _LINE_FRAME)
                     heard += piece
-                    if not piece or len(heard) > _READ:
+                    if not piece or len(heard) > _MOST_HEARD:
                         raise ConnectionResetError("it hung up, or talks of something else")
                 await loop.sock_sendall(ours, _told(body))
 
@@ -155,7 +155,7 @@ class AgentClient:
                 _discard(attempt)
 
     async def call(
-        self, path: str, body: dict[str, Any] | None, *, seconds: float = 30, most: int = _USUAL_ANSWER
+        self, path: str, body: dict[str, Any] | None, *, seconds: float = 30, most: int = guest_json.USUAL
     ) -> dict[str, Any]:
         """POST JSON (GET where there is no body), answer JSON of at most ``most`` bytes. Raises Invalid for what the
         agent calls invalid, BackendFailed, Timeout."""
@@ -199,13 +199,13 @@ class AgentClient:
         body |= {key: value for key, value in (("cwd", cwd), ("user", user)) if value}
         if stdin is not None:
             body["stdin"] = base64.b64encode(stdin).decode()
-        answer = await self.call("/exec", body, seconds=timeout + 30, most=_LARGEST_ANSWER)
+        answer = await self.call("/exec", body, seconds=timeout + 30, most=guest_json.LARGEST)
         try:
             return ExecResult(
-                exit_code=int(answer["exitCode"]),
-                stdout=base64.b64decode(answer.get("stdout", "")),
-                stderr=base64.b64decode(answer.get("stderr", "")),
-                timed_out=bool(answer.get("timedOut", False)),
+                exit_code=guest_json.integer(answer["exitCode"], *_EXIT_CODES),
+                stdout=await guest_json.from_base64(answer.pop("stdout", "")),
+                stderr=await guest_json.from_base64(answer.pop("stderr", "")),
+                timed_out=answer.get("timedOut") is True,
             )
         except _NO_RESULT:
             raise BackendFailed("the sandbox's agent answered /exec with something else than a result") from None
@@ -214,8 +214,9 @@ class AgentClient:
         """Evaluate in the default Python context of the sandbox's interpreter, which keeps what the code leaves."""
         try:
             body = {"code": code, "timeout": timeout}
-            answer = await self.call("/eval", body, seconds=timeout + 30, most=_LARGEST_ANSWER)
-            return EvalResult(_whole(answer["result"]), _whole(answer["error"]), int(answer["exit_code"]))
+            answer = await self.call("/eval", body, seconds=timeout + 30, most=guest_json.LARGEST)
+            exit_code = guest_json.integer(answer["exit_code"], *_EXIT_CODES)
+            return EvalResult(_string(answer["result"]), _string(answer["error"]), exit_code)
         except Invalid as error:
             if error.message != "/eval not found":
                 raise
@@ -234,16 +235,17 @@ class AgentClient:
         try:
             async with asyncio.timeout(seconds):
                 async for event in self._start(command):
-                    if "data" in event:
-                        for stream in ("stdout", "stderr"):
-                            if stream in event["data"]:
-                                output(base64.b64decode(event["data"][stream]))
-                    elif "end" in event:
-                        return int(event["end"].get("exitCode", 0))
+                    for stream, data in _part(event, "data").items():
+                        if stream in ("stdout", "stderr"):
+                            output(await guest_json.from_base64(data))
+                    if "end" in event:
+                        return guest_json.integer(_part(event, "end").get("exitCode", 0), *_EXIT_CODES)
         except TimeoutError:
             raise Timeout(f"the command did not end within {seconds:g} s") from None
         except (OSError, h11.RemoteProtocolError) as error:
             raise BackendFailed(f"the sandbox went away during the command: {error}") from None
+        except ValueError:
+            raise BackendFailed("the sandbox's agent answered a command with something else than its output") from None
         raise BackendFailed("the sandbox's agent broke off the command's output")
 
     async def launch(self, command: str) -> None:
@@ -264,14 +266,30 @@ class AgentClient:
         reader, writer = await asyncio.open_connection(self._address, AGENT_PORT)
         try:
             chunks = self._request(reader, writer, "/process.Process/Start", body, "application/connect+json")
-            async for flags, message in _frames(chunks):
+            async for flags, message in self._frames(chunks):
                 if flags & 2:
                     if "error" in message:
-                        raise BackendFailed(f"the agent refused the command: {message['error'].get('message', '')}")
+                        reason = _reason(_part(message, "error").get("message", ""))
+                        raise BackendFailed(f"the agent refused the command: {reason}")
                     return
-                yield message.get("event", {})
+                yield _part(message, "event")
         finally:
             _hang_up(writer)
+
+    async def _frames(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        """Connect's frames: a flag byte, a big-endian length, that many bytes of JSON."""
+        data = bytearray()
+        async for chunk in chunks:
+            data += chunk
+            while len(data) >= 5:
+                flags, length = struct.unpack_from(">BI", data)
+                if length > _LARGEST_FRAME:
+                    raise BackendFailed(f"the sandbox's agent sent a frame of more than {_LARGEST_FRAME} bytes")
+                if len(data) < 5 + length:
+                    break
+                frame = bytes(data[5 : 5 + length])
+                del data[: 5 + length]
+                yield flags, await guest_json.parse(self._address, "a command", frame, _LARGEST_FRAME)
 
     async def _exchange(
         self,
@@ -279,15 +297,13 @@ class AgentClient:
         writer: asyncio.StreamWriter,
         path: str,
         body: dict[str, Any] | None,
-        most: int = _USUAL_ANSWER,
+        most: int = guest_json.USUAL,
     ) -> dict[str, Any]:
-        data = bytearray()
         sent = None if body is None else json.dumps(body).encode()
-        async for chunk in self._request(reader, writer, path, sent, "application/json"):
-            data += chunk
-            if len(data) > most:
-                raise BackendFailed(f"the sandbox's agent answered {path} with more than it may")
-        return _parsed(bytes(data), path)
+        with guest_json.Answer(self._address, path, most) as answer:
+            async for chunk in self._request(reader, writer, path, sent, "application/json"):
+                await answer.feed(chunk)
+            return await answer.parse()
 
     async def _request(
         self,
@@ -314,22 +330,34 @@ class AgentClient:
             event = connection.next_event()
             if event is h11.NEED_DATA:
                 connection.receive_data(await reader.read(_READ))
+            elif isinstance(event, h11.InformationalResponse):
+                # None is asked for. Thousands of them fit into one read, and their number has no end.
+                raise BackendFailed(f"the sandbox's agent answered {path} with something else than it should")
             elif isinstance(event, h11.Response):
                 status = event.status_code
             elif isinstance(event, h11.Data):
-                if len(event.data) < _SMALL_PIECE:
-                    # Thousands of these come at once, and none of them has anybody wait.
-                    await asyncio.sleep(0)
+                # Thousands of small pieces come at once, and none of them has anybody wait.
+                await asyncio.sleep(0)
                 if status < 300:
                     yield bytes(event.data)
                 else:
-                    refusal = (refusal + bytes(event.data))[:4096]
+                    refusal += bytes(event.data)
+                    if len(refusal) > _LARGEST_REFUSAL:
+                        break
             elif isinstance(event, h11.EndOfMessage):
                 break
             elif isinstance(event, h11.ConnectionClosed):
                 raise ConnectionResetError("it hung up")
         if status >= 300:
-            raise _refused(status, path, refusal)
+            raise await self._refused(status, path, refusal)
+
+    async def _refused(self, status: int, path: str, body: bytes) -> BackendFailed | Invalid:
+        text: object = body.decode(errors="replace")
+        with contextlib.suppress(BackendFailed):
+            text = (await guest_json.parse(self._address, path, body)).get("message", text)
+        if status in (400, 404):
+            return Invalid(_reason(text))
+        return BackendFailed(f"the sandbox's agent refused {path} ({status}): {_reason(text)}")
 
 
 def _now(body: dict[str, Any]) -> dict[str, Any]:
@@ -341,45 +369,22 @@ def _told(body: dict[str, Any]) -> bytes:
     return b"=" + json.dumps(_now(body)).encode()
 
 
-def _parsed(data: bytes, what: str) -> dict[str, Any]:
-    """The object that ``data`` is; of anything else an empty one. Raises BackendFailed."""
-    if len(_STRINGS.sub(b"", data)) > _MOST_STRUCTURE:
-        raise BackendFailed(f"the sandbox's agent answered {what} with something else than it should")
-    try:
-        answer = json.loads(data) if data else {}
-    except (ValueError, RecursionError):
-        raise BackendFailed(f"the sandbox's agent answered {what} with something else than JSON") from None
-    return answer if isinstance(answer, dict) else {}
+def _string(value: object) -> str:
+    """Raises ValueError for what is no text."""
+    if not isinstance(value, str):
+        raise ValueError("no text")
+    return value
 
 
-def _whole(value: object) -> str:
-    """Text without halves of characters, which no answer can carry."""
-    return str(value).encode(errors="replace").decode()
+def _part(message: dict[str, Any], name: str) -> dict[str, Any]:
+    """The object of that name; an empty one where there is none."""
+    part = message.get(name)
+    return part if isinstance(part, dict) else {}
 
 
-async def _frames(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-    """Connect's frames: a flag byte, a big-endian length, that many bytes of JSON."""
-    data = bytearray()
-    async for chunk in chunks:
-        data += chunk
-        while len(data) >= 5:
-            flags, length = struct.unpack(">BI", data[:5])
-            if length > _LARGEST_FRAME:
-                raise BackendFailed("the sandbox's agent sent a frame larger than it may")
-            if len(data) < 5 + length:
-                break
-            frame = bytes(data[5 : 5 + length])
-            del data[: 5 + length]
-            yield flags, _parsed(frame, "a command")
-
-
-def _refused(status: int, path: str, body: bytes) -> BackendFailed | Invalid:
-    text = body.decode(errors="replace")
-    with contextlib.suppress(ValueError, AttributeError, RecursionError):
-        text = json.loads(body).get("message", text)
-    if status in (400, 404):
-        return Invalid(str(text))
-    return BackendFailed(f"the sandbox's agent refused {path} ({status}): {text}")
+def _reason(words: object) -> str:
+    """What a guest gives as a reason, for a sentence of ours."""
+    return printable(str(words)[:_LONGEST_REASON])
 
 
 def _hang_up(writer: asyncio.StreamWriter) -> None:

@@ -13,6 +13,7 @@ from sandbox_gateway.engine.replacing import Replacing
 from sandbox_gateway.errors import BackendFailed, GatewayError, NameTaken, NotFound, Timeout
 from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.log import Logger
+from sandbox_gateway.printable import printable
 from sandbox_gateway.recipes import Recipe, agent_digest, source_digest
 from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind, new_id, now
 
@@ -21,6 +22,7 @@ log = Logger("templates")
 _KEPT_BUILDS = 100
 _PROBE_EVERY = 0.5
 _PROBE_SECONDS = 30
+_TAIL = 1000
 
 
 class Building(Replacing):
@@ -185,7 +187,7 @@ class Building(Replacing):
             if result.exit_code == 0 and not result.timed_out:
                 return
             if time.monotonic() > deadline:
-                said = (result.stderr or result.stdout).decode(errors="replace").strip()[-200:]
+                said = printable((result.stderr or result.stdout)[-_TAIL:].decode(errors="replace")).strip()[-200:]
                 raise Timeout(
                     f"the ready probe did not succeed within {recipe.ready_timeout:g} s; it last said: {said}"
                 )

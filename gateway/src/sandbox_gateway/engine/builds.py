@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from sandbox_gateway.printable import printable
 from sandbox_gateway.records import new_id, now
 
 _MOST_BYTES = 1 << 20
@@ -38,7 +39,7 @@ class Build:
 
     def log(self, line: str) -> None:
         """Keep a line: of the first ``_MOST_BYTES``, or one of the last."""
-        line = line[:LONGEST_LINE].rstrip()
+        line = printable(line[:LONGEST_LINE]).rstrip()
         self._bytes += sys.getsizeof(line)
         if self._bytes <= _MOST_BYTES:
             self.lines.append(line)

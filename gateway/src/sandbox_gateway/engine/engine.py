@@ -13,10 +13,12 @@ from sandbox_gateway.engine.secret import load_secret
 from sandbox_gateway.engine.spec import EvalResult, ExecResult
 from sandbox_gateway.errors import BackendFailed, GatewayError
 from sandbox_gateway.hosts.base import Scan, Usage
+from sandbox_gateway.printable import printable
 from sandbox_gateway.records import NetworkPolicy, OnTimeout, Sandbox, SandboxState, Snapshot, SnapshotKind, now
 
 _TICK = 0.25
 _PING_SECONDS = 10
+_LOOK_SECONDS = 2
 _Result = TypeVar("_Result")
 
 
@@ -94,14 +96,18 @@ class Engine(Building):
         return self.host.endpoint(sandbox).address, self.access_token(sandbox)
 
     async def diverged(self, ref: str) -> bool:
-        """Has its file system changed since its head? What the guest has not written through yet counts too."""
+        """Has its file system changed since its head? What the guest has not written through yet counts too.
+
+        Raises GatewayError where that cannot be told; Timeout, where its agent is too slow, after two seconds: many
+        only look.
+        """
         sandbox = self.sandbox(ref)
         head = self.index.snapshots.get(sandbox.head)
         if head is None:
             return True
         if sandbox.state is SandboxState.PAUSED:
             return not sandbox.pause_snapshot or sandbox.pause_snapshot != sandbox.head
-        await self.agent(sandbox).call("/sync", {})
+        await self.agent(sandbox).call("/sync", {}, seconds=_LOOK_SECONDS)
         return await self.host.diverged(sandbox, head)
 
     async def usage(self, ref: str) -> Usage:
@@ -189,6 +195,7 @@ class Engine(Building):
                 await self._mark_stopped(sandbox, self.host.ended(sandbox) or "its machine ended")
 
     async def _mark_stopped(self, sandbox: Sandbox, reason: str) -> None:
+        reason = printable(reason)
         log.warning("stopped", sandbox=sandbox.id, reason=reason)
         await self.host.stop(sandbox)
         sandbox.state, sandbox.state_reason = SandboxState.PAUSED, reason
