@@ -1,0 +1,136 @@
+"""What root in a sandbox puts in the agent's place, and whether the gateway goes on serving others meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api import inside
+from tests.api.served import Served
+
+PROBE_SECONDS = 20
+"""How long `/health` may take, on a machine that is busy with other things."""
+ATTACK_SECONDS = 120
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture(scope="session")
+def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("memory"))
+    try:
+        served.build_template("base")
+        yield served
+    finally:
+        served.end()
+
+
+@pytest.fixture
+def served(_served: Served) -> Iterator[Served]:
+    """A gateway over a host in memory, with the template `base` and nothing else."""
+    yield _served
+    _served.clear()
+
+
+@pytest.fixture
+def one(served: Served) -> dict[str, Any]:
+    """A sandbox of the name `one`."""
+    return make(served, "one")
+
+
+def make(served: Served, name: str) -> dict[str, Any]:
+    with served.client() as client:
+        answer = client.post("/sandboxes", json={"templateID": "base", "name": name})
+        assert answer.status_code == 201, answer.text
+        made: dict[str, Any] = answer.json()
+        return made
+
+
+def whole(body: bytes, status: str = "200 OK") -> bytes:
+    return inside.reply(status, body)
+
+
+def chunked(*chunks: bytes) -> bytes:
+    body = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks)
+    return HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n"
+
+
+@contextlib.contextmanager
+def replaced(served: Served, sandbox: dict[str, Any], *answers: bytes, **more: Any) -> Iterator[inside.Raw]:
+    """The sandbox's agent answers every request with ``answers``, one after the other, the last one again and again."""
+    with inside.raw(served, sandbox, *answers, port=inside.AGENT_PORT, **more) as agent:
+        yield agent
+
+
+def endlessly(piece: bytes, most: int = 256 << 20) -> tuple[inside.Handler, list[int]]:
+    """A service that sends ``piece`` for as long as anybody takes it, up to ``most`` bytes; and how many it sent."""
+    sent = [0]
+
+    async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while sent[0] < most:
+            writer.write(piece)
+            await writer.drain()
+            sent[0] += len(piece)
+
+    return flood, sent
+
+
+def while_served(client: httpx.Client, attack: Callable[[], httpx.Response]) -> httpx.Response:
+    """What ``attack`` is answered; `/health` is asked all the while, and must go on being answered."""
+    answers: list[httpx.Response | BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(attack())
+        except BaseException as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + ATTACK_SECONDS
+    while True:
+        ended = not thread.is_alive()
+        assert client.get("/health", timeout=PROBE_SECONDS).status_code == 200
+        if ended:
+            break
+        assert time.monotonic() < deadline, "the attack was never answered"
+        time.sleep(0.02)
+    (answer,) = answers
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+class Turns:
+    """The longest that the gateway's event loop worked without a turn for others: seconds of its own processor time,
+    so that whatever else runs on this machine does not count."""
+
+    def __init__(self, served: Served) -> None:
+        self._loop = served.loop
+        self._task: asyncio.Task[None] | None = None
+        self.longest = 0.0
+
+    async def _watch(self) -> None:
+        before = time.thread_time()
+        while True:
+            await asyncio.sleep(0)
+            now = time.thread_time()
+            self.longest, before = max(self.longest, now - before), now
+
+    def __enter__(self) -> Turns:
+        async def start() -> None:
+            self._task = asyncio.create_task(self._watch())
+
+        asyncio.run_coroutine_threadsafe(start(), self._loop).result(PROBE_SECONDS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._loop.call_soon_threadsafe(self._task.cancel)

@@ -1,0 +1,244 @@
+"""Root in a sandbox has put a program of its own in the agent's place. What that answers must cost nobody else."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import threading
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from sandbox_gateway.engine import guest_json
+from tests.api import inside
+from tests.api.served import Served
+from tests.security.hostile import HEAD, Turns, _served, chunked, endlessly, one, replaced, served, while_served, whole
+
+__all__ = ["_served", "one", "served"]
+
+_MB = 1 << 20
+_LONGEST_TURN = 0.2
+"""Seconds of processor time; a third of it is usual for the largest answer there may be."""
+_QUADRATIC = b'"\\' * 100_000
+"""What looks like the beginning of a string at each quote, and is none: 200 KB of it took two minutes once."""
+
+Entry = Callable[[httpx.Client, str], httpx.Response]
+
+ENTRIES: dict[str, Entry] = {
+    "exec": lambda client, id: client.post(f"/sandboxes/{id}/exec", json={"args": ["true"]}),
+    "v1 exec": lambda client, id: client.post(f"/v1/sandboxes/{id}/exec", json={"args": ["true"]}),
+    "v1 eval": lambda client, id: client.post(f"/v1/sandboxes/{id}/eval", json={"code": "1"}),
+    "v1 ping": lambda client, id: client.post(f"/v1/sandboxes/{id}/ping"),
+    "volume": lambda client, id: client.post(f"/sandboxes/{id}/volumes", json={"name": "data", "path": "/srv"}),
+    "snapshot": lambda client, id: client.post(f"/sandboxes/{id}/snapshots", json={}),
+    "pause": lambda client, id: client.post(f"/sandboxes/{id}/pause", json={"memory": False}),
+    "look": lambda client, id: client.get(f"/sandboxes/{id}"),
+}
+_GOES_ON = {"snapshot": 201, "look": 200}
+"""What does without the agent's help."""
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("status", ["200 OK", "500 no"])
+def test_strings_without_an_end_hold_nobody_up(served: Served, one: dict[str, Any], entry: str, status: str) -> None:
+    with served.client() as client:
+        client.post("/volumes", json={"name": "data", "sizeMB": 64})
+        with replaced(served, one, whole(_QUADRATIC, status)):
+            answer = while_served(client, lambda: ENTRIES[entry](served.client(), one["sandboxID"]))
+        assert answer.status_code == _GOES_ON.get(entry, 500), answer.text
+        assert len(answer.content) < 10_000
+
+
+LIES = {
+    "nothing but quotes": whole(b'"' * 200_000),
+    "escapes without an end": whole(b'{"a": "' + b"\\" * 200_000),
+    "deep lists": whole(b'{"exitCode": ' + b"[" * 200_000),
+    "a little too deep": whole(b'{"exitCode": ' + b"[" * 20 + b"]" * 20 + b"}"),
+    "many members": whole(b'{"exitCode": [' + b"0," * 100_000 + b"0]}"),
+    "many strings": whole(b'{"exitCode": 0, "stdout": [' + b'"",' * 100_000 + b'""]}'),
+    "a number of 4000 digits": whole(b'{"exitCode": ' + b"9" * 4000 + b"}"),
+    "a number of 100,000 digits": whole(b'{"exitCode": ' + b"9" * 100_000 + b"}"),
+    "a number that is too large": whole(b'{"exitCode": 256}'),
+    "a number that is none": whole(b'{"exitCode": NaN}'),
+    "infinity": whole(b'{"exitCode": 1e999}'),
+    "a yes for a number": whole(b'{"exitCode": true}'),
+    "a list for output": whole(b'{"exitCode": 0, "stdout": [65]}'),
+    "output that is no base64": whole(b'{"exitCode": 0, "stdout": "' + b"!" * 300_000 + b'"}'),
+    "output with an end in the middle": whole(b'{"exitCode": 0, "stdout": "YQ==YQ=="}'),
+    "another length": HEAD + b"Content-Length: 3\r\n\r\n{}",
+    "two lengths": HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    "pieces of one byte": chunked(*[b"["] * 20_000),
+    "endless pieces' names": HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"a" * 200_000,
+    "endless headers": HEAD + b"a: b\r\n" * 100_000,
+    "one endless header": HEAD + b"a: " + b"b" * 500_000,
+    "to be continued": b"HTTP/1.1 100 Continue\r\n\r\n" * 100_000,
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_a_failure_of_that_command_alone(served: Served, one: dict[str, Any], lie: str) -> None:
+    with served.client() as client, replaced(served, one, LIES[lie], then=_hang_up), Turns(served) as turns:
+        answer = while_served(client, lambda: ENTRIES["exec"](served.client(), one["sandboxID"]))
+        assert (answer.status_code, answer.json()["kind"]) == (500, "backend_failed"), answer.text
+        assert len(answer.content) < 2000
+    assert turns.longest < _LONGEST_TURN
+
+
+async def _hang_up(_: Any, writer: Any) -> None:
+    writer.close()
+
+
+@pytest.mark.parametrize("field", ["exitCode", "exit_code"])
+def test_no_number_of_a_guest_goes_on_unchecked(served: Served, one: dict[str, Any], field: str) -> None:
+    route = "exec" if field == "exitCode" else "v1 eval"
+    words = {"stdout": "", "stderr": "", "result": "", "error": ""}
+    with served.client() as client:
+        for number in (256, -256, 10**300, 0.5, True, None, "0", [0], 10**4000):
+            body = json.dumps({**words, field: number} if number != 10**4000 else words).encode()
+            if number == 10**4000:
+                body = body.replace(b"{", b'{"%s": %s, ' % (field.encode(), b"1" + b"0" * 4000), 1)
+            with replaced(served, one, whole(body)):
+                answer = ENTRIES[route](client, one["sandboxID"])
+            assert answer.status_code == 500 and len(answer.content) < 1000, (number, answer.text)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [b"\0", b"\xff", b"a\xff", "é".encode(), "😀".encode(), b"\n"],
+    ids=["nul", "no text", "half text", "two bytes", "four bytes", "newlines"],
+)
+def test_the_largest_output_leaves_turns_to_others(served: Served, one: dict[str, Any], output: bytes) -> None:
+    """16 MiB on each output, as any program in a sandbox may print, without being root."""
+    data = output * (16 * _MB // len(output))
+    text = base64.b64encode(data).decode()
+    body = json.dumps({"exitCode": 0, "stdout": text, "stderr": text, "timedOut": False}).encode()
+    with served.client() as client, replaced(served, one, whole(body)), Turns(served) as turns:
+        answer = while_served(client, lambda: _patient(served).post("/sandboxes/one/exec", json={"args": ["x"]}))
+    assert answer.status_code == 200
+    assert turns.longest < _LONGEST_TURN
+    expected = data.decode(errors="replace")
+    told = answer.json()
+    assert told["stdout"] == expected and told["stderr"] == expected and told["exitCode"] == 0
+
+
+ESCAPES = {
+    "short": b"\\n",
+    "short among text": b"a\\n",
+    "NUL": b"\\u0000",
+    "pairs": b"\\ud83d\\ude00",
+    "halves of pairs": b"\\ud83d",
+    "backslashes": b"\\\\",
+    "two bytes": "é".encode(),
+}
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_the_largest_text_leaves_turns_to_others(served: Served, one: dict[str, Any], escape: str) -> None:
+    count = 40 * _MB // len(ESCAPES[escape])
+    body = b'{"result": "' + ESCAPES[escape] * count + b'", "error": "", "exit_code": 0}'
+    with served.client() as client, replaced(served, one, whole(body)), Turns(served) as turns:
+        route = "/v1/sandboxes/one/eval"
+        answer = while_served(client, lambda: _patient(served).post(route, json={"code": "x"}))
+    assert answer.status_code == 200
+    assert turns.longest < _LONGEST_TURN
+    expected = json.loads(b'"' + ESCAPES[escape] + b'"').encode(errors="replace").decode()
+    assert answer.json()["result"] == expected * count
+
+
+def _patient(served: Served) -> httpx.Client:
+    client = served.client()
+    client.timeout = httpx.Timeout(100)
+    return client
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_of_an_answer_without_an_end_little_is_taken(served: Served, one: dict[str, Any], entry: str) -> None:
+    """Neither is it kept: what the gateway allocates meanwhile stays within what such an answer may have."""
+    flood, sent = endlessly(b"x" * 65536)
+    with served.client() as client:
+        client.post("/volumes", json={"name": "data", "sizeMB": 64})
+        endless = HEAD + b'Content-Length: 1000000000000\r\n\r\n{"a": "'
+        with replaced(served, one, endless, then=flood):
+            tracemalloc.start()
+            try:
+                answer = while_served(client, lambda: ENTRIES[entry](served.client(), one["sandboxID"]))
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+    assert answer.status_code == _GOES_ON.get(entry, 500), answer.text
+    most = guest_json.LARGEST if entry in ("exec", "v1 exec", "v1 eval") else guest_json.USUAL
+    assert sent[0] < most + 32 * _MB
+    assert peak < 2 * most + 32 * _MB
+    assert not guest_json._held
+
+
+def test_what_a_guest_gives_as_reason_obeys_no_terminal(
+    served: Served, one: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    evil = "\x1b]0;owned\x07\x1b[2Jno\r\x9b31m\u202e\u2028 disk\x00" + "x" * 100_000
+    with served.client() as client:
+        client.post("/volumes", json={"name": "data", "sizeMB": 64})
+        for status in ("400 no", "404 no", "500 no"):
+            for entry in ("exec", "v1 eval", "v1 ping", "volume", "pause"):
+                body = json.dumps({"message": evil[: 3000 if status == "400 no" else None]}).encode()
+                with replaced(served, one, whole(body, status)):
+                    answer = ENTRIES[entry](client, one["sandboxID"])
+                assert answer.is_error
+                _is_clean(answer.json()["message"])
+        with (
+            caplog.at_level(logging.WARNING),
+            replaced(served, one, whole(json.dumps({"message": evil[:3000]}).encode(), "500 no")),
+        ):
+            assert ENTRIES["snapshot"](client, one["sandboxID"]).status_code == 201
+    logged = [record.fields["reason"] for record in caplog.records if "reason" in getattr(record, "fields", {})]  # type: ignore[attr-defined]
+    assert logged
+    for reason in logged:
+        _is_clean(reason)
+
+
+def test_what_a_build_prints_obeys_no_terminal(served: Served) -> None:
+    """A program that a template's set-up runs: its output is the log."""
+    with served.client() as client:
+        made = client.post("/templates", json={"name": "evil", "setup": ["\x1b[2J\x07true", "echo \u202e"]}).json()
+        route = f"/templates/{made['templateID']}/builds/{made['buildID']}"
+        log = client.get(f"{route}/logs", params={"follow": True}).text
+        client.delete(f"/templates/{made['templateID']}")
+    assert "$ true" in log and "ran true" in log
+    _is_clean(log)
+
+
+def _is_clean(text: str) -> None:
+    assert len(text) < 4000
+    assert all(char.isprintable() or char in "\n\t" for char in text), ascii(text)
+
+
+def test_many_large_answers_of_one_sandbox_are_not_all_held(served: Served, one: dict[str, Any]) -> None:
+    """Eight commands at once, each answered with almost all it may have, and then nothing."""
+    size = guest_json.LARGEST - 1000
+    body = HEAD + b"Content-Length: %d\r\n\r\n" % (size + 100) + b'{"stdout": "' + b"x" * (size - 12)
+
+    async def wait(reader: Any, _: Any) -> None:
+        await reader.read()
+
+    statuses: list[int] = []
+
+    def attack() -> None:
+        with served.client() as client:
+            answer = client.post("/sandboxes/one/exec", json={"args": ["x"], "timeout": 0.1}, timeout=100)
+            statuses.append(answer.status_code)
+
+    with served.client() as client, replaced(served, one, body, then=wait):
+        threads = [threading.Thread(target=attack) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        inside.eventually(lambda: sum(guest_json._held.values()) > guest_json.LARGEST // 2)
+        assert client.get("/health", timeout=20).status_code == 200
+        inside.eventually(lambda: statuses.count(429) >= 6)
+        assert max(guest_json._held.values()) <= guest_json.MOST_HELD
+        for thread in threads:
+            thread.join(100)
+    assert not guest_json._held
