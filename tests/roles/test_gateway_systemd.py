@@ -285,6 +285,17 @@ def test_sandboxes_survive_a_restart_of_the_unit_and_its_crash(machine: Machine,
     assert sandboxctl(machine, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
 
 
+def test_a_gateway_that_hangs_is_started_anew_and_ends_no_sandbox(machine: Machine, variables: dict[str, Any]) -> None:
+    counted = count(inside_lives(machine))
+    hung = unit(machine, "MainPID")
+    # Its event loop reports no more, as when something keeps it from its next turn.
+    machine.run("kill", "-STOP", hung)
+    eventually(lambda: unit(machine, "MainPID") != hung and unit(machine, "SubState") == "running", 240)
+    assert "watchdog" in machine.journal().lower()
+    assert count(inside_lives(machine)).went_on(counted)
+    assert sandboxctl(machine, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
+
+
 def test_an_upgrade_loses_no_sandbox(machine: Machine, variables: dict[str, Any], newer: Path) -> None:
     counted = count(inside_lives(machine))
     done = apply(machine, variables, collections=newer)

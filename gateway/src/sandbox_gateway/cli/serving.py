@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 from sandbox_gateway import __version__, log
 from sandbox_gateway.api.auth import Keys, LocalPeer
 from sandbox_gateway.api.websocket import LARGEST_MESSAGE, PING_SECONDS, FromClient
+from sandbox_gateway.cli.supervisor import notify, starting, watched
 from sandbox_gateway.config import Config, Server
 from sandbox_gateway.errors import GatewayError, Invalid
 
@@ -61,7 +62,8 @@ async def run(config: Config) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await serve(config, Engine(make_host(config), config), stop)
+    async with watched():
+        await serve(config, Engine(make_host(config), config), stop)
     logger.info("stopped")
 
 
@@ -69,7 +71,9 @@ async def serve(config: Config, engine: Engine, stop: asyncio.Event) -> None:
     """Open ``engine``, answer requests until ``stop`` is set, close it. Raises GatewayError."""
     keys, address, tls = prepare(config.server)
     try:
-        if await _unless(stop, engine.open()):
+        async with starting():
+            opened = await _unless(stop, engine.open())
+        if opened:
             await _serve(config, engine, keys, address, tls, stop)
     finally:
         await engine.close()
@@ -178,10 +182,10 @@ async def _listen(listeners: list[tuple[uvicorn.Server, socket.socket]], app: Fa
             await asyncio.sleep(0.01)
         for _, bound in listeners:
             logger.info("listening", address=str(bound.getsockname()), version=__version__)
-        _notify("READY=1")
+        notify("READY=1")
         await asyncio.wait([asyncio.create_task(stop.wait()), *tasks], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        _notify("STOPPING=1")
+        notify("STOPPING=1")
         logger.info("stopping", grace_seconds=GRACE_SECONDS)
         app.state.closing.set()
         for server, _ in listeners:
@@ -303,13 +307,3 @@ async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:
     worker.cancel()
     await asyncio.wait({worker})
     return False
-
-
-def _notify(state: str) -> None:
-    """Tell a service manager that asked for it (``NOTIFY_SOCKET``)."""
-    target = os.environ.get("NOTIFY_SOCKET", "")
-    if not target:
-        return
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
-        channel.connect("\0" + target[1:] if target.startswith("@") else target)
-        channel.send(state.encode())

@@ -1,0 +1,139 @@
+"""What a service manager is told, by the daemon as a process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ALIVE = b"WATCHDOG=1"
+# Told by a signal, its event loop does nothing for three seconds; its host takes as long to open as it is told.
+STAND_IN = """
+import asyncio, signal, sys, time
+from pathlib import Path
+from sandbox_gateway.cli import serving, supervisor
+from sandbox_gateway.config import load
+from tests.api.memory_host import MemoryHost
+
+class Slow(MemoryHost):
+    async def open(self):
+        await asyncio.sleep(float(sys.argv[2]))
+
+signal.signal(signal.SIGUSR1, lambda *_: time.sleep(3))
+supervisor._START_EVERY = 0.2
+serving.make_host = lambda config: Slow()
+asyncio.run(serving.run(load(Path(sys.argv[1]))))
+"""
+
+
+class Manager:
+    """Starts the daemon, and hears what it says."""
+
+    def __init__(self, run: Path, environment: dict[str, str], opens_in: float) -> None:
+        config, where = run / "config.toml", run / "notify.sock"
+        config.write_text(f'[server]\nsocket = "{run / "gateway.sock"}"\n[host]\nstate_root = "{run}"\n')
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(str(where))
+        self.socket.settimeout(60)
+        paths = {"NOTIFY_SOCKET": str(where), "PYTHONPATH": str(Path(__file__).parents[2])}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", STAND_IN, str(config), str(opens_in)],
+            stderr=subprocess.PIPE,
+            env={**os.environ, **paths, **environment},
+        )
+
+    def hear(self) -> bytes:
+        return self.socket.recv(100)
+
+    def hear_until(self, state: bytes) -> list[bytes]:
+        """What was said before ``state``."""
+        heard: list[bytes] = []
+        while (said := self.hear()) != state:
+            heard.append(said)
+        return heard
+
+    def end(self, number: signal.Signals) -> str:
+        """Send a signal; what it wrote to standard error."""
+        self.process.send_signal(number)
+        try:
+            return self.process.communicate(timeout=60)[1].decode()
+        finally:
+            self.socket.close()
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.communicate()
+
+
+@pytest.fixture
+def run() -> Iterator[Path]:
+    # Socket paths are short by law.
+    with tempfile.TemporaryDirectory(prefix="grove-notify-") as directory:
+        yield Path(directory)
+
+
+def test_it_says_that_its_event_loop_turns_and_only_then(run: Path) -> None:
+    manager = Manager(run, {"WATCHDOG_USEC": "400000"}, 0)
+    try:
+        manager.hear_until(b"READY=1")
+        for _ in range(5):
+            assert manager.hear() == ALIVE
+        times = [time.monotonic()]
+        manager.process.send_signal(signal.SIGUSR1)
+        for _ in range(15):
+            assert manager.hear() == ALIVE
+            times.append(time.monotonic())
+        assert max(later - earlier for earlier, later in itertools.pairwise(times)) > 2
+    finally:
+        log = manager.end(signal.SIGTERM)
+    assert manager.process.returncode == 0 and "Traceback" not in log
+
+
+def test_it_reports_until_it_has_stopped(run: Path) -> None:
+    manager = Manager(run, {"WATCHDOG_USEC": "100000"}, 0)
+    try:
+        manager.hear_until(b"READY=1")
+        manager.process.send_signal(signal.SIGTERM)
+        assert set(manager.hear_until(b"STOPPING=1")) <= {ALIVE}
+    finally:
+        manager.end(signal.SIGTERM)
+
+
+def test_what_ends_a_hung_one_shows_where_it_hangs(run: Path) -> None:
+    manager = Manager(run, {"WATCHDOG_USEC": "400000"}, 0)
+    manager.hear_until(b"READY=1")
+    log = manager.end(signal.SIGABRT)
+    assert manager.process.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in log and "asyncio" in log
+
+
+@pytest.mark.parametrize("watched", [{}, {"WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}, {"WATCHDOG_USEC": "x"}])
+def test_who_does_not_watch_it_is_not_told(run: Path, watched: dict[str, str]) -> None:
+    manager = Manager(run, watched, 0)
+    try:
+        manager.hear_until(b"READY=1")
+        manager.socket.settimeout(1)
+        with pytest.raises(TimeoutError):
+            manager.hear()
+    finally:
+        assert "Traceback" not in manager.end(signal.SIGTERM)
+
+
+def test_a_long_start_asks_for_more_time(run: Path) -> None:
+    manager = Manager(run, {}, 2)
+    try:
+        before = manager.hear_until(b"READY=1")
+        assert len(before) >= 2 and set(before) == {b"EXTEND_TIMEOUT_USEC=60000000"}
+        manager.socket.settimeout(1)
+        with pytest.raises(TimeoutError):
+            manager.hear()
+    finally:
+        manager.end(signal.SIGTERM)
