@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 # Escape sequences as a whole (colours, titles of windows), then single characters: controls but for tab and newline,
@@ -16,3 +17,8 @@ _UNPRINTABLE = re.compile(
 def printable(text: str) -> str:
     """``text`` without what a terminal would obey."""
     return _UNPRINTABLE.sub("", text)
+
+
+def escaped(document: str) -> str:
+    """A JSON document that means the same, with escapes for what a terminal would obey."""
+    return _UNPRINTABLE.sub(lambda match: json.dumps(match[0])[1:-1], document)

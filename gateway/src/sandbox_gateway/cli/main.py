@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from sandbox_gateway import __version__
-from sandbox_gateway.cli import sandboxes, snapshots, templates, volumes, watch
+from sandbox_gateway.cli import render, sandboxes, snapshots, templates, volumes, watch
 from sandbox_gateway.cli.context import Settings
 from sandbox_gateway.cli.failure import Exit, Failure
 
@@ -71,9 +71,9 @@ def main() -> None:
     try:
         app()
     except Failure as failure:
-        print(f"sandboxctl: {failure.message}", file=sys.stderr)
+        render.note(f"sandboxctl: {failure.message}")
         if failure.hint:
-            print(f"  {failure.hint}", file=sys.stderr)
+            render.note(f"  {failure.hint}")
         sys.exit(failure.code)
     except BrokenPipeError:
         # The reader of our output has gone; keep the interpreter from complaining when it flushes.

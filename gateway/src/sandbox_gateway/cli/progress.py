@@ -10,12 +10,14 @@ from typing import Any
 
 from sandbox_gateway.cli.client import Client
 from sandbox_gateway.cli.failure import Failure
+from sandbox_gateway.printable import printable
 
 _SUBSCRIBE_SECONDS = 5
 
 
 def follow_log(lines: Iterable[str], title: str) -> None:
     """Show ``lines`` as they come, above a clock that runs."""
+    lines = map(printable, lines)
     if not sys.stderr.isatty():
         for line in lines:
             print(line, file=sys.stderr, flush=True)

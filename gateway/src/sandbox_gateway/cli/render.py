@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from sandbox_gateway.cli import words
+from sandbox_gateway.printable import escaped, printable
 
 _WIDE = 200
 
 
 def print_json(value: Any) -> None:
-    json.dump(value, sys.stdout, indent=2, ensure_ascii=False)
-    sys.stdout.write("\n")
+    sys.stdout.write(escaped(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")
 
 
 def note(text: str) -> None:
     """A remark for a person, on standard error."""
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr)
 
 
 def sandboxes(items: Sequence[Mapping[str, Any]]) -> None:
@@ -57,6 +57,7 @@ def templates(items: Sequence[Mapping[str, Any]]) -> None:
 def detail(item: Mapping[str, Any]) -> None:
     """One thing, a line for each of its properties."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
@@ -64,7 +65,7 @@ def detail(item: Mapping[str, Any]) -> None:
     for key, value in item.items():
         if value in (None, "", [], {}) or key in _SECRET:
             continue
-        table.add_row(key, _value(key, value))
+        table.add_row(key, Text(printable(_value(key, value))))
     console().print(table)
 
 
@@ -100,7 +101,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> N
     for head in heads:
         table.add_column(head, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     if table.row_count:
         console().print(table)
     else:
@@ -171,9 +172,7 @@ def _template_row(item: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _value(key: str, value: Any) -> Any:
-    from rich.text import Text
-
+def _value(key: str, value: Any) -> str:
     if key in ("memoryMB", "diskSizeMB", "sizeMB", "usedMB"):
         return words.mib(value)
     if key in ("memoryBytesWritten", "diskBytesUnique"):
@@ -181,14 +180,14 @@ def _value(key: str, value: Any) -> Any:
     if key == "pauseMs":
         return f"{value:.1f} ms"
     if key in _LINES:
-        return Text("\n".join(_LINES[key](entry) for entry in value))
+        return "\n".join(_LINES[key](entry) for entry in value)
     if key == "endAt":
         return words.left(value)
     if key in ("createdAt", "startedAt", "updatedAt"):
         return f"{value} ({words.age(value)} ago)"
     if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
-        return Text(", ".join(value))
-    return Text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        return ", ".join(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _user(entry: Mapping[str, Any]) -> str:
@@ -216,4 +215,4 @@ def _label(node: Mapping[str, Any]) -> str:
     colour = {"sandbox": "green", "snapshot": "cyan", "template": "magenta"}.get(node["kind"], "dim")
     names = ", ".join(name for name in node["names"] if name != node["id"])
     more = " (paused)" if node.get("state") == "paused" else " (hidden)" if node.get("hidden") else ""
-    return f"[{colour}]{node['kind']}[/] [bold]{names}[/] [dim]{node['id']}[/]{more}"
+    return printable(f"[{colour}]{node['kind']}[/] [bold]{names}[/] [dim]{node['id']}[/]{more}")

@@ -9,6 +9,7 @@ import typer
 
 from sandbox_gateway.cli import render
 from sandbox_gateway.cli.context import Json, settings
+from sandbox_gateway.printable import printable
 
 
 def register(root: typer.Typer) -> None:
@@ -30,7 +31,8 @@ def events(
             print(json.dumps({"type": kind, **data}), flush=True)
         else:
             at = str(data.pop("at", ""))[11:19]
-            print(f"{at} {kind} {' '.join(f'{key}={value}' for key, value in data.items())}", flush=True)
+            fields = " ".join(f"{key}={value}" for key, value in data.items())
+            print(printable(f"{at} {kind} {fields}").replace("\n", " "), flush=True)
 
 
 def health(ctx: typer.Context, as_json: Json = False) -> None:

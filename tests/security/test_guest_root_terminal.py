@@ -1,0 +1,117 @@
+"""Root in a sandbox chose words that a gateway repeats; somebody reads them at a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.cli import failure, progress, render
+from sandbox_gateway.cli import main as sandboxctl
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.printable import escaped, printable
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x1b[0m \x9b2J\r\x08\x7f\u202eevil\u2066\u200b\u2028\x00\udc80 text"
+
+
+def _is_clean(text: str) -> None:
+    assert all(char.isprintable() or char in "\n\t" for char in text), ascii(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ("plain: ä € 😀 \t\n", "plain: ä € 😀 \t\n"),
+        ("\x1b[1;31mred\x1b[0m", "red"),
+        ("\x1b]8;;http://evil\x1b\\link\x1b]8;;\x07", "link"),
+        ("\x1b]0;never ended", ""),
+        ("\x1bPdevice\x1b\\control", "control"),
+        ("a\x1b[", "a"),
+        ("\x1b\x1b[31m", ""),
+        ("\r\nline", "\nline"),
+        (EVIL, "red 2Jevil text"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_left_out(given: str, left: str) -> None:
+    assert printable(given) == left
+    _is_clean(printable(given))
+
+
+@pytest.mark.parametrize("piece", ["\x1b[", "\x1b]", "\x1b", "\x1b[0", "\x1b]\x1b", "\x1b[;", "\x1bP\x1b]"])
+def test_leaving_it_out_takes_time_in_proportion(piece: str) -> None:
+    """A quadratic search would take hours."""
+    assert len(printable(piece * (4_000_000 // len(piece)))) < 4_000_000
+
+
+def test_an_error_of_the_gateway_holds_none_of_it() -> None:
+    error = BackendFailed(f"the agent refused: {EVIL}")
+    assert str(error) == error.message == "the agent refused: red 2Jevil text"
+
+
+def test_json_means_the_same() -> None:
+    document = json.dumps({"a": EVIL + "\U000e0041ä"}, ensure_ascii=False)
+    _is_clean(escaped(document))
+    assert json.loads(escaped(document)) == json.loads(document)
+    assert "ä" in escaped(document)
+
+
+@pytest.fixture
+def evil_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway of which everything is as a guest would have it, as an older one may be."""
+
+    def call(_: object, method: str, route: str, *__: Any, **___: Any) -> Any:
+        if route.endswith("/exec"):
+            return {"exitCode": 0, "stdout": "\x1b[31mred\x1b[0m", "stderr": "\x1b[0m", "timedOut": False}
+        if method == "DELETE":
+            raise failure.refused(409, {"kind": "in_use", "message": EVIL, "blockers": [EVIL]})
+        return {"name": "one", "description": EVIL, "stuck": [EVIL], "metadata": {EVIL: EVIL}, "names": [EVIL]}
+
+    def events(*_: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield "sandbox.stopped", {"at": "2026-01-01T00:00:00", "reason": f"{EVIL}\n00:00:00 forged"}
+
+    monkeypatch.setattr("sandbox_gateway.cli.client.Client.call", call)
+    monkeypatch.setattr("sandbox_gateway.cli.client.Client.events", events)
+
+
+@pytest.mark.parametrize(
+    "words", ["show one", "--json show one", "events", "--json events", "kill a b", "kill a", "template show x"]
+)
+def test_sandboxctl_prints_none_of_it(
+    evil_gateway: None, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sandboxctl", "--url", "http://127.0.0.1:1", *words.split()])
+    with pytest.raises(SystemExit):
+        sandboxctl.main()
+    out, err = capsys.readouterr()
+    assert "text" in out + err
+    _is_clean(out + err)
+    if words == "events":
+        assert len(out.splitlines()) == 1
+
+
+def test_what_a_program_prints_is_passed_on_as_it_is(
+    evil_gateway: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sandboxctl", "--url", "http://127.0.0.1:1", "exec", "one", "--", "ls"])
+    with pytest.raises(SystemExit):
+        sandboxctl.main()
+    assert capsys.readouterr() == ("\x1b[31mred\x1b[0m", "\x1b[0m")
+
+
+def test_lists_trees_and_logs_hold_none_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    times = {"createdAt": "2026-01-01T00:00:00Z", "endAt": "2026-01-01T00:00:00Z"}
+    render.sandboxes(
+        [
+            {"name": EVIL, "sandboxID": EVIL, "state": EVIL, "templateID": EVIL, "forkedFrom": EVIL, "cpuCount": 1}
+            | {"memoryMB": 1, **times}
+        ]
+    )
+    render.tree([{"kind": "sandbox", "names": [EVIL], "id": EVIL, "children": []}])
+    render.note(EVIL)
+    progress.follow_log(iter([EVIL]), "building")
+    out, err = capsys.readouterr()
+    assert out.count("text") >= 6 and err.count("text") == 2
+    _is_clean(out + err)
