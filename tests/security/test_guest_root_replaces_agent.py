@@ -1,0 +1,89 @@
+"""Root in a real machine stops the agent and listens in its place: the gateway goes on serving others."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.security.hostile import while_served
+from tests.support.gateway import TEMPLATE, Gateway
+from tests.support.waiting import eventually
+
+# Whatever it is asked, it answers with 200 KB of what looks like the beginning of a string at each quote.
+HOSTILE = """
+import socket, threading
+BODY = b'"' + bytes([92])
+BODY *= 100_000
+HEAD = b"HTTP/1.1 200 OK\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(BODY)
+listener = socket.create_server(("0.0.0.0", 49983), backlog=64)
+
+def answer(connection):
+    try:
+        connection.recv(65536)
+        connection.sendall(HEAD + BODY)
+        connection.recv(1)
+    except OSError:
+        pass
+    connection.close()
+
+while True:
+    threading.Thread(target=answer, args=listener.accept()[:1], daemon=True).start()
+"""
+_REPLACE = "sleep 1; systemctl stop sandbox-agent; exec python3 /root/hostile.py"
+_SECONDS = 280
+
+
+@pytest.fixture
+def evil(shared_gateway: Gateway, template: str) -> Iterator[str]:
+    """The id of a sandbox in which another program answers in the agent's place."""
+    made = shared_gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "timeout": -1})
+    id: str = made["sandboxID"]
+    program = base64.b64encode(HOSTILE.encode()).decode()
+    write = f"echo {program} | base64 -d > /root/hostile.py"
+    shared_gateway.sh(id, f"{write}; setsid sh -c '{_REPLACE}' </dev/null >/dev/null 2>&1 &")
+    eventually(lambda: "something else" in _ping(shared_gateway, id), 120)
+    yield id
+    shared_gateway.call("DELETE", f"/sandboxes/{id}")
+
+
+def _ping(gateway: Gateway, id: str) -> str:
+    return gateway.client.post(f"/v1/sandboxes/{id}/ping").text
+
+
+def test_the_gateway_goes_on_serving_others(shared_gateway: Gateway, evil: str) -> None:
+    gateway = shared_gateway
+    other = gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "timeout": -1})["sandboxID"]
+    gateway.call("POST", "/volumes", {"name": "of-evil", "sizeMB": 64})
+    try:
+        for route, body, status in (
+            (f"/sandboxes/{evil}/exec", {"args": ["true"]}, 500),
+            (f"/v1/sandboxes/{evil}/exec", {"args": ["true"]}, 500),
+            (f"/v1/sandboxes/{evil}/eval", {"code": "1"}, 500),
+            (f"/v1/sandboxes/{evil}/ping", {}, 500),
+            (f"/sandboxes/{evil}/volumes", {"name": "of-evil", "path": "/srv"}, 500),
+            (f"/sandboxes/{evil}/snapshots", {"memory": "none"}, 500),
+            (f"/sandboxes/{evil}/snapshots", {"name": "of-evil-memory"}, 201),
+            (f"/sandboxes/{evil}/pause", {"memory": False}, 500),
+        ):
+            answer = while_served(gateway.client, _post(gateway, route, body))
+            assert answer.status_code == status, (route, answer.text)
+            assert len(answer.content) < 10_000
+        seen = while_served(gateway.client, lambda: gateway.client.get(f"/sandboxes/{evil}", timeout=_SECONDS))
+        assert seen.status_code == 200 and seen.json()["diverged"] is None
+        assert gateway.execute(other, "echo", "served")["stdout"] == "served\n"
+        # It is told who it is where it answers, too.
+        fork = while_served(gateway.client, _post(gateway, "/snapshots/of-evil-memory/fork", {"name": "evil-fork"}))
+        assert fork.status_code == 500, fork.text
+    finally:
+        gateway.call("DELETE", f"/sandboxes/{other}")
+        gateway.client.delete("/snapshots/of-evil-memory?when=unused")
+        gateway.client.delete(f"/sandboxes/{evil}/volumes/of-evil")
+        gateway.call("DELETE", "/volumes/of-evil?force=true")
+
+
+def _post(gateway: Gateway, route: str, body: dict[str, Any]) -> Callable[[], httpx.Response]:
+    return lambda: gateway.client.post(route, json=body, timeout=_SECONDS)
