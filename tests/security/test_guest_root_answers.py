@@ -17,6 +17,7 @@ from sandbox_gateway.engine import guest_json
 from tests.api import inside
 from tests.api.served import Served
 from tests.security.hostile import HEAD, Turns, _served, chunked, endlessly, one, replaced, served, while_served, whole
+from tests.support.waiting import eventually
 
 __all__ = ["_served", "one", "served"]
 
@@ -176,6 +177,42 @@ def test_of_an_answer_without_an_end_little_is_taken(served: Served, one: dict[s
     assert not guest_json._held
 
 
+@pytest.mark.parametrize(
+    "piece",
+    [b"HTTP/1.1 100 Continue\r\n\r\n" * 2500, b"HTTP/1.1 103 Early Hints\r\na: b\r\n\r\n", b"a: b\r\n" * 10_000],
+    ids=["continue", "hints", "headers"],
+)
+def test_what_a_service_sends_before_its_answer_ends(served: Served, one: dict[str, Any], piece: bytes) -> None:
+    """Through the data plane, on many connections at once."""
+    begin = b"HTTP/1.1 200 OK\r\n" if piece.startswith(b"a") else b""
+    flood, sent = endlessly(piece)
+
+    def attack(answers: list[int]) -> None:
+        with served.client() as client:
+            answers.append(client.get("/", headers=inside.to(one, inside.PORT), timeout=100).status_code)
+
+    answers: list[int] = []
+    with served.client() as client, inside.raw(served, one, begin + piece, then=flood):
+        threads = [threading.Thread(target=attack, args=(answers,)) for _ in range(10)]
+        for thread in threads:
+            thread.start()
+        first = while_served(client, lambda: client.get("/sandboxes/one", timeout=100))
+        for thread in threads:
+            thread.join(100)
+    assert first.status_code == 200
+    assert answers == [502] * 10
+    # What the sockets' buffers hold; the service would send more.
+    assert sent[0] < 200 * _MB
+
+
+def test_an_interim_answer_before_the_answer_is_nothing_special(served: Served, one: dict[str, Any]) -> None:
+    hints = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
+    with served.client() as client, inside.raw(served, one, hints * 20 + inside.reply(body=b"x" * 300_000)):
+        for _ in range(3):
+            answer = client.get("/", headers=inside.to(one, inside.PORT))
+            assert (answer.status_code, len(answer.content)) == (200, 300_000)
+
+
 def test_what_a_guest_gives_as_reason_obeys_no_terminal(
     served: Served, one: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -235,9 +272,9 @@ def test_many_large_answers_of_one_sandbox_are_not_all_held(served: Served, one:
         threads = [threading.Thread(target=attack) for _ in range(8)]
         for thread in threads:
             thread.start()
-        inside.eventually(lambda: sum(guest_json._held.values()) > guest_json.LARGEST // 2)
+        eventually(lambda: sum(guest_json._held.values()) > guest_json.LARGEST // 2)
         assert client.get("/health", timeout=20).status_code == 200
-        inside.eventually(lambda: statuses.count(429) >= 6)
+        eventually(lambda: statuses.count(429) >= 6)
         assert max(guest_json._held.values()) <= guest_json.MOST_HELD
         for thread in threads:
             thread.join(100)

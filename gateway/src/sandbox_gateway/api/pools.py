@@ -10,6 +10,7 @@ from datetime import datetime
 
 import httpx
 
+from sandbox_gateway.api.heads import Transport
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import Busy, NotFound
 from sandbox_gateway.records import Sandbox, SandboxState
@@ -31,7 +32,7 @@ class Machine:
         self.key = _key(sandbox)
         self._sandbox = sandbox
         self._engine = engine
-        self.transport = httpx.AsyncHTTPTransport(verify=tls, trust_env=False, limits=_LIMITS)
+        self.transport = Transport(tls, _LIMITS)
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when it is no more what the sandbox runs on: nothing that is under way can end well."""
         self.under_way = 0

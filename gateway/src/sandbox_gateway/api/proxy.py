@@ -23,6 +23,7 @@ from websockets.exceptions import InvalidHandshake
 from sandbox_gateway.api import auth, websocket
 from sandbox_gateway.api.access import AGENT_PORTS, SECRET_HEADERS, TOKEN_HEADER, Access, NotRunning, inner_token
 from sandbox_gateway.api.errors import ClientGone, clip
+from sandbox_gateway.api.heads import Head
 from sandbox_gateway.api.pools import CONNECT_SECONDS, SMALL_PIECE, Machine, Pools
 from sandbox_gateway.api.requests import LONGEST_REF
 from sandbox_gateway.engine.engine import Engine
@@ -265,6 +266,7 @@ class _Exchange:
 
     async def _sent(self) -> httpx.Response:
         place = self.errand.place
+        self.request.extensions["trace"] = Head().trace
         try:
             return await self._once()
         except httpx.ConnectError:

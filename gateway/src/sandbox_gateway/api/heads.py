@@ -1,0 +1,87 @@
+"""What a service in a sandbox may send before the body of its answer: interim answers (100, 103) have no end by
+themselves, and thousands of them fit into one read."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import Any
+
+import httpcore
+import httpx
+
+MOST_BYTES = 64 << 10
+"""Of an answer's head, with all interim answers before it."""
+_PIECE = 16 << 10
+"""Bytes that are parsed in one turn of the event loop."""
+_head: ContextVar[Head | None] = ContextVar("head", default=None)
+
+
+class Head:
+    """Counts what comes until the head of one answer is complete. Its ``trace`` belongs into the request's extensions,
+    and the request is sent from the task that made it."""
+
+    def __init__(self) -> None:
+        self._left = MOST_BYTES
+        self.reading = False
+        _head.set(self)
+
+    async def trace(self, event: str, _: dict[str, Any]) -> None:
+        if event.startswith("http11.receive_response_headers."):
+            self.reading = event.endswith(".started")
+
+    def take(self, count: int) -> None:
+        """Raises httpcore.RemoteProtocolError."""
+        self._left -= count
+        if self._left < 0:
+            raise httpcore.RemoteProtocolError(f"its answer's head has more than {MOST_BYTES} bytes")
+
+
+class Transport(httpx.AsyncHTTPTransport):
+    """httpx's own, with connections on which a ``Head`` is counted."""
+
+    def __init__(self, tls: ssl.SSLContext, limits: httpx.Limits) -> None:
+        super().__init__(verify=tls, trust_env=False, limits=limits)
+        # httpx offers no way to give its pool another network.
+        self._pool = httpcore.AsyncConnectionPool(
+            ssl_context=tls,
+            max_connections=limits.max_connections,
+            max_keepalive_connections=limits.max_keepalive_connections,
+            keepalive_expiry=limits.keepalive_expiry,
+            network_backend=_Network(),
+        )
+
+
+class _Network(httpcore.AnyIOBackend):
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        return _Stream(await super().connect_tcp(host, port, timeout, local_address, socket_options))
+
+
+class _Stream(httpcore.AsyncNetworkStream):
+    def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
+        self._stream = stream
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        head = _head.get()
+        if head is None or not head.reading:
+            return await self._stream.read(max_bytes, timeout)
+        data = await self._stream.read(min(max_bytes, _PIECE), timeout)
+        head.take(len(data))
+        return data
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        await self._stream.write(buffer, timeout)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
