@@ -8,12 +8,17 @@ import logging
 import threading
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from sandbox_gateway.engine import guest_json
+from sandbox_gateway.engine.building import _Lines
+from sandbox_gateway.engine.builds import LONGEST_LINE, Build
+from sandbox_gateway.errors import Invalid
+from sandbox_gateway.hosts.rootfs_common import Tree
 from tests.api import inside
 from tests.api.served import Served
 from tests.security.hostile import HEAD, Turns, _served, chunked, endlessly, one, replaced, served, while_served, whole
@@ -279,3 +284,25 @@ def test_many_large_answers_of_one_sandbox_are_not_all_held(served: Served, one:
         for thread in threads:
             thread.join(100)
     assert not guest_json._held
+
+
+def test_of_a_file_in_a_foreign_tree_little_is_read(tmp_path: Path) -> None:
+    """A root file system that somebody offers for a template: its /etc/passwd has a terabyte, and takes no room."""
+    (tmp_path / "etc").mkdir()
+    with (tmp_path / "etc" / "passwd").open("wb") as file:
+        file.truncate(1 << 40)
+    (tmp_path / "etc" / "group").write_text("root:x:0:\n")
+    tree = Tree(tmp_path)
+    with pytest.raises(Invalid, match="/etc/passwd has more than 1048576 bytes"):
+        tree.read("/etc/passwd")
+    assert tree.read("/etc/group") == "root:x:0:\n" and tree.read("/etc") == tree.read("/etc/shadow") == ""
+
+
+def test_a_line_without_an_end_is_not_kept_whole() -> None:
+    build = Build(template_id="t", name="t", digest="d")
+    lines = _Lines(build)
+    for _ in range(2000):
+        lines.take(b"x" * 65536)
+    assert len(lines._rest) <= LONGEST_LINE
+    lines.take(b"\nend\n")
+    assert [len(line) for line in build.lines] == [LONGEST_LINE, 3]

@@ -23,6 +23,7 @@ from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
 
 STEP_SECONDS = 3600.0
+_LARGEST_FILE = 1 << 20
 
 
 class Tree:
@@ -68,8 +69,15 @@ class Tree:
         return sorted(entry.name for entry in real.iterdir()) if real.is_dir() else []
 
     def read(self, path: str) -> str:
+        """What is in a file; nothing if it is none. Raises Invalid for one that is too large."""
         real = self.real(path)
-        return real.read_text(errors="replace") if real.is_file() else ""
+        if not real.is_file():
+            return ""
+        with real.open("rb") as file:
+            data = file.read(_LARGEST_FILE + 1)
+        if len(data) > _LARGEST_FILE:
+            raise Invalid(f"the root file system's {path} has more than {_LARGEST_FILE} bytes: make it smaller")
+        return data.decode(errors="replace")
 
     def mkdir(self, path: str, mode: int = 0o755, owner: int = 0) -> None:
         real = self.real(path)
