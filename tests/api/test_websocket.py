@@ -323,11 +323,38 @@ def test_who_has_pings_answered_and_reads_no_answer_is_cut_off(
         client.recv(timeout=30)
 
 
-def test_a_message_in_endless_pieces_is_cut_off(
-    served: Served, one: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(websocket, "MOST_FRAGMENTS", 100)
-    with inside(served, one), opened(served, one) as client, pytest.raises((ConnectionClosed, OSError)):
-        for _ in range(10_000):
-            client.socket.sendall(b"\x00\x80" + b"\0" * 4)
-        client.recv(timeout=30)
+def test_fragments_pass_as_they_come(served: Served, one: dict[str, Any]) -> None:
+    """Also a large frame is begun with before it is there as a whole."""
+    seen: list[str | bytes] = []
+
+    async def stream(connection: ServerConnection) -> None:
+        async for piece in connection.recv_streaming():
+            seen.append(piece)
+        await connection.send(["a", "b"])
+        await connection.wait_closed()
+
+    with inside(served, one, stream), opened(served, one) as client:
+        client.socket.sendall(b"\x01\x83" + b"\0" * 4 + b"one")
+        eventually(lambda: seen == ["one"])
+        client.socket.sendall(b"\x80\xff" + (1 << 20).to_bytes(8, "big") + b"\0" * 4 + b"x" * 100_000)
+        eventually(lambda: len("".join(map(str, seen))) > 80_000)
+        client.socket.sendall(b"x" * ((1 << 20) - 100_000))
+        assert client.recv(10) == "ab"
+        assert "".join(map(str, seen)) == "one" + "x" * (1 << 20)
+
+
+def test_messages_sent_before_leaving_arrive(served: Served, one: dict[str, Any]) -> None:
+    """Though only one fragment is parsed at a time."""
+    seen: list[str | bytes] = []
+
+    async def keep(connection: ServerConnection) -> None:
+        async for message in connection:
+            seen.append(message)
+            await connection.send(message)
+
+    with inside(served, one, keep) as service:
+        with opened(served, one, close_timeout=0.1) as client:
+            client.socket.sendall(b"".join(b"\x81\x81\0\0\0\0%d" % (number % 10) for number in range(500)))
+            client.socket.sendall(b"\x88\x82\0\0\0\0\x03\xe8")
+            eventually(lambda: service.codes == [1000])
+        assert seen == [str(number % 10) for number in range(500)]

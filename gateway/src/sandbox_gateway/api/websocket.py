@@ -1,4 +1,4 @@
-"""WebSockets to a port inside a sandbox: two connections, and each message of one is sent on the other.
+"""WebSockets to a port inside a sandbox: two connections, and each fragment of one is sent on the other.
 
 A side is read no faster than the other one takes it. Pings are answered on each connection for itself.
 """
@@ -14,13 +14,14 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.asyncio.client import ClientConnection
-from websockets.client import ClientProtocol
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidState, InvalidStatus
+from websockets.frames import Frame
 from websockets.http11 import Response
 from websockets.typing import Subprotocol
 from websockets.uri import WebSocketURI
 
 from sandbox_gateway.api.errors import ClientGone
+from sandbox_gateway.api.fragments import LARGEST_FRAGMENT, ClientFragments, ServerFragments, send_fragment
 from sandbox_gateway.api.pools import CONNECT_SECONDS, SMALL_PIECE, Machine
 
 LARGEST_MESSAGE = 16 << 20
@@ -28,12 +29,9 @@ LARGEST_MESSAGE = 16 << 20
 PING_SECONDS = 20.0
 """How often the client is pinged, so that nothing in between forgets the connection."""
 HANDSHAKE_SECONDS = 60.0
-MOST_UNSENT = 2 * LARGEST_MESSAGE
+MOST_UNSENT = 256 << 10
 """Bytes that wait for a peer that does not read: answers to its pings are not held back."""
-MOST_FRAGMENTS = 4096
-_READ = 16 << 10
 _CLOSE_SECONDS = 5.0
-_WAITING_FRAMES = 1
 _NO_CODE, _NORMAL, _RESTART, _BAD_GATEWAY = 1005, 1000, 1012, 1014
 OWN_HEADERS = frozenset(
     {
@@ -53,27 +51,95 @@ _silent.propagate = False
 
 
 class FromClient(WebSocketsSansIOProtocol):
-    """A client's connection. Who makes it hold more than it may is cut off: no answer would reach them."""
+    """A client's connection, whose messages are received and sent in fragments: ASGI messages with a `frame`.
+
+    No more is read before the last fragment was received. Who makes it hold more than it may is cut off: no answer
+    would reach them.
+    """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.conn: ServerFragments = ServerFragments(max_size=self.config.ws_max_size, logger=_silent)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.max_size = LARGEST_FRAGMENT  # type: ignore[attr-defined]
+        super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if len(self.frames) > MOST_FRAGMENTS or self.transport.get_write_buffer_size() > MOST_UNSENT:
+        self._skip()
+        if self.transport.get_write_buffer_size() > MOST_UNSENT:
             self.transport.abort()
 
+    def _skip(self) -> None:
+        """Once we have closed, nobody receives what still comes, but the answer to our closing may be behind it."""
+        while self.close_sent and self.conn.has_more:
+            super().data_received(b"")
+
+    def handle_text(self, event: Frame) -> None:
+        if self.close_sent:
+            return
+        message: Any = {"type": "websocket.receive", "frame": event}
+        self.queue.put_nowait(message)
+        if not self.read_paused:
+            self.read_paused = True
+            self.transport.pause_reading()
+
+    handle_bytes = handle_cont = handle_text
+
+    async def receive(self) -> Any:
+        message = await self.queue.get()
+        if self.conn.has_more and not self.transport.is_closing():
+            self.data_received(b"")
+        if self.read_paused and self.queue.empty():
+            self.read_paused = False
+            self.transport.resume_reading()
+        return message
+
     async def send(self, message: Any) -> None:
+        if "frame" in message:
+            await self.writable.wait()
+            if self.disconnected:
+                raise ClientGone
+            try:
+                send_fragment(self.conn, message["frame"])
+            except InvalidState:
+                raise ClientGone from None
+            self.transport.write(b"".join(self.conn.data_to_send()))
+            return
         await super().send(message)
+        self._skip()
         if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
             # It forgets to note that a refusal is an answer, and logs each as an error of ours.
             self.handshake_complete = True
 
 
 class _Inside(ClientConnection):
-    """The connection to a service, with the same caps; the library has one for fragments itself."""
+    """The connection to a service, with the same caps."""
+
+    protocol: ClientFragments
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # So many of the smallest frames are one turn of the loop.
-        transport.max_size = _READ  # type: ignore[attr-defined]
+        transport.max_size = LARGEST_FRAGMENT  # type: ignore[attr-defined]
         super().connection_made(transport)
+
+    async def next_fragment(self) -> Frame:
+        """Raises ConnectionClosed."""
+        messages = self.recv_messages
+        try:
+            frame = await messages.frames.get(not messages.closed)
+        except EOFError:
+            await asyncio.shield(self.connection_lost_waiter)
+            raise self.protocol.close_exc from None
+        if self.protocol.has_more and not messages.closed:
+            self.data_received(b"")
+        messages.maybe_resume()
+        return frame
+
+    async def send_fragment(self, frame: Frame) -> None:
+        """Raises ConnectionClosed."""
+        async with self.send_context():
+            send_fragment(self.protocol, frame)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -91,7 +157,7 @@ class Refused(Exception):
 
 async def connect(
     address: str, port: int, host: str, target: bytes, headers: Sequence[tuple[bytes, bytes]], scope: Scope
-) -> ClientConnection:
+) -> _Inside:
     """Open a WebSocket to the service inside.
 
     Raises Refused, OSError (also TimeoutError), or InvalidHandshake for what is no WebSocket.
@@ -101,11 +167,11 @@ async def connect(
     name, _, shown = host.partition(":")
     uri = WebSocketURI(False, name, int(shown or 80), path, query)
     offered = [Subprotocol(word) for word in scope.get("subprotocols", ())]
-    protocol = ClientProtocol(uri, subprotocols=offered or None, max_size=LARGEST_MESSAGE, logger=_silent)
+    protocol = ClientFragments(uri, subprotocols=offered or None, max_size=LARGEST_MESSAGE, logger=_silent)
     sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
 
-    def made() -> ClientConnection:
-        return _Inside(protocol, ping_interval=None, close_timeout=_CLOSE_SECONDS, max_queue=_WAITING_FRAMES)
+    def made() -> _Inside:
+        return _Inside(protocol, ping_interval=None, close_timeout=_CLOSE_SECONDS, max_queue=0)
 
     async with asyncio.timeout(CONNECT_SECONDS):
         _, connection = await asyncio.get_running_loop().create_connection(made, address, port)
@@ -135,7 +201,7 @@ class Tunnel:
         self._left = False
         """Has the client closed, or gone away?"""
 
-    async def opened(self, opening: asyncio.Future[ClientConnection]) -> ClientConnection | None:
+    async def opened(self, opening: asyncio.Future[_Inside]) -> _Inside | None:
         """What ``opening`` gives; None when the machine ended first. Raises ClientGone, and what ``opening`` does."""
         await self._receive()  # "websocket.connect"
         self._next = asyncio.ensure_future(self._receive())
@@ -153,7 +219,7 @@ class Tunnel:
                     task.cancel()
                 await asyncio.wait(ours)
 
-    async def run(self, inside: ClientConnection, headers: list[tuple[bytes, bytes]]) -> None:
+    async def run(self, inside: _Inside, headers: list[tuple[bytes, bytes]]) -> None:
         """Accept the client, and pass messages on until either side closes or the machine ends."""
         tasks: set[asyncio.Future[None]] = set()
         try:
@@ -190,14 +256,13 @@ class Tunnel:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._tell({"type": "websocket.close", "code": code, "reason": reason})
 
-    async def _inward(self, inside: ClientConnection) -> None:
+    async def _inward(self, inside: _Inside) -> None:
         """From the client; ends with it."""
         assert self._next is not None
         message = await self._next
         while message["type"] == "websocket.receive":
-            text = message.get("text")
             try:
-                await inside.send(text if text is not None else message["bytes"])
+                await inside.send_fragment(message["frame"])
             except ConnectionClosed:
                 # The other direction knows why, and says it.
                 await asyncio.Event().wait()
@@ -211,15 +276,15 @@ class Tunnel:
             # It closed nothing, it went away; so it does for the service inside.
             inside.transport.close()
 
-    async def _outward(self, inside: ClientConnection) -> None:
+    async def _outward(self, inside: _Inside) -> None:
         """From the service inside; ends with it, and closes the client as it was closed. Raises ClientGone."""
         try:
             while True:
-                data = await inside.recv()
+                frame = await inside.next_fragment()
                 # What comes after the client has left is read all the same: the answer to its closing is behind it.
                 if not self._left:
-                    await self._tell({"type": "websocket.send", "text" if isinstance(data, str) else "bytes": data})
-                if len(data) < SMALL_PIECE:
+                    await self._tell({"type": "websocket.send", "frame": frame})
+                if len(frame.data) < SMALL_PIECE:
                     await asyncio.sleep(0)
         except ConnectionClosed as error:
             closed = error.rcvd or error.sent

@@ -1,0 +1,114 @@
+"""WebSocket messages in fragments of a bounded size, parsed one at a time: no message is ever held as a whole."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Generator
+
+from websockets.client import ClientProtocol
+from websockets.exceptions import PayloadTooBig, ProtocolError
+from websockets.frames import CTRL_OPCODES, CloseCode, Frame, Opcode, apply_mask  # type: ignore[attr-defined]
+from websockets.protocol import SERVER, Protocol
+from websockets.server import ServerProtocol
+
+LARGEST_FRAGMENT = 16 << 10
+"""Bytes, a multiple of a mask's four. A frame that is larger is handed out as several."""
+_FIN, _OPCODE, _MASKED, _LENGTH = 0x80, 0x0F, 0x80, 0x7F
+_LENGTHS = {126: "!H", 127: "!Q"}
+
+
+class Fragments(Protocol):
+    """Stops parsing after each fragment of a message; ``receive_data(b"")`` goes on with what was read before.
+
+    ``max_size`` holds for a message. There are no extensions.
+    """
+
+    has_more = False
+    """A fragment was handed out; another one may follow without anything more being read."""
+
+    def parse(self) -> Generator[None]:
+        try:
+            while True:
+                self.has_more = False
+                if (yield from self.reader.at_eof()):
+                    raise EOFError("unexpected end of stream")
+                yield from self._frame()
+        except ProtocolError as error:
+            self._stop(error, CloseCode.PROTOCOL_ERROR, str(error))
+        except EOFError as error:
+            self._stop(error, CloseCode.ABNORMAL_CLOSURE, str(error))
+        except UnicodeDecodeError as error:
+            self._stop(error, CloseCode.INVALID_DATA, error.reason)
+        except PayloadTooBig as error:
+            error.set_current_size(self.current_size)
+            self._stop(error, CloseCode.MESSAGE_TOO_BIG, str(error))
+        yield
+
+    def receive_eof(self) -> None:
+        super().receive_eof()
+        while self.has_more:
+            next(self.parser)
+
+    def fail(self, code: CloseCode | int, reason: str = "") -> None:
+        self.has_more = False
+        super().fail(code, reason)
+
+    def _stop(self, error: Exception, code: CloseCode, reason: str) -> None:
+        self.fail(code, reason)
+        self.parser_exc = error
+
+    def _frame(self) -> Generator[None]:
+        """One frame: a control frame is handled at once, any other is handed out in fragments."""
+        first, second = yield from self.reader.read_exact(2)
+        opcode, fin, length = self._checked(first, second)
+        if length in _LENGTHS:
+            layout = _LENGTHS[length]
+            (length,) = struct.unpack(layout, (yield from self.reader.read_exact(struct.calcsize(layout))))
+        if opcode in CTRL_OPCODES:
+            if length > 125 or not fin:
+                raise ProtocolError("control frame too long, or fragmented")
+        elif self.max_message_size is not None and length > (most := self.max_message_size - (self.current_size or 0)):
+            raise PayloadTooBig(length, most)
+        mask = (yield from self.reader.read_exact(4)) if self.side is SERVER else b""
+        while True:
+            size = min(length, LARGEST_FRAGMENT)
+            data = yield from self.reader.read_exact(size)
+            length -= size
+            self.recv_frame(Frame(opcode, apply_mask(data, mask) if mask else bytes(data), fin and not length))
+            if opcode not in CTRL_OPCODES:
+                self.has_more = True
+                yield
+            if not length:
+                return
+            self.has_more = False
+            opcode = Opcode.CONT
+
+    def _checked(self, first: int, second: int) -> tuple[Opcode, bool, int]:
+        """Raises ProtocolError."""
+        try:
+            opcode = Opcode(first & _OPCODE)
+        except ValueError:
+            raise ProtocolError("invalid opcode") from None
+        if bool(second & _MASKED) != (self.side is SERVER):
+            raise ProtocolError("incorrect masking")
+        if first & ~(_FIN | _OPCODE):
+            raise ProtocolError("reserved bits must be 0")
+        return opcode, bool(first & _FIN), second & _LENGTH
+
+
+class ServerFragments(ServerProtocol, Fragments):
+    """The gateway's end of a client's connection."""
+
+
+class ClientFragments(ClientProtocol, Fragments):
+    """The gateway's end of a connection to a service."""
+
+
+def send_fragment(protocol: Protocol, frame: Frame) -> None:
+    """Raises InvalidState when the connection is being closed."""
+    if frame.opcode is Opcode.CONT:
+        protocol.send_continuation(frame.data, frame.fin)
+    elif frame.opcode is Opcode.TEXT:
+        protocol.send_text(frame.data, frame.fin)
+    else:
+        protocol.send_binary(frame.data, frame.fin)

@@ -1,0 +1,142 @@
+"""A client with a key, and the root of a guest, make the gateway hold WebSocket messages that never end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from websockets.asyncio.server import ServerConnection
+from websockets.sync.client import ClientConnection, connect
+
+from tests.api.inside import PORT, Service, host
+from tests.api.served import ADMIN_KEY
+from tests.api.test_websocket import Inside, Talk
+from tests.support.daemon import Daemon
+from tests.support.waiting import eventually
+
+CLIENTS = 20
+EACH = 8 << 20
+"""Bytes that each connection sends of one message: 160 MiB of all."""
+MOST_GROWTH = 40 << 20
+"""Bytes. Held until they are whole, they were more than 160 MiB."""
+Tunnels = tuple[Daemon, list[ClientConnection]]
+
+
+@pytest.fixture(scope="module")
+def _daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, dict[str, Any]]]:
+    with Daemon(tmp_path_factory.mktemp("daemon")) as daemon:
+        yield daemon, daemon.sandbox()
+
+
+@contextlib.contextmanager
+def tunnels(at: tuple[Daemon, dict[str, Any]], talk: Talk, **settings: Any) -> Iterator[Tunnels]:
+    """Connections to a service inside, each ``talk``'s there."""
+    daemon, sandbox = at
+    with Service(sandbox["address"], PORT, Inside(talk, **settings).listen), contextlib.ExitStack() as stack:
+        clients = []
+        for _ in range(CLIENTS):
+            connection = socket.create_connection(("127.0.0.1", daemon.port), timeout=30)
+            connection.settimeout(None)
+            clients.append(
+                stack.enter_context(
+                    connect(
+                        f"ws://{host(sandbox, PORT)}/",
+                        sock=connection,
+                        additional_headers={"X-API-Key": ADMIN_KEY},
+                        compression=None,
+                        open_timeout=60,
+                        close_timeout=0.1,
+                        max_queue=1,
+                    )
+                )
+            )
+            stack.callback(connection.close)
+        yield daemon, clients
+
+
+async def read(connection: ServerConnection) -> None:
+    async for _ in connection.recv_streaming():
+        pass
+
+
+async def deaf(connection: ServerConnection) -> None:
+    connection.transport.pause_reading()
+    await asyncio.Event().wait()
+
+
+def fragments(size: int) -> bytes:
+    """A message's beginning, EACH bytes in fragments of ``size``, as a client sends them."""
+    length = bytes([0x80 | size]) if size < 126 else b"\xfe" + size.to_bytes(2, "big")
+    return b"\x02\x81\0\0\0\0x" + (b"\x00" + length + b"\0" * 4 + b"x" * size) * (EACH // (size + 8))
+
+
+FLOODS = {
+    "small fragments": fragments(100),
+    "large fragments": fragments(32_000),
+    "one frame whose end is missing": b"\x82\xff" + (16 << 20).to_bytes(8, "big") + b"\0" * 4 + b"x" * EACH,
+    "empty messages": (b"\x82\x80" + b"\0" * 4) * 100_000,
+    "pings": (b"\x89\xfd\0\0\0\0" + b"x" * 125) * (EACH // 131),
+}
+
+
+@pytest.mark.parametrize("service", [read, deaf])
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_client_floods(_daemon: tuple[Daemon, dict[str, Any]], flood: str, service: Talk) -> None:
+    with tunnels(_daemon, service) as (daemon, clients):
+        before = daemon.resident()
+        watched = send(daemon, clients, FLOODS[flood])
+        assert watched - before < MOST_GROWTH
+
+
+@pytest.mark.parametrize(("size", "final"), [(0, True), (100, False), (60_000, False), (EACH, False)])
+def test_a_guest_floods(_daemon: tuple[Daemon, dict[str, Any]], size: int, final: bool) -> None:
+    """Clients that read nothing, with whole messages, fragments, or one long frame."""
+    if size < 126:
+        length = bytes([size])
+    else:
+        length = b"\x7e" + size.to_bytes(2, "big") if size < 1 << 16 else b"\x7f" + (16 << 20).to_bytes(8, "big")
+    frame = (b"\x82" if final else b"\x00") + length + b"x" * size
+    floods = 0
+
+    async def flood(connection: ServerConnection) -> None:
+        nonlocal floods
+        connection.transport.write(b"" if final else b"\x02\x01x")
+        connection.transport.write(frame * max(1, min(EACH // len(frame), 100_000)))
+        floods += 1
+        await asyncio.Event().wait()
+
+    with tunnels(_daemon, flood) as (daemon, _):
+        before = daemon.resident()
+        eventually(lambda: floods == CLIENTS, seconds=60)
+        # Nothing tells when the gateway has taken all that it will.
+        most = max(peak(daemon) for _ in range(20))
+        assert most - before < MOST_GROWTH
+
+
+def send(daemon: Daemon, clients: list[ClientConnection], data: bytes) -> int:
+    """Send ``data`` on all connections, as much of it as is taken; the most memory seen meanwhile."""
+
+    def one(client: ClientConnection) -> None:
+        client.socket.settimeout(5)
+        with contextlib.suppress(OSError):
+            client.socket.sendall(data)
+
+    threads = [threading.Thread(target=one, args=[client]) for client in clients]
+    for thread in threads:
+        thread.start()
+    most = 0
+    while any(thread.is_alive() for thread in threads):
+        most = max(most, peak(daemon))
+    return max(most, peak(daemon))
+
+
+def peak(daemon: Daemon) -> int:
+    """How much memory the daemon has now; it answers meanwhile."""
+    daemon.health()
+    threading.Event().wait(0.1)
+    return daemon.resident()

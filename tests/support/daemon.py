@@ -1,0 +1,117 @@
+"""The real daemon in a process of its own, above a host in memory: its descriptors and its memory are only its."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.api.served import ADMIN_KEY, free_port
+
+_ROOT = Path(__file__).parents[2]
+_START_SECONDS = 60
+_PROGRAM = """
+import asyncio, resource, sys
+from pathlib import Path
+from sandbox_gateway.cli import serving
+from sandbox_gateway.config import load
+from tests.api.memory_host import MemoryHost
+if files := int(sys.argv[2]):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+serving.make_host = lambda config: MemoryHost()
+asyncio.run(serving.run(load(Path(sys.argv[1]))))
+"""
+
+
+class Daemon:
+    """It listens on a unix socket and on ``port``. ``files``: the limit of its open files; 0: ours."""
+
+    def __init__(self, root: Path, *, files: int = 0, **server: Any) -> None:
+        # Socket paths are short by law; a test's own directory may be deep.
+        self._run = tempfile.TemporaryDirectory(prefix="grove-daemon-")
+        self.socket = Path(self._run.name) / "gateway.sock"
+        self.port = free_port()
+        self.log = root / "daemon.log"
+        keys, config = root / "keys", root / "config.toml"
+        keys.write_text(f"root admin {ADMIN_KEY}\n")
+        keys.chmod(0o600)
+        settings = {"socket": str(self.socket), "listen": f"127.0.0.1:{self.port}", "key_file": str(keys), **server}
+        lines = [
+            f"{name} = {value if isinstance(value, int | float) else repr(value)}" for name, value in settings.items()
+        ]
+        config.write_text("\n".join(["[server]", *lines, "[host]", f"state_root = '{root}'", ""]))
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(config), str(files)],
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])},
+            )
+
+    def __enter__(self) -> Daemon:
+        deadline = time.monotonic() + _START_SECONDS
+        while self.process.poll() is None and time.monotonic() < deadline:
+            try:
+                self.health()
+                return self
+            except httpx.TransportError:
+                time.sleep(0.05)
+        self.end()
+        raise RuntimeError(f"the daemon did not start:\n{self.log.read_text()}")
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(10)
+        self._run.cleanup()
+
+    def administrator(self) -> httpx.Client:
+        """Over the unix socket."""
+        transport = httpx.HTTPTransport(uds=str(self.socket))
+        return httpx.Client(transport=transport, base_url="http://gateway", timeout=30)
+
+    def health(self) -> None:
+        """Raises unless the unix socket is served."""
+        with self.administrator() as client:
+            client.get("/health").raise_for_status()
+
+    def sandbox(self, name: str = "one") -> dict[str, Any]:
+        """A new sandbox, of a template built for it; with its `address`."""
+        with self.administrator() as client:
+            built = client.post("/templates", json={"name": "base"}).raise_for_status().json()
+            client.get(f"/templates/base/builds/{built['buildID']}/logs", params={"follow": "true"})
+            created: dict[str, Any] = (
+                client.post("/sandboxes", json={"templateID": "base", "name": name}).raise_for_status().json()
+            )
+            return created | client.get(f"/sandboxes/{name}").raise_for_status().json()
+
+    def resident(self) -> int:
+        """Bytes of its memory."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        found = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
+        assert found, "the daemon has ended"
+        return int(found[1]) * 1024
+
+    def descriptors(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Of its /metrics; 0 when it has not been counted."""
+        with self.administrator() as client:
+            text = client.get("/metrics").text
+        inner = ",".join(f'{key}="{value}"' for key, value in labels.items())
+        sought = re.escape(f"{name}{{{inner}}}" if labels else name)
+        found = re.search(rf"^{sought} (\S+)$", text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
