@@ -79,7 +79,7 @@ class Machine:
         try:
             while await self._one(reader, writer):
                 pass
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, ValueError, asyncio.IncompleteReadError):
             pass
         finally:
             self._connections.discard(task)

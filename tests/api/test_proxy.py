@@ -488,7 +488,7 @@ async def _given_up_at_each_turn() -> None:
         for turns in range(30):
             machine = _machine()
             errand = _errand(port)
-            asking = [asyncio.create_task(proxy._http(errand, machine, has_body=False)) for _ in range(12)]
+            asking = [asyncio.create_task(proxy._http(errand, machine, 300, has_body=False)) for _ in range(12)]
             writers = [await accepted.get() for _ in asking]
             for writer in writers:
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
@@ -496,7 +496,7 @@ async def _given_up_at_each_turn() -> None:
             for writer in writers:
                 writer.close()
             await asyncio.sleep(0.02)
-            late = asyncio.create_task(proxy._http(errand, machine, has_body=False))
+            late = asyncio.create_task(proxy._http(errand, machine, 300, has_body=False))
             for _ in range(turns):
                 await asyncio.sleep(0)
             await machine.end()

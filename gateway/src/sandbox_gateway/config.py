@@ -38,6 +38,31 @@ class Server(_Section):
         description="File of API keys, readable by root alone, a line each: `name scope key`; scope is "
         "`read`, `exec` or `admin`.",
     )
+    connections: int = Field(
+        4096,
+        ge=1,
+        description="Connections to the TCP address that are open at the same time; more are closed at once. Lower "
+        "where the limit of open files leaves no room for them.",
+    )
+    connections_per_address: int = Field(
+        512,
+        ge=0,
+        description="Connections from one address, of IPv6 from one /64. 0: as many as in all. Behind a reverse proxy "
+        "all clients have the proxy's address: set 0 and limit clients there.",
+    )
+    request_seconds: float = Field(
+        30,
+        gt=0,
+        le=3600,
+        description="How long a client of the TCP address may take for the TLS handshake, for the headers of a "
+        "request, and for a body that the gateway itself reads, in seconds each.",
+    )
+    stalled_seconds: float = Field(
+        300,
+        gt=0,
+        le=86_400,
+        description="How long an upload or an answer may stand still because of the client, in seconds.",
+    )
     domain: str = Field("sandbox.local", description="Domain of the data plane: `{port}-{sandboxID}.{domain}`.")
 
     @field_validator("socket", mode="before")

@@ -72,7 +72,7 @@ def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
     for router in (_health, *(part.router for part in parts)):
         app.include_router(router)
     # The last one added is the first one passed.
-    app.add_middleware(BodyLimit)
+    app.add_middleware(BodyLimit, seconds=config.server.request_seconds)
     app.add_middleware(Authorise, keys=keys)
     app.add_middleware(
         DataPlane, engine=engine, keys=keys, addresses=Addresses(config.server.domain), pools=app.state.pools

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sandbox_gateway.api.limits import TooSlow
 from sandbox_gateway.api.metrics import Metrics
 from sandbox_gateway.errors import GatewayError, Invalid
 from sandbox_gateway.log import Logger
@@ -69,7 +70,7 @@ def answer(
 
 def answer_to(error: GatewayError) -> JSONResponse:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-    if isinstance(error, Misframed):
+    if isinstance(error, Misframed | TooSlow):
         headers["Connection"] = "close"
     return answer(error.status, error.kind, error.message, error.blockers, headers)
 

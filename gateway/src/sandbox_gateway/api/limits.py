@@ -1,13 +1,17 @@
-"""Bodies of the control plane are small; a larger one is refused before it is read."""
+"""Bodies of the control plane: small, soon there, and few at the same time. They are read whole."""
 
 from __future__ import annotations
+
+import asyncio
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sandbox_gateway.errors import OverQuota
+from sandbox_gateway.errors import Busy, GatewayError, OverQuota
 
 LARGEST_BODY = 4 << 20
+MOST_HELD = 64 << 20
+"""Bytes of all bodies of requests that are under way."""
 
 
 class TooLarge(OverQuota):
@@ -19,11 +23,31 @@ class TooLarge(OverQuota):
         )
 
 
-class BodyLimit:
-    """Counts what comes in; raises TooLarge beyond LARGEST_BODY bytes."""
+class TooSlow(GatewayError):
+    """The client stopped in the middle of its request; the rest of it may come at any time."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    kind = "timeout"
+    status = 408
+
+    @classmethod
+    def whole(cls, seconds: float) -> TooSlow:
+        return cls(f"the body was not there within {seconds:g} s (server.request_seconds): send it faster, or less")
+
+    @classmethod
+    def stalled(cls, seconds: float) -> TooSlow:
+        return cls(f"nothing of the body came for {seconds:g} s (server.stalled_seconds): send the request anew")
+
+
+class BodyLimit:
+    """Counts what comes in, and how long that takes.
+
+    Raises TooLarge beyond LARGEST_BODY bytes, TooSlow beyond ``seconds``, Busy when all bodies exceed MOST_HELD.
+    """
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
         self.app = app
+        self.seconds = seconds
+        self._held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -32,14 +56,29 @@ class BodyLimit:
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdigit() and int(declared) > LARGEST_BODY:
             raise TooLarge
+        due: float | None = asyncio.get_running_loop().time() + self.seconds
         seen = 0
 
         async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
+            nonlocal seen, due
+            try:
+                async with asyncio.timeout_at(due):
+                    message = await receive()
+            except TimeoutError:
+                raise TooSlow.whole(self.seconds) from None
+            if not message.get("more_body"):
+                # What comes after the body is the client's going, whenever that is.
+                due = None
+            size = len(message.get("body", b""))
+            seen += size
+            self._held += size
             if seen > LARGEST_BODY:
                 raise TooLarge
+            if self._held > MOST_HELD:
+                raise Busy(f"the bodies of all requests exceed {MOST_HELD >> 20} MiB: try again later")
             return message
 
-        await self.app(scope, counted, send)
+        try:
+            await self.app(scope, counted, send)
+        finally:
+            self._held -= seen

@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
@@ -51,6 +51,19 @@ class Metrics:
         self._memory = Counter(
             "sandbox_gateway_memory_written_bytes", "Memory written by captures.", registry=self.registry
         )
+
+        self.connections = Gauge(
+            "sandbox_gateway_connections", "TCP connections that are open.", registry=self.registry
+        )
+        self._ended = Counter(
+            "sandbox_gateway_connections_ended",
+            "TCP connections that were refused or cut off, by reason.",
+            ("reason",),
+            registry=self.registry,
+        )
+
+    def connection_ended(self, reason: str) -> None:
+        self._ended.labels(reason).inc()
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:
         known = method if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE") else "other"

@@ -17,13 +17,14 @@ import anyio
 import httpx
 import websockets.datastructures
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from websockets.exceptions import InvalidHandshake
 
 from sandbox_gateway.api import auth, websocket
 from sandbox_gateway.api.access import AGENT_PORTS, SECRET_HEADERS, TOKEN_HEADER, Access, NotRunning, inner_token
 from sandbox_gateway.api.errors import ClientGone, clip
 from sandbox_gateway.api.heads import Head
+from sandbox_gateway.api.limits import TooSlow
 from sandbox_gateway.api.pools import CONNECT_SECONDS, SMALL_PIECE, Machine, Pools
 from sandbox_gateway.api.requests import LONGEST_REF
 from sandbox_gateway.engine.engine import Engine
@@ -164,7 +165,7 @@ class DataPlane:
             if scope["type"] == "websocket":
                 await _websocket(errand, machine)
             else:
-                await _http(errand, machine, has_body=_has_body(headers))
+                await _http(errand, machine, self.engine.config.server.stalled_seconds, has_body=_has_body(headers))
 
     async def _awake(self, sandbox: Sandbox) -> Sandbox:
         """A paused sandbox whose creator asked for it is resumed by a request; all that come meanwhile wait for it."""
@@ -210,8 +211,8 @@ def _proper(scope: Scope, headers: Headers) -> None:
             raise NotPassedOn(f"an upgrade to {clip(wanted, 40)!r} is not passed on: only WebSockets are")
 
 
-async def _http(errand: Errand, machine: Machine, *, has_body: bool) -> None:
-    body = _Body(errand.receive, expected=has_body)
+async def _http(errand: Errand, machine: Machine, stalled_seconds: float, *, has_body: bool) -> None:
+    body = _Body(errand.receive, stalled_seconds, expected=has_body)
     request = httpx.Request(
         errand.scope["method"],
         httpx.URL(scheme="http", host=errand.address, port=errand.target.port),
@@ -287,10 +288,12 @@ class _Exchange:
 
 
 class _Body(httpx.AsyncByteStream):
-    """The request's body as it comes in; ``expected`` False: there is none."""
+    """The request's body as it comes in; ``expected`` False: there is none. Raises TooSlow when it stands still for
+    ``seconds``."""
 
-    def __init__(self, receive: Receive, *, expected: bool) -> None:
+    def __init__(self, receive: Receive, seconds: float, *, expected: bool) -> None:
         self.receive = receive
+        self.seconds = seconds
         self.read = asyncio.Event()
         """Set once there is nothing more to read but the client's going."""
         if not expected:
@@ -300,7 +303,7 @@ class _Body(httpx.AsyncByteStream):
         try:
             more = True
             while more:
-                message = await self.receive()
+                message = await self._piece()
                 if message["type"] == "http.disconnect":
                     raise ClientGone
                 more = message.get("more_body", False)
@@ -308,6 +311,13 @@ class _Body(httpx.AsyncByteStream):
                     yield chunk
         finally:
             self.read.set()
+
+    async def _piece(self) -> Message:
+        try:
+            async with asyncio.timeout(self.seconds):
+                return await self.receive()
+        except TimeoutError:
+            raise TooSlow.stalled(self.seconds) from None
 
 
 async def _unless_gone(work: Coroutine[Any, Any, None], body: _Body, machine: Machine) -> bool:

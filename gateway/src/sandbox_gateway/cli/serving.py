@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 from sandbox_gateway import __version__, log
 from sandbox_gateway.api.auth import Keys, LocalPeer
 from sandbox_gateway.api.websocket import LARGEST_MESSAGE, PING_SECONDS, FromClient
+from sandbox_gateway.cli.connections import Connections, Http, Listener, reserve_descriptors
 from sandbox_gateway.cli.supervisor import notify, starting, watched
 from sandbox_gateway.config import Config, Server
 from sandbox_gateway.errors import GatewayError, Invalid
@@ -167,10 +168,11 @@ async def _serve(
         listeners: list[tuple[uvicorn.Server, socket.socket]] = []
         if config.server.socket:
             unix = undo.enter_context(unix_socket(config.server.socket, config.server.socket_group))
-            listeners.append((_Listener(_settings(LocalPeer(app), None)), unix))
+            listeners.append((_Server(_settings(LocalPeer(app), None)), unix))
         if address:
-            tcp = undo.enter_context(contextlib.closing(_tcp_socket(address, config.server.listen)))
-            listeners.append((_Listener(_settings(app, tls)), tcp))
+            connections = Connections(config.server, reserve_descriptors(config), app.state.metrics)
+            tcp = undo.enter_context(contextlib.closing(_tcp_socket(connections, address, config.server.listen)))
+            listeners.append((_TcpServer(_settings(app, tls), connections), tcp))
         await _listen(listeners, app, stop)
 
 
@@ -194,12 +196,40 @@ async def _listen(listeners: list[tuple[uvicorn.Server, socket.socket]], app: Fa
         await app.state.pools.close()
 
 
-class _Listener(uvicorn.Server):
-    """One listener of several: signals are the daemon's."""
+class _Server(uvicorn.Server):
+    """One of several: signals are the daemon's."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _TcpServer(_Server):
+    """Serves whoever connects, within bounds."""
+
+    def __init__(self, settings: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(settings)
+        self._connections = connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # The library's own gives a TLS handshake a minute, and cannot be told otherwise.
+        assert sockets
+        tls = self.config.ssl
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                self._protocol,
+                sock=bound,
+                ssl=tls,
+                ssl_handshake_timeout=self._connections.request_seconds if tls else None,
+                backlog=self.config.backlog,
+            )
+            for bound in sockets
+        ]
+        self.started = True
+
+    def _protocol(self) -> Http:
+        return Http(self._connections, config=self.config, server_state=self.server_state, app_state={})
 
 
 def _settings(app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
@@ -284,9 +314,8 @@ def _clear(path: Path) -> None:
     raise Invalid(f"another gateway listens on {path}: stop it first, or choose another server.socket")
 
 
-def _tcp_socket(address: Address, listen: str) -> socket.socket:
-    # With its protocol named: only then does asyncio send small pieces at once, and not 40 ms later (TCP_NODELAY).
-    bound = socket.socket(address.family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+def _tcp_socket(connections: Connections, address: Address, listen: str) -> socket.socket:
+    bound = Listener(connections, address.family)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address.sockaddr)

@@ -1,0 +1,294 @@
+"""TCP connections: how many there may be, how long each may take to ask for something, and to take the answer.
+
+Nobody needs a key to connect. So what a connection can hold is bounded before anything is known of its owner, and the
+unix socket, whose users are administrators, never goes without a descriptor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ipaddress
+import resource
+import socket
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from sandbox_gateway.api.metrics import Metrics
+from sandbox_gateway.api.websocket import FromClient
+from sandbox_gateway.config import Config, Server
+from sandbox_gateway.log import Logger
+
+_OWN_DESCRIPTORS = 256
+"""The daemon's own: its log, the unix socket's connections, external commands, probes of agents."""
+_DESCRIPTORS_OF_A_SANDBOX = 24
+"""Its process, its QMP connection, its log, and the idle connections of the data plane."""
+_DESCRIPTORS_OF_A_CONNECTION = 2
+"""The client's connection, and the one to the sandbox."""
+_LOG_SECONDS = 5.0
+"""A line of the log stands for all connections that were closed in this time."""
+_V6_GROUP = 64
+
+log = Logger("connections")
+
+
+def reserve_descriptors(config: Config) -> int:
+    """How many TCP connections there can be with descriptors left for everything else.
+
+    Raises the process's soft limit of open files as far as that needs, and its hard limit allows.
+    """
+    wanted = config.server.connections
+    reserve = _OWN_DESCRIPTORS + _DESCRIPTORS_OF_A_SANDBOX * config.limits.sandboxes
+    needed = _DESCRIPTORS_OF_A_CONNECTION * wanted + reserve
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    limit = max(soft, needed if hard == resource.RLIM_INFINITY else min(needed, hard))
+    if limit > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    # Where there are too few for everybody, half of them stay with the sandboxes.
+    possible = (limit - min(reserve, limit // 2)) // _DESCRIPTORS_OF_A_CONNECTION
+    if possible < wanted:
+        log.warning(
+            "too few open files for server.connections: raise the service's limit (LimitNOFILE, openfiles)",
+            open_files=limit,
+            needed=needed,
+            connections=possible,
+        )
+    return min(wanted, possible)
+
+
+class Connections:
+    """The TCP connections that are open, by the address they came from."""
+
+    def __init__(self, server: Server, most: int, metrics: Metrics) -> None:
+        self.request_seconds = server.request_seconds
+        self.stalled_seconds = server.stalled_seconds
+        self._most = most
+        self._most_per_address = server.connections_per_address or most
+        self._metrics = metrics
+        metrics.connections.set_function(lambda: len(self))
+        self._open: Counter[str] = Counter()
+        self._unlogged: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return self._open.total()
+
+    def admit(self, address: str) -> bool:
+        """Count a connection from ``address``, unless there are too many. ``leave`` takes it back."""
+        group = _group(address)
+        if self._open.total() >= self._most:
+            self.end("too many connections", address)
+        elif self._open[group] >= self._most_per_address:
+            self.end("too many connections of one address", address)
+        else:
+            self._open[group] += 1
+            return True
+        return False
+
+    def leave(self, address: str) -> None:
+        group = _group(address)
+        self._open[group] -= 1
+        if not self._open[group]:
+            del self._open[group]
+
+    def end(self, reason: str, address: str) -> None:
+        """Note that a connection was closed against its owner's will. One line of the log stands for many of them."""
+        self._metrics.connection_ended(reason)
+        if not self._unlogged:
+            asyncio.get_running_loop().call_later(_LOG_SECONDS, self._log, address)
+        self._unlogged[reason] += 1
+
+    def _log(self, address: str) -> None:
+        reasons = {reason.replace(" ", "_"): count for reason, count in self._unlogged.items()}
+        self._unlogged.clear()
+        log.warning("connections closed", first_address=address, **reasons)
+
+
+def _group(address: str) -> str:
+    """What counts as one address: of IPv6 a /64, which everybody has at the least."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    if parsed.ipv4_mapped:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.IPv6Network((parsed, _V6_GROUP), strict=False))
+
+
+class Listener(socket.socket):
+    """A TCP socket whose connections are counted from their acceptance on, before a TLS handshake."""
+
+    def __init__(self, connections: Connections, family: socket.AddressFamily) -> None:
+        # With its protocol named: only then does asyncio send small pieces at once, and not 40 ms later (TCP_NODELAY).
+        super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._connections = connections
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Raises ConnectionAbortedError for a connection that was refused: the event loop goes on with the next."""
+        descriptor, peer = self._accept()  # type: ignore[attr-defined]
+        accepted = _Accepted(self.family, self.type, self.proto, fileno=descriptor)
+        if not self._connections.admit(peer[0]):
+            accepted.close()
+            raise ConnectionAbortedError
+        accepted.leave = functools.partial(self._connections.leave, peer[0])
+        return accepted, peer
+
+
+class _Accepted(socket.socket):
+    """One of them; it no longer counts once its descriptor is closed."""
+
+    leave: Callable[[], None] | None = None
+
+    def close(self) -> None:
+        super().close()
+        leave, self.leave = self.leave, None
+        if leave:
+            leave()
+
+
+class _Stalls:
+    """Ends the connection of a client that takes nothing of what waits for it."""
+
+    def __init__(self, transport: asyncio.Transport, seconds: float, ended: Callable[[], None]) -> None:
+        self._transport = transport
+        self._seconds = seconds
+        self._ended = ended
+        self._timer: asyncio.TimerHandle | None = None
+        # Else what is below the mark would wait unseen, also after the connection was closed. Not 0: over TLS that
+        # would never be drained.
+        transport.set_write_buffer_limits(high=1, low=0)
+
+    def begin(self) -> None:
+        if self._timer is None:
+            waiting = self._transport.get_write_buffer_size()
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._check, waiting)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check(self, before: int) -> None:
+        self._timer = None
+        if self._transport.get_write_buffer_size() < before:
+            self.begin()
+            return
+        self._ended()
+        self._transport.abort()
+
+
+class Http(H11Protocol):
+    """A client's connection, which ends when a request does not come whole in time.
+
+    From here to the end of the headers it is timed here, and so is the rest of a body that nobody reads, as the
+    request was answered without it. A body that is read is timed by its reader: see ``api.limits`` and ``api.proxy``.
+    """
+
+    def __init__(self, connections: Connections, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._limits = connections
+        self._due: asyncio.TimerHandle | None = None
+        self._awaited: object = None
+        self._stalls: _Stalls | None = None
+        self.ws_protocol_class = lambda **made: WebSocket(connections, **made)  # type: ignore[assignment]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._stalls = _Stalls(transport, self._limits.stalled_seconds, lambda: self._note("stalled"))
+        self._await("headers")
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._follow()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # A client that has sent nothing more is idle, for which the server has a timer of its own.
+        if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
+            self._follow()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._release()
+        super().handle_websocket_upgrade(event)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._release()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stalls:
+            self._stalls.begin()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalls:
+            self._stalls.end()
+
+    def _follow(self) -> None:
+        if self._stalls is None:
+            return  # It was upgraded: the connection is another's.
+        state = self.conn.their_state
+        if state is h11.IDLE and self.conn.our_state is h11.IDLE:
+            self._await("headers", self.cycle)
+        elif state is h11.SEND_BODY and self.cycle.response_complete:
+            self._await("body", self.cycle)
+        else:
+            self._await(None)
+
+    def _await(self, what: str | None, request: object = None) -> None:
+        """Time what is awaited of the client, from when it is first awaited."""
+        if (awaited := (what, request)) == self._awaited:
+            return
+        if self._due is not None:
+            self._due.cancel()
+        self._due = self.loop.call_later(self._limits.request_seconds, self._late) if what else None
+        self._awaited = awaited
+
+    def _late(self) -> None:
+        self._note("request too slow")
+        self.transport.abort()
+
+    def _note(self, reason: str) -> None:
+        self._limits.end(reason, self.client[0] if self.client else "")
+
+    def _release(self) -> None:
+        self._await(None)
+        if self._stalls:
+            self._stalls.end()
+            self._stalls = None
+
+
+class WebSocket(FromClient):
+    """A client's connection once it was upgraded."""
+
+    def __init__(self, connections: Connections, **more: Any) -> None:
+        super().__init__(**more)
+        self._limits = connections
+        self._stalls: _Stalls | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._stalls = _Stalls(self.transport, self._limits.stalled_seconds, self._note)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._stalls:
+            self._stalls.end()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stalls:
+            self._stalls.begin()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalls:
+            self._stalls.end()
+
+    def _note(self) -> None:
+        self._limits.end("stalled", self.client[0] if self.client else "")

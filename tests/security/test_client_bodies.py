@@ -1,0 +1,63 @@
+"""A client with a key sends bodies that are read whole, on many connections, each but for its last byte."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from pathlib import Path
+
+from sandbox_gateway.api.limits import LARGEST_BODY, MOST_HELD
+from tests.api.served import ADMIN_KEY
+from tests.support.daemon import Daemon
+from tests.support.waiting import eventually
+
+CLIENTS = 80
+EACH = LARGEST_BODY - 1000
+"""Bytes: 320 MiB of all."""
+MOST_GROWTH = 5 * MOST_HELD // 2
+"""What is under way between the socket and the one who counts comes on top."""
+HEAD = (
+    f"POST /sandboxes HTTP/1.1\r\nHost: gateway\r\nX-API-Key: {ADMIN_KEY}\r\n"
+    f"Content-Type: application/json\r\nContent-Length: {EACH + 1}\r\n\r\n"
+).encode()
+
+
+def test_bodies_that_lack_their_last_byte(tmp_path: Path) -> None:
+    with Daemon(tmp_path) as daemon, contextlib.ExitStack() as stack:
+        before = daemon.resident()
+        lines = [stack.enter_context(socket.create_connection(("127.0.0.1", daemon.port), 30)) for _ in range(CLIENTS)]
+        threads = [threading.Thread(target=_send, args=[line]) for line in lines]
+        for thread in threads:
+            thread.start()
+        most, settled = 0, 0
+        while settled < 20:
+            daemon.health()
+            most = max(most, daemon.resident())
+            settled += not any(thread.is_alive() for thread in threads)
+        assert most - before < MOST_GROWTH, f"{most - before} bytes"
+        refused = [line for line in lines if _answer(line).startswith(b"HTTP/1.1 429 ")]
+        assert CLIENTS // 2 < len(refused) < CLIENTS
+        stack.close()
+        # What was held is counted no more once its sender is gone.
+        eventually(lambda: _is_taken(daemon), seconds=60)
+
+
+def _send(line: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        line.sendall(HEAD + b"x" * EACH)
+
+
+def _answer(line: socket.socket) -> bytes:
+    """What it was answered so far."""
+    line.settimeout(1)
+    try:
+        return line.recv(65536)
+    except OSError:
+        return b""
+
+
+def _is_taken(daemon: Daemon) -> bool:
+    with socket.create_connection(("127.0.0.1", daemon.port), 30) as line:
+        line.sendall(HEAD + b"x" * (EACH + 1))
+        return line.recv(65536).startswith(b"HTTP/1.1 400 ")

@@ -1,0 +1,76 @@
+"""Counting connections, and keeping descriptors for what must go on."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import Any, cast
+
+import pytest
+
+from sandbox_gateway.api.metrics import Metrics
+from sandbox_gateway.cli import connections
+from sandbox_gateway.cli.connections import Connections
+from sandbox_gateway.config import Config, Server
+
+UNLIMITED = resource.RLIM_INFINITY
+
+
+def counted(most: int = 10, **server: Any) -> Connections:
+    return Connections(Server.model_validate(server), most, Metrics(cast(Any, None)))
+
+
+def admitted(limits: Connections, *addresses: str) -> list[bool]:
+    async def admit() -> list[bool]:
+        return [limits.admit(address) for address in addresses]
+
+    return asyncio.run(admit())
+
+
+def test_a_cap_for_each_address_and_in_all() -> None:
+    limits = counted(4, connections_per_address=2)
+    assert admitted(limits, *["192.0.2.1"] * 3, *["192.0.2.2"] * 3, "192.0.2.3") == [True, True, False] * 2 + [False]
+    limits.leave("192.0.2.1")
+    assert admitted(limits, "192.0.2.3") == [True] and len(limits) == 4
+
+
+def test_no_cap_for_an_address() -> None:
+    assert admitted(counted(4, connections_per_address=0), *["192.0.2.1"] * 5) == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("2001:db8::1", "2001:db8::ffff:1:2:3", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:192.0.2.1", "192.0.2.1", True),
+        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+        ("192.0.2.1", "192.0.2.2", False),
+    ],
+)
+def test_what_counts_as_one_address(one: str, other: str, same: bool) -> None:
+    """Whoever has an IPv6 address has a /64 of them."""
+    assert admitted(counted(connections_per_address=1), one, other) == [True, not same]
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised", "possible"),
+    [
+        ((1024, 1 << 20), 4096 * 2 + 256 + 24 * 1000, 4096),
+        ((1 << 20, 1 << 20), None, 4096),
+        ((1024, UNLIMITED), 4096 * 2 + 256 + 24 * 1000, 4096),
+        ((UNLIMITED, UNLIMITED), None, 4096),
+        ((1024, 1024), None, 256),
+        ((256, 20_000), 20_000, 4096),
+    ],
+)
+def test_descriptors_are_left(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], raised: int | None, possible: int
+) -> None:
+    """Where there are few, half of them are not for connections."""
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(connections.resource, "setrlimit", lambda _, pair: set_to.append(pair))
+    assert connections.reserve_descriptors(Config()) == possible
+    assert set_to == ([(raised, limits[1])] if raised else [])
