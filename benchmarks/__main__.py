@@ -79,7 +79,9 @@ def _options() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there, see benchmarks/README.md")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the distributions of pause and fork (SVG)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw pause, fork and memory, those that were run (SVG)"
+    )
     parser.add_argument("--quick", action="store_true", help="few rounds: to see that it works")
     parser.add_argument("names", nargs="*", metavar="NAME", help="benches to run; all without")
     options = parser.parse_args()

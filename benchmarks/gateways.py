@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.context import KvmXfs
-from tests.support.gateway import Gateway
+from tests.support.gateway import PROGRAM, Gateway
 
 
 @contextlib.contextmanager
-def gateway_beside(host: KvmXfs, **more: dict[str, Any]) -> Iterator[Gateway]:
+def gateway_beside(host: KvmXfs, program: Sequence[str] = PROGRAM, **more: dict[str, Any]) -> Iterator[Gateway]:
     """Serve as ``host`` is configured, ``more`` sections aside; its sandboxes go at the end."""
     sections = host.config.model_dump(mode="json")
     wanted = {"kvm_xfs": sections["kvm_xfs"], "network": {"pool": host.config.network.pool}, "log": {"level": "info"}}
-    gateway = Gateway(host.mount_point, wanted | more)
+    gateway = Gateway(host.mount_point, wanted | more, program=program)
     host.share_templates(gateway.state_root)
     try:
         gateway.start()

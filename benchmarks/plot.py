@@ -1,4 +1,4 @@
-"""The distributions that matter most, drawn: source pause, and fork beside its floor; below, where the time goes."""
+"""What matters most, drawn: source pause, fork beside its floor, where their time goes; the gateway's memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,20 @@ def _draw_fork(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
     _bar(below, measures, "answered")
 
 
-_DRAWN = {"pause": _draw_pause, "fork": _draw_fork}
+def _draw_memory(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
+    above.set_title("The gateway's resident memory in mixed use")
+    for key, colour, label in (("before", _FLOOR, "with the C library's settings"), ("now", _OURS, "as it is")):
+        samples = [sample / (1 << 20) for sample in measures[key]["samples"]]
+        named = f"{label} (at the end {samples[-1]:.0f} MiB)"
+        above.plot(range(1, len(samples) + 1), samples, color=colour, linewidth=2, label=named)
+    above.set_ylim(0, 1.1 * max(measures[key]["max"] for key in ("before", "now")) / (1 << 20))
+    above.set_xlabel("rounds: create, run, upload, snapshot, fork, roll back, remove")
+    above.set_ylabel("MiB")
+    _frame(above)
+    below.set_visible(False)
+
+
+_DRAWN = {"pause": _draw_pause, "fork": _draw_fork, "memory": _draw_memory}
 DRAWN = frozenset(_DRAWN)
 """The benches that are drawn."""
 
@@ -98,6 +111,10 @@ def _finish(axes: Axes, x: str, y: str, measures: Sequence[dict[str, Any]]) -> N
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.set_yticks([0, 25, 50, 75, 100], ["0", "25 %", "50 %", "75 %", "100 %"])
+    _frame(axes)
+
+
+def _frame(axes: Axes) -> None:
     axes.grid(color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -122,11 +139,15 @@ def _caption(document: dict[str, Any]) -> str:
     machine = document["machine"]
     counts = [
         f"{len(document['benches'][name]['measures'][key]['samples'])} {what}"
-        for name, key, what in (("pause", "pause", "captures"), ("fork", "answered", "forks"))
+        for name, key, what in (
+            ("pause", "pause", "captures"),
+            ("fork", "answered", "forks"),
+            ("memory", "now", "rounds"),
+        )
         if name in document["benches"]
     ]
     accelerator = {"tcg": "TCG (every instruction emulated)", "kvm": "KVM"}[machine["accelerator"]]
     return (
-        f"{' and '.join(counts)}; QEMU {machine['qemu']} with {accelerator}, {machine['cpus']} CPUs, "
+        f"{', '.join(counts)}; QEMU {machine['qemu']} with {accelerator}, {machine['cpus']} CPUs, "
         f"Linux {'.'.join(machine['kernel'].split('.')[:2])}; {document['started_at'][:10]}"
     )

@@ -8,6 +8,7 @@ from benchmarks.benches.fork import Fork
 from benchmarks.benches.http import Http
 from benchmarks.benches.idle import Idle
 from benchmarks.benches.jail import JailZfs
+from benchmarks.benches.memory import Memory
 from benchmarks.benches.pause import Pause
 from benchmarks.benches.rollback import Rollback
 from benchmarks.benches.sdk import Sdk
@@ -21,6 +22,7 @@ BENCHES: tuple[Bench, ...] = (
     Clone(),
     Idle(),
     Http(),
+    Memory(),
     Sdk(),
     JailZfs(),
     Tasks(),

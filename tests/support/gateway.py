@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import httpx
 from tests.support import session
 
 TEMPLATE = "debian"
-_PROGRAM = Path(sys.executable).with_name("sandbox-gateway")
+PROGRAM = (str(Path(sys.executable).with_name("sandbox-gateway")),)
 _BUILD_SECONDS = 900
 
 
@@ -25,7 +26,12 @@ class Gateway:
     ``socket``; ``url`` is how programs name it."""
 
     def __init__(
-        self, xfs_root: Path, config: dict[str, dict[str, Any]], environment: dict[str, str] | None = None
+        self,
+        xfs_root: Path,
+        config: dict[str, dict[str, Any]],
+        environment: dict[str, str] | None = None,
+        *,
+        program: Sequence[str] = PROGRAM,
     ) -> None:
         network = session.network()
         self.prefix = network["prefix"]
@@ -38,6 +44,7 @@ class Gateway:
         self.config = self.root / "gateway.toml"
         self.url = f"unix://{self.socket}"
         self._environment = environment or {}
+        self._program = program
         self.process: subprocess.Popen[bytes] | None = None
         self.client = httpx.Client(
             transport=httpx.HTTPTransport(uds=str(self.socket)), base_url="http://gateway", timeout=300
@@ -57,7 +64,7 @@ class Gateway:
         """Start the daemon and wait until it answers; raises with the end of its log if it does not."""
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
-                [str(_PROGRAM), "serve", "--config", str(self.config)],
+                [*self._program, "serve", "--config", str(self.config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

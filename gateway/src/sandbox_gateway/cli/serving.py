@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 from sandbox_gateway import __version__, log
 from sandbox_gateway.api.auth import Keys, LocalPeer
 from sandbox_gateway.api.websocket import LARGEST_MESSAGE, PING_SECONDS, FromClient
+from sandbox_gateway.cli import heap
 from sandbox_gateway.cli.connections import Connections, Http, Listener, reserve_descriptors
 from sandbox_gateway.cli.supervisor import notify, starting, watched
 from sandbox_gateway.config import Config, Server
@@ -57,6 +58,7 @@ async def run(config: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises GatewayError for what keeps it from starting."""
     from sandbox_gateway.engine.engine import Engine
 
+    heap.give_back()
     log.setup(config.log.level, config.log.format, config.log.file)
     _quiet_servers()
     stop = asyncio.Event()

@@ -1,0 +1,58 @@
+"""The gateway's resident memory while it is used: with what it tells the allocator, and without."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from benchmarks.context import TEMPLATE, Context
+from benchmarks.gateways import gateway_beside
+from benchmarks.measure import Result
+from benchmarks.mixed_use import MixedUse
+from tests.support.gateway import PROGRAM
+
+_CLIENTS = 2
+_AS_IT_WAS = "from sandbox_gateway.cli import daemon, heap; heap.give_back = lambda: None; daemon.main()"
+_NOTE = (
+    "a round is one of each client: create, commands, an upload and a download, a snapshot, two forks, a rollback, "
+    "lists, and the removal of all of it. The floor is the same gateway with the C library's own settings"
+)
+
+
+class Memory:
+    name = "memory"
+    title = "the gateway's resident memory in mixed use"
+
+    def run(self, ctx: Context) -> Result:
+        rounds = ctx.rounds(full=60, quick=3)
+        result = Result(self.name, self.title, {"rounds": rounds, "clients": _CLIENTS}, notes=[_NOTE])
+        before = _samples(ctx, rounds, (sys.executable, "-c", _AS_IT_WAS))
+        now = _samples(ctx, rounds, PROGRAM)
+        result.measure("before", "after each round, with the C library's settings", "bytes", samples=before)
+        result.measure("now", "after each round", "bytes", samples=now, floor="before")
+        return result
+
+
+def _samples(ctx: Context, rounds: int, program: Sequence[str]) -> list[float]:
+    """Bytes after each round."""
+    samples: list[float] = []
+    with gateway_beside(ctx.kvm_xfs, program) as gateway, ctx.steps("rounds", rounds) as steps:
+        assert gateway.process
+        use = MixedUse(lambda: _client(gateway.socket), TEMPLATE, clients=_CLIENTS)
+        for _ in range(rounds):
+            use.rounds(_CLIENTS)
+            samples.append(_resident(gateway.process.pid))
+            steps.done()
+    return samples
+
+
+def _client(path: Path) -> httpx.Client:
+    return httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://gateway", timeout=600)
+
+
+def _resident(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * 4096

@@ -1,0 +1,68 @@
+"""Mixed use of a gateway by several clients at once: what a busy hour asks of it, in rounds."""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+AGENT_PORT = 49983
+_UPLOAD = b"x" * (1 << 20)
+_STDIN = base64.b64encode(b"x" * 20_000).decode()
+
+
+class MixedUse:
+    """``clients`` at the same time, each made by ``client``, with an administrator's rights. Sandboxes start from
+    ``template``."""
+
+    def __init__(self, client: Callable[[], httpx.Client], template: str, *, clients: int = 4) -> None:
+        self._client = client
+        self._template = template
+        self._clients = clients
+        self._numbers = itertools.count()
+
+    def rounds(self, count: int) -> None:
+        """Run ``count`` rounds, several at a time. Raises what the first failed one raised."""
+        with concurrent.futures.ThreadPoolExecutor(self._clients) as pool:
+            for future in [pool.submit(self._round) for _ in range(count)]:
+                future.result()
+
+    def _round(self) -> None:
+        """Create, run, read, upload, capture, fork, roll back, list; afterwards all of it is gone."""
+        with self._client() as client:
+            number = next(self._numbers)
+            name = f"mixed-{number}"
+            created = _json(client.post("/sandboxes", json={"templateID": self._template, "name": name}))
+            try:
+                self._use(client, created, number)
+            finally:
+                client.delete(f"/sandboxes/{name}").raise_for_status()
+
+    def _use(self, client: httpx.Client, created: dict[str, Any], number: int) -> None:
+        name = f"mixed-{number}"
+        for _ in range(3):
+            _json(client.post(f"/sandboxes/{name}/exec", json={"args": ["cat"], "stdin": _STDIN}))
+            _json(client.get(f"/sandboxes/{name}"))
+        inside = {"E2b-Sandbox-Id": created["sandboxID"], "E2b-Sandbox-Port": str(AGENT_PORT)}
+        file = f"/files?path=/tmp/{number}"
+        octets = inside | {"Content-Type": "application/octet-stream"}
+        client.post(file, content=_UPLOAD, headers=octets).raise_for_status()
+        client.get(file, headers=inside).raise_for_status()
+        snapshot = _json(client.post(f"/sandboxes/{name}/snapshots", json={"name": f"snapshot-{number}"}))["snapshotID"]
+        forks = _json(client.post(f"/snapshots/{snapshot}/fork", json={"count": 2}))["sandboxes"]
+        _json(client.post(f"/sandboxes/{name}/rollback", json={"snapshotID": snapshot}))
+        for path in ("/sandboxes", "/snapshots", "/lineage", "/templates", "/openapi.json"):
+            _json(client.get(path))
+        client.get("/metrics").raise_for_status()
+        for fork in forks:
+            client.delete(f"/sandboxes/{fork['sandboxID']}").raise_for_status()
+        client.delete(f"/snapshots/{snapshot}", params={"when": "unused"}).raise_for_status()
+
+
+def _json(answer: httpx.Response) -> Any:
+    answer.raise_for_status()
+    return answer.json()

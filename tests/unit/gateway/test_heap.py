@@ -1,0 +1,48 @@
+"""What is freed is given back: measured in a process of its own, as the allocator is set once and for all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_PROGRAM = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import numpy as np
+from sandbox_gateway.cli import heap
+
+if sys.argv[1] == "bounded":
+    heap.give_back()
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+def hold(_):
+    pages = np.ones(20 << 20, dtype=np.uint8)
+    together.wait()
+    return int(pages[0])
+
+together = threading.Barrier(6)
+before = resident()
+with ThreadPoolExecutor(6) as pool:
+    for _ in range(3):
+        list(pool.map(hold, range(6)))
+    print(resident() - before)
+"""
+_THREADS_HELD = 6 * (20 << 20)
+
+
+def _kept(how: str) -> int:
+    ended = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, how], capture_output=True, text=True, timeout=60, check=True
+    )
+    return int(ended.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc, and glibc")
+def test_pages_of_captures_are_given_back() -> None:
+    assert _kept("bounded") < _THREADS_HELD // 4
+    assert _kept("as it is") > _THREADS_HELD // 2, "the library does so by itself now: heap.py is not needed"
