@@ -86,6 +86,7 @@ options:
       allow_out:
         description:
           - Addresses or networks it reaches in any case.
+          - Clouds' metadata addresses are reached only if an entry lies within their range, such as V(169.254.169.254).
         type: list
         elements: str
       deny_out:

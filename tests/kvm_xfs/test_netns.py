@@ -47,6 +47,8 @@ T = TypeVar("T")
 OPEN = NetworkPolicy()
 CLOSED = NetworkPolicy(allow_internet=False)
 METADATA = "100.100.100.200"
+METADATA_SERVICES = (METADATA, "169.254.169.254", "168.63.129.16", "192.0.0.192")
+"""Of Alibaba Cloud, most clouds, Azure, and Oracle Cloud."""
 NOBODY = 65534
 REFUSED = (ConnectionError, OSError)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -160,9 +162,9 @@ class Guest(Space):
 
 
 class Elsewhere(Space):
-    """What is beyond the host: a machine at ``address``, which also has the address of a metadata service."""
+    """A machine beyond the host at ``address``. What ``subnet`` sends to metadata services arrives there as well."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, subnet: str) -> None:
         super().__init__(f"{prefix}out")
         block = int(session.run_id(), 36) % 16384
         near, self.address = (f"198.18.{block // 64}.{block % 64 * 4 + host}" for host in (1, 2))
@@ -173,11 +175,16 @@ class Elsewhere(Space):
         ip("link", "set", host_end, "up")
         self.ip("link", "set", "eth0", "up")
         self.ip("address", "add", f"{self.address}/30", "dev", "eth0")
-        self.ip("address", "add", f"{METADATA}/32", "dev", "eth0")
-        ip("route", "add", f"{METADATA}/32", "via", self.address)
+        # A table of its own: the routes of the machine and of other tests stay as they are.
+        self._rule = ("from", subnet, "lookup", str(1000 + block))
+        ip("rule", "add", *self._rule)
+        for service in METADATA_SERVICES:
+            self.ip("address", "add", f"{service}/32", "dev", "eth0")
+            ip("route", "add", f"{service}/32", "via", self.address, "table", str(1000 + block))
         self._link = host_end
 
     def end(self) -> None:
+        ip("rule", "delete", *self._rule, check=False)
         ip("link", "delete", self._link, check=False)
         super().end()
 
@@ -207,7 +214,7 @@ class World:
         return guest
 
     def elsewhere(self) -> Elsewhere:
-        self._spaces.append(elsewhere := Elsewhere(self.prefix))
+        self._spaces.append(elsewhere := Elsewhere(self.prefix, self.network.subnet))
         return elsewhere
 
     def keep(self, endpoint: socket.socket) -> socket.socket:

@@ -5,31 +5,83 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import Invalid
+from sandbox_gateway.records import NetworkPolicy
 
-METADATA = ("169.254.0.0/16", "100.100.100.200/32")
-"""Where clouds tell a machine its credentials; reachable only where `allow_out` says so."""
-
+METADATA = (
+    "169.254.0.0/16",  # Link-local: most clouds, and AWS's container credentials.
+    "100.100.100.200/32",  # Alibaba Cloud.
+    "168.63.129.16/32",  # Azure: WireServer.
+    "192.0.0.192/32",  # Oracle Cloud.
+)
+"""Where clouds give a machine its credentials. Only an entry of `allow_out` that lies within one of these opens it."""
 
 AGENT_PORT, CODE_PORT = 49983, 49999
 """Where the agent listens in every sandbox, and where its code interpreter does."""
 
 
-def networks(what: str, given: list[str]) -> list[ipaddress.IPv4Network]:
-    """The networks that ``given`` names, those side by side joined. Raises Invalid for what is none."""
+@dataclass(frozen=True)
+class EgressRule:
+    """What happens to a packet from a sandbox to one of ``networks``. The first rule that matches decides."""
+
+    allow: bool
+    networks: tuple[ipaddress.IPv4Network, ...]
+    dns_only: bool = False
+    """Only port 53, over TCP and UDP."""
+
+
+def egress_rules(policy: NetworkPolicy, dns: Sequence[str]) -> list[EgressRule]:
+    """What ``policy`` means, for the addresses outside of the host. Raises Invalid for an address that is none.
+
+    ``dns``: name servers. Where the policy lets a sandbox reach them, port 53 of those at a metadata address is open.
+    """
+    metadata = [ipaddress.IPv4Network(text) for text in METADATA]
+    allowed = _parse("allow_out", policy.allow_out)
+    denied = _parse("deny_out", policy.deny_out)
+    to_metadata = [network for network in allowed if _is_within(network, metadata)]
+    wide = [network for network in allowed if not _is_within(network, metadata)]
+    servers = [
+        server
+        for server in map(ipaddress.IPv4Network, dns)
+        if _is_within(server, metadata)
+        and (_is_within(server, wide) or (policy.allow_internet and not _is_within(server, denied)))
+    ]
+    everywhere = [ipaddress.IPv4Network("0.0.0.0/0")]
+    rules = [
+        _rule(True, to_metadata),
+        _rule(True, servers, dns_only=True),
+        _rule(False, metadata),
+        _rule(True, wide),
+        _rule(False, denied),
+        _rule(policy.allow_internet, everywhere),
+    ]
+    return [rule for rule in rules if rule.networks]
+
+
+def _rule(allow: bool, networks: Iterable[ipaddress.IPv4Network], *, dns_only: bool = False) -> EgressRule:
+    return EgressRule(allow, tuple(ipaddress.collapse_addresses(networks)), dns_only)
+
+
+def _is_within(network: ipaddress.IPv4Network, ranges: Iterable[ipaddress.IPv4Network]) -> bool:
+    return any(network.subnet_of(each) for each in ranges)
+
+
+def _parse(field: str, texts: Iterable[str]) -> list[ipaddress.IPv4Network]:
     found = []
-    for text in given:
+    for text in texts:
         try:
             found.append(ipaddress.IPv4Network(text.strip(), strict=False))
         except ValueError:
             raise Invalid(
-                f"{what}: {text!r} is not an IPv4 address or CIDR (sandboxes have no IPv6; names are not resolved here)"
+                f"{field}: {text!r} is not an IPv4 address or CIDR "
+                "(sandboxes have no IPv6; names are not resolved here)"
             ) from None
-    return list(ipaddress.collapse_addresses(found))
+    return found
 
 
 def name_servers(network: Network) -> list[str]:

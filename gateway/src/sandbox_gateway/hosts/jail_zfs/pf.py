@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.addresses import METADATA, networks
+from sandbox_gateway.hosts.addresses import egress_rules
 from sandbox_gateway.hosts.jail_zfs.commands import Commands
 from sandbox_gateway.hosts.jail_zfs.epair import Bridge, Cable
 from sandbox_gateway.records import NetworkPolicy
@@ -32,10 +32,7 @@ def bridge_rules(bridge: Bridge, egress: str) -> str:
 
 
 def jail_rules(bridge: Bridge, cable: Cable, policy: NetworkPolicy, dns: Sequence[str]) -> str:
-    """The rules of one jail. Raises Invalid for an address that is none.
-
-    ``dns``: name servers, reachable with the internet even at an address of the metadata range.
-    """
+    """The rules of one jail. Raises Invalid for an address that is none."""
     here = f"quick on {bridge.name} inet"
     by = f"from {cable.address}"
     lines = [
@@ -44,14 +41,13 @@ def jail_rules(bridge: Bridge, cable: Cable, policy: NetworkPolicy, dns: Sequenc
         f"pass out {here} from {bridge.gateway} to {cable.address}",
     ]
     lines += [f"block return in {here} {by} to {place}" for place in ("(self)", str(bridge.subnet), *_LIMITED)]
-    lines += [f"pass in {here} {by} to {network}" for network in networks("allow_out", policy.allow_out)]
-    lines += [f"block return in {here} {by} to {network}" for network in networks("deny_out", policy.deny_out)]
-    if policy.allow_internet:
-        lines += [f"pass in {here} proto {kind} {by} to {server} port 53" for server in dns for kind in ("tcp", "udp")]
-        lines += [f"block return in {here} {by} to {network}" for network in METADATA]
-        lines.append(f"pass in {here} {by} to any")
-    else:
-        lines.append(f"block return in {here} {by} to any")
+    for rule in egress_rules(policy, dns):
+        for network in rule.networks:
+            place = "any" if network.prefixlen == 0 else str(network)
+            if rule.dns_only:
+                lines += [f"pass in {here} proto {kind} {by} to {place} port 53" for kind in ("tcp", "udp")]
+            else:
+                lines.append(f"{'pass' if rule.allow else 'block return'} in {here} {by} to {place}")
     return "".join(f"{line}\n" for line in lines)
 
 

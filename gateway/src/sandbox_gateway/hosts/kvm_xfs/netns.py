@@ -42,7 +42,7 @@ from pyroute2.netlink.exceptions import NetlinkError
 from sandbox_gateway.command import arun
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Busy
-from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT, METADATA, name_servers, networks
+from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT, egress_rules, name_servers
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy
 
@@ -428,31 +428,17 @@ def volume_address(network: Network) -> str:
 
 
 def policy_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IPv4Network) -> str:
-    """nft commands that put ``policy`` in force in a slot, in one transaction. Raises Invalid for a bad address.
-
-    ``dns``: name servers, reachable with the internet even at an address of the metadata range.
-    """
+    """nft commands that put ``policy`` in force in a slot, in one transaction. Raises Invalid for a bad address."""
     refuse = "reject with icmp admin-prohibited"
     rules = [f"ip daddr {subnet} {refuse}"]
-    if allowed := _addresses("allow_out", policy.allow_out):
-        rules.append(f"ip daddr {allowed} accept")
-    if denied := _addresses("deny_out", policy.deny_out):
-        rules.append(f"ip daddr {denied} {refuse}")
-    if policy.allow_internet:
-        if dns:
-            rules.append(f"ip daddr {{ {', '.join(dns)} }} meta l4proto {{ tcp, udp }} th dport 53 accept")
-        rules.append(f"ip daddr {{ {', '.join(METADATA)} }} {refuse}")
-        rules.append("accept")
-    else:
-        rules.append(refuse)
+    for rule in egress_rules(policy, dns):
+        match = f"ip daddr {{ {', '.join(map(str, rule.networks))} }}"
+        if rule.dns_only:
+            match += " meta l4proto { tcp, udp } th dport 53"
+        rules.append(f"{match} {'accept' if rule.allow else refuse}")
     return f"flush chain inet {_TABLE} outside\n" + "".join(
         f"add rule inet {_TABLE} outside {rule}\n" for rule in rules
     )
-
-
-def _addresses(what: str, given: list[str]) -> str:
-    found = networks(what, given)
-    return f"{{ {', '.join(map(str, found))} }}" if found else ""
 
 
 def _emptied(table: str) -> str:
