@@ -6,13 +6,25 @@ those of a virtual machine take.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from sandbox_gateway.hosts.jail_zfs.commands import Commands
 from sandbox_gateway.hosts.jail_zfs.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.pf import jail_rules
+from sandbox_gateway.hosts.kvm_xfs import netns
+from sandbox_gateway.hosts.kvm_xfs.netns import GATEWAY_ADDRESS, GUEST_MAC, Slot
 from sandbox_gateway.records import NetworkPolicy
-from tests.kvm_xfs.test_netns import METADATA, METADATA_SERVICES, OPEN, run, world
+from tests.kvm_xfs.test_netns import METADATA, METADATA_SERVICES, OPEN, Guest, inside, open_tap, run, world
 
 pytestmark = pytest.mark.usefixtures("need_root")
 
@@ -94,3 +106,157 @@ def test_a_jails_rules_open_the_metadata_that_an_entry_names() -> None:
     ):
         assert rules.index(opened) < block
     assert rules.index(f"pass in {here} from 10.231.0.7 to any") > block
+
+
+# --- the tables that all namespaces share ----------------------------------------------------------------------
+
+FEW = 300
+BLACK_HOLE = 9
+
+
+def output_in(space: Path, *argv: str) -> str:
+    """What a command prints that runs in a network namespace."""
+    argv = ("nsenter", f"--net={space}", *argv)
+    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20).stdout
+
+
+def tracked_by_slot(slot: Slot) -> int:
+    """Entries in the connection table of the slot's own namespace."""
+    return inside(slot.path, lambda: int(Path("/proc/sys/net/netfilter/nf_conntrack_count").read_text()))
+
+
+def tracked_by_host(slot: Slot) -> int:
+    """Entries in the host's connection table that the slot's sandbox made."""
+    with Path("/proc/net/nf_conntrack").open() as table:
+        return sum(f" src={slot.host_address} " in line for line in table)
+
+
+def send_datagrams(guest: Guest, address: str, count: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        for port in range(10_000, 10_000 + count):
+            with contextlib.suppress(OSError):
+                client.sendto(b"x", (address, port))
+            if port % 200 == 0:
+                time.sleep(0.01)  # The queue of a tap holds 500 packets.
+
+
+def send_pings(guest: Guest, address: str, count: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as client:
+        for number in range(count):
+            echo = struct.pack(">BBHHH", 8, 0, 0xFFFF - (8 << 8) - number, number, 0)
+            with contextlib.suppress(OSError):
+                client.sendto(echo, (address, 0))
+
+
+def send_syns(guest: Guest, address: str, count: int) -> None:
+    for _ in range(count):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as client:
+            client.setblocking(False)
+            with contextlib.suppress(OSError):
+                client.connect((address, BLACK_HOLE))
+
+
+@pytest.mark.parametrize("target", ["elsewhere", "gateway"])
+@pytest.mark.parametrize("flood", [send_datagrams, send_pings, send_syns])
+def test_a_flood_of_connections_leaves_the_tables_to_others(
+    flood: Callable[[Guest, str, int], None], target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(netns, "MOST_CONNECTIONS", FEW, raising=False)
+
+    async def test() -> None:
+        async with world() as w:
+            slot, other = await w.pool.take(OPEN), await w.pool.take(OPEN)
+            guest, neighbour = w.guest(slot), w.guest(other)
+            elsewhere = w.elsewhere()
+            swallow = f"add rule ip t i tcp dport {BLACK_HOLE} drop"
+            rules = f"add table ip t; add chain ip t i {{ type filter hook input priority 0; }}; {swallow}"
+            output_in(elsewhere.path, "nft", rules)
+            server = w.keep(elsewhere.listen(80))
+            client = w.keep(guest.connect(elsewhere.address, 80))
+            accepted = w.keep(server.accept()[0])
+
+            address = elsewhere.address if target == "elsewhere" else GATEWAY_ADDRESS
+            inside(guest.path, lambda: flood(guest, address, 5 * FEW))
+            assert tracked_by_slot(slot) <= FEW + 10
+            assert tracked_by_host(slot) <= FEW + 10
+
+            client.sendall(b"on")
+            assert accepted.recv(2) == b"on", "what is open goes on"
+            if tracked_by_slot(slot) >= FEW:
+                with pytest.raises(OSError, match="No route to host"):
+                    guest.connect(elsewhere.address, 80, timeout=10)
+            assert neighbour.reaches(elsewhere.address, 80), "others notice nothing"
+
+    run(test)
+
+
+def test_a_sandbox_has_4096_connections_and_no_more() -> None:
+    async def test() -> None:
+        async with world() as w:
+            slot = await w.pool.take(OPEN)
+            guest = w.guest(slot)
+            elsewhere = w.elsewhere()
+            inside(guest.path, lambda: send_datagrams(guest, elsewhere.address, 12_000))
+            for table in (tracked_by_slot(slot), tracked_by_host(slot)):
+                assert 2_000 < table <= 4_106
+
+    run(test)
+
+
+def test_ends_of_connections_that_the_host_does_not_see_do_not_widen_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reset that lives as far as the slot: the slot forgets the connection within seconds, the host in days."""
+    monkeypatch.setattr(netns, "MOST_CONNECTIONS", FEW, raising=False)
+
+    async def test() -> None:
+        async with world() as w:
+            slot = await w.pool.take(OPEN)
+            inside(slot.path, lambda: Path("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close").write_text("0"))
+            guest = w.guest(slot)
+            elsewhere = w.elsewhere()
+            server = w.keep(elsewhere.listen(80))
+
+            def connect_and_vanish() -> None:
+                client = socket.create_connection((elsewhere.address, 80), 5)
+                client.setsockopt(socket.IPPROTO_IP, socket.IP_TTL, 1)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.close()
+
+            refused = 0
+            for _ in range(2 * FEW):
+                try:
+                    inside(guest.path, connect_and_vanish)
+                    w.keep(server.accept()[0])
+                except OSError:
+                    refused += 1
+                    if refused > 20:
+                        break
+            assert FEW // 2 < tracked_by_host(slot) <= FEW + 10
+
+            await w.pool.release(slot)
+            for _ in range(500):
+                if not slot.path.exists() and not tracked_by_host(slot):
+                    break
+                await asyncio.sleep(0.02)
+            assert tracked_by_host(slot) == 0, "the next sandbox at this address starts from nothing"
+
+    run(test)
+
+
+def test_made_up_senders_take_no_entry_of_the_table_of_neighbours() -> None:
+    async def test() -> None:
+        async with world() as w:
+            slot = await w.pool.take(OPEN)
+            tap = inside(slot.path, lambda: open_tap(slot.tap))
+            try:
+                mac = bytes.fromhex(GUEST_MAC.replace(":", ""))
+                for number in range(500):
+                    sender = socket.inet_aton(f"10.99.{number >> 8}.{number & 255}")
+                    request = struct.pack(">HHBBH", 1, 0x800, 6, 4, 1) + mac + sender
+                    request += bytes(6) + socket.inet_aton(GATEWAY_ADDRESS)
+                    os.write(tap, (b"\xff" * 6 + mac + b"\x08\x06" + request).ljust(60, b"\0"))
+                known = output_in(slot.path, "ip", "neigh", "show", "dev", slot.tap)
+            finally:
+                os.close(tap)
+            assert "10.99." not in known
+
+    run(test)

@@ -43,6 +43,7 @@ from sandbox_gateway.command import arun
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Busy
 from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT, egress_rules, name_servers
+from sandbox_gateway.hosts.kvm_xfs.conntrack import forget_connections
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy
 
@@ -57,6 +58,10 @@ VOLUME_PORTS = range(22000, 32000, 2)
 
 VOLUME_ACCESS = "volume_access"
 """Name of the set of (slot's `host_address` . port) that may talk to servers of volumes."""
+
+MOST_CONNECTIONS = 4096
+"""Of one sandbox at a time, to the outside: the kernel has one limit for all, `nf_conntrack_max`, and no guest may
+use it up. Those that were refused, half-open or closed count until the kernel forgets them."""
 
 _RUN_NETNS = Path("/run/netns")
 _TABLE = "sandbox"
@@ -334,6 +339,11 @@ table inet {self._host_table} {{
     set {VOLUME_ACCESS} {{
         type ipv4_addr . inet_service
     }}
+    set connections {{
+        type ipv4_addr
+        flags dynamic
+        size {self._capacity}
+    }}
     chain volumes {{
         # Each packet, not each connection: who is taken out of the set is cut off at once.
         iifname {slots} ip saddr . tcp dport @{VOLUME_ACCESS} accept
@@ -357,11 +367,20 @@ table inet {self._host_table} {{
         iifname {slots} oifname {slots} drop
         iifname {slots} meta nfproto != ipv4 drop
         iifname {slots} ip saddr != {self._subnet} drop
+        # The slot counts them as well, but a guest can have it forget what the host still tracks: by packets that
+        # the slot takes for the end of a connection and that do not live to reach the host.
+        iifname {slots} ct state new add @connections {{ ip saddr ct count over {MOST_CONNECTIONS} }} \
+            jump refuse
         # Ports that the host publishes of its containers are services of the host.
         iifname {slots} ct status dnat drop
         iifname {slots} tcp flags syn / syn,rst tcp option maxseg size set rt mtu
         oifname {slots} ct state established,related accept
         oifname {slots} drop
+    }}
+    chain refuse {{
+        # A host limits its ICMP errors, not its resets: who is told nothing waits.
+        meta l4proto tcp reject with tcp reset
+        reject with icmp admin-prohibited
     }}
     chain postrouting {{
         type nat hook postrouting priority srcnat; policy accept;
@@ -395,6 +414,7 @@ table inet {_TABLE} {{
     }}
     chain input {{
         type filter hook input priority filter; policy drop;
+        iifname {tap} ct state new jump connections
         iifname {tap} icmp type echo-request accept
         ct state invalid meta l4proto tcp reject with tcp reset
         iifname {tap} reject with icmp admin-prohibited
@@ -404,12 +424,17 @@ table inet {_TABLE} {{
         # Connections that only the memory of the sandbox knows end at once instead of hanging.
         ct state invalid meta l4proto tcp reject with tcp reset
         ct state invalid drop
+        iifname {tap} ct state new jump connections
         # Volumes are not a matter of policies; which of them, the host decides.
         iifname {tap} oifname {veth} ip daddr {volumes} tcp dport {ports} ct status dnat accept
         # Each packet, not each connection: a new policy holds for what is open too.
         iifname {tap} oifname {veth} ct direction original jump outside
         ct state established,related accept
         iifname {veth} oifname {tap} ct status dnat accept
+    }}
+    chain connections {{
+        # Before the kernel keeps an entry. What is open goes on.
+        ct count over {MOST_CONNECTIONS} reject with icmp admin-prohibited
     }}
     chain outside {{
     }}
@@ -497,6 +522,8 @@ def _make_namespace(slot: Slot) -> None:
         _sysctl(f"net/ipv4/conf/{switch}/send_redirects", "0")
         _sysctl(f"net/ipv4/conf/{switch}/accept_redirects", "0")
     _sysctl("net/netfilter/nf_conntrack_tcp_loose", "0", required=False)
+    # Only the guest's own range is answered: each sender would take an entry of a table that all namespaces share.
+    _sysctl("net/ipv4/conf/all/arp_ignore", "2")
     # Else the second refusal within a second is not told to the guest, which would wait for minutes.
     _sysctl("net/ipv4/icmp_ratelimit", "0")
     _make_tap(slot)
@@ -546,6 +573,9 @@ def _unmake(slot: Slot) -> None:
     while _libc.umount2(os.fsencode(slot.path), _MNT_DETACH) == 0:
         pass
     slot.path.unlink(missing_ok=True)
+    # The number's next user must not have them counted. Without conntrack in the kernel there are none.
+    with contextlib.suppress(OSError):
+        forget_connections(slot.host_address)
 
 
 def _remove_address(address: str) -> None:
