@@ -34,6 +34,7 @@ from sandbox_gateway.hosts.kvm_xfs.netns import (
     SlotPool,
     host_table,
     volume_address,
+    volume_space,
 )
 from sandbox_gateway.hosts.kvm_xfs.volume_server import VolumeServers, configuration, format_image
 from sandbox_gateway.records import NetworkPolicy, new_id
@@ -190,13 +191,13 @@ def status_of(procedure: Callable[..., object], *arguments: object) -> int:
 
 def test_the_configuration_says_who_may_do_what() -> None:
     text = configuration(
-        "10.0.0.254", "abc", 22004, {"10.0.0.2": False, "10.0.0.6": True, "10.0.0.10": False}, "240.1.1.1"
+        "10.0.0.254", "10.0.0.253", "abc", 22004, {"10.0.0.2": False, "10.0.0.6": True, "10.0.0.10": False}, "240.1.1.1"
     )
     assert "CLIENT { Clients = 10.0.0.10, 10.0.0.2; Access_Type = RW; }" in text
     assert "CLIENT { Clients = 10.0.0.6; Access_Type = RO; }" in text
     assert "Bind_addr = 10.0.0.254; NFS_Port = 22004; MNT_Port = 22005;" in text
     assert "Export_Id = 1; Path = /abc; Pseudo = /abc; Access_Type = None;" in text
-    only_readers = configuration("10.0.0.254", "abc", 22004, {"10.0.0.6": True}, "240.1.1.1")
+    only_readers = configuration("10.0.0.254", "10.0.0.253", "abc", 22004, {"10.0.0.6": True}, "240.1.1.1")
     assert "Access_Type = RW" not in only_readers
 
 
@@ -395,7 +396,7 @@ def test_a_port_that_another_service_has_is_said(run: Run) -> None:
     async def test(s: Stand) -> None:
         volume, (slot, _) = await s.volume(), await s.guest()
         with (
-            socket.create_server((volume_address(s.network), volume.port)),
+            inside(volume_space(s.network), lambda: socket.create_server((volume_address(s.network), volume.port))),
             pytest.raises(BackendFailed, match=r"cannot be served: .*bind"),
         ):
             await volume.serve({slot: False})
@@ -652,7 +653,7 @@ def test_nothing_but_nfs_3_and_mount_is_served(run: Run) -> None:
                         connection.call(program, version, 0)
         for port in (111, 2049, 20048):
             assert not guest.reaches(GATEWAY_ADDRESS, port)
-        listening = output("ss", "-Hlnptu").splitlines()
+        listening = output("nsenter", f"--net={volume_space(s.network)}", "ss", "-Hlnptu").splitlines()
         ours = [line.split() for line in listening if f"pid={volume.pid}," in line]
         address = volume_address(s.network)
         assert sorted(fields[4].replace("[::ffff:", "").replace("]", "") for fields in ours) == [
@@ -693,7 +694,7 @@ def test_a_server_has_nothing_of_the_hosts(run: Run) -> None:
         assert status["NoNewPrivs"] == "1"
         limits = (proc / "limits").read_text().splitlines()
         assert next(line.split()[3] for line in limits if line.startswith("Max data size")) == str(768 << 20)
-        for space in ("mnt", "pid", "ipc"):
+        for space in ("mnt", "pid", "ipc", "uts", "net"):
             assert not (proc / "ns" / space).samefile(f"/proc/self/ns/{space}")
         assert int(status["Threads"]) < 40
 
@@ -734,7 +735,7 @@ def test_a_server_that_was_not_shut_in_is_not_adopted(run: Run, monkeypatch: pyt
     async def test(s: Stand) -> None:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        monkeypatch.setattr(volume_server._Server, "shut_in", lambda server: False)
+        monkeypatch.setattr(volume_server._Server, "shut_in", lambda server, space: False)
         await s.crash()
         assert len(await s.servers.open({volume.id})) == 1
         await let_go(s.root)

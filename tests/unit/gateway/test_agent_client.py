@@ -140,7 +140,7 @@ def test_what_does_not_fit_the_line_is_told_by_http(monkeypatch: pytest.MonkeyPa
 def test_of_attempts_that_are_answered_at_once_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when its guest's network comes up, or a host under load looks again."""
     attempts, answered = 0, asyncio.Event()
-    connect = asyncio.open_connection
+    connect = agent.open_connection
 
     async def held_up(*where: Any) -> Any:
         nonlocal attempts
@@ -150,7 +150,7 @@ def test_of_attempts_that_are_answered_at_once_one_is_kept(monkeypatch: pytest.M
         await answered.wait()
         return await connect(*where)
 
-    monkeypatch.setattr(asyncio, "open_connection", held_up)
+    monkeypatch.setattr(agent, "open_connection", held_up)
     with machine(monkeypatch) as there:
         asyncio.run(there.identify(identity(), line=False))
     assert len(there.requests) == 1

@@ -3,13 +3,10 @@ themselves, and thousands of them fit into one read."""
 
 from __future__ import annotations
 
-import ssl
-from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 
 import httpcore
-import httpx
 
 MOST_BYTES = 64 << 10
 """Of an answer's head, with all interim answers before it."""
@@ -38,34 +35,9 @@ class Head:
             raise httpcore.RemoteProtocolError(f"its answer's head has more than {MOST_BYTES} bytes")
 
 
-class Transport(httpx.AsyncHTTPTransport):
-    """httpx's own, with connections on which a ``Head`` is counted."""
+class CountedStream(httpcore.AsyncNetworkStream):
+    """A connection on which a ``Head`` is counted."""
 
-    def __init__(self, tls: ssl.SSLContext, limits: httpx.Limits) -> None:
-        super().__init__(verify=tls, trust_env=False, limits=limits)
-        # httpx offers no way to give its pool another network.
-        self._pool = httpcore.AsyncConnectionPool(
-            ssl_context=tls,
-            max_connections=limits.max_connections,
-            max_keepalive_connections=limits.max_keepalive_connections,
-            keepalive_expiry=limits.keepalive_expiry,
-            network_backend=_Network(),
-        )
-
-
-class _Network(httpcore.AnyIOBackend):
-    async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        return _Stream(await super().connect_tcp(host, port, timeout, local_address, socket_options))
-
-
-class _Stream(httpcore.AsyncNetworkStream):
     def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
         self._stream = stream
 

@@ -8,9 +8,7 @@ import ssl
 from collections.abc import Iterator
 from datetime import datetime
 
-import httpx
-
-from sandbox_gateway.api.heads import Transport
+from sandbox_gateway.api.transport import Transport
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import Busy, NotFound
 from sandbox_gateway.records import Sandbox, SandboxState
@@ -22,8 +20,6 @@ IDLE_CONNECTIONS = 16
 IDLE_SECONDS = 30.0
 """Less than the agent keeps a connection on which nothing is asked: it is never closed under a request."""
 
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=IDLE_CONNECTIONS, keepalive_expiry=IDLE_SECONDS)
-
 
 class Machine:
     """One machine, from its start to its end."""
@@ -32,7 +28,7 @@ class Machine:
         self.key = _key(sandbox)
         self._sandbox = sandbox
         self._engine = engine
-        self.transport = Transport(tls, _LIMITS)
+        self.transport = Transport(tls, max_idle=IDLE_CONNECTIONS, idle_seconds=IDLE_SECONDS)
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when it is no more what the sandbox runs on: nothing that is under way can end well."""
         self.under_way = 0

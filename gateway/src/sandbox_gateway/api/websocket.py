@@ -23,6 +23,7 @@ from websockets.uri import WebSocketURI
 from sandbox_gateway.api.errors import ClientGone
 from sandbox_gateway.api.fragments import LARGEST_FRAGMENT, ClientFragments, ServerFragments, send_fragment
 from sandbox_gateway.api.pools import CONNECT_SECONDS, SMALL_PIECE, Machine
+from sandbox_gateway.hosts.connect import create_connection
 
 LARGEST_MESSAGE = 16 << 20
 """Bytes of one message, either way; a larger one closes the connection with 1009."""
@@ -174,7 +175,7 @@ async def connect(
         return _Inside(protocol, ping_interval=None, close_timeout=_CLOSE_SECONDS, max_queue=0)
 
     async with asyncio.timeout(CONNECT_SECONDS):
-        _, connection = await asyncio.get_running_loop().create_connection(made, address, port)
+        _, connection = await create_connection(made, address, port)
     try:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
             await connection.handshake([(name, value) for name, value in sent if name.lower() not in OWN_HEADERS], None)

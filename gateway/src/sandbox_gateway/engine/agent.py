@@ -21,6 +21,7 @@ from sandbox_gateway.engine.spec import EvalResult, ExecResult
 from sandbox_gateway.errors import BackendFailed, Invalid, Timeout, Unsupported
 from sandbox_gateway.hosts.addresses import AGENT_PORT
 from sandbox_gateway.hosts.base import Endpoint, GuestMount
+from sandbox_gateway.hosts.connect import open_connection
 from sandbox_gateway.printable import printable
 
 _READ = 1 << 14
@@ -135,7 +136,7 @@ class AgentClient:
         attempts: set[asyncio.Task[Streams]] = set()
         try:
             while True:
-                attempts.add(asyncio.create_task(asyncio.open_connection(self._address, AGENT_PORT)))
+                attempts.add(asyncio.create_task(open_connection(self._address, AGENT_PORT)))
                 every = _ATTEMPT_EVERY if time.monotonic() - begun < _QUICK_SECONDS else _ATTEMPT_SLOWLY
                 done, _ = await asyncio.wait(attempts, timeout=every, return_when=asyncio.FIRST_COMPLETED)
                 for attempt in done:
@@ -161,7 +162,7 @@ class AgentClient:
         agent calls invalid, BackendFailed, Timeout."""
         try:
             async with asyncio.timeout(seconds):
-                reader, writer = await asyncio.open_connection(self._address, AGENT_PORT)
+                reader, writer = await open_connection(self._address, AGENT_PORT)
                 try:
                     return await self._exchange(reader, writer, path, body, most)
                 finally:
@@ -263,7 +264,7 @@ class AgentClient:
         request = {"process": {"cmd": "/bin/sh", "args": ["-c", command], "envs": {}}, "stdin": False}
         payload = json.dumps(request).encode()
         body = struct.pack(">BI", 0, len(payload)) + payload
-        reader, writer = await asyncio.open_connection(self._address, AGENT_PORT)
+        reader, writer = await open_connection(self._address, AGENT_PORT)
         try:
             chunks = self._request(reader, writer, "/process.Process/Start", body, "application/connect+json")
             async for flags, message in self._frames(chunks):

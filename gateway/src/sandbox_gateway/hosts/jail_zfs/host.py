@@ -17,6 +17,7 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid, NotFound, Unsupported
 from sandbox_gateway.hosts.addresses import AGENT_PORT, name_servers
 from sandbox_gateway.hosts.base import Abilities, Endpoint, Log, Scan, Usage
+from sandbox_gateway.hosts.connect import open_connection
 from sandbox_gateway.hosts.jail_zfs import rootfs
 from sandbox_gateway.hosts.jail_zfs.commands import Commands, together
 from sandbox_gateway.hosts.jail_zfs.epair import Bridge
@@ -241,7 +242,7 @@ class JailZfsHost(VolumesOfJails):
             async with gate:
                 try:
                     async with asyncio.timeout(_PROBE_SECONDS):
-                        _, writer = await asyncio.open_connection(machine.cable.address, AGENT_PORT)
+                        _, writer = await open_connection(machine.cable.address, AGENT_PORT)
                     writer.close()
                     machine.answered = True
                 except ConnectionRefusedError:

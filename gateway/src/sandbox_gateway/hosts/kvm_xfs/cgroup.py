@@ -1,8 +1,8 @@
-"""Control groups: what a machine may take from the host, enforced by the host's kernel.
+"""Control groups: what a machine or a server of a volume may take from the host, enforced by the host's kernel.
 
-One group per machine, `<prefix>-sandboxes/<instance>`, at the top of each hierarchy: not below the gateway's own
-service, which ends, and whose group systemd empties, while machines go on. Versions 1, 2 and mixtures of them are
-served alike; a controller the host does not give is done without, and said once.
+One group per machine, `<prefix>-sandboxes/<instance>`, and per server, `<prefix>-volumes/<volume>`, at the top of each
+hierarchy: not below the gateway's own service, which ends, and whose group systemd empties, while machines go on.
+Versions 1, 2 and mixtures of them are served alike; a controller the host does not give is done without, and said once.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ class _Hierarchy:
 
 
 class Cgroups:
-    """The groups of one gateway, told apart by ``prefix``. Never raises for what the host lacks."""
+    """The groups of one gateway, told apart by ``prefix``, for one ``kind`` of process.
 
-    def __init__(self, prefix: str, *, mountinfo: Path = Path("/proc/self/mountinfo")) -> None:
-        self._name = f"{prefix}-sandboxes"
+    Never raises for what the host lacks.
+    """
+
+    def __init__(self, prefix: str, kind: str = "sandboxes", *, mountinfo: Path = Path("/proc/self/mountinfo")) -> None:
+        self._kind = kind
+        self._name = f"{prefix}-{kind}"
         self._hierarchies = _hierarchies(mountinfo)
         self._told: set[str] = set()
         self._left: set[str] = set()
@@ -125,7 +129,7 @@ class Cgroups:
     def _tell(self, controller: str, reason: str) -> None:
         if controller not in self._told:
             self._told.add(controller)
-            log.warning(f"sandboxes run without a limit of {controller}", reason=reason)
+            log.warning(f"{self._kind} run without a limit of {controller}", reason=reason)
 
 
 def _removed(group: Path) -> bool:

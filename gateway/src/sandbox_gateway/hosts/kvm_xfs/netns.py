@@ -13,9 +13,10 @@ The rules stand in two places, both out of the guest's reach: in the slot (addre
 the host (nothing from a slot to the host, or to another slot). A slot is committed by its last step, setting the
 host's end of the veth up; whatever is not up at start-up was never finished.
 
-Servers of volumes listen on one address of their own, the last of `network.subnet`. A guest knows them as ports of
-its gateway, so that what it has mounted is the same from slot to slot; the host lets a slot through to a port if the
-pair is in a set of its table, asked for each packet, and nobody else to that address at all.
+Servers of volumes have a namespace of their own, with one veth to the host and one address, the last of
+`network.subnet`. A guest knows them as ports of its gateway, so that what it has mounted is the same from slot to slot;
+the host lets a slot through to a port if the pair is in a set of its table, asked for each packet, and nobody else but
+the gateway to that namespace at all. Out of it go answers alone.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from sandbox_gateway.command import arun
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Busy
 from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT, egress_rules, name_servers
+from sandbox_gateway.hosts.connect import MARK
 from sandbox_gateway.hosts.kvm_xfs.conntrack import forget_connections
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy
@@ -123,6 +125,7 @@ class SlotPool:
         self._closed = False
         await _threaded(self._prepare_host)
         await self._nft_host(self._host_rules())
+        await _threaded(_make_volume_space, self._network)
         found, whole = await _threaded(self._look)
         for number in sorted(found):
             slot = self._slot(number)
@@ -320,20 +323,21 @@ class SlotPool:
     def _prepare_host(self) -> None:
         _share_run_netns()
         _sysctl("net/ipv4/ip_forward", "1")
-        with IPRoute() as route:
-            route.addr("replace", index=_index(route, "lo"), address=volume_address(self._network), prefixlen=32)
+        # Of a gateway whose servers of volumes had no namespace of their own.
+        _remove_address(volume_address(self._network))
 
     async def _leave_host(self) -> None:
+        await _threaded(_remove_volume_space, self._network)
         await self._nft_host(_emptied(self._host_table))
-        await _threaded(_remove_address, volume_address(self._network))
 
     @property
     def _host_table(self) -> str:
         return host_table(self._network)
 
     def _host_rules(self) -> str:
-        slots = f'"{self._network.prefix}-*"'
+        slots, servers = f'"{self._network.prefix}-*"', f'"{volume_link(self._network)}"'
         volumes = volume_address(self._network)
+        unmarked = f"tcp flags & (syn | ack) == syn meta mark != {MARK:#x}"
         return f"""{_emptied(self._host_table)}
 table inet {self._host_table} {{
     set {VOLUME_ACCESS} {{
@@ -346,21 +350,20 @@ table inet {self._host_table} {{
     }}
     chain volumes {{
         # Each packet, not each connection: who is taken out of the set is cut off at once.
-        iifname {slots} ip saddr . tcp dport @{VOLUME_ACCESS} accept
-        iifname "lo" accept
+        ip daddr {volumes} ip saddr . tcp dport @{VOLUME_ACCESS} accept
         drop
     }}
     chain input {{
         type filter hook input priority filter - 5; policy accept;
-        ip daddr {volumes} jump volumes
-        iifname {slots} meta nfproto ipv4 ct state established,related accept
-        iifname {slots} drop
+        iifname {{ {slots}, {servers} }} meta nfproto ipv4 ct state established,related accept
+        iifname {{ {slots}, {servers} }} drop
     }}
     chain output {{
         type filter hook output priority filter - 5; policy accept;
-        # To a sandbox's agent the host is its gateway, whom it obeys without a token: no other user may speak for it.
-        oifname {slots} tcp dport {{ {AGENT_PORT}, {CODE_PORT} }} meta skuid != {os.geteuid()} reject with tcp reset
-        ip daddr {volumes} meta skuid != {os.geteuid()} meta l4proto tcp reject with tcp reset
+        # To a sandbox's agent the host is its gateway, whom it obeys without a token: nobody else may speak for it,
+        # root's other services included. Where a connection cannot begin there are no later packets of one.
+        oifname {slots} tcp dport {{ {AGENT_PORT}, {CODE_PORT} }} {unmarked} reject with tcp reset
+        oifname {servers} {unmarked} reject with tcp reset
     }}
     chain forward {{
         type filter hook forward priority filter - 5; policy accept;
@@ -371,11 +374,14 @@ table inet {self._host_table} {{
         # the slot takes for the end of a connection and that do not live to reach the host.
         iifname {slots} ct state new add @connections {{ ip saddr ct count over {MOST_CONNECTIONS} }} \
             jump refuse
+        iifname {slots} oifname {servers} jump volumes
         # Ports that the host publishes of its containers are services of the host.
         iifname {slots} ct status dnat drop
         iifname {slots} tcp flags syn / syn,rst tcp option maxseg size set rt mtu
         oifname {slots} ct state established,related accept
         oifname {slots} drop
+        iifname {servers} drop
+        oifname {servers} drop
     }}
     chain refuse {{
         # A host limits its ICMP errors, not its resets: who is told nothing waits.
@@ -384,7 +390,7 @@ table inet {self._host_table} {{
     }}
     chain postrouting {{
         type nat hook postrouting priority srcnat; policy accept;
-        ip saddr {self._subnet} oifname != {slots} masquerade
+        ip saddr {self._subnet} oifname != {{ {slots}, {servers} }} masquerade
     }}
 }}
 """
@@ -448,8 +454,23 @@ def host_table(network: Network) -> str:
 
 
 def volume_address(network: Network) -> str:
-    """Where the servers of volumes listen; an address of the host's loopback interface."""
+    """Where the servers of volumes listen, in their namespace."""
     return str(ipaddress.IPv4Network(network.subnet).broadcast_address - 1)
+
+
+def volume_gateway(network: Network) -> str:
+    """The host's address on the link to that namespace."""
+    return str(ipaddress.IPv4Network(network.subnet).broadcast_address - 2)
+
+
+def volume_link(network: Network) -> str:
+    """Name of the host's end of that link."""
+    return f"{network.prefix}_vol"
+
+
+def volume_space(network: Network) -> Path:
+    """Of that namespace; enter it with setns(2)."""
+    return _RUN_NETNS / f"{network.prefix}-volumes"
 
 
 def policy_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IPv4Network) -> str:
@@ -512,11 +533,7 @@ async def _threaded(work: Callable[..., _T], *arguments: Any) -> _T:
 
 def _make_namespace(slot: Slot) -> None:
     """Namespace, veth and tap of a slot; all but its rules and its last step."""
-    _call("unshare", _libc.unshare(_CLONE_NEWNET))
-    slot.path.touch(mode=0o444, exist_ok=False)
-    _mount("/proc/thread-self/ns/net", slot.path, _MS_BIND)
-    _sysctl("net/ipv6/conf/all/disable_ipv6", "1", required=False)
-    _sysctl("net/ipv6/conf/default/disable_ipv6", "1", required=False)
+    _enter_new_namespace(slot.path)
     _sysctl("net/ipv4/ip_forward", "1")
     for switch in ("all", "default"):
         _sysctl(f"net/ipv4/conf/{switch}/send_redirects", "0")
@@ -528,11 +545,7 @@ def _make_namespace(slot: Slot) -> None:
     _sysctl("net/ipv4/icmp_ratelimit", "0")
     _make_tap(slot)
     inner = f"{slot.name}v"
-    with _host_namespace(), IPRoute() as host:
-        host.link("add", ifname=slot.veth, kind="veth", peer={"ifname": inner, "net_ns_fd": slot.name})
-        host.addr("add", index=_index(host, slot.veth), address=slot.veth_address, prefixlen=30)
-        _sysctl(f"net/ipv6/conf/{slot.veth}/disable_ipv6", "1", required=False)
-        _sysctl(f"net/ipv4/conf/{slot.veth}/rp_filter", "1")
+    _link_to_host(slot.veth, slot.veth_address, inner, slot.name)
     with IPRoute() as route:
         route.link("set", index=_index(route, "lo"), state="up")
         tap = _index(route, TAP)
@@ -543,6 +556,55 @@ def _make_namespace(slot: Slot) -> None:
         route.link("set", index=veth, state="up")
         route.addr("add", index=veth, address=slot.host_address, prefixlen=30)
         route.route("add", dst="default", gateway=slot.veth_address, oif=veth)
+
+
+def _enter_new_namespace(path: Path) -> None:
+    """Move this thread to a new network namespace without IPv6, whose file is ``path``."""
+    _call("unshare", _libc.unshare(_CLONE_NEWNET))
+    path.touch(mode=0o444, exist_ok=False)
+    _mount("/proc/thread-self/ns/net", path, _MS_BIND)
+    for switch in ("all", "default"):
+        _sysctl(f"net/ipv6/conf/{switch}/disable_ipv6", "1", required=False)
+
+
+def _link_to_host(outer: str, address: str, inner: str, space: str) -> None:
+    """A veth from the host, where its end ``outer`` has ``address``/30 and is down, to ``inner`` in ``space``."""
+    with _host_namespace(), IPRoute() as host:
+        host.link("add", ifname=outer, kind="veth", peer={"ifname": inner, "net_ns_fd": space})
+        host.addr("add", index=_index(host, outer), address=address, prefixlen=30)
+        _sysctl(f"net/ipv6/conf/{outer}/disable_ipv6", "1", required=False)
+        _sysctl(f"net/ipv4/conf/{outer}/rp_filter", "1")
+
+
+def _make_volume_space(network: Network) -> None:
+    """The namespace of the servers of volumes, unless it is there; its last step is to set the host's end up."""
+    path, outer, inner = volume_space(network), volume_link(network), "eth0"
+    with IPRoute() as route:
+        whole = any(
+            link["flags"] & _IFF_UP and route.get_addr(index=index, address=volume_gateway(network))
+            for index in route.link_lookup(ifname=outer)
+            for link in route.get_links(index)
+        )
+    if whole and path.name in _mounted_namespaces():
+        return
+    _remove_volume_space(network)
+    _enter_new_namespace(path)
+    _link_to_host(outer, volume_gateway(network), inner, path.name)
+    with IPRoute() as route:
+        route.link("set", index=_index(route, "lo"), state="up")
+        link = _index(route, inner)
+        route.link("set", index=link, state="up")
+        route.addr("add", index=link, address=volume_address(network), prefixlen=30)
+        # To slots alone: the rest of the world has no route.
+        route.route("add", dst=network.subnet, gateway=volume_gateway(network), oif=link)
+    with _host_namespace(), IPRoute() as host:
+        host.link("set", index=_index(host, outer), state="up")
+
+
+def _remove_volume_space(network: Network) -> None:
+    """What still runs in it has no link any more."""
+    _remove_links(volume_link(network))
+    _remove_namespace(volume_space(network))
 
 
 def _make_tap(slot: Slot) -> None:
@@ -565,17 +627,25 @@ def _set_up(slot: Slot) -> None:
 
 def _unmake(slot: Slot) -> None:
     """Remove what there is of a slot, however little; the veth first, so that it is no longer committed."""
-    with IPRoute() as route:
-        for name in (slot.veth, f"{slot.name}v"):
-            for index in route.link_lookup(ifname=name):
-                route.link("del", index=index)
-    # Once for each time it was mounted over; EINVAL: it is none.
-    while _libc.umount2(os.fsencode(slot.path), _MNT_DETACH) == 0:
-        pass
-    slot.path.unlink(missing_ok=True)
+    _remove_links(slot.veth, f"{slot.name}v")
+    _remove_namespace(slot.path)
     # The number's next user must not have them counted. Without conntrack in the kernel there are none.
     with contextlib.suppress(OSError):
         forget_connections(slot.host_address)
+
+
+def _remove_links(*names: str) -> None:
+    with IPRoute() as route:
+        for name in names:
+            for index in route.link_lookup(ifname=name):
+                route.link("del", index=index)
+
+
+def _remove_namespace(path: Path) -> None:
+    # Once for each time it was mounted over; EINVAL: it is none.
+    while _libc.umount2(os.fsencode(path), _MNT_DETACH) == 0:
+        pass
+    path.unlink(missing_ok=True)
 
 
 def _remove_address(address: str) -> None:

@@ -1,10 +1,11 @@
 """Starts the server of one volume, shut in with it. Run as a program, by root, with the standard library alone:
 
-    volume_launcher.py IMAGE DIRECTORY VOLUME PROGRAM
+    volume_launcher.py IMAGE DIRECTORY VOLUME PROGRAM NETWORK FILTER
 
 The server gets a mount namespace with the file system of IMAGE at /VOLUME on a small root, read-only, that is memory;
-a process namespace, of which it is the first; and few capabilities. All of it is gone with the process, however it
-ends: nothing is mounted for anybody else, the loop device clears itself.
+a process namespace, of which it is the first; the network namespace whose file is NETWORK; the seccomp filter FILTER
+(hexadecimal); and few capabilities. All of it is gone with the process, however it ends: nothing is mounted for
+anybody else, the loop device clears itself. The network namespace stays.
 
 nfs-ganesha looks up names that have slashes in them as the kernel does: a guest may ask for `/usr`, or for `../x`. It
 also serves whatever file system it knows to a handle that names it. So there must be nothing else: what of the host is
@@ -51,12 +52,14 @@ _OPEN_FILES = 4096
 _MEMORY = 768 << 20
 """Of a server, in bytes, its threads' stacks included. One that needs more ends, and another takes its place."""
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWPID = 0x20000, 0x08000000, 0x20000000
+_CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_NOATIME = 1, 2, 4, 8, 0x20, 0x400
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x1000, 0x4000, 0x40000, 2
 _LOOP_CTL_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A
 _LO_FLAGS_AUTOCLEAR, _LO_FLAGS_DIRECT_IO = 4, 16
 _LOOP_CONFIG = struct.Struct("=II 5Q4I64s64s32s2Q 64x")
-_PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
+_PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 22, 24, 38
+_SECCOMP_MODE_FILTER = 2
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 # CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, SETGID, SETUID: to act for users of the guests by their ids.
 _CAPABILITIES = {0, 1, 2, 3, 4, 6, 7}
@@ -68,14 +71,16 @@ _BORROWED = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main(image: str, directory: str, volume: str, program: str) -> int:
+def main(image: str, directory: str, volume: str, program: str, network: str, filter_hex: str) -> int:
     registrar = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     told, tell = os.pipe()  # Closed by a successful exec.
-    _call("unshare", _libc.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID))
+    with open(network) as space:
+        _call("setns", _libc.setns(space.fileno(), _CLONE_NEWNET))
+    _call("unshare", _libc.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWPID))
     server = os.fork()
     if not server:
         try:
-            _become(image, directory, volume, program, registrar)
+            _become(image, directory, volume, program, registrar, bytes.fromhex(filter_hex))
         except BaseException as error:
             os.write(tell, (str(error) or type(error).__name__).encode())
         os._exit(1)
@@ -94,7 +99,9 @@ def main(image: str, directory: str, volume: str, program: str) -> int:
     return 0
 
 
-def _become(image: str, directory: str, volume: str, program: str, registrar: socket.socket) -> None:
+def _become(
+    image: str, directory: str, volume: str, program: str, registrar: socket.socket, seccomp_filter: bytes
+) -> None:
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     # Stays open by way of the loop device, and with it the lock.
     file = os.open(image, os.O_RDWR | os.O_CLOEXEC)
@@ -120,9 +127,9 @@ def _become(image: str, directory: str, volume: str, program: str, registrar: so
     registrar.listen(8)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, _OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
-    _lower()
     for descriptor in (0, 1):
         os.dup2(2, descriptor)  # Memory that the caller reads. A file of the host's would be a way to all of them.
+    _drop_privileges(seccomp_filter)
     os.execv(program, [f"{directory}/{SERVER}", *("-F", "-L", "STDERR", "-p", "/run/ganesha.pid", "-f", f"/{CONFIG}")])
 
 
@@ -211,12 +218,21 @@ def _attach(file: int, image: str) -> tuple[int, str]:
         os.close(control)
 
 
-def _lower() -> None:
+def _drop_privileges(seccomp_filter: bytes) -> None:
     """Give up for good what a server of files does not need."""
     for capability in range(_LAST_CAPABILITY + 1):
         if capability not in _CAPABILITIES:
             _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # Refused for those the kernel does not know.
     _call("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    code = ctypes.create_string_buffer(seccomp_filter)
+    program = _Program(len(seccomp_filter) // 8, ctypes.addressof(code))
+    _call("seccomp", _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0))
+
+
+class _Program(ctypes.Structure):
+    """struct sock_fprog."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
 def _register(registrar: socket.socket, server: int) -> bool:

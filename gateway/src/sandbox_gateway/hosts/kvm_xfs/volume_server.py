@@ -2,6 +2,8 @@
 
 A server lives in a mount namespace in which its volume's image is mounted, and nothing else (volume_launcher): no
 name or handle that a guest makes up leads elsewhere, and nothing stays mounted when the server ends, however it ends.
+Servers have a network namespace of their own, from which nothing can be reached (netns), and control groups. They run
+as root, with the capabilities that acting for users of the guests takes, and a seccomp filter (seccomp).
 It outlives the gateway; the next one finds it by its command line.
 
 What a guest mounts names its gateway and the volume's ports, which never change, and handles are made of the file
@@ -43,15 +45,20 @@ from sandbox_gateway.command import arun, child_environment
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, GatewayError, Timeout
 from sandbox_gateway.hosts.base import GuestMount
+from sandbox_gateway.hosts.connect import open_connection
 from sandbox_gateway.hosts.kvm_xfs import volume_launcher
 from sandbox_gateway.hosts.kvm_xfs.bounded_log import create_log, open_log_of, read_log
+from sandbox_gateway.hosts.kvm_xfs.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.netns import (
     GATEWAY_ADDRESS,
     VOLUME_ACCESS,
     VOLUME_PORTS,
     host_table,
     volume_address,
+    volume_gateway,
+    volume_space,
 )
+from sandbox_gateway.hosts.kvm_xfs.seccomp import file_server_filter
 from sandbox_gateway.hosts.kvm_xfs.volume_launcher import BLOCK, CONFIG, EXT4_IOC_RESIZE_FS, ROOT, block_counts
 from sandbox_gateway.log import Logger
 
@@ -70,6 +77,9 @@ _REVIVE_SECONDS = 5.0
 _LARGEST_ANSWER = 4 << 20
 _PIECE = 256 << 10
 """Most that one request reads or writes, in bytes: what a guest asks for and never takes stays in memory."""
+
+_MEMORY_MB, _CPUS = 1024, 1.5
+"""Of a server. What it caches of its volume counts, but is given up as needed."""
 
 _LOOP_SET_CAPACITY = 0x4C07
 _CAP_SYS_RESOURCE = 24
@@ -156,11 +166,12 @@ class _Server:
         finally:
             os.close(root)
 
-    def shut_in(self) -> bool:
-        """Whether nothing of the host is left in its view."""
+    def shut_in(self, space: Path) -> bool:
+        """Whether nothing of the host is left in its view, and its network namespace is ``space``."""
         with contextlib.suppress(OSError):
             mounts = Path(f"/proc/{self.pid}/mountinfo").read_text().splitlines()
-            return {line.split()[4] for line in mounts} == {"/", f"/{self.volume}"}
+            alone = {line.split()[4] for line in mounts} == {"/", f"/{self.volume}"}
+            return alone and Path(f"/proc/{self.pid}/ns/net").samefile(space)
         return False
 
     def log_tail(self) -> str:
@@ -195,6 +206,9 @@ class VolumeServers:
     def __init__(self, network: Network, run_root: Path, ganesha: str = "ganesha.nfsd") -> None:
         """``run_root``: a directory for what servers are started from; made when it is missing."""
         self._address = volume_address(network)
+        self._gateway = volume_gateway(network)
+        self._space = volume_space(network)
+        self._cgroups = Cgroups(network.prefix, "volumes")
         self._table = host_table(network)
         self._root = run_root
         self._ganesha = ganesha
@@ -221,11 +235,12 @@ class VolumeServers:
                 server.pidfd = os.pidfd_open(pid)
             except ProcessLookupError:
                 continue
-            if serves and wanted and volume in known and volume not in self._servers and server.shut_in():
+            if serves and wanted and volume in known and volume not in self._servers and server.shut_in(self._space):
                 server.signal(signal.SIGCONT)  # A gateway that died while it was frozen left it so.
                 with contextlib.suppress(OSError):
                     server.log = open_log_of(pid)
                 self._keep(server)
+                self._cgroups.place(volume, pid, memory_mb=_MEMORY_MB, cpus=_CPUS)
                 await self._admit(volume, wanted.access())
                 continue
             said.append(f"ended the server of volume {volume}, which belonged to nothing")
@@ -237,6 +252,7 @@ class VolumeServers:
         for directory in self._root.iterdir():
             if directory.name not in self._servers:
                 shutil.rmtree(directory, ignore_errors=True)
+        self._cgroups.sweep(set(self._servers))
         return said
 
     async def close(self) -> None:
@@ -384,6 +400,7 @@ class VolumeServers:
         server = _Server(volume, 0, wanted, log=create_log())
         launcher = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", volume_launcher.__file__, wanted.image, str(directory), volume, program),
+            *(str(self._space), file_server_filter().hex()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=server.log,
@@ -416,10 +433,11 @@ class VolumeServers:
             server.pid = int(line)
             with contextlib.suppress(ProcessLookupError):
                 server.pidfd = os.pidfd_open(server.pid)
+            self._cgroups.place(server.volume, server.pid, memory_mb=_MEMORY_MB, cpus=_CPUS)
             await self._until(server, marker)
             launcher.stdin.close()
         await launcher.wait()
-        if server.ended() or launcher.returncode or not server.shut_in():
+        if server.ended() or launcher.returncode or not server.shut_in(self._space):
             raise BackendFailed(f"volume {server.volume} cannot be served{server.log_tail() or ': it ended'}")
 
     async def _instruct(self, server: _Server, wanted: _Wanted) -> None:
@@ -482,6 +500,7 @@ class VolumeServers:
             await _kill(server, seconds)
         finally:
             _forget(server)
+        self._cgroups.remove(volume)
         shutil.rmtree(self._root / volume, ignore_errors=True)
 
     def _keep(self, server: _Server) -> None:
@@ -539,11 +558,13 @@ class VolumeServers:
     def _configuration(self, volume: str, wanted: _Wanted) -> tuple[str, str]:
         """A server's configuration, and before it the marker by which it is known."""
         marker = _marker(wanted)
-        return marker, configuration(self._address, volume, wanted.port, wanted.clients, marker)
+        return marker, configuration(self._address, self._gateway, volume, wanted.port, wanted.clients, marker)
 
 
-def configuration(address: str, volume: str, port: int, clients: Mapping[str, bool], marker: str) -> str:
+def configuration(address: str, gateway: str, volume: str, port: int, clients: Mapping[str, bool], marker: str) -> str:
     """What nfs-ganesha reads: NFSv3 over TCP at two ports of one address, and who may do what.
+
+    ``gateway``: the address that asks which configuration holds.
 
     No cache of answered requests: it knows clients by address and request number, and a fork repeats the numbers of
     its source, maybe at an address that another had before. Requests are repeated after a new connection only.
@@ -569,7 +590,7 @@ def configuration(address: str, volume: str, port: int, clients: Mapping[str, bo
     for access, read_only in (("RW", False), ("RO", True)):
         if some := sorted(client for client in clients if clients[client] is read_only):
             lines.append(f"    CLIENT {{ Clients = {', '.join(some)}; Access_Type = {access}; }}")
-    lines.append(f"    CLIENT {{ Clients = {address}, {marker}; Access_Type = MDONLY_RO; }}")
+    lines.append(f"    CLIENT {{ Clients = {gateway}, {marker}; Access_Type = MDONLY_RO; }}")
     return "\n".join([*lines, "}", ""])
 
 
@@ -799,7 +820,7 @@ def _may_resize() -> bool:
 
 async def _ask(address: str, port: int, program: int, procedure: int) -> bytes:
     """Call a procedure without arguments, of version 3; its result. Raises OSError, EOFError."""
-    reader, writer = await asyncio.open_connection(address, port)
+    reader, writer = await open_connection(address, port)
     try:
         call = struct.pack(">10I", 1, 0, 2, program, 3, procedure, 0, 0, 0, 0)
         writer.write(struct.pack(">I", len(call) | 1 << 31) + call)

@@ -1,0 +1,56 @@
+"""Plain HTTP to services inside sandboxes, over connections of the gateway's own."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Iterable
+
+import anyio.abc
+import anyio.lowlevel
+import httpcore
+import httpx
+from httpcore._backends.anyio import AnyIOStream
+
+from sandbox_gateway.api.heads import CountedStream
+from sandbox_gateway.hosts.connect import connect
+
+
+class Transport(httpx.AsyncHTTPTransport):
+    """httpx's own, whose connections are opened by ``hosts.connect``, and on which a ``Head`` is counted."""
+
+    def __init__(self, tls: ssl.SSLContext, *, max_idle: int, idle_seconds: float) -> None:
+        super().__init__(verify=tls, trust_env=False)
+        # httpx has no parameter for the backend, and sets socket options when the connection is there already.
+        self._pool = httpcore.AsyncConnectionPool(
+            ssl_context=tls,
+            max_connections=None,
+            max_keepalive_connections=max_idle,
+            keepalive_expiry=idle_seconds,
+            network_backend=_Backend(),
+        )
+
+
+class _Backend(httpcore.AnyIOBackend):
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        try:
+            async with asyncio.timeout(timeout):
+                stream = await anyio.abc.SocketStream.from_socket(await connect(host, port))
+        except TimeoutError as error:
+            raise httpcore.ConnectTimeout(str(error)) from error
+        except OSError as error:
+            raise httpcore.ConnectError(str(error)) from error
+        try:
+            # The pool loses a connection whose request is given up between this and its first byte.
+            await anyio.lowlevel.checkpoint_if_cancelled()
+        except BaseException:
+            await anyio.aclose_forcefully(stream)
+            raise
+        return CountedStream(AnyIOStream(stream))

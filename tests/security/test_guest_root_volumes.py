@@ -1,0 +1,176 @@
+"""Root in a sandbox attacks the server of its volume: what the server could do for it once taken over, and what it
+tells and serves of others. See ``tests.kvm_xfs.test_volume_server`` for made-up paths, names and handles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.hosts.kvm_xfs.cgroup import CONTROLLERS, Cgroups
+from sandbox_gateway.hosts.kvm_xfs.netns import AGENT_PORT, CODE_PORT
+from tests.kvm_xfs.test_volume_server import CUT_OFF, Run, Stand, output, run, status_of
+from tests.support import nfs3
+from tests.support.nfs3 import NfsError, Refused
+
+__all__ = ["run"]
+
+pytestmark = pytest.mark.usefixtures("need_root")
+
+
+def status(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+
+
+def is_in_hosts(pid: int, space: str) -> bool:
+    """Whether a process shares a kind of namespace with this one."""
+    return Path(f"/proc/{pid}/ns/{space}").samefile(f"/proc/self/ns/{space}")
+
+
+def test_a_server_has_few_rights_and_no_way_to_more(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, _) = await s.volume(), await s.guest()
+        await volume.serve({slot: False})
+        found = status(volume.pid)
+        assert found["Seccomp"] == "2"
+        assert found["NoNewPrivs"] == "1"
+        for kind in ("CapEff", "CapPrm", "CapBnd"):
+            assert int(found[kind], 16) == 0b11011111, "to act for users of the guests, no more"
+        assert int(found["CapInh"], 16) == int(found["CapAmb"], 16) == 0
+        for space in ("mnt", "pid", "ipc", "uts", "net"):
+            assert not is_in_hosts(volume.pid, space), space
+
+    run(test)
+
+
+def test_a_server_takes_of_the_host_what_its_groups_give(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, _) = await s.volume(), await s.guest()
+        await volume.serve({slot: False})
+        offered = Cgroups(s.network.prefix, "volumes")._hierarchies
+        mine = await asyncio.to_thread(Path(f"/proc/{volume.pid}/cgroup").read_text)
+        for controller in CONTROLLERS:
+            if hierarchy := offered.get(controller):
+                name = controller if hierarchy.version == 1 else ""
+                line = next(line for line in mine.splitlines() if name in line.split(":")[1].split(","))
+                assert line.split(":")[2].endswith(f"/{s.network.prefix}-volumes/{volume.id}")
+        if hierarchy := offered.get("memory"):
+            file = "memory.max" if hierarchy.version == 2 else "memory.limit_in_bytes"
+            group = hierarchy.mount / f"{s.network.prefix}-volumes" / volume.id
+            assert int((group / file).read_text()) == 1 << 30
+        if hierarchy := offered.get("pids"):
+            group = hierarchy.mount / f"{s.network.prefix}-volumes" / volume.id
+            assert int((group / "pids.max").read_text()) == 512
+        await s.servers.stop(volume.id)
+        for hierarchy in offered.values():
+            assert not (hierarchy.mount / f"{s.network.prefix}-volumes" / volume.id).exists()
+
+    run(test)
+
+
+REACH = """
+import json, socket, sys
+reached = []
+for address, port in json.loads(sys.argv[1]):
+    try:
+        socket.create_connection((address, port), 1.5).close()
+        reached.append([address, port])
+    except OSError:
+        pass
+print(json.dumps(reached))
+"""
+
+
+def test_from_a_servers_place_no_agent_is_reached_nor_anything_else(run: Run) -> None:
+    """As root, in the server's network namespace, without its seccomp filter."""
+
+    async def test(s: Stand) -> None:
+        volume = await s.volume()
+        (slot, guest), (other, neighbour) = await s.guest(), await s.guest()
+        for each in (guest, neighbour):
+            for port in (AGENT_PORT, CODE_PORT, 8000):
+                s.stack.enter_context(each.listen(port))
+        host = s.stack.enter_context(socket.create_server(("0.0.0.0", 0)))
+        await volume.serve({slot: False})
+        targets = [[each.host_address, port] for each in (slot, other) for port in (AGENT_PORT, CODE_PORT, 8000)]
+        gateways = (slot.veth_address, str(s.servers._address), "127.0.0.1", "198.18.0.1")
+        targets += [[address, host.getsockname()[1]] for address in gateways]
+        command = ["nsenter", f"--net=/proc/{volume.pid}/ns/net", sys.executable, "-c", REACH, json.dumps(targets)]
+        assert json.loads(await asyncio.to_thread(output, *command)) == []
+
+    run(test)
+
+
+FORBIDDEN = """
+import ctypes, os, socket, sys
+from sandbox_gateway.hosts.kvm_xfs import volume_launcher
+from sandbox_gateway.hosts.kvm_xfs.seccomp import file_server_filter
+import threading
+volume_launcher._drop_privileges(file_server_filter())
+libc = ctypes.CDLL(None, use_errno=True)
+def refused(what, call):
+    try:
+        result = call()
+    except OSError as error:
+        result, number = -1, error.errno
+    else:
+        number = ctypes.get_errno()
+    if result != -1 or number not in (1, 97):
+        print(what, result, number)
+refused("fork", os.fork)
+refused("ptrace", lambda: libc.ptrace(16, 1, 0, 0))
+refused("unshare", lambda: libc.unshare(0x10000000))
+refused("setns", lambda: libc.setns(0, 0))
+refused("mount", lambda: libc.mount(b"none", b"/", b"none", 0x44000, None))
+refused("memfd_create", lambda: os.memfd_create("x"))
+refused("bpf", lambda: libc.syscall(321, 0, 0, 0))
+refused("io_uring_setup", lambda: libc.syscall(425, 1, 0))
+refused("perf_event_open", lambda: libc.syscall(298, 0, 0, 0, 0, 0))
+refused("userfaultfd", lambda: libc.syscall(323, 1))
+refused("keyctl", lambda: libc.syscall(250, 0, 0))
+refused("init_module", lambda: libc.syscall(175, 0, 0, 0))
+refused("pidfd_getfd", lambda: libc.syscall(438, 0, 0, 0))
+refused("execveat", lambda: libc.syscall(322, 0, 0, 0, 0, 0))
+refused("clone", lambda: libc.syscall(56, 0x10000 | 0x40000000, 0, 0, 0, 0))
+refused("netlink", lambda: socket.socket(16, 3, 0) and 0)
+refused("packet", lambda: socket.socket(17, 3, 0) and 0)
+refused("vsock", lambda: socket.socket(40, 1, 0) and 0)
+done = []
+thread = threading.Thread(target=lambda: done.append(socket.socket()))
+thread.start(); thread.join()
+print("threads and sockets work" if done else "no thread")
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the calls are named by x86_64's numbers")
+def test_the_filter_refuses_the_ways_to_more_of_the_kernel() -> None:
+    done = subprocess.run([sys.executable, "-c", FORBIDDEN], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("threads and sockets work\n", "")
+
+
+def test_a_foreign_volume_is_neither_mounted_nor_read_by_its_handle(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        mine, other = await s.volume(), await s.volume()
+        (a, guest), (b, owner) = await s.guest(), await s.guest()
+        await mine.serve({a: False})
+        await other.serve({b: False})
+        root = other.mount(owner)
+        secret = other.nfs(owner).create(root, "secret")
+        other.nfs(owner).write(secret, b"secret")
+        assert status_of(mine.mount, guest, f"/{other.id}") != nfs3.OK
+        with pytest.raises(CUT_OFF):
+            other.mount(guest, seconds=0.7)
+        with pytest.raises(CUT_OFF):
+            other.nfs(guest, seconds=0.7)
+        with pytest.raises((NfsError, Refused)):
+            mine.nfs(guest).read(secret)
+
+    run(test)
