@@ -25,6 +25,9 @@ DEFAULT_URL = "unix:///run/sandbox-gateway/gateway.sock"
 MINIMUM_VERSION = (0, 1, 0)
 CONNECT_SECONDS = 10
 PAGE = 1000
+_PIECE = 1 << 20
+LARGEST_ANSWER = 64 << 20
+"""Bytes: a page of a list whose entries have 64 KiB each."""
 LOOPBACK = re.compile(r"localhost|.*\.localhost|127(\.\d{1,3}){3}|::1|0\.0\.0\.0|::", re.IGNORECASE)
 
 
@@ -132,9 +135,11 @@ class Client:
         while True:
             answer = self.call("GET", path, query={**query, "limit": PAGE, "nextToken": token})
             yield from answer.data
-            token = answer.headers.get("x-next-token", "")
+            before, token = token, answer.headers.get("x-next-token", "")
             if not token:
                 return
+            if token == before:
+                raise self._no_gateway(f"GET {path}", "its list has no end")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return self.call("POST", path, body=body or {}).data
@@ -178,7 +183,7 @@ class Client:
             return Answer(status, data, headers)
         failure = self._failure(f"{method} {path}", status, data)
         wait = headers.get("Retry-After", "")
-        if status in (429, 503) and wait.isdigit():
+        if status in (429, 503) and re.fullmatch("[0-9]{1,9}", wait):
             raise _Busy(failure, max(0.2, float(wait)))
         raise failure
 
@@ -215,7 +220,10 @@ class Client:
         connection = self._connected()
         connection.request(method, target, body=payload, headers=headers)
         response = connection.getresponse()
-        raw = response.read()
+        raw = read_at_most(LARGEST_ANSWER, response)
+        if raw is None:
+            self.close()
+            raise self._no_gateway(f"{method} {target.partition('?')[0]}", f"its answer exceeds {LARGEST_ANSWER} bytes")
         if response.will_close:
             self.close()
         self._note_clock(response.headers.get("Date", ""))
@@ -253,7 +261,7 @@ class Client:
     def _note_clock(self, date: str) -> None:
         try:
             self._skew = parsedate_to_datetime(date) - datetime.now(timezone.utc)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return
         # The header has whole seconds: a smaller difference says nothing.
         if abs(self._skew) < timedelta(seconds=2):
@@ -264,7 +272,7 @@ class Client:
             return None
         try:
             return json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise self._no_gateway(asked, f"it answered {status} and no JSON") from None
 
     def _failure(self, asked: str, status: int, data: Any) -> Failure:
@@ -338,6 +346,20 @@ class _Busy(Exception):
 
 def _word(value: Any) -> str:
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
+
+
+def read_at_most(size: int, response: http.client.HTTPResponse) -> bytes | None:
+    """The rest of an answer; None where that is larger than ``size``. Raises IncompleteRead, OSError."""
+    data = bytearray()
+    piece = response.read(_PIECE)
+    while piece:
+        data += piece
+        if len(data) > size:
+            return None
+        piece = response.read(_PIECE)
+    if response.length:
+        raise http.client.IncompleteRead(bytes(data), response.length)
+    return bytes(data)
 
 
 def segment(ref: str) -> str:

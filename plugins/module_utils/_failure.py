@@ -7,23 +7,40 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+_LONGEST = 64 << 10
+"""Characters of a sentence: it may quote what a sandbox said."""
+_NOT_PRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Control characters but tabs and line ends, marks that reorder text, and halves of characters."""
+
+
+def printable(text: str) -> str:
+    """``text`` without what a terminal would obey."""
+    return _NOT_PRINTABLE.sub("", text)
 
 
 class Failure(Exception):
     """A refusal or an error: a sentence, the gateway's stable word for it, and what stands in the way.
 
+    What it quotes from a gateway or a sandbox is made printable here, and bounded.
     ``status`` is the HTTP status where the gateway answered, else None.
     """
 
     def __init__(
         self, message: str, kind: str = "invalid", *, blockers: Iterable[str] = (), status: int | None = None
     ) -> None:
+        message = printable(message)
+        if len(message) > _LONGEST:
+            message = message[:_LONGEST] + "..."
         super().__init__(message)
         self.message = message
-        self.kind = kind
-        self.blockers = list(blockers)
+        self.kind = printable(kind)
+        self.blockers = [printable(each) for each in blockers]
         self.status = status
 
     def as_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 from urllib.parse import urlencode
 
-from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client, read_at_most
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 
 AGENT_PORT = 49983
@@ -35,6 +35,12 @@ _PIECE = 256 << 10
 _GIVEN = 8 << 20
 _FRAME = struct.Struct(">BI")
 _LAST = 2
+_LARGEST_FRAME = 4 << 20
+"""Bytes. The agent sends output in pieces of 64 KiB, and keeps 1 MiB at most for a slow reader."""
+_LARGEST_ANSWER = 1 << 20
+"""Bytes of any other answer of the agent, which is a few words."""
+_LARGEST_NUMBER = 20
+"""Digits of a number in a frame."""
 
 
 class Channel(Client):
@@ -195,7 +201,7 @@ class Channel(Client):
         if response.status < 400:
             return response
         try:
-            data = self._decoded(asked, response.status, response.read())
+            data = self._decoded(asked, response.status, self._small(asked, response))
         except (http.client.HTTPException, OSError) as error:
             raise self.broken(asked, error) from None
         finally:
@@ -207,11 +213,28 @@ class Channel(Client):
 
     def _read_all(self, asked: str, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
         try:
-            response.read()
+            self._small(asked, response)
+        except Failure:
+            connection.close()
+            raise
         except (http.client.HTTPException, OSError) as error:
             connection.close()
             raise self.broken(asked, error) from None
         self.keep(connection, response)
+
+    def _small(self, asked: str, response: http.client.HTTPResponse) -> bytes:
+        """The rest of an answer that has to be a small one."""
+        data = read_at_most(_LARGEST_ANSWER, response)
+        if data is None:
+            raise self.nonsense(f"its answer to {asked} is larger than {_LARGEST_ANSWER} bytes")
+        return data
+
+    def nonsense(self, why: str) -> Failure:
+        return Failure(
+            f"the agent of sandbox {self.sandbox} does not answer as agents do ({why}): it may have been replaced from "
+            "inside. Roll the sandbox back, or replace it",
+            "unreachable",
+        )
 
 
 class Process:
@@ -240,19 +263,22 @@ class Process:
                 if flags & _LAST:
                     self._finish(message)
                     return
-                event = message.get("event") or {}
+                event = _field(message, "event", dict)
                 if "start" in event:
-                    self.pid = event["start"]["pid"]
-                    self.fed = bool(event["start"].get("input"))
+                    start = _field(event, "start", dict)
+                    self.pid = _field(start, "pid", int)
+                    self.fed = bool(start.get("input"))
                 if "end" in event:
-                    self.exit_code = _exit_code(event["end"])
+                    self.exit_code = _exit_code(_field(event, "end", dict))
                     continue
-                data = event.get("data") or {}
+                data = _field(event, "data", dict)
                 for kind in ("stdout", "stderr"):
                     if kind in data:
-                        yield kind, base64.b64decode(data[kind])
+                        yield kind, _decoded(_field(data, kind, str))
                 if not data:
                     yield "", b""
+        except _Nonsense as error:
+            raise self._channel.nonsense(str(error)) from None
         except (http.client.HTTPException, OSError) as error:
             raise self._channel.broken("its output", error) from None
         finally:
@@ -263,7 +289,9 @@ class Process:
     def _frames(self) -> Iterator[tuple[int, dict[str, Any]]]:
         while True:
             flags, size = _FRAME.unpack(self._exactly(_FRAME.size))
-            yield flags, json.loads(self._exactly(size) or b"{}")
+            if size > _LARGEST_FRAME:
+                raise _Nonsense(f"it announces a message of {size} bytes, {_LARGEST_FRAME} at most are expected")
+            yield flags, _parsed(self._exactly(size))
 
     def _exactly(self, size: int) -> bytes:
         data = self._response.read(size)
@@ -272,11 +300,12 @@ class Process:
         return data
 
     def _finish(self, last: dict[str, Any]) -> None:
-        self._response.read()
+        if self._response.read(1):
+            raise _Nonsense("it goes on after its last message")
         self._channel.keep(self._connection, self._response)
-        error = last.get("error")
+        error = _field(last, "error", dict)
         if error:
-            raise Failure(str(error.get("message", "the agent gave no reason")), INSIDE)
+            raise Failure(_field(error, "message", str) or "the agent gave no reason", INSIDE)
         if self.exit_code is None:
             raise Failure(f"the agent of sandbox {self._channel.sandbox} did not say how the command ended", INSIDE)
         if self._feed_failure is not None:
@@ -330,11 +359,48 @@ def _readable(sock: Any) -> bool:
     return bool(poll.poll(0))
 
 
+class _Nonsense(Exception):
+    """What the agent's process service never sends, in words that follow "the agent does not answer as agents do"."""
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(data or b"{}", parse_int=_number)
+    except (ValueError, RecursionError):
+        raise _Nonsense("it sends what is no JSON") from None
+    if not isinstance(message, dict):
+        raise _Nonsense("it sends what is no message")
+    return message
+
+
+def _number(digits: str) -> int:
+    if len(digits) > _LARGEST_NUMBER:
+        raise ValueError("too many digits")
+    return int(digits)
+
+
+def _field(message: dict[str, Any], name: str, kind: type) -> Any:
+    """The field of a message, or the kind's empty value. A field of another kind is nonsense."""
+    value = message.get(name)
+    if value is None:
+        return kind()
+    if type(value) is not kind:
+        raise _Nonsense(f"its {name} is no {kind.__name__}")
+    return value
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        raise _Nonsense("its output is no base64") from None
+
+
 def _exit_code(end: dict[str, Any]) -> int:
     """As a shell has it: 128 + n for a process that signal n ended."""
     if end.get("exited", True):
-        return int(end.get("exitCode", 0))
-    name = str(end.get("status", "")).partition(": ")[2]
+        return _field(end, "exitCode", int)  # type: ignore[no-any-return]
+    name = _field(end, "status", str).partition(": ")[2]
     for number in signal.valid_signals():
         if name in (str(int(number)), (signal.strsignal(number) or "").lower()):
             return 128 + int(number)
