@@ -176,6 +176,7 @@ from typing import Any
 from ansible.errors import AnsibleParserError
 from ansible.module_utils.parsing.convert_bool import boolean
 from ansible.plugins.inventory import BaseInventoryPlugin, Cacheable, Constructable
+from ansible.utils.unsafe_proxy import wrap_var
 from ansible_collections.grove.sandbox.plugins.module_utils._client import DEFAULT_URL, Client
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.plugin_utils import _inventory
@@ -265,7 +266,8 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         remember(sandbox["id"], gateway)
         variables = _inventory.variables_of(sandbox, gateway, self.get_option("python_interpreter") or "")
         for key, value in variables.items():
-            self.inventory.set_variable(host, key, _inventory.unsafe(value))
+            # No text in it is a template, with or without braces: a `#jinja2:` header can set other delimiters.
+            self.inventory.set_variable(host, key, wrap_var(value))
         for group in self._groups_of(sandbox, gateway):
             self.inventory.add_host(host, self.inventory.add_group(group))
         strict = self.get_option("strict")

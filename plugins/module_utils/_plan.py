@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
-from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS, RESERVED
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 SANDBOX, SNAPSHOT, TEMPLATE, VOLUME = "sandbox", "snapshot", "template", "volume"
@@ -136,6 +136,10 @@ def words(values: Mapping[str, Any] | None, what: str) -> dict[str, str] | None:
     for key, value in values.items():
         if isinstance(value, (dict, list, tuple)) or value is None:
             raise Failure(f"{what}.{key} must be a string, a number or a boolean")
+        if what == "metadata" and str(key).startswith(RESERVED):
+            raise Failure(
+                f"metadata.{key} is not allowed: Ansible reads keys that begin with {RESERVED} as its own marks"
+            )
         result[str(key)] = str(value).lower() if isinstance(value, bool) else str(value)
     return result
 

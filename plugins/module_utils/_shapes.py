@@ -89,6 +89,8 @@ VOLUME_KEYS = (
     "created_at",
 )
 
+RESERVED = "__ansible_"
+"""How keys begin that Ansible takes for marks of its own when it reads JSON."""
 KEYS = {"sandbox": SANDBOX_KEYS, "snapshot": SNAPSHOT_KEYS, "template": TEMPLATE_KEYS, "volume": VOLUME_KEYS}
 
 RECIPE_WORDS = {
@@ -124,7 +126,7 @@ def sandbox_shape(detail: dict[str, Any]) -> dict[str, Any]:
         "cpus": detail.get("cpuCount"),
         "memory_mb": detail.get("memoryMB"),
         "disk_mb": detail.get("diskSizeMB"),
-        "metadata": dict(detail.get("metadata") or {}),
+        "metadata": _metadata(detail.get("metadata") or {}),
         "network": {
             "allow_internet": network.get("allowInternetAccess", True) is not False,
             "allow_out": list(network.get("allowOut") or []),
@@ -215,6 +217,11 @@ def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) ->
         "stuck": list(volume.get("stuck") or []),
         "created_at": volume.get("createdAt"),
     }
+
+
+def _metadata(values: dict[str, Any]) -> dict[str, str]:
+    """Without reserved keys: with one, who writes metadata could break results of modules, caches and inventories."""
+    return {str(key): str(value) for key, value in values.items() if not str(key).startswith(RESERVED)}
 
 
 def _mounts(thing: dict[str, Any]) -> list[dict[str, Any]]:

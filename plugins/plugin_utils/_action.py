@@ -12,6 +12,7 @@ from typing import Any
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.module_utils.errors import UnsupportedError
 from ansible.plugins.action import ActionBase
+from ansible.utils.unsafe_proxy import wrap_var
 from ansible_collections.grove.sandbox.plugins.module_utils._client import DEFAULT_URL, Address
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._module import (
@@ -20,6 +21,9 @@ from ansible_collections.grove.sandbox.plugins.module_utils._module import (
     arguments,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._run import failed, run
+
+SANDBOX = "grove.sandbox.sandbox"
+"""The connection whose other end is a sandbox."""
 
 
 class GatewayAction(ActionBase):
@@ -40,9 +44,13 @@ class GatewayAction(ActionBase):
         if self._in_process(args):
             result.update(self._here(args))
         else:
+            if self._connection.transport == SANDBOX and not self._task.args.get("gateway_token"):
+                # Root inside reads what a module is given: the key of this process' environment stays here.
+                args.pop("gateway_token", None)
             wrap_async = bool(self._task.async_val) and not self._connection.has_native_async
             result.update(self._execute_module(module_args=args, task_vars=task_vars, wrap_async=wrap_async))
-        return result
+        # It holds text of gateways and sandboxes.
+        return dict(wrap_var(result))
 
     def _arguments(self) -> dict[str, Any]:
         """The task's options; the variables of this process' environment stand in for the two that were left out."""

@@ -11,7 +11,6 @@ from collections.abc import Container, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ansible.utils.unsafe_proxy import wrap_var
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import sandbox_shape
@@ -34,6 +33,8 @@ def observe(client: Client) -> list[dict[str, Any]]:
     found = []
     for detail in client.pages("/sandboxes"):
         shape = sandbox_shape(detail)
+        if not _NAME.fullmatch(str(shape["id"])):
+            raise Failure(f"{shape['id']!r} is no id of a sandbox: is {client.address.url} a gateway?")
         shape["template"] = detail.get("alias") or names.get(shape["template_id"]) or shape["template_id"]
         shape["head"] = names.get(shape["snapshot_id"]) or shape["snapshot_id"]
         found.append(shape)
@@ -106,15 +107,6 @@ def variables_of(sandbox: Mapping[str, Any], gateway: Gateway, interpreter: str)
     if interpreter:
         variables["ansible_python_interpreter"] = interpreter
     return variables
-
-
-def unsafe(value: Any) -> Any:
-    """``value`` with what could be taken for a template marked as none; the rest stays plain."""
-    if isinstance(value, Mapping):
-        return {unsafe(key): unsafe(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [unsafe(item) for item in value]
-    return wrap_var(value) if isinstance(value, str) and "{" in value else value
 
 
 def _list(value: Any) -> list[str]:

@@ -104,15 +104,6 @@ def test_variables_hold_no_key() -> None:
     assert not {"ansible_sandbox_ca_path", "ansible_sandbox_validate_certs"} & plain.keys()
 
 
-def test_foreign_text_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What a mark is depends on the release of Ansible: from 2.19 on it is the absence of one.
-    monkeypatch.setattr(_inventory, "wrap_var", lambda text: ("marked", text))
-    given = {"metadata": {"key": [EVIL, "plain", 3, None], "{% raw %}": "{# x #}"}}
-    assert _inventory.unsafe(given) == {
-        "metadata": {"key": [("marked", EVIL), "plain", 3, None], ("marked", "{% raw %}"): ("marked", "{# x #}")}
-    }
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [({"url": "x", "tokn": "y"}, "no key tokn"), ("east", "must be a mapping"), (["a"], "must be a mapping")],
