@@ -15,6 +15,11 @@ description:
   - The inventory plugin P(grove.sandbox.sandboxes#inventory) sets all that is needed. Where a sandbox is in its
     inventory, gateway, certificates and key are what the inventory found, whatever variables of the host say; only
     O(gateway_token) goes before.
+  - What decides where a key goes is never taken from what a task returned. The variables C(ansible_host) and
+    C(ansible_sandbox_*), except C(ansible_sandbox_gateway_timeout), count only where they come from an inventory,
+    C(host_vars), C(group_vars), M(ansible.builtin.add_host) or the command line (C(-e)). If a fact,
+    M(ansible.builtin.set_fact), M(ansible.builtin.include_vars), a registered variable, or C(vars) of a play, role or
+    task sets one of them to another value, the host is unreachable.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 options:
@@ -99,6 +104,17 @@ options:
         key: connection_timeout
     vars:
       - name: ansible_sandbox_gateway_timeout
+  max_output_mb:
+    description:
+      - How much one command may print, standard output and error together, in MiB. A command that prints more is ended,
+        and its task fails. All output is held in the memory of the control node.
+    type: int
+    default: 128
+    ini:
+      - section: grove_sandbox
+        key: max_output_mb
+    vars:
+      - name: ansible_sandbox_max_output_mb
   remote_user:
     description:
       - The user inside as whom commands run and to whom files belong. Any user of the sandbox will do;
@@ -142,14 +158,32 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ansible import constants as C
 from ansible.errors import AnsibleConnectionFailure, AnsibleError, AnsibleFileNotFound
 from ansible.plugins.connection import ConnectionBase
 from ansible.utils.display import Display
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible.utils.unsafe_proxy import wrap_var
+from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, printable
 from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway, recall
+from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorVariables
 from ansible_collections.grove.sandbox.plugins.plugin_utils._stream import INSIDE, Channel, Process
 
 display = Display()
+
+FREE = ("ansible_pipelining", "ansible_sandbox_gateway_timeout", "ansible_user", "inventory_hostname")
+"""Variables of this plugin that anything may set: none of them decides where a key goes."""
+OF_LISTED = ("ansible_host", "ansible_sandbox_gateway_token", "ansible_sandbox_max_output_mb")
+"""Of the others those that count for a sandbox that the inventory plugin listed."""
+_MOST_BEFORE_SUCCESS = 1 << 20
+"""Bytes that may be printed before becoming another user has succeeded; they are searched again with each piece."""
+
+
+class Unreachable(AnsibleConnectionFailure):
+    """Its sentence may quote the sandbox: where Ansible makes it part of a result, it is no template."""
+
+    def __str__(self) -> str:
+        text: str = wrap_var(super().__str__())
+        return text
 
 
 class Connection(ConnectionBase):
@@ -157,7 +191,26 @@ class Connection(ConnectionBase):
     has_pipelining = True
     has_tty = False
 
-    _channel: Channel | None = None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._channel: Channel | None = None
+        self._settings: dict[str, Any] | None = None
+        self._given: dict[str, Any] = {}
+        self._variables: dict[str, Any] = {}
+        self._delegate = ""
+
+    def set_options(self, task_keys: Any = None, var_options: Any = None, direct: Any = None) -> None:
+        """Variables that decide where a key goes are not among the options: see ``_operator_settings``."""
+        self._given = dict(var_options or {})
+        free = {name: value for name, value in self._given.items() if name not in self._guarded()}
+        super().set_options(task_keys=task_keys, var_options=free, direct=direct)
+        self._delegate = (task_keys or {}).get("delegate_to") or ""
+
+    def update_vars(self, variables: dict[str, Any]) -> None:
+        """Ansible calls it before each task, and each item of a loop, after ``set_options``: with all variables."""
+        self.close()
+        self._variables, self._settings = dict(variables), None
+        super().update_vars(variables)
 
     def _connect(self) -> Connection:
         """Nothing goes over the wire before there is something to say."""
@@ -165,34 +218,63 @@ class Connection(ConnectionBase):
             try:
                 self._channel = self._new_channel()
             except Failure as failure:
-                raise AnsibleConnectionFailure(failure.message) from None
+                raise Unreachable(failure.message) from None
             self._connected = True
         return self
 
     def _new_channel(self) -> Channel:
-        sandbox = self.get_option("sandbox")
+        settings = self._operator_settings()
+        sandbox = settings["sandbox"]
         gateway = recall(sandbox)
         if gateway is None:
             gateway = Gateway(
-                self.get_option("gateway_url"),
-                token_file=self.get_option("gateway_token_file") or "",
-                ca_path=self.get_option("ca_path") or "",
-                validate_certs=self.get_option("validate_certs"),
+                settings["gateway_url"],
+                token_file=settings["gateway_token_file"] or "",
+                ca_path=settings["ca_path"] or "",
+                validate_certs=settings["validate_certs"],
             )
         return Channel(
             sandbox,
             self.get_option("remote_user"),
             timeout=self.get_option("gateway_timeout"),
             url=gateway.url,
-            token=self.get_option("gateway_token") or gateway.key() or self.get_option("default_token") or "",
+            token=settings["gateway_token"] or gateway.key() or settings["default_token"] or "",
             ca_path=str(Path(gateway.ca_path).expanduser()) if gateway.ca_path else "",
             validate_certs=gateway.validate_certs,
         )
 
+    def _guarded(self) -> list[str]:
+        return [name for name in C.config.get_plugin_vars("connection", self._load_name) if name not in FREE]
+
+    def _operator_settings(self) -> dict[str, Any]:
+        """This plugin's options as the operator set them, whatever tasks have returned. Raises Failure."""
+        if self._settings is None:
+            values = self._operator_values()
+            self._settings = C.config.get_plugin_options("connection", self._load_name, variables=values)
+        return self._settings
+
+    def _operator_values(self) -> dict[str, Any]:
+        """Raises Failure where a variable that decides where a key goes is not the operator's."""
+        variables = self._variables or self._given
+        host = str(self._delegate or variables.get("inventory_hostname", ""))
+        own: Any = OperatorVariables(variables["hostvars"], host) if "hostvars" in variables else {}
+        if self._delegate:
+            variables = variables.get("ansible_delegated_vars", {}).get(self._delegate, {})
+        listed = recall(str(own.evaluate("ansible_host") if "ansible_host" in own else host)) is not None
+        names = OF_LISTED if listed else self._guarded()
+        foreign = [name for name in names if name in variables and (name not in own or own[name] != variables[name])]
+        if foreign:
+            raise Failure(
+                f"{' and '.join(foreign)} of host {host} must not come from facts, other results of tasks, or vars of "
+                "a play, role or task: it decides where the gateway's key goes. Set it with add_host, in host_vars or "
+                "group_vars, or with -e, and let no task return a variable of that name"
+            )
+        return {"inventory_hostname": host, **{name: own.evaluate(name) for name in names if name in own}}
+
     def exec_command(self, cmd: str, in_data: bytes | None = None, sudoable: bool = True) -> tuple[int, bytes, bytes]:
         """Returns (exit code, stdout, stderr); 128 + n for a command that signal n ended."""
         super().exec_command(cmd, in_data=in_data, sudoable=sudoable)
-        display.vvv(f"EXEC {cmd}", host=self._sandbox)
+        display.vvv(printable(f"EXEC {cmd}"), host=self._sandbox)
         escalation = _Escalation(self.become, self._sandbox, self.get_option("gateway_timeout")) if sudoable else None
         try:
             waiting = bool(escalation and escalation.waiting)
@@ -208,6 +290,7 @@ class Connection(ConnectionBase):
 
     def _converse(self, process: Process, in_data: bytes | None, escalation: _Escalation | None) -> tuple[bytes, bytes]:
         taken = {"stdout": bytearray(), "stderr": bytearray()}
+        most = self._operator_settings()["max_output_mb"]
         waiting = bool(escalation and escalation.waiting)
         started = False
         for kind, data in process.output():
@@ -217,6 +300,13 @@ class Connection(ConnectionBase):
                     process.feed(in_data)
             if kind:
                 taken[kind].extend(data)
+                if len(taken["stdout"]) + len(taken["stderr"]) > most << 20:
+                    process.kill()
+                    self.close()
+                    raise AnsibleError(
+                        f"the command was ended: it printed more than {most} MiB in sandbox {self._sandbox}. Let it "
+                        "write to a file, or set ansible_sandbox_max_output_mb to more"
+                    )
             if waiting:
                 waiting = escalation.go_on(process, taken["stdout"], taken["stderr"])
                 if not waiting:
@@ -226,7 +316,7 @@ class Connection(ConnectionBase):
 
     def put_file(self, in_path: str, out_path: str) -> None:
         super().put_file(in_path, out_path)
-        display.vvv(f"PUT {in_path} TO {out_path}", host=self._sandbox)
+        display.vvv(printable(f"PUT {in_path} TO {out_path}"), host=self._sandbox)
         try:
             with Path(in_path).expanduser().open("rb") as file:
                 self._channel.upload(file, os.fstat(file.fileno()).st_size, out_path)
@@ -241,7 +331,7 @@ class Connection(ConnectionBase):
 
     def fetch_file(self, in_path: str, out_path: str) -> None:
         super().fetch_file(in_path, out_path)
-        display.vvv(f"FETCH {in_path} TO {out_path}", host=self._sandbox)
+        display.vvv(printable(f"FETCH {in_path} TO {out_path}"), host=self._sandbox)
         try:
             with Path(out_path).open("wb") as file:
                 self._channel.download(in_path, file)
@@ -265,11 +355,11 @@ class Connection(ConnectionBase):
 
     @property
     def _sandbox(self) -> str:
-        return str(self.get_option("sandbox"))
+        return str(self._operator_settings()["sandbox"])
 
-    def _unreachable(self, failure: Failure) -> AnsibleConnectionFailure:
+    def _unreachable(self, failure: Failure) -> Unreachable:
         self.close()
-        return AnsibleConnectionFailure(failure.message)
+        return Unreachable(failure.message)
 
 
 class _Escalation:
@@ -299,7 +389,7 @@ class _Escalation:
             process.write(self.become.get_option("become_pass").encode() + b"\n")
         elif asked or self.become.check_incorrect_password(bytes(out + err)):
             self._give_up(process, "the password is not accepted")
-        elif time.monotonic() > self._until:
+        elif time.monotonic() > self._until or len(out) + len(err) > _MOST_BEFORE_SUCCESS:
             self._give_up(process, "neither success nor a prompt for a password is seen")
         return True
 

@@ -27,7 +27,7 @@ def main() -> None:
 
     for sandbox, gateway in asked.get("remember", {}).items():
         _gateways.remember(sandbox, _gateways.Gateway(**gateway))
-    connection.set_options(var_options=asked["variables"])
+    as_of_an_inventory(connection, asked["variables"])
     if asked.get("become"):
         become = become_loader.get(asked["become"].pop("method"))
         become.set_options(direct=asked["become"])
@@ -37,8 +37,27 @@ def main() -> None:
         try:
             results.append({"value": call(connection, method, arguments)})
         except AnsibleError as error:
-            results.append({"error": type(error).__name__, "message": str(error)})
+            (kind, *_) = (each.__name__ for each in type(error).__mro__ if each.__module__ == "ansible.errors")
+            results.append({"error": kind, "message": str(error)})
     json.dump({"results": results, "growth": _largest() - before}, sys.stdout)
+
+
+def as_of_an_inventory(connection: Any, variables: dict[str, Any]) -> None:
+    """Give the connection the variables of a host of an inventory, as a task does."""
+    from ansible.inventory.manager import InventoryManager
+    from ansible.parsing.dataloader import DataLoader
+    from ansible.vars.hostvars import HostVars
+    from ansible.vars.manager import VariableManager
+
+    loader = DataLoader()
+    inventory = InventoryManager(loader, sources=["one,"])
+    host = inventory.get_host("one")
+    for name, value in variables.items():
+        host.set_variable(name, value)
+    manager = VariableManager(loader, inventory)
+    HostVars(inventory, manager, loader)
+    connection.set_options(var_options=variables)
+    connection.update_vars(manager.get_vars(host=host))
 
 
 def call(connection: Any, method: str, arguments: list[Any]) -> Any:

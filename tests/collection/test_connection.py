@@ -447,6 +447,13 @@ def test_a_play(gateway: Served, web: str, tmp_path: Path) -> None:
     assert without[0]["ping"] == "pong"
 
 
+def test_each_item_of_a_loop_has_its_own_user(gateway: Served, web: str, tmp_path: Path) -> None:
+    users = ["root", "nobody", "root"]
+    task = {"ansible.builtin.raw": "id -un", "vars": {"ansible_user": "{{ item }}"}, "loop": users}
+    (result,) = play(gateway, tmp_path, task)
+    assert [item["stdout"].strip() for item in result["results"]] == users
+
+
 def test_a_paused_sandbox_is_unreachable_in_a_sentence(gateway: Served, web: str, tmp_path: Path) -> None:
     with gateway.client() as api:
         api.post("/sandboxes/web/pause").raise_for_status()

@@ -1,0 +1,117 @@
+"""A gateway whose sandboxes lie: each answers the connection plugin with what its test chose. None is a machine."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import re
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+LAST = 2
+
+
+def frame(message: dict[str, Any] | bytes, flags: int = 0) -> bytes:
+    data = message if isinstance(message, bytes) else json.dumps(message).encode()
+    return struct.pack(">BI", flags, len(data)) + data
+
+
+STARTED = frame({"event": {"start": {"pid": 7, "input": True}}})
+ENDED = frame({"event": {"end": {"exitCode": 0, "exited": True}}}) + frame(b"{}", LAST)
+
+
+def output(text: str | bytes) -> bytes:
+    data = text.encode() if isinstance(text, str) else text
+    return frame({"event": {"data": {"stdout": base64.b64encode(data).decode()}}})
+
+
+def printed(text: str) -> bytes:
+    """The whole answer for a command that prints ``text`` and succeeds."""
+    return STARTED + output(text) + ENDED
+
+
+def facts(**values: Any) -> bytes:
+    """The whole answer of an interpreter that runs no module, and returns facts instead."""
+    return printed(json.dumps({"changed": False, "ansible_facts": values}))
+
+
+Pieces = Callable[[], Iterable[bytes]]
+"""An answer that comes piece by piece, for as long as anybody listens."""
+
+
+class Liar:
+    """``lies``: by sandbox, the answer to every command; or a status and a message, of an agent that refuses.
+
+    ``asked``: the headers of each request; ``bodies``: what was sent, unpacked; ``taken``: bytes of answers that were
+    sent, by sandbox.
+    """
+
+    def __init__(self, lies: dict[str, bytes | Pieces | tuple[int, str]] | None = None) -> None:
+        self.lies = lies or {}
+        self.asked: list[dict[str, str]] = []
+        self.bodies: list[bytes] = []
+        self.taken: dict[str, int] = {}
+        self.url = ""
+
+    def keys(self) -> set[str]:
+        """The keys that it was sent."""
+        return {headers["X-API-Key"] for headers in self.asked if "X-API-Key" in headers}
+
+    @contextlib.contextmanager
+    def serve(self) -> Iterator[Liar]:
+        """On a loopback port, ``url``."""
+        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"liar": self}))
+        server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield self
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+def _everything(body: bytes) -> bytes:
+    """A request, with what it holds in base64, and what modules hold in archives within that, beside it."""
+    found = [body]
+    for text in found:
+        for coded in re.findall(rb"[A-Za-z0-9+/]{40,}={0,2}", text):
+            with contextlib.suppress(ValueError):
+                found.append(base64.b64decode(coded))
+    return b"\n".join(found)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    liar: Liar
+
+    def do_POST(self) -> None:
+        self.liar.bodies.append(_everything(self.rfile.read(int(self.headers.get("Content-Length") or 0))))
+        self.liar.asked.append(dict(self.headers.items()))
+        sandbox = self.headers.get("E2b-Sandbox-Id", "")
+        lie = self.liar.lies.get(sandbox, printed("nothing to say"))
+        if not self.path.startswith("/process.Process/Start"):
+            lie = b"{}"
+        if isinstance(lie, tuple):
+            status, message = lie
+            lie = json.dumps({"code": "internal", "message": message}).encode()
+        else:
+            status = 200
+        self.send_response(status)
+        self.end_headers()
+        self.liar.taken.setdefault(sandbox, 0)
+        # Who listens may have gone.
+        with contextlib.suppress(OSError):
+            for piece in [lie] if isinstance(lie, bytes) else lie():
+                self.wfile.write(piece)
+                self.liar.taken[sandbox] += len(piece)
+
+    do_GET = do_POST
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
