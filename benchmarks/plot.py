@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MISSING = "a plot needs matplotlib: .venv/bin/python -m pip install -r requirements/bench.txt"
+MISSING = "a plot needs matplotlib: .venv/bin/python -m pip install --require-hashes -r requirements/bench.txt"
 _INK, _MUTED, _GRID = "#1f2430", "#667085", "#e4e7ec"
 _FLOOR, _FIRST, _OURS, _SECOND, _TARGET = "#98a2b3", "#8fc1f0", "#0b6bcb", "#12a594", "#d92d20"
 _PARTS = ("#0b6bcb", "#5ba4e6", "#12a594", "#7fd1c4", "#8e5bd6", "#c4a7ec", "#e08c1a", "#d0d5dd")

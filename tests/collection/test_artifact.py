@@ -48,6 +48,7 @@ def test_the_artifact_carries_the_gateway_and_nothing_of_the_workshop(artifact: 
     with tarfile.open(artifact) as archive:
         names = set(archive.getnames())
     assert {"gateway/pyproject.toml", "gateway/src/sandbox_agent/__main__.py", "meta/runtime.yml", "README.md"} <= names
+    assert {f"gateway/{name}" for name in ("requirements.txt", "requirements-build.txt", "sbom.cdx.json")} <= names
     workshop = ("tests", "benchmarks", "requirements", "molecule", "dev", ".ci", ".git", ".venv", ".cache")
     assert not [name for name in names if name.split("/")[0] in workshop or "__pycache__" in name]
 

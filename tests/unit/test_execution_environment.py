@@ -30,7 +30,9 @@ def definition() -> dict[str, Any]:
 
 
 def pinned(requirements: str) -> set[str]:
-    return set(re.findall(r"^[\w-]+==[\w.]+$", (REPOSITORY / "requirements" / requirements).read_text(), re.MULTILINE))
+    return set(
+        re.findall(r"^[\w-]+==[\w.]+(?= |$)", (REPOSITORY / "requirements" / requirements).read_text(), re.MULTILINE)
+    )
 
 
 def test_it_is_of_the_third_version(definition: dict[str, Any]) -> None:

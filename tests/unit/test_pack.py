@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import subprocess
 import sys
@@ -12,6 +13,14 @@ import pytest
 
 from tests.support import session
 
+ALONE = (
+    "README.md",
+    "pyproject.toml",
+    "requirements-build.txt",
+    "requirements-maturin.txt",
+    "requirements.txt",
+    "sbom.cdx.json",
+)
 PACK = session.REPOSITORY / "roles" / "gateway" / "files" / "pack.py"
 
 
@@ -25,7 +34,7 @@ def source(tmp_path: Path) -> Path:
     root = tmp_path / "gateway"
     package = root / "src" / "thing"
     package.mkdir(parents=True)
-    for name in ("README.md", "pyproject.toml", "requirements.txt"):
+    for name in ALONE:
         (root / name).write_text(name)
     (package / "__init__.py").write_text("")
     (package / "thing.service").write_text("[Unit]")
@@ -47,6 +56,11 @@ def test_what_was_built_from_it_is_no_part_of_it(source: Path, tmp_path: Path) -
     assert pack(source) == before
 
 
+def test_the_digest_of_the_file_is_printed(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "one.tar.gz"
+    assert pack(source, out) == hashlib.sha256(out.read_bytes()).hexdigest() != pack(source)
+
+
 def test_any_change_is_another_digest(source: Path) -> None:
     digests = [pack(source)]
     (source / "src" / "thing" / "thing.service").write_text("[Service]")
@@ -63,5 +77,6 @@ def test_the_real_package_carries_what_the_daemon_reads_at_run_time(tmp_path: Pa
     with tarfile.open(fileobj=io.BytesIO((tmp_path / "real.tar.gz").read_bytes())) as archive:
         names = set(archive.getnames())
     assert "sandbox-gateway/pyproject.toml" in names
+    assert "sandbox-gateway/sbom.cdx.json" in names
     assert "sandbox-gateway/src/sandbox_agent/sandbox-agent.service" in names
     assert "sandbox-gateway/src/sandbox_gateway/cli/daemon.py" in names

@@ -1,6 +1,7 @@
 """The gateway's package as one file, always the same bytes for the same source.
 
-`pack.py SOURCE` prints the SHA-256 of what the package is made of; `pack.py SOURCE OUT.tar.gz` writes it.
+`pack.py SOURCE` prints the SHA-256 of its contents; `pack.py SOURCE OUT.tar.gz` writes it, and prints the SHA-256 of
+that file.
 """
 
 import gzip
@@ -10,7 +11,14 @@ import sys
 import tarfile
 from pathlib import Path
 
-ALONE = ("README.md", "pyproject.toml", "requirements.txt")
+ALONE = (
+    "README.md",
+    "pyproject.toml",
+    "requirements-build.txt",
+    "requirements-maturin.txt",
+    "requirements.txt",
+    "sbom.cdx.json",
+)
 
 
 def members(source):
@@ -40,11 +48,13 @@ def pack(source, out):
             entry.size = len(content)
             entry.mode = 0o644
             archive.addfile(entry, io.BytesIO(content))
-    out.write_bytes(gzip.compress(buffer.getvalue(), mtime=0))
+    compressed = gzip.compress(buffer.getvalue(), mtime=0)
+    out.write_bytes(compressed)
+    return hashlib.sha256(compressed).hexdigest()
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:
         print(digest(Path(sys.argv[1])))
     else:
-        pack(Path(sys.argv[1]), Path(sys.argv[2]))
+        print(pack(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,289 @@
+"""Attacker: anyone who controls the package index that a host or a developer installs from. Target: root there.
+
+The index is a mirror on this machine: the pinned files, as they are, and what the attacker puts in their place. The
+role's own task file installs from it, with a real pip into a real virtual environment.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import threading
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from packaging.utils import canonicalize_name
+
+from tests.support import session
+from tests.support.roles import environment
+
+GATEWAY = session.REPOSITORY / "gateway"
+PACK = session.REPOSITORY / "roles" / "gateway" / "files" / "pack.py"
+LISTS = tuple(GATEWAY.glob("requirements*.txt"))
+CHANGED, MODULE = "annotated-doc", "annotated_doc"
+"""The package that the attacker changes: one that pip fetches early, so that the tests are quick."""
+_INSTALL_SECONDS = 300
+
+
+class Mirror(ThreadingHTTPServer):
+    """A package index. ``files``: what it serves, by file name; ``asked``: the projects it was asked for."""
+
+    daemon_threads = True
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), _Index)
+        self.files = files
+        self.asked: set[str] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/simple"
+
+    def name_of(self, project: str) -> str:
+        """The one file of a project."""
+        (name,) = (name for name in self.files if _project(name) == project)
+        return name
+
+
+class _Index(BaseHTTPRequestHandler):
+    server: Mirror
+
+    def do_GET(self) -> None:
+        kind, _, name = unquote(self.path).strip("/").partition("/")
+        if kind == "files":
+            self._answer(self.server.files[name], "application/octet-stream")
+            return
+        self.server.asked.add(name)
+        links = [
+            f'<a href="/files/{html.escape(file)}">{html.escape(file)}</a>'
+            for file in self.server.files
+            if _project(file) == name
+        ]
+        self._answer(f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>".encode(), "text/html")
+
+    def _answer(self, content: bytes, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+def _project(file: str) -> str:
+    return canonicalize_name(re.split(r"-\d", file)[0])
+
+
+@pytest.fixture(scope="module")
+def genuine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The pinned files that this machine installs."""
+    place = tmp_path_factory.mktemp("genuine")
+    lists = [word for path in LISTS for word in ("--requirement", str(path))]
+    argv = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(place), *lists]
+    subprocess.run(argv, capture_output=True, timeout=_INSTALL_SECONDS, check=True)
+    return {path.name: path.read_bytes() for path in place.iterdir()}
+
+
+@pytest.fixture
+def mirror(genuine: dict[str, bytes]) -> Iterator[Mirror]:
+    server = Mirror(dict(genuine))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+class Attack:
+    """Code that leaves ``mark`` where it runs, in the forms that packages have."""
+
+    def __init__(self, directory: Path) -> None:
+        self.mark = directory / "attacked"
+        self.code = f"open({str(self.mark)!r}, 'w').close()\n"
+
+    @property
+    def succeeded(self) -> bool:
+        return self.mark.exists()
+
+    def changed(self, wheel: bytes, module: str) -> bytes:
+        """The wheel, with the code at the end of ``module``."""
+        out = io.BytesIO()
+        with zipfile.ZipFile(io.BytesIO(wheel)) as before, zipfile.ZipFile(out, "w") as after:
+            for entry in before.infolist():
+                added = self.code.encode() if entry.filename == module else b""
+                after.writestr(entry, before.read(entry) + added)
+        return out.getvalue()
+
+    def sdist(self, name: str, version: str) -> bytes:
+        """A source package whose build runs the code."""
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w:gz") as archive:
+            for path, text in {
+                "PKG-INFO": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+                "setup.py": f"{self.code}import setuptools\nsetuptools.setup(name={name!r}, version={version!r})\n",
+            }.items():
+                entry = tarfile.TarInfo(f"{name}-{version}/{path}")
+                entry.size = len(text)
+                archive.addfile(entry, io.BytesIO(text.encode()))
+        return out.getvalue()
+
+    def add_setup(self, archive: Path, root: str) -> None:
+        """Put a setup.py that is the code into a tar of a source package."""
+        with tarfile.open(archive, "a") as opened:
+            entry = tarfile.TarInfo(f"{root}/setup.py")
+            text = f"{self.code}import setuptools\nsetuptools.setup()\n".encode()
+            entry.size = len(text)
+            opened.addfile(entry, io.BytesIO(text))
+
+    def build_backend(self) -> bytes:
+        """A newer setuptools, whose build backend is the code."""
+        out = io.BytesIO()
+        info = "setuptools-9999.dist-info"
+        with zipfile.ZipFile(out, "w") as archive:
+            archive.writestr("setuptools/__init__.py", self.code)
+            archive.writestr("setuptools/build_meta.py", "")
+            archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: setuptools\nVersion: 9999\n")
+            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{info}/RECORD", "")
+        return out.getvalue()
+
+
+@pytest.fixture
+def attack(tmp_path: Path) -> Attack:
+    return Attack(tmp_path)
+
+
+class Host:
+    """A place where the role's tasks install the package."""
+
+    def __init__(self, directory: Path, mirror: Mirror) -> None:
+        self.directory = directory
+        self.place = directory / "install"
+        self.variables: dict[str, Any] = {
+            "ansible_python_interpreter": "/usr/bin/python3",
+            "gateway_install_dir": str(self.place),
+            "gateway_python": "/usr/bin/python3",
+            "gateway_pip_args": ["--index-url", mirror.url],
+            "gateway_stamp": "attacked",
+            "gateway_supervised_by": "none",
+            "gateway_pid_file": str(directory / "gateway.pid"),
+        }
+
+    def install(self) -> subprocess.CompletedProcess[str]:
+        role = {"name": "grove.sandbox.gateway", "tasks_from": "package", "rolespec_validate": False}
+        tasks = [{"ansible.builtin.include_role": role}]
+        play = [{"hosts": "localhost", "connection": "local", "gather_facts": False, "tasks": tasks}]
+        playbook, extra = self.directory / "play.json", self.directory / "vars.json"
+        playbook.write_text(json.dumps(play))
+        extra.write_text(json.dumps(self.variables))
+        ansible = Path(sys.executable).parent / "ansible-playbook"
+        argv = [str(ansible), "-i", "localhost,", "-e", f"@{extra}", str(playbook)]
+        return _run(argv, environment(self.directory))
+
+    def has(self, program: str) -> bool:
+        return (self.place / "venv" / "bin" / program).exists()
+
+
+@pytest.fixture
+def host(tmp_path: Path, mirror: Mirror) -> Host:
+    return Host(tmp_path, mirror)
+
+
+def _run(argv: list[str], variables: dict[str, str], **more: str) -> subprocess.CompletedProcess[str]:
+    """With the mirror alone: what this machine's pip is told of other indexes does not count."""
+    env = {name: value for name, value in variables.items() if not name.startswith("PIP_")}
+    env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_NO_COMPILE": "1", **more}
+    return subprocess.run(argv, capture_output=True, text=True, timeout=_INSTALL_SECONDS, env=env, check=False)
+
+
+def _mismatch(done: subprocess.CompletedProcess[str]) -> bool:
+    return done.returncode != 0 and "DO NOT MATCH THE HASHES" in done.stdout + done.stderr
+
+
+def test_a_changed_wheel_is_not_installed(mirror: Mirror, host: Host, attack: Attack) -> None:
+    name = mirror.name_of(CHANGED)
+    mirror.files[name] = attack.changed(mirror.files[name], f"{MODULE}/__init__.py")
+    done = host.install()
+    assert _mismatch(done), done.stdout
+    assert not list((host.place / "venv").rglob(MODULE))
+    assert not host.has("sandbox-gateway")
+
+
+def test_an_sdist_in_place_of_a_wheel_is_not_built(mirror: Mirror, host: Host, attack: Attack) -> None:
+    name = mirror.name_of("setuptools")
+    version = name.split("-")[1]
+    del mirror.files[name]
+    mirror.files[f"setuptools-{version}.tar.gz"] = attack.sdist("setuptools", version)
+    done = host.install()
+    assert not attack.succeeded
+    assert _mismatch(done), done.stdout
+
+
+def test_a_newer_build_backend_is_not_used(mirror: Mirror, host: Host, attack: Attack) -> None:
+    mirror.files["setuptools-9999-py3-none-any.whl"] = attack.build_backend()
+    done = host.install()
+    assert not attack.succeeded
+    assert done.returncode == 0, done.stdout
+    assert host.has("sandbox-gateway")
+    assert mirror.asked <= {_project(name) for name in mirror.files}, "nothing was looked for that is not pinned"
+
+
+def test_a_changed_package_of_the_gateway_is_not_built(host: Host, attack: Attack) -> None:
+    """The file is replaced after the role has copied it: here by the program that makes the virtual environment."""
+    tarball, python = host.place / "sandbox-gateway.tar.gz", host.directory / "python"
+    evil = host.directory / "evil.tar"
+    subprocess.run([sys.executable, PACK, GATEWAY, f"{evil}.gz"], capture_output=True, timeout=60, check=True)
+    subprocess.run(["gzip", "--decompress", f"{evil}.gz"], timeout=60, check=True)
+    attack.add_setup(evil, "sandbox-gateway")
+    python.write_text(f'#!/bin/sh\ngzip <{evil} >{tarball}\nexec /usr/bin/python3 "$@"\n')
+    python.chmod(0o755)
+    host.variables["gateway_python"] = str(python)
+    done = host.install()
+    assert not attack.succeeded
+    assert _mismatch(done), done.stdout
+    assert not host.has("sandbox-gateway")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What `./dev` makes .venv from, with no more packages of the workshop than the gateway's own."""
+    place = tmp_path / "checkout"
+    shutil.copytree(GATEWAY, place / "gateway", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "build"))
+    shutil.copy(session.REPOSITORY / "dev", place)
+    (place / "requirements").mkdir()
+    shutil.copy(GATEWAY / "requirements.txt", place / "requirements" / "dev.txt")
+    return place
+
+
+def test_dev_does_not_install_a_changed_wheel(mirror: Mirror, checkout: Path, attack: Attack) -> None:
+    name = mirror.name_of(CHANGED)
+    mirror.files[name] = attack.changed(mirror.files[name], f"{MODULE}/__init__.py")
+    assert _mismatch(_dev(checkout, mirror))
+    assert not list((checkout / ".venv").rglob(MODULE))
+
+
+def test_dev_does_not_use_a_newer_build_backend(mirror: Mirror, checkout: Path, attack: Attack) -> None:
+    mirror.files["setuptools-9999-py3-none-any.whl"] = attack.build_backend()
+    done = _dev(checkout, mirror)
+    assert not attack.succeeded
+    assert (checkout / ".venv" / "bin" / "sandbox-gateway").exists(), done.stderr
+    assert mirror.asked <= {_project(name) for name in mirror.files}
+
+
+def _dev(checkout: Path, mirror: Mirror) -> subprocess.CompletedProcess[str]:
+    """The tests that it would run then are not there."""
+    return _run([str(checkout / "dev"), "test", "unit"], dict(os.environ), PIP_INDEX_URL=mirror.url)

@@ -1,0 +1,103 @@
+"""The lists of pinned packages: complete, hashed, consistent; and the SBOM that is made from them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import sandbox_gateway
+from requirements import sbom
+from tests.support.session import REPOSITORY
+
+GATEWAY = REPOSITORY / "gateway"
+LISTS = sorted([*(REPOSITORY / "requirements").glob("*.txt"), *GATEWAY.glob("requirements*.txt")])
+
+
+@pytest.fixture(scope="module")
+def bill() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((GATEWAY / "sbom.cdx.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("path", LISTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_each_package_has_one_version_and_hashes(path: Path) -> None:
+    pins = sbom.read_pins(path)
+    assert pins
+    for pin in pins:
+        assert re.fullmatch(r"\d[\w.]*", pin.version), pin
+        assert pin.hashes
+        assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in pin.hashes), pin
+
+
+def test_the_lists_agree_with_each_other() -> None:
+    pinned: dict[str, set[tuple[str, tuple[str, ...]]]] = {}
+    for path in LISTS:
+        for pin in sbom.read_pins(path):
+            pinned.setdefault(pin.name, set()).add((pin.version, pin.hashes))
+    assert {name: versions for name, versions in pinned.items() if len(versions) > 1} == {}
+
+
+def test_the_gateways_list_fulfils_its_package() -> None:
+    project = tomllib.loads((GATEWAY / "pyproject.toml").read_text())
+    pins = {pin.name: pin for pin in sbom.host_pins([sbom.RUNTIME, *sbom.BUILD])}
+    for text in [*project["project"]["dependencies"], *project["build-system"]["requires"]]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)].version), text
+
+
+@pytest.mark.parametrize("host", sbom.HOSTS, ids=lambda host: host["sys_platform"])
+def test_every_host_gets_the_whole_closure(bill: dict[str, Any], host: dict[str, str]) -> None:
+    """What a package of a host needs, that host gets."""
+    there = {pin.reference for pin in sbom.host_pins([sbom.RUNTIME, *sbom.BUILD]) if sbom.is_for(pin.marker, host)}
+    numpy = any(reference.startswith("pkg:pypi/numpy@") for reference in there)
+    assert numpy == (host["sys_platform"] == "linux")
+    needs = {entry["ref"]: set(entry["dependsOn"]) for entry in bill["dependencies"]}
+    assert not set().union(*(needs[reference] for reference in there)) - there
+
+
+def test_the_sbom_lists_what_is_pinned(bill: dict[str, Any]) -> None:
+    expected = {
+        (pin.name, pin.version, pin.hashes, pin.marker, scope)
+        for names, scope in (([sbom.RUNTIME], "required"), (sbom.BUILD, "optional"))
+        for pin in sbom.host_pins(names)
+    }
+    assert {_described(component) for component in bill["components"]} == expected
+    assert len(bill["components"]) == len(expected)
+    assert bill["metadata"]["component"]["version"] == sandbox_gateway.__version__
+
+
+def _described(component: dict[str, Any]) -> tuple[object, ...]:
+    markers = [entry["value"] for entry in component.get("properties", [])]
+    hashes = tuple(entry["content"] for entry in component["hashes"])
+    return component["name"], component["version"], hashes, *(markers or [""]), component["scope"]
+
+
+def test_the_sbom_has_the_licences_and_dependencies_of_what_is_installed_here(bill: dict[str, Any]) -> None:
+    packages = sbom.installed(sys.path)
+    pins = {pin.name: pin for pin in sbom.host_pins([sbom.RUNTIME, *sbom.BUILD])}
+    needs = {entry["ref"]: entry["dependsOn"] for entry in bill["dependencies"]}
+    compared = 0
+    for component in bill["components"]:
+        assert component["licenses"], component["name"]
+        package = packages.get(component["name"])
+        if package is not None and package.version == component["version"]:
+            compared += 1
+            assert component["licenses"] == sbom.licences(package)
+            assert needs[component["bom-ref"]] == sbom.needed(package.requires or [], pins)
+    assert compared >= len(sbom.host_pins([sbom.RUNTIME])), "the tests run with the packages of a host"
+
+
+def test_the_sbom_is_valid_cyclonedx(bill: dict[str, Any]) -> None:
+    validator = JsonStrictValidator(SchemaVersion.V1_6)
+    assert validator.validate_str(json.dumps(bill)) is None
+    assert validator.validate_str(json.dumps({**bill, "components": [{"name": "no type"}]})) is not None
