@@ -12,11 +12,12 @@ import sys
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
-from license_expression import get_spdx_licensing
+from license_expression import Licensing, get_spdx_licensing
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -71,11 +72,16 @@ def host_pins(names: Iterable[str]) -> list[Pin]:
     return [pin for name in names for pin in read_pins(GATEWAY / name) if is_for_hosts(pin.marker)]
 
 
+@cache
+def spdx() -> Licensing:
+    return get_spdx_licensing()
+
+
 def licences(package: Distribution) -> list[dict[str, Any]]:
     """What the metadata says: an SPDX expression where it is one, else the names of the classifiers."""
     for field in ("License-Expression", "License"):
         said = package.metadata.get(field, "")
-        if said and not get_spdx_licensing().validate(said).errors:
+        if said and not spdx().validate(said).errors:
             return [{"expression": said}]
     classifiers = package.metadata.get_all("Classifier") or []
     return [{"license": {"name": said.rpartition(" :: ")[2]}} for said in classifiers if said.startswith("License")]

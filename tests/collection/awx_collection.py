@@ -12,9 +12,11 @@ from typing import Any
 
 import yaml
 
+from requirements import sbom
 from tests.support import session
 
-PACKAGE = "ansible==12.3.0"
+LIST = session.REPOSITORY / "requirements" / "awx.txt"
+(_PIN,) = sbom.read_pins(LIST)
 _PREFIX = "ansible_collections/awx/awx/"
 _DOWNLOAD_SECONDS = 300
 
@@ -22,7 +24,7 @@ _DOWNLOAD_SECONDS = 300
 @cache
 def collections_path() -> Path:
     """A collections path with awx.awx alone (1 MB of a package of 54 MB)."""
-    place = session.cache_dir() / f"awx-{PACKAGE.partition('==')[2]}"
+    place = session.cache_dir() / f"awx-{_PIN.version}"
     if not place.exists():
         with tempfile.TemporaryDirectory(dir=session.cache_dir()) as scratch:
             _download(Path(scratch))
@@ -36,14 +38,15 @@ def collections_path() -> Path:
 
 
 def _download(into: Path) -> None:
+    hashed = ["--require-hashes", "--no-deps", "--only-binary=:all:", "--requirement", str(LIST)]
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(into), PACKAGE],
+        [sys.executable, "-m", "pip", "download", "-q", "-d", str(into), *hashed],
         capture_output=True,
         text=True,
         timeout=_DOWNLOAD_SECONDS,
         check=False,
     )
-    assert done.returncode == 0, f"{PACKAGE} cannot be had, which brings the collection awx.awx: {done.stderr}"
+    assert done.returncode == 0, f"pip cannot download ansible {_PIN.version}, which has awx.awx: {done.stderr}"
 
 
 @cache

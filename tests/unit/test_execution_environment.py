@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
+from requirements import sbom
 from tests.support.session import REPOSITORY
 
 META = REPOSITORY / "meta"
+LIST = "execution-environment.txt"
 SECTIONS = {
     *("version", "build_arg_defaults", "dependencies", "images"),
     *("additional_build_steps", "additional_build_files", "options"),
@@ -29,12 +31,6 @@ def definition() -> dict[str, Any]:
     return found
 
 
-def pinned(requirements: str) -> set[str]:
-    return set(
-        re.findall(r"^[\w-]+==[\w.]+(?= |$)", (REPOSITORY / "requirements" / requirements).read_text(), re.MULTILINE)
-    )
-
-
 def test_it_is_of_the_third_version(definition: dict[str, Any]) -> None:
     assert definition["version"] == 3
     assert definition.keys() <= SECTIONS
@@ -42,18 +38,30 @@ def test_it_is_of_the_third_version(definition: dict[str, Any]) -> None:
     assert definition["additional_build_steps"].keys() <= STEPS
 
 
-def test_it_installs_what_the_tests_run_with(definition: dict[str, Any]) -> None:
+def test_it_installs_what_the_tests_run_with_and_nothing_else(definition: dict[str, Any]) -> None:
     needed = definition["dependencies"]
-    assert needed["ansible_core"]["package_pip"] in pinned("ansible.txt")
-    assert needed["ansible_runner"]["package_pip"] in pinned("dev.txt")
     assert needed["python_interpreter"]["package_system"] in needed["python_interpreter"]["python_path"]
+    assert not {"ansible_core", "ansible_runner"} & needed.keys(), "ansible-builder installs these without hashes"
+    pins = {pin.name: pin for pin in sbom.read_pins(META / LIST)}
+    assert {"ansible-core", "ansible-runner"} <= pins.keys()
+    tested = {pin.name: pin for pin in sbom.read_pins(REPOSITORY / "requirements" / "dev.txt")}
+    assert {name: tested[name].version for name in pins} == {name: pin.version for name, pin in pins.items()}
+    copied, installed = definition["additional_build_steps"]["append_base"]
+    assert f"_build/python/{LIST} /tmp/" in copied
+    assert {"--require-hashes", "--only-binary=:all:", f"/tmp/{LIST}"} <= set(installed.split())
+
+
+def test_what_it_copies_is_there(definition: dict[str, Any]) -> None:
+    artifact, pins = definition["additional_build_files"]
+    assert artifact["dest"] == "collections"
+    assert pins == {"src": LIST, "dest": "python"}
 
 
 def test_the_collection_in_it_is_this_one(definition: dict[str, Any]) -> None:
     """The artifact by the name it is built under, from the place it is built at, to the place it is installed from."""
     galaxy = yaml.safe_load((REPOSITORY / "galaxy.yml").read_text())
     artifact = f"{galaxy['namespace']}-{galaxy['name']}-{galaxy['version']}.tar.gz"
-    (copied,) = definition["additional_build_files"]
+    copied, _ = definition["additional_build_files"]
     assert (META / copied["src"]).resolve() == REPOSITORY / artifact
     (installed,) = definition["dependencies"]["galaxy"]["collections"]
     assert installed == {"name": f"{copied['dest']}/{artifact}", "type": "file"}

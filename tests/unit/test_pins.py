@@ -20,7 +20,13 @@ from requirements import sbom
 from tests.support.session import REPOSITORY
 
 GATEWAY = REPOSITORY / "gateway"
-LISTS = sorted([*(REPOSITORY / "requirements").glob("*.txt"), *GATEWAY.glob("requirements*.txt")])
+LISTS = sorted(
+    [
+        *(REPOSITORY / "requirements").glob("*.txt"),
+        *GATEWAY.glob("requirements*.txt"),
+        REPOSITORY / "meta" / "execution-environment.txt",
+    ]
+)
 
 
 @pytest.fixture(scope="module")
