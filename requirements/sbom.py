@@ -80,7 +80,7 @@ def spdx() -> Licensing:
 def licences(package: Distribution) -> list[dict[str, Any]]:
     """What the metadata says: an SPDX expression where it is one, else the names of the classifiers."""
     for field in ("License-Expression", "License"):
-        said = package.metadata.get(field, "")
+        said = (package.metadata.get_all(field) or [""])[0]
         if said and not spdx().validate(said).errors:
             return [{"expression": said}]
     classifiers = package.metadata.get_all("Classifier") or []

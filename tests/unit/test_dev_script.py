@@ -29,6 +29,7 @@ def test_usage_is_on_standard_output_when_asked_for() -> None:
         (("demo", "--quickly"), "demo does not know '--quickly'"),
         (("demo", "--host"), "--host needs a kind of host"),
         (("demo", "--host", "bare_metal"), "'bare_metal' is no kind of host"),
+        (("pins", "--quickly"), "pins does not know '--quickly'"),
         (("molecule", "bare_metal"), "there is no scenario 'bare_metal'"),
     ],
 )
