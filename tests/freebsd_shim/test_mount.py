@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -52,6 +53,19 @@ def test_options_hold(shim: Shim, places: tuple[Path, Path]) -> None:
         (target / "file").write_text("x")
     (source / "file").write_text("x")
     assert (target / "file").read_text() == "x"
+
+
+def test_a_mount_takes_nothing_over_from_one_that_is_gone(shim: Shim, places: tuple[Path, Path]) -> None:
+    """Linux gives the number of a mount that is gone, and its device, to the next one."""
+    gone, place = places
+    shim.ok("mount", "-t", "devfs", "-o", "ruleset=4", "devfs", str(gone))
+    shim.ok("umount", str(gone))
+    subprocess.run(["/usr/bin/mount", "-t", "tmpfs", "other", str(place)], check=True, timeout=30)
+    try:
+        assert str(gone) not in shim.ok("mount", "-v")
+        assert f"other on {place} (tmpfs" in shim.ok("mount", "-v")
+    finally:
+        subprocess.run(["/usr/bin/umount", str(place)], check=True, timeout=30)
 
 
 def test_nocover_and_stacking(shim: Shim, places: tuple[Path, Path]) -> None:

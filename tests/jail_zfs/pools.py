@@ -16,6 +16,7 @@ from pathlib import Path
 
 from sandbox_gateway.hosts.jail_zfs.zfs_command import mount_turn
 from tests.support import session
+from tests.support.waiting import eventually
 
 # the daemon is one for the machine, so these are, too
 _LOCK = Path("/var/run/grove-test-zfs-fuse.lock")
@@ -181,6 +182,28 @@ def _answered(mounts: list[Path], seconds: float) -> bool:
     for thread in asking:
         thread.join(max(0.0, deadline - time.monotonic()))
     return not any(thread.is_alive() for thread in asking)
+
+
+@contextlib.contextmanager
+def pinned() -> Iterator[None]:
+    """What is mounted now stays in use inside this, unmounted or not: a mount namespace made now has it, too.
+
+    Somebody else's tests make such namespaces all the time. On FreeBSD it may be a forced unmount that has not ended.
+    """
+    holder = subprocess.Popen(["unshare", "--mount", "--propagation", "private", "sleep", "infinity"])
+    own = Path("/proc/self/ns/mnt").readlink()
+    try:
+        eventually(lambda: Path(f"/proc/{holder.pid}/ns/mnt").readlink() != own)
+        yield
+    finally:
+        holder.kill()
+        holder.wait(30)
+
+
+def mount_ids(below: Path) -> dict[str, str]:
+    """The kernel's number of each mount below a directory: another one, if it was unmounted and mounted again."""
+    rows = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return {row[4]: row[0] for row in rows if Path(row[4]).is_relative_to(below)}
 
 
 def _destroy(name: str) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from sandbox_gateway.engine.spec import ForkSpec
-from sandbox_gateway.errors import BackendFailed, GatewayError, Unsupported
-from sandbox_gateway.hosts.jail_zfs import zfs
+from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Unsupported
+from sandbox_gateway.hosts.jail_zfs import zfs, zfs_command
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources
+from tests.jail_zfs import pools
 from tests.support import session
 from tests.support.jail_world import JailZfsWorld, debian, shim
 from tests.support.live import Live
@@ -216,6 +217,69 @@ def test_a_sandbox_whose_jail_is_left_dying_starts_in_another(
     again = fresh(config=live.config)
     assert again.shell("slow", "cat /root/kept").strip() == "kept"
     knob("dying", "0")
+
+
+def test_a_restart_unmounts_no_paused_sandbox(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
+    """What a rollback left behind is put away at each start: `zfs rename`, which by itself unmounts the clones of what
+    it renames. While a mount namespace of somebody else's holds them, they cannot be mounted again."""
+    live = fresh()
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
+    live.do(live.engine.capture("source", name="mark"))
+    live.do(live.engine.rollback("source", "mark"))
+    live.do(live.engine.pause("source"))
+    live.close()
+    root = str(jail_zfs_world.place(live.config) / "sandboxes" / live.sandbox("source").instance)
+    before = pools.mount_ids(jail_zfs_world.place(live.config))[root]
+    with pools.pinned():
+        again = fresh(config=live.config)
+        assert pools.mount_ids(jail_zfs_world.place(live.config))[root] == before
+        again.do(again.engine.resume("source"))
+    assert again.shell("source", "hostname").strip() == "source"
+
+
+def test_what_cannot_be_mounted_says_what_holds_it(
+    fresh: Callable[..., Live],
+    jail_zfs_world: JailZfsWorld,
+    knob: Callable[[str, str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(zfs_command._PATIENCE, zfs.exceptions.Cause.MOUNT_BUSY, 0.5)
+    live = fresh(jail_zfs={"dying_seconds": 0.3})
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["held"])))
+    sandbox = live.sandbox("held")
+    dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{sandbox.instance}"
+    knob("dying", "forever")
+    live.do(live.engine.pause("held"))
+    shim("umount", "-f", str(jail_zfs_world.place(live.config) / "sandboxes" / sandbox.instance))
+    with pytest.raises(Busy) as caught:
+        live.do(live.engine.resume("held"))
+    assert f"({dataset}) cannot be mounted: held by the dying jail {sandbox.host['jail']}." in caught.value.message
+    knob("dying", "0")
+    monkeypatch.undo()
+    live.do(live.engine.resume("held"))
+    live.do(live.engine.pause("held"))
+    monkeypatch.setitem(zfs_command._PATIENCE, zfs.exceptions.Cause.MOUNT_BUSY, 0.5)
+    with pools.pinned():
+        zfs.unmount(dataset)
+        with pytest.raises(Busy, match=r"no jail, mount or open file that holds it was found\. End"):
+            live.do(live.engine.resume("held"))
+    monkeypatch.undo()
+    live.do(live.engine.resume("held"))
+    assert live.shell("held", "hostname").strip() == "held"
+
+
+def test_what_cannot_be_removed_yet_says_what_holds_it(
+    live: Live, jail_zfs_world: JailZfsWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = jail_zfs_world.traces(live.config)
+    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["held"])))
+    root = jail_zfs_world.place(live.config) / "sandboxes" / live.sandbox("held").instance
+    with subprocess.Popen(["sleep", "infinity"], cwd=root) as holder:
+        live.do(live.engine.kill("held"))
+        holder.kill()
+    fields = [record.fields for record in caplog.records if record.getMessage() == "still in use, removed later"]
+    assert [each["holders"] for each in fields] == [f"held by the process sleep (pid {holder.pid})"]
+    eventually(lambda: jail_zfs_world.traces(live.config) == before, 20)
 
 
 def test_half_of_a_jail_is_swept_at_start_up(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts.jail_zfs import zfs
+from sandbox_gateway.hosts.jail_zfs import zfs, zfs_command
 from sandbox_gateway.hosts.jail_zfs.zfs import exceptions as lzc_exc
 from tests.jail_zfs import pools
 
@@ -180,6 +181,47 @@ def test_rename_takes_mount_and_snapshots_along(root: str, root_path: Path) -> N
     zfs.lzc_rename(f"{root}/a", f"{root}/in/a")
     assert (root_path / "in" / "a" / "file").read_text() == "here"
     assert zfs.list_snapshots(f"{root}/in/a") == [f"{root}/in/a@1"]
+
+
+def test_rename_unmounts_no_clone(root: str, root_path: Path) -> None:
+    """`zfs rename` itself would unmount them, and mount them again if it can."""
+    for name in ("a", "in"):
+        zfs.lzc_create(f"{root}/{name}")
+    zfs.lzc_snapshot([f"{root}/a@1"])
+    zfs.lzc_clone(f"{root}/b", f"{root}/a@1")
+    zfs.lzc_snapshot([f"{root}/b@1"])
+    zfs.lzc_clone(f"{root}/c", f"{root}/b@1")
+    zfs.unmount(f"{root}/a")
+    before = pools.mount_ids(root_path)
+    with pools.pinned():
+        error = _failing(zfs.lzc_rename, f"{root}/a", f"{root}/in/a") if not zfs.snapshots_at_once() else None
+    assert pools.mount_ids(root_path) == before
+    if error is not None:
+        assert isinstance(error, lzc_exc.DatasetBusy) and error.related == (f"{root}/b", f"{root}/c")
+    for name in ("b", "c"):
+        zfs.unmount(f"{root}/{name}")
+    zfs.lzc_rename(f"{root}/a", f"{root}/in/a")
+    assert zfs.list_snapshots(f"{root}/in/a") == [f"{root}/in/a@1"] and not zfs.mounted(f"{root}/b")
+
+
+def test_mount_waits_until_it_is_let_go(root: str) -> None:
+    zfs.lzc_create(f"{root}/a")
+    with ThreadPoolExecutor(1) as pool, pools.pinned():
+        zfs.unmount(f"{root}/a")
+        mounting = pool.submit(zfs.mount, f"{root}/a")
+        with pytest.raises(TimeoutError):
+            mounting.result(1)
+    mounting.result()
+    assert zfs.mounted(f"{root}/a")
+
+
+def test_mount_of_what_is_held_on_to_ends(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(zfs_command._PATIENCE, lzc_exc.Cause.MOUNT_BUSY, 0.5)
+    zfs.lzc_create(f"{root}/a")
+    with pools.pinned():
+        zfs.unmount(f"{root}/a")
+        assert isinstance(_failing(zfs.mount, f"{root}/a"), lzc_exc.DatasetBusy)
+    zfs.mount(f"{root}/a")
 
 
 def test_holds(root: str) -> None:

@@ -172,6 +172,7 @@ _SAMPLES = [
         "cannot destroy '{0}': filesystem has children\nuse '-r' to destroy the following datasets:\n{0}@a\n{0}@b",
     ),
     (Cause.BUSY, "cannot destroy '{0}': dataset is busy"),
+    (Cause.MOUNT_BUSY, "cannot mount '{0}': mountpoint or dataset is busy"),
     (Cause.HELD, "cannot destroy snapshot {0}: it's being held. Run 'zfs holds -r x' to see holders."),
     (Cause.IN_USE, "cannot unmount '{0}': pool or dataset is busy"),
     (

@@ -161,7 +161,7 @@ def test_rollback_is_a_fork_that_takes_the_identity_over(storage: ZfsStorage) ->
 
 
 def test_what_cannot_be_moved_away_is_retired_where_it_is(storage: ZfsStorage) -> None:
-    """zfs-fuse refuses to rename what has mounted clones, most of the time."""
+    """zfs-fuse cannot rename what has mounted clones without unmounting them."""
     base = _base(storage)
     source = _sandbox(storage, base)
     snapshot = storage.snapshot(source.instance, Snapshot())
@@ -180,6 +180,19 @@ def test_what_cannot_be_moved_away_is_retired_where_it_is(storage: ZfsStorage) -
         storage.discard(fork.instance)
     assert storage.destroy_snapshot(snapshot.id)
     assert _names(storage) == _EMPTY
+
+
+def test_retiring_unmounts_no_fork(storage: ZfsStorage) -> None:
+    """A fork that does not run is as much in use as one that does: somebody may be starting it."""
+    source = _sandbox(storage, _base(storage))
+    snapshot = storage.snapshot(source.instance, Snapshot())
+    forks = [_sandbox(storage, snapshot, f"fork-{n}") for n in range(2)]
+    places = [str(storage.instance_root(fork.instance)) for fork in forks]
+    before = pools.mount_ids(storage.mountpoint)
+    assert not storage.discard(source.instance)
+    _again(storage).scan()
+    after = pools.mount_ids(storage.mountpoint)
+    assert [after.get(place) for place in places] == [before[place] for place in places]
 
 
 def test_what_was_never_committed_is_swept(storage: ZfsStorage) -> None:

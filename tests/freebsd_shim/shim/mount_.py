@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 
 from shim import base
 
@@ -44,7 +45,8 @@ class Mount:
     """One line of the mount table.
 
     ``node`` is where it was mounted (statfs.f_mntonname, set once by vfs_mount.c vfs_mount_alloc()); ``place`` is where
-    it is, since somebody may have renamed what is above it; ``what`` tells it from a later mount of the same number.
+    it is, since somebody may have renamed what is above it; ``what`` tells it from a later mount of the same number:
+    the kernel gives the number of a mount that is gone, and its device, to the next one.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ def kernel_table() -> list[Mount]:
             options = [word for word in words if word in OPTIONS]
             number = int(fields[0])
             fsid = number.to_bytes(4, "little").hex() + "de000000"
-            what = f"{fields[2]} {fields[3]}"
+            what = f"{fields[2]} {fields[3]} {fields[dash + 2]}"
             found.append(Mount(number, unescape(fields[dash + 2]), unescape(fields[4]), fstype, options, fsid, what))
     return found
 
@@ -276,7 +278,8 @@ def mount_devfs(special: str, node: str, words: list[str]) -> int:
     number = cover(node, on)
     if number:
         raise base.err(1, special, number)
-    base.mount_syscall("devfs", node, "tmpfs", base.MS_NOSUID | base.MS_NOEXEC, "mode=755,size=64k")
+    source = f"devfs-{os.getpid()}-{time.monotonic_ns()}"
+    base.mount_syscall(source, node, "tmpfs", base.MS_NOSUID | base.MS_NOEXEC, "mode=755,size=64k")
     for name, device in NODES.items():
         where = os.path.join(node, name)
         os.mknod(where, 0o666 | stat.S_IFCHR, os.makedev(*device))
@@ -286,7 +289,7 @@ def mount_devfs(special: str, node: str, words: list[str]) -> int:
     os.mkdir(os.path.join(node, "pts"), 0o755)
     options = "newinstance,ptmxmode=0666,mode=620"
     base.mount_syscall("devpts", os.path.join(node, "pts"), "devpts", base.MS_NOSUID | base.MS_NOEXEC, options)
-    record("devfs", node, "devfs", on, next(each.identity for each in reversed(kernel_table()) if each.node == node))
+    record("devfs", node, "devfs", on, next(each.identity for each in kernel_table() if each.special == source))
     return 0
 
 
@@ -426,8 +429,6 @@ def take_away(mount: Mount, force: bool) -> None:
 
 def at_its_place(mount: Mount, act: object) -> object:
     """FreeBSD knows a mount by its number, Linux by a path: while somebody renames above it, it is looked for again."""
-    import time
-
     deadline = time.monotonic() + 10
     while True:
         try:
@@ -455,8 +456,6 @@ def keep_below(mount: Mount) -> None:
     On FreeBSD what is open there is dead when the unmount was forced. Here it lives on; were the file system then to
     go with the last close, zfs-fuse would wait for ever for that close, and answer nobody meanwhile.
     """
-    import time
-
     root = at_its_place(mount, lambda: open_root(mount))
     if os.fork():
         os.close(root)  # type: ignore[arg-type]

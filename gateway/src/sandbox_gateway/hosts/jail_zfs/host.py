@@ -21,6 +21,7 @@ from sandbox_gateway.hosts.connect import open_connection
 from sandbox_gateway.hosts.jail_zfs import rootfs
 from sandbox_gateway.hosts.jail_zfs.commands import Commands, together
 from sandbox_gateway.hosts.jail_zfs.epair import Bridge
+from sandbox_gateway.hosts.jail_zfs.holders import holders_of
 from sandbox_gateway.hosts.jail_zfs.host_volumes import VolumesOfJails
 from sandbox_gateway.hosts.jail_zfs.jail import Jail, Jails, Mounted
 from sandbox_gateway.hosts.jail_zfs.jail_mounts import JailMounts
@@ -295,11 +296,24 @@ class JailZfsHost(VolumesOfJails):
     async def start(self, sandbox: Sandbox) -> None:
         machine = self._new_machine(sandbox, await self._free_name(sandbox))
         try:
-            await together(asyncio.to_thread(self._storage.mount, sandbox.instance), self._prepare(machine, sandbox))
+            await together(self._mount(sandbox.instance), self._prepare(machine, sandbox))
             await self._launch(machine, sandbox)
         except BaseException:
             await asyncio.shield(self.stop(sandbox))
             raise
+
+    async def _mount(self, instance: str) -> None:
+        try:
+            await asyncio.to_thread(self._storage.mount, instance)
+        except Busy:
+            raise Busy(
+                f"the file system of the sandbox ({self._storage.dataset(instance)}) cannot be mounted: "
+                f"{await self._holders_of(instance)}. End what holds it, then try again"
+            ) from None
+
+    async def _holders_of(self, instance: str) -> str:
+        dataset, root = self._storage.dataset(instance), self._place / instance
+        return await holders_of(self._run, self._jails, dataset, root)
 
     async def _clone(self, snapshot: str, sandbox: Sandbox) -> None:
         disk = sandbox.resources.disk_mb
@@ -460,7 +474,8 @@ class JailZfsHost(VolumesOfJails):
                 raise Busy("a mount in it is stuck")
             await together(asyncio.to_thread(self._storage.discard, instance))
         except Busy as error:
-            log.warning("still in use, removed later", instance=instance, reason=error.message)
+            holders = await self._holders_of(instance)
+            log.warning("still in use, removed later", instance=instance, reason=error.message, holders=holders)
             self._later(self._drop_later(instance))
             return
         self._instances.discard(instance)
@@ -480,7 +495,8 @@ class JailZfsHost(VolumesOfJails):
             self._instances.discard(instance)
             self._refresh_places()
             return
-        log.error("could not be removed; the next start of the gateway tries again", instance=instance)
+        holders = await self._holders_of(instance)
+        log.error("could not be removed; the next start of the gateway tries again", instance=instance, holders=holders)
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         with contextlib.suppress(NotFound):  # somebody was faster, with `zfs destroy`

@@ -8,7 +8,7 @@
     <root>/ballast                    16 MiB held back for when the pool is full
     <root>/volumes/<id>               a volume, see storage_volumes
     <root>/retired/<instance>         what is left of an instance whose snapshots have to stay; unmounted, goes with
-                                      the last of them (on zfs-fuse it may stay in sandboxes/ for a while)
+                                      the last of them (on zfs-fuse it stays in sandboxes/ while forks are mounted)
 
 A snapshot exists when ZFS has it, for its record is set by the command that takes it. A sandbox exists when its
 instance's record is written (``save``). What has no record is swept by ``scan``. What has one that cannot be read is
@@ -264,7 +264,7 @@ class ZfsStorage(VolumeStorage):
     def _retire(self, dataset: str) -> None:
         """From the moment it has no record and ``canmount=noauto`` it is retired, wherever it is.
 
-        zfs-fuse may refuse the renaming while clones of its snapshots are mounted; then the next scan tries again.
+        zfs-fuse cannot rename it while clones of its snapshots are mounted; then the next scan tries again.
         """
         self._drop_record(dataset)
         zfs.unmount(dataset)
@@ -420,12 +420,19 @@ class ZfsStorage(VolumeStorage):
             for name in found.empty:
                 self._tidy(name)
                 notes.append(f"{name}: removed, nothing was kept in it")
-            for name in found.to_move:
-                self._move_away(name)
+            notes += [note for name in found.to_move if (note := self._try_to_move_away(name))]
             notes += self._take_ballast()
             instances = f"{self.root}/sandboxes/"
             unreadable = [name for name in found.quarantined if name.startswith(instances) and "@" not in name]
             return StorageScan(found.snapshots, found.sandboxes, notes, volumes.volumes, volumes.snapshots, unreadable)
+
+    def _try_to_move_away(self, dataset: str) -> str:
+        """A sentence if it failed: a dataset that stays where it is must not keep the gateway from starting."""
+        try:
+            self._move_away(dataset)
+        except zfs.exceptions.ZFSError as error:
+            return f"{dataset}: retired; it could not be moved to {self.root}/retired yet: {error}"
+        return ""
 
     def _sweep(self, instance: str, why: str, teardown: Callable[[str], None]) -> str:
         dataset = self.dataset(instance)

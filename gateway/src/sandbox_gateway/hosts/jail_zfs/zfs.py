@@ -43,6 +43,7 @@ from sandbox_gateway.hosts.jail_zfs.zfs_errors import (
     HoldFailure,
     HoldNotFound,
     HoldReleaseFailure,
+    MountFailed,
     NameInvalid,
     NameTooLong,
     NotClone,
@@ -88,6 +89,7 @@ from sandbox_gateway.hosts.jail_zfs.zfs_props import (
     lzc_set_prop,
     mount,
     mounted,
+    mounted_dependents,
     reachable,
     sync,
     unmount,
@@ -125,6 +127,7 @@ __all__ = [
     "lzc_snapshot",
     "mount",
     "mounted",
+    "mounted_dependents",
     "reachable",
     "snapshots_at_once",
     "sync",
@@ -166,9 +169,9 @@ def _without(options: list[str], prop: str) -> list[str]:
 
 
 def _made(outcome: Outcome, target: str, doing: str, known: Mapping[Cause, Make]) -> None:
-    if outcome.cause is Cause.MOUNT_FAILED:
+    if outcome.cause in (Cause.MOUNT_FAILED, Cause.MOUNT_BUSY):
         run_patiently("destroy", target, name=target)
-    checked(outcome, target, doing, {Cause.EXISTS: FilesystemExists, **known})
+    checked(outcome, target, doing, {Cause.EXISTS: FilesystemExists, Cause.MOUNT_BUSY: MountFailed, **known})
 
 
 def lzc_clone(name: Name, origin: Name, props: Props = None) -> None:
@@ -340,10 +343,11 @@ def lzc_promote(name: Name) -> None:
 
 
 def lzc_rename(source: Name, target: Name, *, patient: bool = True) -> None:
-    """Rename a filesystem. zfs-fuse does not rename what is mounted: it is unmounted, renamed, mounted again.
+    """Rename a filesystem. A mounted one is unmounted, renamed and mounted again; no other is ever unmounted.
 
-    Nor does zfs-fuse, most of the time, while clones of its snapshots are mounted: DatasetBusy, at once if not
-    ``patient``.
+    By itself `zfs rename` unmounts every mounted clone of the filesystem's snapshots as well, and mounts them again
+    if it can: a stopped sandbox would lose its files. OpenZFS has an option against that. zfs-fuse has none, so there
+    it is DatasetBusy (``related``: the mounted clones); at once if not ``patient``.
 
     Raises FilesystemNotFound, FilesystemExists, ParentNotFound, PoolsDiffer, DatasetBusy, NameInvalid, NameTooLong.
     """
@@ -352,10 +356,15 @@ def lzc_rename(source: Name, target: Name, *, patient: bool = True) -> None:
         raise FilesystemExists(new)
     if pool_of(old) != pool_of(new):
         raise PoolsDiffer(new)
-    was_mounted = flavour().fuse and lzc_exists(old) and mounted(old)
+    was_mounted = lzc_exists(old) and mounted(old)
     if was_mounted:
         unmount(old)
-    outcome = (run_patiently if patient else run)("rename", old, new, name=old)
+    try:
+        outcome = _rename_alone(old, new, patient)
+    except BaseException:
+        if was_mounted:
+            mount(old)
+        raise
     if was_mounted:
         mount(old if outcome.cause else new)
     known: dict[Cause, Make] = {
@@ -365,6 +374,18 @@ def lzc_rename(source: Name, target: Name, *, patient: bool = True) -> None:
         Cause.NO_POOL: PoolsDiffer,
     }
     checked(outcome, old, "rename", known)
+
+
+def _rename_alone(old: str, new: str, patient: bool) -> Outcome:
+    start = run_patiently if patient else run
+    if not flavour().fuse:
+        return start("rename", "-u", old, new, name=old)
+    return start("rename", old, new, name=old, before=lambda: _refuse_to_unmount_clones(old))
+
+
+def _refuse_to_unmount_clones(name: str) -> None:
+    if found := mounted_dependents(name):
+        raise DatasetBusy(name).because("clones of its snapshots are mounted", found)
 
 
 _HOLD_PROPERTY = "pyzfs:hold."

@@ -43,7 +43,7 @@ SECONDS = 60.0
 TRANSFER_SECONDS = 3600.0
 """Deadline of send and receive."""
 
-_PATIENCE: dict[Cause | None, float] = {Cause.BUSY: 10.0, Cause.IN_USE: 0.8}
+_PATIENCE: dict[Cause | None, float] = {Cause.BUSY: 10.0, Cause.MOUNT_BUSY: 10.0, Cause.IN_USE: 0.8}
 """Seconds."""
 _MOUNTING = frozenset({"create", "clone", "mount", "rename", "rollback", "receive"})
 _FUSE_DIRECTORY = Path("/var/run/zfs")
@@ -73,14 +73,23 @@ def _environment() -> dict[str, str]:
 
 
 def run(
-    *args: str, seconds: float = SECONDS, stdin: int | None = None, stdout: int | None = None, name: str | None = None
+    *args: str,
+    seconds: float = SECONDS,
+    stdin: int | None = None,
+    stdout: int | None = None,
+    name: str | None = None,
+    before: Callable[[], None] | None = None,
 ) -> Outcome:
     """Run ``zfs args`` for at most ``seconds``; ``stdin`` and ``stdout`` may be file descriptors.
+
+    ``before`` is called first: on zfs-fuse nothing is mounted between it and the command. Its errors are raised.
 
     Raises only what no function below can mend: ZFSInitializationFailed, SuspendedPool, ReadOnlyPool, and
     ZFSGenericError(ETIMEDOUT). ``name`` is the dataset they name.
     """
     with mount_turn(args[0], seconds, name):
+        if before is not None:
+            before()
         return _run(args, seconds, stdin, stdout, name)
 
 
@@ -166,7 +175,7 @@ def _give_up(process: subprocess.Popen[bytes]) -> None:
             stream.close()
 
 
-def run_patiently(*args: str, name: str | None = None) -> Outcome:
+def run_patiently(*args: str, name: str | None = None, before: Callable[[], None] | None = None) -> Outcome:
     """``run``, tried again while the dataset is busy, for as long as that may end by itself.
 
     zfs-fuse unmounts a dataset that is to be destroyed and then finds it busy, until its daemon has written what it
@@ -174,7 +183,7 @@ def run_patiently(*args: str, name: str | None = None) -> Outcome:
     """
     began, wait = time.monotonic(), 0.01
     while True:
-        outcome = run(*args, name=name)
+        outcome = run(*args, name=name, before=before)
         patience = _PATIENCE.get(outcome.cause, 0.0)
         if time.monotonic() + wait - began > patience:
             return outcome
@@ -251,6 +260,7 @@ _ANYWHERE: dict[Cause, Make] = {
     Cause.PROPERTY: PropertyInvalid,
     Cause.BUSY: DatasetBusy,
     Cause.IN_USE: DatasetBusy,
+    Cause.MOUNT_BUSY: DatasetBusy,
     Cause.MISSING: DatasetNotFound,
     Cause.EXISTS: DatasetExists,
     Cause.NO_POOL: DatasetNotFound,

@@ -263,6 +263,8 @@ class Cause(Enum):
     NAME_TOO_LONG = auto()
     NAME_INVALID = auto()
     MOUNT_FAILED = auto()
+    MOUNT_BUSY = auto()
+    """It was unmounted, and something still holds it."""
     NOT_MOUNTED = auto()
     ALREADY_MOUNTED = auto()
     TOO_SMALL = auto()
@@ -313,6 +315,7 @@ _WORDS: tuple[tuple[Cause, str], ...] = (
     (Cause.ALREADY_MOUNTED, r"filesystem already mounted"),
     (Cause.HELD, r"it's being held|snapshot has .*holds?"),
     (Cause.IN_USE, r"umount failed|target is busy|[Dd]evice busy|pool or dataset is busy"),
+    (Cause.MOUNT_BUSY, r"mountpoint or dataset is busy"),
     (Cause.MOUNT_FAILED, r"but not mounted|cannot mount|mount failed|failed to mount|legacy mountpoint"),
     (Cause.TOO_SMALL, r"size is less than current used"),
     (Cause.NO_SPACE, r"out of space|No space left|size is greater than available"),

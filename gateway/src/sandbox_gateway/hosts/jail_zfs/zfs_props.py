@@ -14,7 +14,6 @@ from sandbox_gateway.hosts.jail_zfs.zfs_command import (
 from sandbox_gateway.hosts.jail_zfs.zfs_errors import (
     Cause,
     FilesystemNotFound,
-    MountFailed,
     NameInvalid,
     NameTooLong,
     ZFSInitializationFailed,
@@ -185,12 +184,32 @@ def mounted(name: Name) -> bool:
     return get_props([target], ["mounted"])[target]["mounted"].yes
 
 
-def mount(name: Name) -> None:
-    """Mount it where its ``mountpoint`` says; nothing to do if it is. Raises MountFailed, FilesystemNotFound."""
+def mounted_dependents(name: Name) -> list[str]:
+    """The mounted filesystems below this one, and the mounted clones of its and their snapshots, of all generations."""
     target = filesystem_name(name)
-    outcome = run("mount", target, name=target)
+    pool = pool_of(target)
+    argv = ("list", "-H", "-r", "-t", "filesystem", "-o", "name,origin,mounted", pool)
+    rows = parse_table(checked(run(*argv, name=pool), pool, "list").out, 3)
+    found = {target}
+    while (
+        more := {
+            each for each, origin, _ in rows if origin.partition("@")[0] in found or each.rpartition("/")[0] in found
+        }
+        - found
+    ):
+        found |= more
+    return [each for each, _, state in rows if state == "yes" and each in found and each != target]
+
+
+def mount(name: Name) -> None:
+    """Mount it where its ``mountpoint`` says; nothing to do if it is.
+
+    Raises DatasetBusy if something still holds it after a while, MountFailed, FilesystemNotFound.
+    """
+    target = filesystem_name(name)
+    outcome = run_patiently("mount", target, name=target)
     if outcome.cause is not Cause.ALREADY_MOUNTED:
-        checked(outcome, target, "mount", {Cause.BUSY: MountFailed, Cause.MISSING: FilesystemNotFound})
+        checked(outcome, target, "mount", {Cause.MISSING: FilesystemNotFound})
 
 
 def unmount(name: Name) -> None:

@@ -1,0 +1,39 @@
+"""Reading `fstat`, in which programs of a sandbox have names that they chose themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.hosts.jail_zfs.holders import parse_fstat
+
+HEADER = "USER     CMD          PID   FD MOUNT      INUM MODE         SZ|DV R/W"
+ROOT = Path("/p/sandboxes/x")
+
+
+def _row(command: str = "sh", pid: int = 12, fd: str = "  wd", mount: str = str(ROOT)) -> str:
+    return f"root     {command:<10} {pid:>5} {fd} {mount:<8}     34 drwxr-xr-x     22  r"
+
+
+def test_each_process_is_named_once() -> None:
+    text = "\n".join([HEADER, _row(), _row(fd="root"), _row(fd="   3"), _row("python3", 7, "text")])
+    assert parse_fstat(text, ROOT) == ["the process sh (pid 12)", "the process python3 (pid 7)"]
+
+
+def test_files_around_it_do_not_count() -> None:
+    rows = [_row(mount=mount) for mount in ("/p/sandboxes", "/p/sandboxes/x/dev", "/p/sandboxes/xy", "/")]
+    assert parse_fstat("\n".join([HEADER, *rows]), ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [("a b", "a b"), ("", ""), ("\x1b[2J", "?[2J"), ("x" * 40, "x" * 32), ("7 8 wd / 9 r", "7 8 wd / 9 r")],
+)
+def test_names_are_only_text(command: str, shown: str) -> None:
+    assert parse_fstat(_row(command), ROOT) == [f"the process {shown} (pid 12)"]
+
+
+@pytest.mark.parametrize("text", ["", "fstat: no\n", "root sh", f"{HEADER}\nroot     sh  -  - bad    -"])
+def test_what_is_no_row_is_passed_over(text: str) -> None:
+    assert parse_fstat(text, ROOT) == []
