@@ -4,7 +4,9 @@ that a test run leaves nothing behind on the machine.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import secrets
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -36,15 +38,37 @@ _FOLDERS = [folder for folders in _GROUPS.values() for folder in folders]
 _LONG = ("test_gateway.py", "test_gateway_systemd.py", "test_kvm_xfs_host.py")
 """Of the roles, shared out file by file and last: with these done first no lane is left alone for long."""
 
+_SEED = "GROVE_TEST_SEED"
+"""Environment variable: the order of the tests in a folder. A number repeats an order, 0 is as they are written."""
+
 _before: leaks.Inventory | None = None
 
 
 def pytest_configure(config: pytest.Config) -> None:
     session.link_collection()
+    os.environ.setdefault(_SEED, str(1 + secrets.randbelow(999_999)))  # the lanes, which start later, inherit it
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_report_header() -> str:
+    return f"order of tests: {_SEED}={os.environ[_SEED]}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(f"To run them in this order again: {_SEED}={os.environ[_SEED]}")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Around pytest's own, which brings together what shares a parameter of an expensive fixture."""
+    if (seed := os.environ[_SEED]) != "0":
+        items.sort(key=lambda item: (_draw(seed, item.nodeid.partition("::")[0]), _draw(seed, item.nodeid)))
+    yield
     items.sort(key=lambda item: (_FOLDERS.index(_folder(item.nodeid)), item.path.name not in _LONG))
+
+
+def _draw(seed: str, name: str) -> bytes:
+    """Depends on nothing else: a part of the tests runs in the order that it has among all."""
+    return hashlib.sha256(f"{seed} {name}".encode()).digest()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -108,13 +108,17 @@ def test_killed_in_the_middle(verb: str, settled: Scene, tmp_path: Path) -> None
 def kill_everywhere(verb: str, scene: Scene, path: Path, check: Check, restore: Restore) -> None:
     with scene.settled():
         steps = rehearsed(verb, scene, path, restore)
+        assert steps > 0, "nothing was counted, so nothing would be killed"
         wanted = range(1, steps + 1) if POINTS == "all" else sorted({1 + int(share * steps) for share in moments()})
+        killed = 0
         for fatal in wanted:
             code, said = scene.run(verb, fatal, path)
             assert code in (0, KILLED), said[-3000:]
+            killed += code == KILLED
             with scene.opened() as live:
                 check(live, scene.world, f"{verb} killed at step {fatal} of {steps}")
                 restore(live)
+        assert killed > 0, f"{verb} was never killed: it ended before each of the steps {list(wanted)}"
 
 
 def rehearsed(verb: str, scene: Scene, path: Path, restore: Restore) -> int:
