@@ -1,0 +1,82 @@
+"""Nobody, who has no key, at every route of the control plane."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import unquote
+
+import pytest
+
+from sandbox_gateway.api.auth import OPEN_PATHS
+from tests.api.served import ADMIN_KEY, Served
+from tests.security.routes import OVERRIDES, SPELLINGS, VERBS, Caller, Target, routes, target, templates
+
+NO_KEYS: dict[str, dict[str, str]] = {
+    "no key": {},
+    "a wrong key": {"X-API-Key": "wrong-key-0123456789"},
+    "half a key": {"X-API-Key": ADMIN_KEY[:-1]},
+    "a key and more": {"X-API-Key": f"{ADMIN_KEY}0"},
+    "a key in capitals": {"X-API-Key": ADMIN_KEY.upper()},
+    "two keys in one": {"X-API-Key": f"{ADMIN_KEY}, {ADMIN_KEY}"},
+    "a key of another scheme": {"Authorization": f"Token {ADMIN_KEY}"},
+    "a key as a cookie": {"Cookie": f"X-API-Key={ADMIN_KEY}"},
+    "the name of a key": {"X-API-Key": "root"},
+}
+
+
+@pytest.fixture(scope="module")
+def attacked(_served: Served) -> Iterator[Target]:
+    with target(_served) as made:
+        yield made
+
+
+@pytest.fixture
+def there(attacked: Target) -> Iterator[Target]:
+    """Nothing of it may change, so all attacks have the same one."""
+    before = attacked.state()
+    yield attacked
+    assert attacked.state() == before and attacked.events == attacked.agent_calls == []
+
+
+def refuses(there: Target, caller: Caller, method: str, spelled: str, **headers: str) -> None:
+    status, body = caller.ask(method, spelled, **headers)
+    path = unquote(spelled.partition("?")[0])
+    told = f"{method} {spelled} {headers}: {status} {body[:100]}"
+    if path in OPEN_PATHS:
+        assert status in (200, 405), told
+    else:
+        # 400: the server itself refused what is no request.
+        assert status in (400, 401), told
+    assert "one" not in body.split('"') and not any(secret in body for secret in there.secrets), told
+
+
+def test_every_route_is_attacked() -> None:
+    found = templates()
+    assert len(found) >= 50
+    assert {("DELETE", "/sandboxes/{ref}"), ("POST", "/v2/sandboxes"), ("GET", "/openapi.json")} <= set(found)
+    assert {path for _, path in found} >= OPEN_PATHS
+
+
+@pytest.mark.parametrize("key", NO_KEYS)
+def test_no_verb_at_any_route_does_anything(there: Target, key: str) -> None:
+    caller = Caller(there.served, NO_KEYS[key])
+    for route in routes(there):
+        for verb in VERBS if key == "no key" else (route.method,):
+            refuses(there, caller, verb, route.path)
+    caller.close()
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_no_spelling_of_a_route_is_let_through(there: Target, spelling: str) -> None:
+    caller = Caller(there.served, {})
+    for route in routes(there):
+        refuses(there, caller, route.method, SPELLINGS[spelling](route.path))
+    caller.close()
+
+
+@pytest.mark.parametrize("header", OVERRIDES, ids=lambda header: "=".join(next(iter(header.items()))))
+def test_no_header_stands_in_for_a_key(there: Target, header: dict[str, str]) -> None:
+    caller = Caller(there.served, {})
+    for route in routes(there):
+        refuses(there, caller, route.method, route.path, **header)
+    caller.close()

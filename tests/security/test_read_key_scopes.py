@@ -1,0 +1,104 @@
+"""Clients with a key of too small a scope (read, exec) at every route of the control plane."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from urllib.parse import unquote
+
+import pytest
+
+from sandbox_gateway.api.auth import OPEN_PATHS
+from tests.api.served import EXEC_KEY, READ_KEY, Served
+from tests.security.routes import OVERRIDES, READING, SPELLINGS, VERBS, Caller, Target, routes, target
+
+READER, RUNNER = {"X-API-Key": READ_KEY}, {"X-API-Key": EXEC_KEY}
+BODY = json.dumps({"args": ["write", "stolen", "1"], "code": "1", "name": "new", "templateID": "base"}).encode()
+"""Good for `exec` and `eval`, and for making a sandbox."""
+EXECUTES = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
+"""Where a key of scope exec may POST, as docs/api.md says."""
+
+
+@pytest.fixture(scope="module")
+def attacked(_served: Served) -> Iterator[Target]:
+    with target(_served) as made:
+        yield made
+
+
+@pytest.fixture
+def there(attacked: Target) -> Iterator[Target]:
+    """Nothing of it may change but for what programs write inside, so all attacks have the same one."""
+    before = attacked.state()
+    attacked.agent_calls.clear()
+    yield attacked
+    for machine in attacked.served.host.machines.values():
+        machine.state.pop("stolen", None)
+    assert attacked.state() == before and attacked.events == []
+
+
+def attack(there: Target, caller: Caller, method: str, spelled: str, allowed: bool, **headers: str) -> None:
+    """``allowed``: the scope suffices for this method and path."""
+    status, body = caller.ask(method, spelled, BODY, **headers)
+    told = f"{method} {spelled} {headers}: {status} {body[:200]}"
+    if allowed or path_of(spelled) in OPEN_PATHS:
+        assert status < 500, told
+    else:
+        # 400: the server itself refused what is no request.
+        assert status in (400, 403), told
+
+
+def path_of(spelled: str) -> str:
+    return unquote(spelled.partition("?")[0])
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_reader_changes_nothing_and_runs_nothing(there: Target, spelling: str) -> None:
+    caller = Caller(there.served, READER)
+    for route in routes(there):
+        for verb in VERBS if spelling == "as it is" else {route.method, "POST"}:
+            attack(there, caller, verb, SPELLINGS[spelling](route.path), verb in READING)
+    caller.close()
+    assert set(there.agent_calls) <= {"/sync"}, "to see whether a sandbox diverged its agent is asked to write back"
+
+
+def test_a_reader_is_shown_no_secret(there: Target) -> None:
+    caller = Caller(there.served, READER)
+    for route in routes(there):
+        for query in ("", "?limit=1000&diverged=true", "?secret=true&token=true"):
+            if route.method == "GET":
+                status, body = caller.ask("GET", route.path + query)
+                assert status in (200, 400), f"{route}: {body}"
+                assert not any(secret in body for secret in there.secrets), route
+    caller.close()
+
+
+@pytest.mark.parametrize("header", OVERRIDES[:6], ids=lambda header: "=".join(next(iter(header.items()))))
+@pytest.mark.parametrize("key", [READER, RUNNER], ids=["read", "exec"])
+def test_no_header_changes_the_method(there: Target, key: dict[str, str], header: dict[str, str]) -> None:
+    caller = Caller(there.served, key)
+    for route in routes(there):
+        for verb in {"GET", "DELETE", route.method} - ({"POST"} if key is RUNNER else set()):
+            attack(there, caller, verb, route.path, verb in READING, **header)
+    caller.close()
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_runner_runs_programs_and_changes_nothing_else(there: Target, spelling: str) -> None:
+    caller = Caller(there.served, RUNNER)
+    for route in routes(there):
+        for verb in VERBS if spelling == "as it is" else {route.method, "POST"}:
+            spelled = SPELLINGS[spelling](route.path)
+            may = verb in READING or (verb == "POST" and bool(EXECUTES.fullmatch(path_of(spelled))))
+            attack(there, caller, verb, spelled, may)
+    caller.close()
+    assert set(there.agent_calls) <= {"/sync", "/exec", "/eval", "/health"}
+    if spelling == "as it is":
+        assert {"/exec", "/eval", "/health"} <= set(there.agent_calls), "the attack is one: these are let through"
+
+
+def test_two_keys_are_worth_no_more_than_the_better_one(there: Target) -> None:
+    caller = Caller(there.served, READER | {"Authorization": f"Bearer {EXEC_KEY}"})
+    assert caller.ask("DELETE", "/sandboxes/one")[0] == 403
+    assert caller.ask("POST", "/sandboxes/one/exec", BODY)[0] == 200
+    caller.close()
