@@ -116,8 +116,8 @@ class Raw:
                 await writer.drain()
                 if self.then:
                     await self.then(reader, writer)
-        except (OSError, asyncio.IncompleteReadError):
-            pass
+        except (OSError, asyncio.IncompleteReadError, ValueError):
+            pass  # It went away: a ValueError is a chunk that never came.
         finally:
             self.open -= 1
             writer.close()

@@ -1,0 +1,274 @@
+"""A client that hides a second request in one: none comes out, at its own sandbox, at another, or at the gateway.
+
+Each form is a request that some server reads in another way than the next one. The server inside counts what comes
+in, and checks that it is HTTP of one meaning.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.inside import PORT, Raw, host, line, raw
+from tests.api.served import ADMIN_KEY, EXEC_KEY, Served
+from tests.api.test_sandboxes import create
+
+FIRST_SECONDS, QUIET_SECONDS = 2, 0.25
+"""How long an answer is waited for, and how long another one: some forms are requests of which more is to come."""
+CHUNKED = b"Transfer-Encoding: chunked"
+CANONICAL = re.compile(rb"[A-Z]+ /[!-~]* HTTP/1\.1\r\n(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+: ?[\t -~\x80-\xff]*\r\n)+\r\n")
+"""A head that every server reads in one way: no bare line ends, no folded lines, no control characters."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """``first``: the request's line; ``fields``: its headers beyond Host and key; ``body``: with HIDDEN in it."""
+
+    fields: tuple[bytes, ...]
+    body: bytes = b"HIDDEN"
+    first: bytes = b"POST / HTTP/1.1"
+    end: bytes = b"\r\n"
+    raw: bytes = b""
+    """The whole of it, instead; FIELDS are Host and key."""
+
+
+def te(*fields: bytes, body: bytes = b"0\r\n\r\nHIDDEN") -> Form:
+    """Read by chunks, the body ends before HIDDEN; by its length, behind it."""
+    return Form((*fields, b"Content-Length: LENGTH"), body)
+
+
+def cl(*fields: bytes, body: bytes = b"HIDDEN") -> Form:
+    return Form(fields, body)
+
+
+def odd(*fields: bytes) -> Form:
+    """A header of lengths that is none, or one: a server that does not know it sees HIDDEN as the next request."""
+    return Form(fields, b"HIDDEN")
+
+
+FORMS: dict[str, Form] = {
+    # Two lengths.
+    "CL.TE": te(CHUNKED),
+    "TE.CL": Form((CHUNKED, b"Content-Length: 4"), b"5c\r\nHIDDEN\r\n0\r\n\r\n"),
+    "TE before CL": Form((CHUNKED, b"Content-Length: LENGTH"), b"0\r\n\r\nHIDDEN"),
+    "CL twice, small first": odd(b"Content-Length: 0", b"Content-Length: LENGTH"),
+    "CL twice, small last": odd(b"Content-Length: LENGTH", b"Content-Length: 0"),
+    "CL in a list": odd(b"Content-Length: 0, LENGTH"),
+    "CL in a list, reversed": odd(b"Content-Length: LENGTH, 0"),
+    # Lengths that are none.
+    "CL with a plus": odd(b"Content-Length: +0"),
+    "CL below zero": odd(b"Content-Length: -1"),
+    "CL minus zero": odd(b"Content-Length: -0"),
+    "CL in hex": odd(b"Content-Length: 0x0"),
+    "CL with a fraction": odd(b"Content-Length: 0.0"),
+    "CL with an exponent": odd(b"Content-Length: 0e9"),
+    "CL with a blank within": odd(b"Content-Length: 0 5"),
+    "CL with an underscore": odd(b"Content-Length: 0_0"),
+    "CL empty": odd(b"Content-Length: "),
+    "CL of other digits": odd("Content-Length: \u0660".encode()),
+    "CL superscript": odd(b"Content-Length: \xb2"),
+    "CL beyond 64 bits": odd(b"Content-Length: 18446744073709551616"),
+    "CL of thousands of digits": odd(b"Content-Length: " + b"0" * 5000),
+    "CL with a NUL": odd(b"Content-Length: 0\x00"),
+    "CL with a vertical tab": odd(b"Content-Length: \x0b0"),
+    # Names that are none.
+    "CL, a blank before the colon": te(b"Transfer-Encoding : chunked"),
+    "TE, a tab before the colon": te(b"Transfer-Encoding\t: chunked"),
+    "TE after a NUL": te(b"Transfer\x00-Encoding: chunked"),
+    "TE after a blank": te(b" Transfer-Encoding: chunked"),
+    "TE with a form feed": te(b"\x0cTransfer-Encoding: chunked"),
+    "TE folded": te(b"X: 1\r\n Transfer-Encoding: chunked"),
+    "TE, its value folded": te(b"Transfer-Encoding:\r\n chunked"),
+    "a header without a colon": te(b"Transfer-Encoding chunked"),
+    "an empty name": te(b": chunked"),
+    # Encodings that are none, or several.
+    "TE twice": te(CHUNKED, b"Transfer-Encoding: identity"),
+    "TE twice, chunked last": te(b"Transfer-Encoding: identity", CHUNKED),
+    "TE identity": te(b"Transfer-Encoding: identity"),
+    "TE in a list": te(b"Transfer-Encoding: identity, chunked"),
+    "TE gzip and chunked": te(b"Transfer-Encoding: gzip, chunked"),
+    "TE chunked twice": te(b"Transfer-Encoding: chunked, chunked"),
+    "TE with a comma": te(b"Transfer-Encoding: chunked,"),
+    "TE in capitals": te(b"Transfer-Encoding: CHUNKED"),
+    "TE quoted": te(b'Transfer-Encoding: "chunked"'),
+    "TE with a parameter": te(b"Transfer-Encoding: chunked;q=1"),
+    "TE misspelled": te(b"Transfer-Encoding: xchunked"),
+    "TE after a vertical tab": te(b"Transfer-Encoding: \x0bchunked"),
+    "TE with a NUL": te(b"Transfer-Encoding: chunked\x00"),
+    "TE alone, misspelled": odd(b"Transfer-Encoding: xchunked"),
+    "TE alone, identity": odd(b"Transfer-Encoding: identity"),
+    "TE alone, twice": Form((CHUNKED, CHUNKED), b"0\r\n\r\nHIDDEN"),
+    "TE of HTTP/1.0": Form((CHUNKED,), b"1\r\nx\r\n0\r\n\r\nHIDDEN", first=b"POST / HTTP/1.0"),
+    # Chunks that are none.
+    "chunk of negative size": cl(CHUNKED, body=b"-1\r\nHIDDEN\r\n0\r\n\r\n"),
+    "chunk with 0x": cl(CHUNKED, body=b"0x0\r\n\r\nHIDDEN"),
+    "chunk with a plus": cl(CHUNKED, body=b"+0\r\n\r\nHIDDEN"),
+    "chunk with a blank before": cl(CHUNKED, body=b" 0\r\n\r\nHIDDEN"),
+    "chunk with an underscore": cl(CHUNKED, body=b"0_0\r\n\r\nHIDDEN"),
+    "chunk beyond 64 bits": cl(CHUNKED, body=b"1" + b"0" * 16 + b"\r\nHIDDEN\r\n0\r\n\r\n"),
+    "chunk of 20 digits": cl(CHUNKED, body=b"0" * 21 + b"\r\n\r\nHIDDEN"),
+    "chunk ended by LF": cl(CHUNKED, body=b"0\n\nHIDDEN"),
+    "chunk ended by CR": cl(CHUNKED, body=b"0\r\rHIDDEN"),
+    "chunk longer than it says": cl(CHUNKED, body=b"1\r\nxHIDDEN\r\n0\r\n\r\n"),
+    "chunk without an end": cl(CHUNKED, body=b"1\r\nx0\r\n\r\nHIDDEN"),
+    "an extension with LF": cl(CHUNKED, body=b"1;a\n0\r\n\r\nHIDDEN"),
+    "an extension with CR": cl(CHUNKED, body=b"1;a\rb\r\nx\r\n0\r\n\rHIDDEN"),
+    "an extension with a request": cl(CHUNKED, body=b"1;ONELINE\r\nx\r\n0\r\n\r\n"),
+    "an extension that is huge": cl(CHUNKED, body=b"1;" + b"a" * 200_000 + b"\r\nx\r\n0\r\n\r\nHIDDEN"),
+    "trailers that are a request": cl(CHUNKED, body=b"0\r\nHIDDEN"),
+    "a trailer of length": cl(CHUNKED, body=b"1\r\nx\r\n0\r\nContent-Length: 0\r\nX: HIDDEN"),
+    # Lines' ends.
+    "LF alone": Form((), raw=b"POST / HTTP/1.1\nFIELDSLF\nContent-Length: LENGTH\n\nHIDDEN"),
+    "CR alone in a header": Form((b"X: 1\rContent-Length: 0\r\rHIDDENLF",), b""),
+    "a request in a header": Form((b"X: 1\r\n\x00\r\nHIDDENLF",), b""),
+    "empty lines before": Form(
+        (b"Content-Length: LENGTH",), raw=b"\r\n\n\r\nPOST / HTTP/1.1\r\nFIELDS\r\nContent-Length: LENGTH\r\n\r\nHIDDEN"
+    ),
+    # First lines.
+    "a request in the first line": Form((b"Content-Length: 0",), b"", first=b"GET /?ONELINE HTTP/1.1"),
+    "two first lines": Form((b"Content-Length: 0",), b"", first=b"GET / HTTP/1.1\r\nGET /hidden HTTP/1.1"),
+    "blanks in the target": Form((b"Content-Length: 0",), b"", first=b"GET / HTTP/1.1 /hidden HTTP/1.1"),
+    "LF in the target": Form((b"Content-Length: 0",), b"", first=b"GET /\nGET /hidden HTTP/1.1"),
+    "CR in the target": Form((b"Content-Length: 0",), b"", first=b"GET /\rGET\r/hidden HTTP/1.1"),
+    "NUL in the target": Form((b"Content-Length: 0",), b"", first=b"GET /\x00/hidden HTTP/1.1"),
+    "a target that is encoded lines": Form(
+        (b"Content-Length: 0",), b"", first=b"GET /%20HTTP/1.1%0d%0aHost:%20x%0d%0a%0d%0aGET%20/hid%64en HTTP/1.1"
+    ),
+    "a target that is huge": Form((b"Content-Length: 0",), b"HIDDEN", first=b"GET /" + b"a" * 300_000 + b" HTTP/1.1"),
+    "HTTP/0.9": Form((), raw=b"GET /\r\nHIDDEN"),
+    "HTTP/1.0 that stays": Form((b"Connection: keep-alive", b"Content-Length: LENGTH"), first=b"POST / HTTP/1.0"),
+    "HTTP/2.0": Form((b"Content-Length: LENGTH",), first=b"POST / HTTP/2.0"),
+    "HTTP/1.1 in other letters": Form((b"Content-Length: LENGTH",), first=b"POST / http/1.1"),
+    "HTTP/2's preface": Form((), raw=b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\nHIDDEN"),
+    # Methods without a body, and changes of protocol.
+    "GET with a body": Form((b"Content-Length: LENGTH",), first=b"GET / HTTP/1.1"),
+    "HEAD with a body": Form((b"Content-Length: LENGTH",), first=b"HEAD / HTTP/1.1"),
+    "CONNECT with a body": Form((b"Content-Length: LENGTH",), first=b"CONNECT / HTTP/1.1"),
+    "upgrade with a body": Form((b"Connection: upgrade", b"Upgrade: h2c", b"Content-Length: LENGTH")),
+    "upgrade to nothing": Form((b"Connection: upgrade", b"Upgrade: x", b"Content-Length: LENGTH")),
+    "a WebSocket with a body": Form(
+        (b"Connection: upgrade", b"Upgrade: websocket", b"Sec-WebSocket-Version: 12", b"Content-Length: LENGTH"),
+        first=b"GET / HTTP/1.1",
+    ),
+    "lengths of this connection only": Form(
+        (b"Connection: Content-Length, Host, Transfer-Encoding", b"Content-Length: LENGTH")
+    ),
+    "a body that is waited for": Form((b"Expect: 100-continue", b"Content-Length: LENGTH")),
+    "a body that is not expected": Form((b"Expect: 200-ok", b"Content-Length: LENGTH")),
+}
+
+
+def request(form: Form, mine: str, hidden: bytes, key: str) -> bytes:
+    who = [f"Host: {mine}".encode(), f"X-API-Key: {key}".encode()]
+    one_line = hidden.partition(b"\r\n")[0]
+    body = form.body.replace(b"HIDDEN", hidden)
+    # A chunk that says how long it is, where HIDDEN is one.
+    body = re.sub(rb"^5c\r\n", b"%x\r\n" % len(hidden), body)
+    whole = form.raw or b"\r\n".join([form.first, *who, *form.fields, b"", b""]) + body
+    whole = whole.replace(b"FIELDSLF", b"\n".join(who)).replace(b"FIELDS", b"\r\n".join(who))
+    whole = whole.replace(b"HIDDENLF", hidden.replace(b"\r\n", b"\n")).replace(b"HIDDEN", hidden)
+    length = len(hidden) if form.raw else len(body)
+    return whole.replace(b"ONELINE", one_line).replace(b"LENGTH", str(length).encode())
+
+
+def answers(served: Served, data: bytes) -> list[int]:
+    """The statuses of the answers to ``data`` but for 400: what the gateway took for a request."""
+    got = b""
+    with line(served) as connection:
+        try:
+            connection.sendall(data)
+            connection.settimeout(FIRST_SECONDS)
+            while piece := connection.recv(65536):
+                got += piece
+                connection.settimeout(QUIET_SECONDS)
+        except (TimeoutError, ConnectionError):
+            pass
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", got) if status not in (b"100", b"400")]
+
+
+@pytest.fixture
+def other(api: httpx.Client) -> dict[str, Any]:
+    return create(api, name="other")
+
+
+def check(service: Raw) -> None:
+    """Each of the requests is of one meaning, and none of them is the hidden one."""
+    for head in service.heads:
+        assert CANONICAL.fullmatch(head), head
+        assert b"/hidden" not in head.partition(b"\r\n")[0], head
+        names = [field.partition(b":")[0].lower() for field in head.split(b"\r\n")[1:-2]]
+        lengths = [name for name in names if name in (b"content-length", b"transfer-encoding")]
+        assert len(lengths) <= 1 and names.count(b"host") == 1, head
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_second_request_reaches_a_service(
+    served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any], form: str
+) -> None:
+    with raw(served, one) as service, raw(served, other) as others:
+        for number, victim in enumerate((one, other), 1):
+            hidden = f"GET /hidden HTTP/1.1\r\nHost: {host(victim, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n".encode()
+            statuses = answers(served, request(FORMS[form], host(one, PORT), hidden, EXEC_KEY))
+            assert len(statuses) <= 1, "the gateway takes it for one request, or for none"
+            # Nor is anything left over that comes before the next client's request.
+            assert api.get("/next", headers={"Host": host(one, PORT)}).text == "ok"
+            targets = [service.target(each) for each in range(len(service.heads))]
+            assert targets.count("/next") == number and len(targets) <= 2 * number, targets
+            check(service)
+            assert others.heads == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_second_request_reaches_the_gateway(
+    served: Served, api: httpx.Client, one: dict[str, Any], form: str
+) -> None:
+    """What is hidden removes the sandbox, with a key that may."""
+    hidden = f"DELETE /sandboxes/one HTTP/1.1\r\nHost: gateway\r\nX-API-Key: {ADMIN_KEY}\r\n\r\n".encode()
+    with raw(served, one) as service:
+        for outer in ("gateway", host(one, PORT)):
+            assert len(answers(served, request(FORMS[form], outer, hidden, ADMIN_KEY))) <= 1
+            assert api.get("/sandboxes/one").status_code == 200
+        check(service)
+
+
+@pytest.mark.parametrize("end", [b"\nContent-Length: 0\n\n", b"\r\nContent-Length:\r\n 0\r\n\r\n"])
+def test_what_may_be_read_leniently_is_passed_on_strictly(
+    served: Served, one: dict[str, Any], other: dict[str, Any], end: bytes
+) -> None:
+    """RFC 9112 lets a server take LF for a line's end, and unfold lines: what follows is a request of its own then,
+    judged by a key of its own; services inside see neither."""
+    keyed = f"POST / HTTP/1.1\r\nHost: {host(one, PORT)}\r\nX-API-Key: {EXEC_KEY}".encode() + end
+    hidden = f"GET /hidden HTTP/1.1\r\nHost: {host(other, PORT)}\r\n\r\n".encode()
+    with raw(served, one) as service, raw(served, other) as others:
+        assert answers(served, keyed + hidden) == [200, 401]
+        check(service)
+        assert len(service.heads) == 1 and others.heads == []
+
+
+def test_requests_that_are_two_are_two(served: Served, one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Pipelining is no attack: each is judged for itself, answered in turn, and has a body of its own."""
+    mine = f"Host: {host(one, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n"
+    theirs = f"Host: {host(other, PORT)}\r\n"
+    requests = [
+        f"POST /1 HTTP/1.1\r\n{mine}Content-Length: 5\r\n\r\nfirst",
+        f"GET /2 HTTP/1.1\r\n{theirs}\r\n",
+        f"POST /3 HTTP/1.1\r\n{mine}Transfer-Encoding: chunked\r\n\r\n5\r\nthird\r\n0\r\n\r\n",
+        f"GET /4 HTTP/1.1\r\n{mine}\r\n",
+    ]
+    with raw(served, one) as service, raw(served, other) as others:
+        assert answers(served, "".join(requests).encode()) == [200, 401, 200, 200]
+        assert [head.split(b" ")[1] for head in service.heads] == [b"/1", b"/3", b"/4"]
+        assert service.bodies == [b"first", b"third", b""]
+        assert others.heads == []
+
+
+def test_the_key_of_one_request_is_not_that_of_the_next(served: Served, one: dict[str, Any]) -> None:
+    keyed = f"GET /1 HTTP/1.1\r\nHost: {host(one, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n"
+    keyless = f"GET /2 HTTP/1.1\r\nHost: {host(one, PORT)}\r\n\r\n"
+    with raw(served, one) as service:
+        assert answers(served, (keyed + keyless + keyed + keyless).encode()) == [200, 401, 200, 401]
+        assert [head.split(b" ")[1] for head in service.heads] == [b"/1", b"/1"]
