@@ -1,0 +1,141 @@
+"""A client that writes rules of the firewall into a policy: it is refused, and the rules are what they were."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import subprocess
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sandbox_gateway.errors import Invalid
+from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.epair import Bridge
+from sandbox_gateway.hosts.jail_zfs.pf import jail_rules
+from sandbox_gateway.hosts.kvm_xfs.netns import Slot, policy_rules
+from sandbox_gateway.records import NetworkPolicy
+from tests.kvm_xfs.test_netns import OPEN, World, run, world
+from tests.support.gateway import Gateway
+
+SUBNET = ipaddress.IPv4Network("10.231.0.0/16")
+INJECTIONS = [
+    *("1.1.1.1; flush ruleset", "1.1.1.1\nflush ruleset", "1.1.1.1 }\nflush ruleset\n{", "1.1.1.1 accept"),
+    *("1.1.1.1, 10.0.0.0/8", "{ 10.0.0.0/8 }", "}", "{", '"', "'", "\\", "1.1.1.1 # ", "# x", "$x", "@volume_access"),
+    *("10.0.0.1-10.0.0.9", "!10.0.0.1", "!= 10.0.0.1", "any", "self", "<table>", "(self)", "em0", "em0:network"),
+    *(
+        "example.org",
+        "localhost",
+        "0",
+        "1",
+        "127.1",
+        "0x7f000001",
+        "017700000001",
+        "2130706433",
+        "010.0.0.1",
+        "1.1.1.1/",
+    ),
+    *("::1", "::ffff:10.0.0.1", "fe80::1%eth0", "::/0", "10.0.0.0/33", "10.0.0.0/-1", "10.0.0.0/8/8", "10.0.0.0/0x8"),
+    *(
+        "1.1.1.1\x00",
+        "1.1.1.1\x00; flush ruleset",
+        "\u0661.1.1.1",
+        "1.1.1.1\u2028flush ruleset",
+        "\uff11.1.1.1",
+        "1\u30021.1.1",
+    ),
+    *("1.1.1.1 jump inwards", 'include "/etc/passwd"', "define x = 1", "`id`", "$(id)", "../../x", "%s", "{{ x }}"),
+    *("", " ", "\t", "\n", "a" * 100_000, "1" * 100_000, "," * 1000, "1.1.1.1;", "1.1.1.1\r\nx", "10.0.0.0/255.0.0.x"),
+]
+"""None is an IPv4 address or range."""
+_PREFIX = r"(\d{1,3}\.){3}\d{1,3}(/\d{1,2})?"
+_SET = rf"\{{ {_PREFIX}(, {_PREFIX})* \}}"
+_NFT = re.compile(
+    r"flush chain inet sandbox outside\n"
+    rf"(add rule inet sandbox outside (ip daddr ({_PREFIX}|{_SET}) (accept|reject with icmp admin-prohibited)"
+    rf"|ip daddr {_SET} meta l4proto \{{ tcp, udp \}} th dport 53 accept"
+    r"|accept|reject with icmp admin-prohibited)\n)+"
+)
+_PF = re.compile(
+    rf"((pass|block drop|block return) (in|out) quick on [a-z0-9-]+ inet6?( proto (tcp|udp))?"
+    rf"( all| from (! )?{_PREFIX} to (any|\(self\)|{_PREFIX}))( port 53)?\n)+"
+)
+# Wild texts, and such as are nearly addresses.
+_texts = st.text(max_size=30) | st.text("0123456789./ \n;{}#,-:", max_size=30) | st.ip_addresses(v=4).map(str)
+
+
+def rules_of(policy: NetworkPolicy) -> tuple[str, str]:
+    bridge = Bridge(Commands(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
+    return policy_rules(policy, ["9.9.9.9"], SUBNET), jail_rules(bridge, bridge.cable(7), policy, ["9.9.9.9"])
+
+
+@pytest.mark.parametrize("field", ["allow_out", "deny_out"])
+@pytest.mark.parametrize("text", INJECTIONS, ids=lambda text: ascii(text[:30]))
+def test_what_is_no_address_is_no_rule(text: str, field: str) -> None:
+    for given_ in ([text], ["192.0.2.1", text], [text, "192.0.2.1"]):
+        policy = NetworkPolicy.model_validate({field: given_})
+        for build in (
+            lambda policy=policy: policy_rules(policy, [], SUBNET),
+            lambda policy=policy: rules_of(policy),
+        ):
+            with pytest.raises(Invalid, match="not an IPv4 address or CIDR"):
+                build()
+        bridge = Bridge(Commands(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
+        with pytest.raises(Invalid, match="not an IPv4 address or CIDR"):
+            jail_rules(bridge, bridge.cable(7), policy, [])
+
+
+@given(st.lists(_texts, max_size=4), st.lists(_texts, max_size=4), st.booleans())
+@example(["10.0.0.0/255.0.0.0", " 192.0.2.1\n"], ["0.0.0.0/0"], False)
+@settings(max_examples=300, deadline=None)
+def test_whatever_is_taken_becomes_rules_of_known_forms(allowed: list[str], denied: list[str], internet: bool) -> None:
+    policy = NetworkPolicy(allow_internet=internet, allow_out=allowed, deny_out=denied)
+    try:
+        nft, pf = rules_of(policy)
+    except Invalid:
+        return
+    assert _NFT.fullmatch(nft), nft
+    assert _PF.fullmatch(pf), pf
+    assert len(pf.splitlines()) <= 20 + len(allowed) + len(denied)
+
+
+def ruleset(slot: Slot) -> str:
+    """The rules of a slot, and those of its gateway on the host."""
+    host = ["nft", "list", "table", "inet", f"{slot.name.partition('-')[0]}_sandbox"]
+    commands = (host, ["nsenter", f"--net={slot.path}", "nft", "list", "ruleset"])
+    shown = [subprocess.run(each, capture_output=True, text=True, check=True, timeout=20).stdout for each in commands]
+    return re.sub(r"counter packets \d+ bytes \d+", "", "\n".join(shown))
+
+
+@pytest.mark.usefixtures("need_root")
+def test_the_rules_in_force_are_what_they_were() -> None:
+    async def body(w: World) -> None:
+        slot = await w.pool.take(OPEN)
+        before = ruleset(slot)
+        assert "chain outside" in before
+        for text in INJECTIONS:
+            for policy in (NetworkPolicy(allow_out=[text]), NetworkPolicy(deny_out=["192.0.2.1", text])):
+                with pytest.raises(Invalid):
+                    await w.pool.apply(slot, policy)
+        assert ruleset(slot) == before
+
+    async def test() -> None:
+        async with world() as w:
+            await body(w)
+
+    run(test)
+
+
+def test_a_real_gateway_refuses_it_before_it_makes_anything(shared_gateway: Gateway, template: str) -> None:
+    client = shared_gateway.client
+    before = client.get("/sandboxes").json()
+    for text in (each for each in INJECTIONS if len(each) < 1000):
+        for field in ("allowOut", "denyOut"):
+            network: dict[str, Any] = {field: [text]}
+            answer = client.post("/sandboxes", json={"templateID": template, "network": network})
+            assert answer.status_code == 400 and answer.json()["kind"] == "invalid", answer.text
+    assert [one["sandboxID"] for one in client.get("/sandboxes").json()] == [one["sandboxID"] for one in before]
+    table = f"table inet {shared_gateway.prefix}_sandbox"
+    assert table in subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, timeout=20).stdout

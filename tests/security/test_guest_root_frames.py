@@ -1,0 +1,411 @@
+"""Root of a virtual machine, who sends any frame they like: nothing but packets of the guest's own address leaves its
+network slot, and those only under the slot's address.
+
+The guest is a network namespace on the slot's real tap, as in `tests/kvm_xfs/test_netns.py`. What leaves the slot is
+seen at the host's end of its veth, and ends with a packet that may pass: when that is there, all others were judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+import struct
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from sandbox_gateway.hosts.kvm_xfs.netns import (
+    AGENT_PORT,
+    GATEWAY_ADDRESS,
+    GUEST_ADDRESS,
+    GUEST_MAC,
+    TAP,
+    TAP_MAC,
+    VOLUME_PORTS,
+    Slot,
+    volume_address,
+)
+from sandbox_gateway.records import NetworkPolicy
+from tests.kvm_xfs.test_netns import OPEN, Elsewhere, Guest, World, inside, run, world
+
+pytestmark = pytest.mark.usefixtures("need_root")
+
+IPV4, ARP, VLAN, QINQ, IPV6, EAPOL, LLDP = 0x0800, 0x0806, 0x8100, 0x88A8, 0x86DD, 0x888E, 0x88CC
+ALL = 3
+UDP, TCP, ICMP, IGMP = 17, 6, 1, 2
+PORT = 48126
+MARK, END = b"from-a-guest", b"the-last-one"
+BROADCAST, FOREIGN = "ff:ff:ff:ff:ff:ff", "02:00:5e:00:00:99"
+
+
+def mac(text: str) -> bytes:
+    return bytes.fromhex(text.replace(":", ""))
+
+
+def frame(payload: bytes, kind: int = IPV4, *, to: str = TAP_MAC, source: str = GUEST_MAC) -> bytes:
+    return mac(to) + mac(source) + struct.pack(">H", kind) + payload
+
+
+def checksum(data: bytes) -> int:
+    total = sum(struct.unpack(f">{len(data) // 2}H", data))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return ~total & 0xFFFF
+
+
+def packet(
+    source: str,
+    target: str,
+    payload: bytes,
+    protocol: int = UDP,
+    *,
+    fragment: int = 0,
+    options: bytes = b"",
+    id: int = 7,
+) -> bytes:
+    """``fragment``: flags and offset, as they are in the header."""
+    words = 5 + len(options) // 4
+    size = 4 * words + len(payload)
+    addresses = socket.inet_aton(source) + socket.inet_aton(target)
+    head = struct.pack(">BBHHHBBH", 0x40 | words, 0, size, id, fragment, 64, protocol, 0) + addresses + options
+    return head[:10] + struct.pack(">H", checksum(head)) + head[12:] + payload
+
+
+def udp(source: str, target: str, port: int = PORT, data: bytes = MARK, **more: int) -> bytes:
+    return packet(source, target, struct.pack(">HHHH", 5000, port, 8 + len(data), 0) + data, **more)  # type: ignore[arg-type]
+
+
+def arp(operation: int, sender: str, sender_mac: str, target: str, target_mac: str = "00:00:00:00:00:00") -> bytes:
+    head = struct.pack(">HHBBH", 1, IPV4, 6, 4, operation)
+    return head + mac(sender_mac) + socket.inet_aton(sender) + mac(target_mac) + socket.inet_aton(target)
+
+
+def ipv6(source: str, target: str, payload: bytes, protocol: int = UDP) -> bytes:
+    head = struct.pack(">IHBB", 6 << 28, len(payload), protocol, 255)
+    return head + ipaddress.IPv6Address(source).packed + ipaddress.IPv6Address(target).packed + payload
+
+
+@dataclass(frozen=True)
+class Place:
+    """What an attacker may know of addresses."""
+
+    slot: Slot
+    neighbour: Slot
+    elsewhere: str
+    host: str
+    volumes: str
+
+
+Attack = Callable[[Place], list[bytes]]
+
+
+def sources(place: Place) -> list[str]:
+    neighbour = place.neighbour
+    own = [place.slot.host_address, place.slot.veth_address, place.elsewhere, place.host, place.volumes]
+    others = ["0.0.0.0", "255.255.255.255", "127.0.0.1", "169.254.0.20", "169.254.0.23", "224.0.0.1", "10.99.99.99"]
+    return [*own, *others, neighbour.host_address, neighbour.veth_address, GATEWAY_ADDRESS]
+
+
+def targets(place: Place) -> list[str]:
+    slot, neighbour = place.slot, place.neighbour
+    network = ipaddress.ip_network(f"{slot.host_address}/30", strict=False)
+    return [
+        *(slot.veth_address, neighbour.veth_address, neighbour.host_address, place.host, place.volumes),
+        *("127.0.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1", "239.255.255.250", "169.254.0.23"),
+        *(str(network.broadcast_address), str(network.network_address), GATEWAY_ADDRESS, slot.host_address),
+    ]
+
+
+def extension_headers() -> bytes:
+    """A UDP datagram behind three of IPv6's headers."""
+    padding = struct.pack(">BBBBI", 0, 0, 1, 4, 0)
+    return b"\x00" + padding[1:] + b"\x3c" + padding[1:] + bytes([UDP]) + padding[1:] + MARK
+
+
+ATTACKS: dict[str, Attack] = {
+    "another source": lambda p: [frame(udp(source, p.elsewhere)) for source in sources(p)],
+    "another source, to the neighbour": lambda p: [
+        frame(udp(source, p.neighbour.host_address, AGENT_PORT)) for source in sources(p)
+    ],
+    "another target": lambda p: [frame(udp(GUEST_ADDRESS, target)) for target in targets(p)],
+    "another target, TCP": lambda p: [
+        frame(packet(GUEST_ADDRESS, target, struct.pack(">HHIIHHHH", 5000, port, 1, 0, 0x5002, 9, 0, 0) + MARK, TCP))
+        for target in targets(p)
+        for port in (22, 80, AGENT_PORT, VOLUME_PORTS[0], VOLUME_PORTS[1])
+        if target != GATEWAY_ADDRESS
+    ],
+    "IPv6": lambda p: [
+        frame(ipv6(source, target, struct.pack(">HHHH", 5000, PORT, 8 + len(MARK), 0) + MARK), IPV6, to=to)
+        for source in ("fe80::1", "::1", "fd99::1", f"::ffff:{GUEST_ADDRESS}", "::")
+        for target, to in (("fe80::2", TAP_MAC), ("ff02::1", "33:33:00:00:00:01"), (f"::ffff:{p.elsewhere}", TAP_MAC))
+    ],
+    "IPv6's router advertisements": lambda p: [
+        frame(ipv6("fe80::1", "ff02::1", b"\x86\x00\x00\x00\x40\x00\x07\x08" + bytes(8) + MARK, 58), IPV6, to=BROADCAST)
+    ],
+    "IPv6's headers": lambda p: [frame(ipv6("fe80::1", "ff02::1", extension_headers(), 0), IPV6, to=BROADCAST)],
+    "IPv4 named IPv6, and the other way": lambda p: [
+        frame(udp(GUEST_ADDRESS, p.elsewhere), IPV6),
+        frame(ipv6("fe80::1", "fe80::2", MARK), IPV4),
+    ],
+    "VLAN": lambda p: [
+        frame(struct.pack(">HH", vlan, IPV4) + udp("10.99.99.99", target), kind)
+        for vlan in (0, 1, 2, 100, 4095)
+        for kind in (VLAN, QINQ)
+        for target in (p.elsewhere, p.neighbour.host_address, p.slot.veth_address)
+    ],
+    "VLAN in VLAN": lambda p: [
+        frame(struct.pack(">HHHH", 0, inner, 0, IPV4) + udp("10.99.99.99", p.elsewhere), outer)
+        for outer in (VLAN, QINQ)
+        for inner in (VLAN, QINQ)
+    ],
+    "IPv6 in a VLAN": lambda p: [frame(struct.pack(">HH", 0, IPV6) + ipv6("fe80::1", "ff02::1", MARK), VLAN)],
+    "ARP": lambda p: [
+        frame(arp(operation, claimed, of, asked) + MARK, ARP, to=to, source=of)
+        for operation in (1, 2, 3, 4)
+        for claimed in (GATEWAY_ADDRESS, GUEST_ADDRESS, p.slot.veth_address, p.neighbour.host_address, p.elsewhere)
+        for asked in (GATEWAY_ADDRESS, claimed)
+        for of in (GUEST_MAC, FOREIGN)
+        for to in (TAP_MAC, BROADCAST)
+    ],
+    "fragments of another source": lambda p: [
+        frame(udp("10.99.99.99", p.elsewhere, fragment=0x2000)),
+        frame(packet("10.99.99.99", p.elsewhere, MARK * 2, fragment=2)),
+    ],
+    "fragments whose first is of its own": lambda p: [
+        frame(udp(GUEST_ADDRESS, p.elsewhere, data=b"x" * 16, fragment=0x2000, id=9)),
+        frame(packet("10.99.99.99", p.elsewhere, MARK * 2, fragment=3, id=9)),
+    ],
+    "fragments over one another": lambda p: [
+        frame(udp(GUEST_ADDRESS, p.elsewhere, data=b"x" * 24, fragment=0x2000, id=10)),
+        frame(packet(GUEST_ADDRESS, p.elsewhere, MARK + bytes(12), fragment=0x2001, id=10)),
+        frame(packet(GUEST_ADDRESS, p.elsewhere, MARK + bytes(12), fragment=1, id=10)),
+    ],
+    "a fragment beyond 64 KiB": lambda p: [frame(packet(GUEST_ADDRESS, p.elsewhere, MARK * 100, fragment=0x1FFF))],
+    "another sender's MAC": lambda p: [
+        frame(udp("10.99.99.99", p.elsewhere), source=source) for source in (FOREIGN, TAP_MAC, BROADCAST)
+    ],
+    "to another MAC": lambda p: [
+        frame(udp(GUEST_ADDRESS, p.elsewhere), to=to) for to in (FOREIGN, "00:00:00:00:00:00", GUEST_MAC)
+    ],
+    "DHCP": lambda p: [
+        frame(packet("0.0.0.0", target, struct.pack(">HHHH", sent, port, 8 + len(MARK), 0) + MARK), to=BROADCAST)
+        for sent, port in ((68, 67), (67, 68))
+        for target in ("255.255.255.255", GATEWAY_ADDRESS, p.slot.veth_address)
+    ],
+    "multicast and broadcast": lambda p: [
+        frame(packet(source, target, MARK, protocol), to=to)
+        for source in (GUEST_ADDRESS, "10.99.99.99")
+        for target, to in (("224.0.0.1", "01:00:5e:00:00:01"), ("255.255.255.255", BROADCAST))
+        for protocol in (UDP, IGMP, ICMP)
+    ],
+    "source routes": lambda p: [
+        # LSRR and SSRR over the slot, to the neighbour and the host.
+        frame(packet(GUEST_ADDRESS, via, MARK, options=bytes([kind, 7, 4]) + socket.inet_aton(to) + b"\x00"))
+        for kind in (0x83, 0x89)
+        for via in (GATEWAY_ADDRESS, p.slot.veth_address, p.slot.host_address)
+        for to in (p.neighbour.host_address, p.host, p.elsewhere)
+    ],
+    "redirects": lambda p: [
+        frame(packet(source, GATEWAY_ADDRESS, b"\x05\x01\x00\x00" + socket.inet_aton(GUEST_ADDRESS) + MARK, ICMP))
+        for source in (p.slot.veth_address, GUEST_ADDRESS)
+    ],
+    "packets in packets": lambda p: [
+        frame(packet("10.99.99.99", p.elsewhere, udp(GUEST_ADDRESS, p.neighbour.host_address), protocol))
+        for protocol in (4, 41, 47, 50, 115)
+    ],
+    "headers that lie": lambda p: [
+        frame(b"\x45"),
+        frame(b"\x4f" + udp(GUEST_ADDRESS, p.elsewhere)[1:]),
+        frame(b"\x41" + udp(GUEST_ADDRESS, p.elsewhere)[1:]),
+        frame(udp(GUEST_ADDRESS, p.elsewhere)[:10] + b"\x00\x00" + udp(GUEST_ADDRESS, p.elsewhere)[12:]),
+        frame(udp(GUEST_ADDRESS, p.elsewhere)[:24]),
+        frame(b""),
+    ],
+    "other protocols": lambda p: [
+        frame(MARK * 5, kind, to=to)
+        for kind in (EAPOL, LLDP, 0x8863, 0x8864, 0x88E5, 0x0000, 0x05DC, 0xFFFF)
+        for to in (TAP_MAC, BROADCAST, "01:80:c2:00:00:00", "01:80:c2:00:00:0e")
+    ],
+}
+
+
+class Wire:
+    """All frames at an interface of the host's, or of a namespace's; ``incoming``: those that come in there."""
+
+    def __init__(
+        self, open_in: Callable[[Callable[[], socket.socket]], socket.socket], name: str, *, incoming: bool = False
+    ) -> None:
+        self._socket = open_in(lambda: sniffer(name))
+        self._incoming = incoming
+
+    def until(self, end: bytes) -> list[bytes]:
+        """What came in, up to the frame that has ``end`` in it."""
+        found: list[bytes] = []
+        while not found or end not in found[-1]:
+            data, address = self._socket.recvfrom(65536)
+            if not (self._incoming and address[2] == socket.PACKET_OUTGOING):
+                found.append(data)
+        return found
+
+    def waiting(self) -> list[bytes]:
+        found = []
+        self._socket.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                found.append(self._socket.recv(65536))
+        return found
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def sniffer(name: str) -> socket.socket:
+    # Without a protocol until it is bound: else it has frames of all interfaces.
+    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+    made.bind((name, ALL))
+    made.settimeout(15)
+    return made
+
+
+def state(slot: Slot) -> list[str]:
+    """Routes, addresses and rules of a slot and of the host, and whom the slot takes its guest for."""
+    shown = []
+    for command in (("ip", "route"), ("ip", "-6", "route"), ("ip", "-br", "address"), ("nft", "list", "ruleset")):
+        for where in ((), ("nsenter", f"--net={slot.path}")):
+            output = subprocess.run([*where, *command], capture_output=True, text=True, check=True, timeout=20).stdout
+            # Of the host, what is of this slot: others come and go.
+            lines = [line for line in output.splitlines() if where or slot.name in line]
+            shown.append("\n".join(line for line in lines if "counter" not in line))
+    neighbours = subprocess.run(
+        ["nsenter", f"--net={slot.path}", "ip", "neighbour", "show", "dev", TAP],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=20,
+    ).stdout
+    known = [line for line in neighbours.splitlines() if line.startswith(f"{GUEST_ADDRESS} ")]
+    assert known == [line for line in known if GUEST_MAC in line and "PERMANENT" in line] and known
+    return shown
+
+
+def send(guest: Guest, frames: list[bytes]) -> None:
+    def sent() -> None:
+        with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as line:
+            line.bind(("eth0", 0))
+            for each in frames:
+                line.send(each.ljust(14, b"\0"))
+
+    inside(guest.path, sent)
+
+
+@dataclass
+class Arena:
+    place: Place
+    guest: Guest
+    outside: Wire
+    """The host's end of the slot's veth."""
+    beyond: Wire
+    """The interface of what is elsewhere."""
+    next_door: Wire
+    """The tap of the neighbour's slot."""
+
+    def finish(self) -> list[bytes]:
+        """All that left the slot; asserts that no more did than may."""
+        send(self.guest, [frame(udp(GUEST_ADDRESS, self.place.elsewhere, data=END))])
+        left = self.outside.until(END)
+        for each in left:
+            (kind,) = struct.unpack(">H", each[12:14])
+            # The kernel of the slot asks for its neighbour's MAC itself.
+            assert kind in (IPV4, ARP), each.hex()
+            if kind == IPV4:
+                assert socket.inet_ntoa(each[26:30]) == self.place.slot.host_address, each.hex()
+            if kind == ARP:
+                claimed = socket.inet_ntoa(each[28:32])
+                assert claimed in (self.place.slot.host_address, self.place.slot.veth_address), each.hex()
+                assert MARK not in each
+        arrived = self.beyond.until(END)
+        assert not any(MARK in each for each in arrived), "nothing of it reached another machine"
+        assert not any(MARK in each for each in self.next_door.waiting()), "nor the neighbour"
+        return left
+
+
+def in_arena(test: Callable[[World, Arena], Awaitable[None]]) -> None:
+    async def body() -> None:
+        async with world() as w:
+            slot, other = await w.pool.take(OPEN), await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0"]))
+            guest, _ = w.guest(slot), w.guest(other)
+            elsewhere: Elsewhere = w.elsewhere()
+            place = Place(slot, other, elsewhere.address, elsewhere.host_address, volume_address(w.network))
+            wires = (
+                Wire(lambda make: make(), slot.veth, incoming=True),
+                Wire(lambda make: inside(elsewhere.path, make), "eth0"),
+                Wire(lambda make: inside(other.path, make), TAP),
+            )
+            try:
+                await test(w, Arena(place, guest, *wires))
+            finally:
+                for wire in wires:
+                    wire.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_nothing_but_its_own_packets_leaves_a_slot(attack: str) -> None:
+    async def test(w: World, arena: Arena) -> None:
+        send(arena.guest, [frame(udp(GUEST_ADDRESS, arena.place.elsewhere, data=END))])
+        arena.outside.until(END), arena.beyond.until(END)
+        before = state(arena.place.slot)
+        with listening(arena.place) as heard:
+            await asyncio.to_thread(send, arena.guest, ATTACKS[attack](arena.place))
+            await asyncio.to_thread(arena.finish)
+            assert heard() == [], "the host's own services"
+        assert state(arena.place.slot) == before
+
+    in_arena(test)
+
+
+@contextlib.contextmanager
+def listening(place: Place) -> Iterator[Callable[[], list[bytes]]]:
+    """Within: sockets of the host's at all its addresses, by which it would notice what reaches it."""
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for port in (PORT, 67, 68):
+            each = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            with contextlib.suppress(OSError):
+                each.bind(("0.0.0.0", port))
+                each.setblocking(False)
+                opened.append(each)
+
+        def heard() -> list[bytes]:
+            found = []
+            for each in opened:
+                with contextlib.suppress(BlockingIOError):
+                    found.append(each.recv(4096))
+            return found
+
+        yield heard
+
+
+def test_whole_fragments_of_its_own_pass() -> None:
+    """What is refused above is refused for what it is, not for being sent as raw frames, or in pieces."""
+
+    async def test(w: World, arena: Arena) -> None:
+        data = os.urandom(8).hex().encode() * 4
+        whole = struct.pack(">HHHH", 5000, PORT, 8 + len(data), 0) + data
+        pieces = [
+            packet(GUEST_ADDRESS, arena.place.elsewhere, whole[:24], fragment=0x2000, id=21),
+            packet(GUEST_ADDRESS, arena.place.elsewhere, whole[24:], fragment=3, id=21),
+        ]
+        await asyncio.to_thread(send, arena.guest, [frame(piece) for piece in pieces])
+        arrived = await asyncio.to_thread(arena.beyond.until, data[:16])
+        assert socket.inet_ntoa(arrived[-1][26:30]) == arena.place.host
+
+    in_arena(test)
