@@ -1,0 +1,171 @@
+"""Root of a virtual machine, who speaks NFS themselves, with everything another sandbox knows of its volume: file
+handles, the export's name, ports and addresses. (Handles that are made up, and paths: `tests/kvm_xfs`.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.hosts.kvm_xfs.netns import GATEWAY_ADDRESS, Slot, volume_address
+from sandbox_gateway.hosts.kvm_xfs.volume_server import format_image
+from sandbox_gateway.records import new_id
+from tests.kvm_xfs.test_netns import Guest, inside
+from tests.kvm_xfs.test_volume_server import CUT_OFF, Stand, Volume, stand, status_of
+from tests.support import nfs3
+from tests.support.nfs3 import Mount, Nfs, NfsError, Refused
+
+pytestmark = pytest.mark.usefixtures("need_root")
+
+REFUSED = (NfsError, Refused, *CUT_OFF, OSError)
+SECRET = b"of another sandbox"
+
+
+class Victim:
+    """A volume with a secret, in use by a sandbox, whose root has told all it knows."""
+
+    def __init__(self, slot: Slot, guest: Guest, volume: Volume) -> None:
+        self.slot, self.guest, self.volume = slot, guest, volume
+        self.root = volume.mount(guest)
+        self.file = volume.nfs(guest).create(self.root, "secret")
+        volume.nfs(guest).write(self.file, SECRET)
+
+    def is_well(self) -> None:
+        client = self.volume.nfs(self.guest)
+        assert client.read(self.file) == SECRET
+        assert status_of(client.lookup, self.root, "planted") == nfs3.NOENT
+
+
+def with_victim(xfs_root: Path, test: Callable[[Stand, Victim], Awaitable[None]]) -> None:
+    async def body() -> None:
+        async with stand(xfs_root) as s:
+            slot, guest = await s.guest()
+            volume = await s.volume()
+            await volume.serve({slot: False})
+            await test(s, Victim(slot, guest, volume))
+
+    asyncio.run(asyncio.wait_for(body(), 120))
+
+
+def try_all(client: Nfs, victim: Victim) -> None:
+    """Every procedure that would tell or change something, with the victim's handles."""
+    for attempt in (
+        lambda: client.getattr(victim.root),
+        lambda: client.lookup(victim.root, "secret"),
+        lambda: client.read(victim.file),
+        lambda: client.write(victim.file, b"stolen"),
+        lambda: client.truncate(victim.file, 0),
+        lambda: client.create(victim.root, "planted"),
+        lambda: client.mkdir(victim.root, "planted"),
+        lambda: client.symlink(victim.root, "planted", "/"),
+        lambda: client.remove(victim.root, "secret"),
+        lambda: client.rename(victim.root, "secret", victim.root, "planted"),
+        lambda: client.commit(victim.file),
+    ):
+        with pytest.raises(REFUSED):
+            attempt()
+
+
+@pytest.mark.parametrize("uid", [0, 1000, 65534])
+def test_handles_of_another_volume_are_none_at_ones_own(xfs_root: Path, uid: int) -> None:
+    async def test(s: Stand, victim: Victim) -> None:
+        slot, attacker = await s.guest()
+        own = await s.volume()
+        await own.serve({slot: False})
+        root = own.mount(attacker)
+        try_all(own.nfs(attacker, uid=uid), victim)
+        client = own.nfs(attacker)
+        file = client.create(root, "own")
+        for mixed in (
+            lambda: client.rename(root, "own", victim.root, "planted"),
+            lambda: client.rename(victim.root, "secret", root, "stolen"),
+        ):
+            with pytest.raises(REFUSED):
+                mixed()
+        # One handle made of two: whose volume it names, and which file.
+        for place in range(4, len(victim.file)):
+            made_up = file[:place] + victim.file[place:], victim.file[:place] + file[place:]
+            for handle in made_up:
+                with contextlib.suppress(*REFUSED):
+                    assert client.read(handle) != SECRET
+        assert client.getattr(file).kind == 1, "it serves on"
+        victim.is_well()
+
+    with_victim(xfs_root, test)
+
+
+def test_ports_of_another_volume_are_shut_whatever_way_they_are_asked(xfs_root: Path) -> None:
+    async def test(s: Stand, victim: Victim) -> None:
+        slot, attacker = await s.guest()
+        own = await s.volume()
+        await own.serve({slot: False})
+        own.mount(attacker)
+        ports = (victim.volume.port, victim.volume.port + 1)
+        gateways = (GATEWAY_ADDRESS, volume_address(s.network), victim.slot.veth_address, victim.slot.host_address)
+        for address in (*gateways, slot.veth_address, slot.host_address):
+            for port in ports:
+                for source in (0, 700):
+                    with pytest.raises((*CUT_OFF, OSError)):
+                        inside(
+                            attacker.path,
+                            lambda address=address, port=port, source=source: Nfs(
+                                address, port, seconds=0.4, source=source
+                            ),
+                        )
+        # By the servers' own address not even one's own.
+        with pytest.raises((*CUT_OFF, OSError)):
+            inside(attacker.path, lambda: Mount(volume_address(s.network), own.port + 1, seconds=0.4))
+        victim.is_well()
+
+    with_victim(xfs_root, test)
+
+
+def test_another_volumes_export_cannot_be_mounted(xfs_root: Path) -> None:
+    async def test(s: Stand, victim: Victim) -> None:
+        slot, attacker = await s.guest()
+        own = await s.volume()
+        await own.serve({slot: False})
+        theirs = victim.volume.id
+        for path in (
+            f"/{theirs}",
+            theirs,
+            f"/{own.id}/../{theirs}",
+            f"//{theirs}",
+            f"/{own.id}\0/{theirs}",
+            "/" * 1000,
+        ):
+            assert status_of(own.mount, attacker, path) != nfs3.OK
+        # Read as C does, this is one's own.
+        assert own.mount(attacker, f"/{own.id}\0/{theirs}") == own.mount(attacker)
+        with inside(attacker.path, lambda: Mount(GATEWAY_ADDRESS, own.port + 1)) as mount:
+            assert theirs not in str(mount.exports())
+        victim.is_well()
+
+    with_victim(xfs_root, test)
+
+
+def test_handles_end_with_the_mount_and_do_not_come_back_with_the_port(xfs_root: Path) -> None:
+    """A sandbox that had a volume has its handles for ever; the port is another volume's later."""
+
+    async def test(s: Stand, victim: Victim) -> None:
+        slot, heir = await s.guest()
+        await victim.volume.serve({slot: False})
+        heirs = victim.volume.nfs(heir)
+        assert heirs.read(victim.file) == SECRET, "it was handed over"
+        with pytest.raises(CUT_OFF):
+            victim.volume.nfs(victim.guest, seconds=0.4)
+        await victim.volume.serve({})
+        later = Volume(s, s.root / f"{new_id()}.img", victim.volume.port)
+        await format_image(later.image, later.id, 64)
+        await later.serve({slot: False, victim.slot: False})
+        root = later.mount(heir)
+        later.nfs(heir).write(later.nfs(heir).create(root, "secret"), b"of the later one")
+        try_all(later.nfs(victim.guest), victim)
+        assert status_of(later.nfs(heir).lookup, root, "planted") == nfs3.NOENT
+        assert later.nfs(heir).read(later.nfs(heir).lookup(root, "secret")) == b"of the later one"
+
+    with_victim(xfs_root, test)
