@@ -39,14 +39,15 @@ _LONG = ("test_gateway.py", "test_gateway_systemd.py", "test_kvm_xfs_host.py")
 """Of the roles, shared out file by file and last: with these done first no lane is left alone for long."""
 
 _SEED = "GROVE_TEST_SEED"
-"""Environment variable: the order of the tests in a folder. A number repeats an order, 0 is as they are written."""
+"""Environment variable: the order of the tests in a folder: "random", a number that was printed, or 0, as written."""
 
 _before: leaks.Inventory | None = None
 
 
 def pytest_configure(config: pytest.Config) -> None:
     session.link_collection()
-    os.environ.setdefault(_SEED, str(1 + secrets.randbelow(999_999)))  # the lanes, which start later, inherit it
+    if os.environ.setdefault(_SEED, "0") == "random":
+        os.environ[_SEED] = str(1 + secrets.randbelow(999_999))  # the lanes, which start later, inherit it
 
 
 def pytest_report_header() -> str:
@@ -54,7 +55,8 @@ def pytest_report_header() -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.write_line(f"To run them in this order again: {_SEED}={os.environ[_SEED]}")
+    if os.environ[_SEED] != "0":
+        terminalreporter.write_line(f"To run them in this order again: {_SEED}={os.environ[_SEED]}")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

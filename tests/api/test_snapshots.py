@@ -94,7 +94,7 @@ def test_lineage(api: httpx.Client, taken: str) -> None:
     fork = api.post("/snapshots/s1/fork").json()["sandboxID"]
     (template,) = api.get("/lineage").json()
     sandbox = template["children"][0]
-    assert template["names"] == ["base"] and sandbox["names"] == ["one"]
+    assert "base" in template["names"] and sandbox["names"] == ["one"]
     assert sandbox["children"][0]["id"] == taken and sandbox["children"][0]["children"][0]["id"] == fork
     assert api.get("/lineage", params={"root": "s1"}).json()[0]["id"] == taken
     assert api.get("/lineage", params={"root": "nothing"}).status_code == 404

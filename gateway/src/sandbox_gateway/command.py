@@ -13,6 +13,7 @@ from subprocess import CompletedProcess
 from sandbox_gateway.errors import BackendFailed
 
 _TAIL = 2000
+_DYING_SECONDS = 2.0
 _KEPT = ("PATH", "TMPDIR")
 _PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
 
@@ -92,7 +93,9 @@ async def arun(
     except (TimeoutError, asyncio.CancelledError) as error:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        # One that hangs in the kernel does not die, and whoever waits for it may hold a lock.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _DYING_SECONDS)
         if isinstance(error, TimeoutError):
             raise BackendFailed(_late(argv, timeout)) from None
         raise

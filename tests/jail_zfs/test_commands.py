@@ -1,0 +1,57 @@
+"""Commands that hang in the kernel, as those of a ZFS or an NFS that does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.command import arun
+from sandbox_gateway.errors import BackendFailed
+from tests.support.waiting import eventually
+from tests.support.xfs import LoopXfs
+
+
+@pytest.fixture
+def frozen(need_root: None, tmp_path: Path) -> Iterator[Path]:
+    """A directory in which whoever writes waits, and dies of no signal."""
+    with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320) as xfs:
+        subprocess.run(["fsfreeze", "--freeze", str(xfs.mount_point)], check=True, timeout=30)
+        try:
+            yield xfs.mount_point
+        finally:
+            subprocess.run(["fsfreeze", "--unfreeze", str(xfs.mount_point)], check=False, timeout=30)
+
+
+def thaw(frozen: Path) -> None:
+    """Return when the command has ended, and its event loop has had time to see that."""
+    subprocess.run(["fsfreeze", "--unfreeze", str(frozen)], check=True, timeout=30)
+    eventually(lambda: not any(path.read_text() for path in Path("/proc/self/task").glob("*/children")))
+    time.sleep(0.2)
+
+
+def test_a_command_that_does_not_die_is_given_up(frozen: Path) -> None:
+    async def story() -> None:
+        try:
+            with pytest.raises(BackendFailed, match=r"did not end within 0\.5 s and was stopped"):
+                await asyncio.wait_for(arun(["touch", str(frozen / "file")], timeout=0.5), 60)
+        finally:
+            await asyncio.to_thread(thaw, frozen)
+
+    asyncio.run(story())
+
+
+def test_a_cancelled_caller_of_a_command_that_does_not_die_goes_on(frozen: Path) -> None:
+    async def story() -> None:
+        work = asyncio.ensure_future(arun(["touch", str(frozen / "file")], timeout=600))
+        await asyncio.sleep(0.5)
+        work.cancel()
+        done, _ = await asyncio.wait([work], timeout=60)
+        await asyncio.to_thread(thaw, frozen)
+        assert done and work.cancelled()
+
+    asyncio.run(story())
