@@ -262,7 +262,9 @@ class Connection(ConnectionBase):
             variables = variables.get("ansible_delegated_vars", {}).get(self._delegate, {})
         listed = recall(str(own.evaluate("ansible_host") if "ansible_host" in own else host)) is not None
         names = OF_LISTED if listed else self._guarded()
-        foreign = [name for name in names if name in variables and (name not in own or own[name] != variables[name])]
+        # With delegate_to, Ansible itself sets it where nobody did.
+        implied = {"ansible_host": host}
+        foreign = [name for name in names if name in variables and variables[name] != own.get(name, implied.get(name))]
         if foreign:
             raise Failure(
                 f"{' and '.join(foreign)} of host {host} must not come from facts, other results of tasks, or vars of "

@@ -19,8 +19,8 @@ options:
   gateway_token:
     description:
       - A key of the gateway's key file. Over the unix socket none is needed.
-      - If not set, the environment variable E(SANDBOX_GATEWAY_TOKEN) is used. That of the control node is not given to a
-        module that runs inside a sandbox.
+      - If not set, the environment variable E(SANDBOX_GATEWAY_TOKEN) is used. That of the control node is not given to
+        a module that runs inside a sandbox.
     type: str
   ca_path:
     description:

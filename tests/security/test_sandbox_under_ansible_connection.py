@@ -87,20 +87,25 @@ def refused(said: str, name: str) -> None:
     assert name in said and "must not come from facts" in said, said
 
 
-def test_what_add_host_says_is_enough(core: str, gateway: Liar, thief: Liar, files: Files, tmp_path: Path) -> None:
+def test_what_add_host_says_is_enough(core: str, gateway: Liar, files: Files, tmp_path: Path) -> None:
     """The control: as our playbooks use it, nothing is refused; also by `delegate_to`, from a loop."""
-    delegated = {**TASK, "delegate_to": "{{ item }}", "loop": ["guest", "guest"]}
+    hosts = added(gateway, files)
+    (guest,) = hosts["tasks"]
+    # The sandbox of a host without ansible_host has its name.
+    named = {key: value for key, value in guest["ansible.builtin.add_host"].items() if key != "ansible_host"}
+    hosts["tasks"].append({"ansible.builtin.add_host": {**named, "name": "named"}})
+    delegated = {**TASK, "delegate_to": "{{ item }}", "loop": ["guest", "named"]}
     said = cores.play(
         core,
         tmp_path,
         "localhost,",
-        added(gateway, files),
+        hosts,
         {"hosts": "guest", "tasks": [TASK, TASK]},
         {"hosts": "localhost", "connection": "local", "tasks": [delegated]},
     )
     assert "unreachable=0" in said and "unreachable=1" not in said and "failed=1" not in said, said
-    assert len(gateway.asked) == 4 and gateway.keys() == {KEY}
-    assert {headers["E2b-Sandbox-Id"] for headers in gateway.asked} == {"0123456789ab"}
+    asked = [headers["E2b-Sandbox-Id"] for headers in gateway.asked]
+    assert asked == ["0123456789ab"] * 3 + ["named"] and gateway.keys() == {KEY}
 
 
 @pytest.mark.parametrize(
