@@ -75,11 +75,14 @@ class Machine:
             self.hung_up += 1
             writer.close()
             return
-        length = next(int(line[15:]) for line in head.splitlines() if line.lower().startswith(b"content-length:"))
-        self.requests.append(json.loads(await reader.readexactly(length)))
+        self.requests.append(json.loads(await reader.readexactly(_length(head))))
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
         await writer.drain()
         writer.close()
+
+
+def _length(head: bytes) -> int:
+    return next(int(line[15:]) for line in head.splitlines() if line.lower().startswith(b"content-length:"))
 
 
 def identity(**env: str) -> Identity:
@@ -191,7 +194,9 @@ def _answering(answer: bytes, monkeypatch: pytest.MonkeyPatch, work: Any) -> Any
     """What comes of ``work(client)`` where an agent gives ``answer``, whole, to everything."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        # What is left unread when a connection is closed resets it, and with it the answer.
+        await reader.readexactly(_length(head))
         with contextlib.suppress(ConnectionError):
             writer.write(answer)
             await writer.drain()
