@@ -34,6 +34,7 @@ FILES = ("hostname", "machine-id", "resolv.conf")
 MIN_ENTROPY = 32
 MAX_ENTROPY = 512
 _KEPT = "agent.json"
+_KEY = "gateway-key"
 _UNMANAGED = "the agent does not manage this machine"
 
 
@@ -47,6 +48,7 @@ class Identity:
         self._lock = threading.Lock()
         self._token = b""
         self._gateway = ""
+        self._key = b""
         self._env: dict[str, str] = {}
         self._sandbox_id = ""
         self._start = os.urandom(16).hex()
@@ -54,6 +56,7 @@ class Identity:
 
     def open(self) -> list[str]:
         """Mount the files of /run over those of /etc, contents unchanged; returns what could not be, and why."""
+        self._key = self._read_key()
         for name in FILES:
             self._mounted[name] = self._mount(name)
         if self._volatile():
@@ -93,6 +96,7 @@ class Identity:
         """
         with self._lock:
             pass
+        self._require_token()
         if self._token and not _same(self._token, request.headers.get("x-access-token", "")):
             raise Failure("unauthenticated", "the X-Access-Token header is missing or wrong")
 
@@ -103,18 +107,38 @@ class Identity:
         """
         with self._lock:
             pass
+        self._require_token()
         given = request.headers.get("x-access-token", "")
         if self._token and not (_same(_code_token(self._token), given) or _same(self._token, given)):
             raise Failure("unauthenticated", "the X-Access-Token header is missing or wrong")
 
     def guard_for_gateway(self, request: Request) -> None:
         """Raises Failure unless the request is the gateway's, or carries the access token, which there must be then."""
-        if request.peer == self._gateway_address():
+        if self._is_gateway(request):
             with self._lock:
                 return
         if not self._token:
             raise Failure("permission_denied", "only the gateway may ask for this")
         self.guard(request)
+
+    def _is_gateway(self, request: Request) -> bool:
+        """Whether the gateway asks: it has the key, or, where there is none, the address of the host."""
+        if self._key:
+            return _same(self._key, request.headers.get("x-gateway-key", ""))
+        return request.peer == self._gateway_address()
+
+    def _require_token(self) -> None:
+        """Where a key says who the gateway is, nobody is obeyed before the gateway has set the access token."""
+        if self._key and not self._token:
+            raise Failure("unauthenticated", "the gateway has not set the access token of this sandbox yet")
+
+    def _read_key(self) -> bytes:
+        """What the host put there where every user of it has the gateway's address: see jail_zfs."""
+        try:
+            with open(os.path.join(self._run, _KEY), "rb") as file:
+                return file.read().strip()
+        except OSError:
+            return b""
 
     # -- /identity ---------------------------------------------------------------------------------------------------
 
@@ -125,7 +149,7 @@ class Identity:
         not do is listed in ``skipped`` as "step: why". With ``wait: false`` the answer is ``{accepted: true}``, before
         the steps are done; requests that follow wait for them.
         """
-        if self._token and request.peer != self._gateway_address():
+        if (self._key or self._token) and not self._is_gateway(request):
             self.guard(request)
         received = time.monotonic()
         message = request.json()

@@ -79,6 +79,7 @@ class AgentClient:
     def __init__(self, endpoint: Endpoint, access_token: str) -> None:
         self._address = endpoint.address
         self._line = endpoint.line
+        self._key = endpoint.key
         self._token = access_token
 
     async def identify(self, identity: Identity, *, seconds: float, gone: Callable[[], str]) -> None:
@@ -321,6 +322,8 @@ class AgentClient:
             headers += [("Content-Type", content_type), ("Content-Length", str(len(body)))]
         if self._token:
             headers.append(("X-Access-Token", self._token))
+        if self._key:
+            headers.append(("X-Gateway-Key", self._key))
         method = "GET" if body is None else "POST"
         request = h11.Request(method=method, target=path, headers=headers)
         sent = [request, h11.Data(data=body or b""), h11.EndOfMessage()]

@@ -41,6 +41,8 @@ class Endpoint:
     address: str
     line: socket.socket | None = None
     """To the machine's agent alone, without a network, where the agent is known to listen; closed by the host."""
+    key: str = ""
+    """By which the agent knows the gateway, where the host's address does not tell."""
 
 
 @dataclass(frozen=True)

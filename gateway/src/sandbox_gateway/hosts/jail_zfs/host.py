@@ -360,6 +360,7 @@ class JailZfsHost(VolumesOfJails):
         """All that a jail needs and that can be there before it."""
         directory, dns = self._identities / sandbox.instance, self.name_servers()
         rootfs.write_identity(directory, sandbox, _asked(dns, sandbox.network))
+        rootfs.write_gateway_key(directory)
         await together(
             self._bridge.plug(machine.cable),
             self._limits.apply(machine.jail, sandbox.resources),
@@ -527,7 +528,8 @@ class JailZfsHost(VolumesOfJails):
         return name_servers(self._config.network)
 
     def endpoint(self, sandbox: Sandbox) -> Endpoint:
-        return Endpoint(self._running(sandbox).cable.address)
+        address = self._running(sandbox).cable.address
+        return Endpoint(address, key=rootfs.gateway_key(self._identities / sandbox.instance))
 
     def ended(self, sandbox: Sandbox) -> str:
         machine = self._machines.get(sandbox.instance)

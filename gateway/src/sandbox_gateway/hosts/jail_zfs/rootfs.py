@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import secrets
 import sys
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from sandbox_gateway.records import Sandbox
 _PYTHONS = ("/usr/local/bin/python3", "/usr/bin/python3")
 _FILES = ("machine-id", "resolv.conf")
 """Of /etc; a jail finds its own in IDENTITY."""
+_KEY = "gateway-key"
 _HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 _SMALLEST_PYTHON = 9
 
@@ -134,6 +137,27 @@ def write_identity(directory: Path, sandbox: Sandbox, dns: list[str]) -> None:
     (directory / "hostname").write_text(f"{sandbox.hostname}\n")
     (directory / "machine-id").write_text(f"{machine}\n")
     (directory / "resolv.conf").write_text("".join(f"nameserver {address}\n" for address in dns))
+
+
+def write_gateway_key(directory: Path) -> None:
+    """Give the agent of a jail that is about to start a key to know the gateway by.
+
+    On the host's side of the bridge every user of the host has the gateway's address, and pf does not see whose packets
+    they are. The file is readable by root alone, on the host and in the jail.
+    """
+    directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+    path = directory / _KEY
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+
+
+def gateway_key(directory: Path) -> str:
+    """That key; empty for a jail that was started without one."""
+    try:
+        return (directory / _KEY).read_text()
+    except FileNotFoundError:
+        return ""
 
 
 def takes_identity(root: Path) -> bool:

@@ -1,0 +1,112 @@
+"""A user of a jail host, without any right on it, asks the agent of a jail: it has the gateway's own address there.
+
+The agent is a process of this machine that takes the loopback address for its gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import sandbox_agent
+from sandbox_gateway.engine import agent as agent_client
+from sandbox_gateway.engine.agent import AgentClient, Identity
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.base import Endpoint
+from sandbox_gateway.hosts.jail_zfs import rootfs
+
+ADDRESS = "127.0.0.1"
+TOKEN = "the sandbox's own token"
+AGENT = f"""
+import functools, sys
+sys.path.insert(0, sys.argv[1])
+from sandbox_agent import agent, identity, system
+agent.Identity = functools.partial(identity.Identity, run=sys.argv[2])
+system.gateway_address = lambda: {ADDRESS!r}
+server, _ = agent.build({ADDRESS!r}, 0, 0, managed=False, line="")
+print(server.port, flush=True)
+server.serve()
+"""
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    rootfs.write_gateway_key(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def port(run_directory: Path) -> Iterator[int]:
+    source = Path(str(sandbox_agent.__file__)).parent.parent
+    argv = [sys.executable, "-c", AGENT, str(source), str(run_directory)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def ask(port: int, path: str, body: dict[str, object], headers: dict[str, str] | None = None) -> int:
+    connection = http.client.HTTPConnection(ADDRESS, port, timeout=20)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def identify(port: int, key: str, monkeypatch: pytest.MonkeyPatch) -> AgentClient:
+    """As the gateway does it."""
+    monkeypatch.setattr(agent_client, "AGENT_PORT", port)
+    client = AgentClient(Endpoint(ADDRESS, key=key), TOKEN)
+    identity = Identity("0123456789ab", "one", TOKEN, {}, [])
+    asyncio.run(client.identify(identity, seconds=20, gone=lambda: ""))
+    return client
+
+
+TAKE_OVER = {"accessToken": "mine"}
+RUN = {"args": ["true"]}
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-Gateway-Key": ""}, {"X-Gateway-Key": "0" * 64}, {"X-Access-Token": ""}])
+def test_a_local_user_takes_over_no_jail_before_the_gateway_has_identified_it(
+    port: int, headers: dict[str, str]
+) -> None:
+    assert ask(port, "/identity", TAKE_OVER, headers) == 401
+    assert ask(port, "/exec", RUN, headers) == 401
+    assert ask(port, "/mounts", {"mounts": []}, headers) in (401, 403)
+    assert ask(port, "/exec", RUN, {"X-Access-Token": "mine"}) == 401
+
+
+def test_a_local_user_takes_over_no_jail_afterwards(
+    port: int, run_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = identify(port, rootfs.gateway_key(run_directory), monkeypatch)
+    assert ask(port, "/identity", TAKE_OVER) == 401
+    assert ask(port, "/mounts", {"mounts": []}) == 401
+    assert ask(port, "/exec", RUN) == 401
+    assert ask(port, "/exec", RUN, {"X-Access-Token": "mine"}) == 401
+    assert asyncio.run(client.exec(["echo", "hello"])).stdout == b"hello\n", "the gateway goes on"
+
+
+def test_without_the_key_even_the_gateway_is_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BackendFailed, match="not set the access token"):
+        identify(port, "", monkeypatch)
+
+
+def test_the_key_is_roots_alone_and_another_at_each_start(run_directory: Path) -> None:
+    first = rootfs.gateway_key(run_directory)
+    assert len(first) == 64
+    assert stat.S_IMODE((run_directory / "gateway-key").stat().st_mode) == 0o600
+    rootfs.write_gateway_key(run_directory)
+    assert rootfs.gateway_key(run_directory) not in ("", first)
+    assert rootfs.gateway_key(run_directory / "nowhere") == ""
