@@ -5,6 +5,7 @@ tells and serves of others. See ``tests.kvm_xfs.test_volume_server`` for made-up
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import os
 import socket
@@ -15,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.hosts.kvm_xfs.cgroup import CONTROLLERS, Cgroups
-from sandbox_gateway.hosts.kvm_xfs.netns import AGENT_PORT, CODE_PORT
+from sandbox_gateway.hosts.kvm_xfs.netns import AGENT_PORT, CODE_PORT, GATEWAY_ADDRESS, volume_gateway
+from tests.kvm_xfs.test_netns import inside
 from tests.kvm_xfs.test_volume_server import CUT_OFF, Run, Stand, output, run, status_of
 from tests.support import nfs3
-from tests.support.nfs3 import NfsError, Refused
+from tests.support.nfs3 import Mount, NfsError, Refused
 
 __all__ = ["run"]
 
@@ -172,5 +174,23 @@ def test_a_foreign_volume_is_neither_mounted_nor_read_by_its_handle(run: Run) ->
             other.nfs(guest, seconds=0.7)
         with pytest.raises((NfsError, Refused)):
             mine.nfs(guest).read(secret)
+
+    run(test)
+
+
+def test_the_list_of_exports_names_no_address_of_another_sandbox(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume = await s.volume()
+        (a, guest), (b, reader), (c, _) = await s.guest(), await s.guest(), await s.guest()
+        await volume.serve({a: False, b: True, c: False})
+        subnet = ipaddress.IPv4Network(s.network.subnet)
+        for each in (guest, reader):
+            assert volume.mount(each)
+            with inside(each.path, lambda: Mount(GATEWAY_ADDRESS, volume.port + 1)) as mount:
+                ((path, clients),) = mount.exports()
+            assert path == f"/{volume.id}"
+            told = {ipaddress.IPv4Interface(client).ip for client in clients}
+            # Of the sandboxes' network the list has the host's own address on the servers' link alone.
+            assert {str(address) for address in told if address in subnet} <= {volume_gateway(s.network)}
 
     run(test)

@@ -65,6 +65,12 @@ MOST_CONNECTIONS = 4096
 """Of one sandbox at a time, to the outside: the kernel has one limit for all, `nf_conntrack_max`, and no guest may
 use it up. Those that were refused, half-open or closed count until the kernel forgets them."""
 
+VOLUME_ALIASES = "volume_aliases"
+"""Name of the map from such a pair to the address that the server knows the sandbox by, one of ``ALIASES``."""
+
+ALIASES = ipaddress.IPv4Network("248.0.0.0/6")
+"""Reserved for ever, and seen in the servers' namespace alone."""
+
 _RUN_NETNS = Path("/run/netns")
 _TABLE = "sandbox"
 _NFT_SECONDS = 20.0
@@ -343,6 +349,9 @@ table inet {self._host_table} {{
     set {VOLUME_ACCESS} {{
         type ipv4_addr . inet_service
     }}
+    map {VOLUME_ALIASES} {{
+        type ipv4_addr . inet_service : ipv4_addr
+    }}
     set connections {{
         type ipv4_addr
         flags dynamic
@@ -390,6 +399,7 @@ table inet {self._host_table} {{
     }}
     chain postrouting {{
         type nat hook postrouting priority srcnat; policy accept;
+        oifname {servers} snat ip to ip saddr . tcp dport map @{VOLUME_ALIASES}
         ip saddr {self._subnet} oifname != {{ {slots}, {servers} }} masquerade
     }}
 }}
@@ -596,7 +606,8 @@ def _make_volume_space(network: Network) -> None:
         route.link("set", index=link, state="up")
         route.addr("add", index=link, address=volume_address(network), prefixlen=30)
         # To slots alone: the rest of the world has no route.
-        route.route("add", dst=network.subnet, gateway=volume_gateway(network), oif=link)
+        for clients in (network.subnet, str(ALIASES)):
+            route.route("add", dst=clients, gateway=volume_gateway(network), oif=link)
     with _host_namespace(), IPRoute() as host:
         host.link("set", index=_index(host, outer), state="up")
 

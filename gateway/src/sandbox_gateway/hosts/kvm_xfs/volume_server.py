@@ -12,9 +12,12 @@ anew under its guests, who wait and go on, and a fork goes on with what its sour
 handle of a file that the image no longer has is stale (ESTALE), the others are good.
 
 Who may do what is said twice: the host lets through whom the set of its nftables table names, and the server knows
-each client's address and whether it may write. The server reads its configuration anew on SIGHUP, and what it says
-holds from then on for every request, also on connections that are open. A marker in it, a client that cannot exist,
-is asked for by the MOUNT protocol's list of exports: this is how we know which configuration holds.
+each client's address and whether it may write. It tells every client of all the others (the MOUNT protocol's list of
+exports), so it knows sandboxes by aliases, which the host gives their packets: their addresses stay unknown.
+
+The server reads its configuration anew on SIGHUP, and what it says holds from then on for every request, also on
+connections that are open. A marker in it, a client that cannot exist, is asked for by the list of exports: this is how
+we know which configuration holds.
 """
 
 from __future__ import annotations
@@ -50,8 +53,10 @@ from sandbox_gateway.hosts.kvm_xfs import volume_launcher
 from sandbox_gateway.hosts.kvm_xfs.bounded_log import create_log, open_log_of, read_log
 from sandbox_gateway.hosts.kvm_xfs.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.netns import (
+    ALIASES,
     GATEWAY_ADDRESS,
     VOLUME_ACCESS,
+    VOLUME_ALIASES,
     VOLUME_PORTS,
     host_table,
     volume_address,
@@ -208,6 +213,7 @@ class VolumeServers:
         self._address = volume_address(network)
         self._gateway = volume_gateway(network)
         self._space = volume_space(network)
+        self._aliases = _Aliases(network)
         self._cgroups = Cgroups(network.prefix, "volumes")
         self._table = host_table(network)
         self._root = run_root
@@ -539,9 +545,14 @@ class VolumeServers:
 
     async def _admit(self, volume: str, access: set[str]) -> None:
         admitted = self._admitted.setdefault(volume, set())
-        if new := access - admitted:
-            await self._nft(f"add element inet {self._table} {VOLUME_ACCESS} {{ {', '.join(sorted(new))} }}\n")
-            admitted |= new
+        if new := sorted(access - admitted):
+            aliases = [f"{pair} : {self._aliases.of(pair.partition(' ')[0])}" for pair in new]
+            # The alias stays when the pair goes: it is the same for life.
+            await self._nft(
+                f"add element inet {self._table} {VOLUME_ALIASES} {{ {', '.join(aliases)} }}\n"
+                f"add element inet {self._table} {VOLUME_ACCESS} {{ {', '.join(new)} }}\n"
+            )
+            admitted.update(new)
 
     async def _withdraw(self, volume: str, wanted: _Wanted | None) -> None:
         """Cut off whoever may use the volume and is not in ``wanted``."""
@@ -558,7 +569,30 @@ class VolumeServers:
     def _configuration(self, volume: str, wanted: _Wanted) -> tuple[str, str]:
         """A server's configuration, and before it the marker by which it is known."""
         marker = _marker(wanted)
-        return marker, configuration(self._address, self._gateway, volume, wanted.port, wanted.clients, marker)
+        return marker, configuration(
+            self._address, self._gateway, volume, wanted.port, self._aliases.of_all(wanted.clients), marker
+        )
+
+
+class _Aliases:
+    """Addresses of sandboxes as servers see them: others for other addresses, and the same in every gateway of a host.
+
+    A guest cannot compute one from the other, for it does not know the host's machine id.
+    """
+
+    def __init__(self, network: Network) -> None:
+        machine = Path("/etc/machine-id")
+        known = machine.read_bytes() if machine.exists() else b""
+        digest = hashlib.sha256(known + host_table(network).encode()).digest()
+        self._factor = int.from_bytes(digest[:8], "big") | 1  # Odd: no two addresses have the same alias.
+        self._offset = int.from_bytes(digest[8:16], "big")
+
+    def of(self, address: str) -> str:
+        place = int(ipaddress.IPv4Address(address)) * self._factor + self._offset
+        return str(ALIASES[place % ALIASES.num_addresses])
+
+    def of_all(self, clients: Mapping[str, bool]) -> dict[str, bool]:
+        return {self.of(address): read_only for address, read_only in clients.items()}
 
 
 def configuration(address: str, gateway: str, volume: str, port: int, clients: Mapping[str, bool], marker: str) -> str:
