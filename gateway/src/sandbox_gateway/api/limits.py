@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sandbox_gateway.errors import Busy, GatewayError, OverQuota
 
 LARGEST_BODY = 4 << 20
-MOST_HELD = 64 << 20
+MOST_HELD = 32 << 20
 """Bytes of all bodies of requests that are under way."""
 
 
