@@ -203,6 +203,8 @@ def check(service: Raw) -> None:
         names = [field.partition(b":")[0].lower() for field in head.split(b"\r\n")[1:-2]]
         lengths = [name for name in names if name in (b"content-length", b"transfer-encoding")]
         assert len(lengths) <= 1 and names.count(b"host") == 1, head
+        length = re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE)
+        assert not length or int(length[1]) < 1 << 63, "many services count in 64 bits"
 
 
 @pytest.mark.parametrize("form", FORMS)

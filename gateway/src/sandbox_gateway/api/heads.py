@@ -6,12 +6,15 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Any
 
+import anyio.lowlevel
 import httpcore
 
 MOST_BYTES = 64 << 10
 """Of an answer's head, with all interim answers before it."""
 _PIECE = 16 << 10
 """Bytes that are parsed in one turn of the event loop."""
+_AT_ONCE = 256 << 10
+"""As much as asyncio reads in one turn."""
 _head: ContextVar[Head | None] = ContextVar("head", default=None)
 
 
@@ -40,13 +43,23 @@ class CountedStream(httpcore.AsyncNetworkStream):
 
     def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
         self._stream = stream
+        self._unread = b""
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         head = _head.get()
         if head is None or not head.reading:
-            return await self._stream.read(max_bytes, timeout)
-        data = await self._stream.read(min(max_bytes, _PIECE), timeout)
+            return await self._read(max_bytes, timeout)
+        data = await self._read(min(max_bytes, _PIECE), timeout)
         head.take(len(data))
+        return data
+
+    async def _read(self, max_bytes: int, timeout: float | None) -> bytes:
+        # anyio would keep the rest where nobody can ask for it.
+        if self._unread:
+            await anyio.lowlevel.checkpoint()
+        else:
+            self._unread = await self._stream.read(_AT_ONCE, timeout)
+        data, self._unread = self._unread[:max_bytes], self._unread[max_bytes:]
         return data
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
@@ -56,4 +69,6 @@ class CountedStream(httpcore.AsyncNetworkStream):
         await self._stream.aclose()
 
     def get_extra_info(self, info: str) -> Any:
+        if info == "is_readable" and self._unread:
+            return True
         return self._stream.get_extra_info(info)

@@ -22,13 +22,33 @@ class Transport(httpx.AsyncHTTPTransport):
     def __init__(self, tls: ssl.SSLContext, *, max_idle: int, idle_seconds: float) -> None:
         super().__init__(verify=tls, trust_env=False)
         # httpx has no parameter for the backend, and sets socket options when the connection is there already.
-        self._pool = httpcore.AsyncConnectionPool(
+        self._pool = _Pool(
             ssl_context=tls,
             max_connections=None,
             max_keepalive_connections=max_idle,
             keepalive_expiry=idle_seconds,
             network_backend=_Backend(),
         )
+
+
+class _Pool(httpcore.AsyncConnectionPool):
+    def create_connection(self, origin: httpcore.Origin) -> httpcore.AsyncConnectionInterface:
+        return _Connection(origin, keepalive_expiry=self._keepalive_expiry, network_backend=self._network_backend)
+
+
+class _Connection(httpcore.AsyncHTTPConnection):
+    """A connection that is closed, not used again, when the service sent more than one answer to a request.
+
+    The rest would be taken for the answer to the next request, which may be another client's.
+    """
+
+    def has_expired(self) -> bool:
+        return super().has_expired() or (self.is_idle() and self._has_unread_data())
+
+    def _has_unread_data(self) -> bool:
+        # httpcore has no public name for this.
+        unread, _ = self._connection._h11_state.trailing_data  # type: ignore[union-attr]
+        return bool(unread)
 
 
 class _Backend(httpcore.AnyIOBackend):

@@ -1,0 +1,263 @@
+"""Root of a sandbox, whose own program answers in the agent's place or at any other port: what it says as HTTP harms
+nobody but its own sandbox. (What it says as JSON: `test_guest_root_agent_answers`.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from sandbox_gateway.engine import engine
+from tests.api.inside import AGENT_PORT, PORT, Handler, Raw, Service, address, eventually, raw, reply, to
+from tests.api.served import EXEC_KEY, Served
+from tests.api.test_sandboxes import create
+
+CALLS = (
+    ("POST", "/sandboxes/one/exec", {"args": ["true"]}),
+    ("POST", "/v1/sandboxes/one/eval", {"code": "1"}),
+    ("POST", "/v1/sandboxes/one/ping", None),
+    ("GET", "/sandboxes/one", None),
+)
+"""All that asks an agent something for a client with a small key."""
+OK = b"HTTP/1.1 200 OK\r\n"
+ELSEWHERE = 47113
+"""A port on which the test listens, where the gateway is sent by answers."""
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_PING_SECONDS", 2)
+
+
+@pytest.fixture
+def elsewhere(served: Served) -> Iterator[Raw]:
+    """A service of the host's own."""
+    canary = Raw()
+    with Service("127.0.0.1", ELSEWHERE, canary.listen):
+        yield canary
+
+
+class Probe:
+    """Asks for `/health` and for another sandbox's port, all the while."""
+
+    def __init__(self, served: Served, other: dict[str, Any]) -> None:
+        self._served = served
+        self._other = other
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+        self.answers = 0
+        self.failures: list[str] = []
+
+    def _ask(self) -> None:
+        with self._served.client(EXEC_KEY) as client:
+            while not self._ended.wait(0.01):
+                answers = client.get("/health"), client.get("/echo", headers=to(self._other))
+                self.answers += all(answer.is_success for answer in answers)
+                self.failures += [answer.text for answer in answers if not answer.is_success]
+
+    def __enter__(self) -> Probe:
+        self._thread.start()
+        eventually(lambda: self.answers or self.failures)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        before = self.answers
+        eventually(lambda: self.answers > before or self.failures)
+        self._ended.set()
+        self._thread.join()
+        assert self.failures == []
+
+
+def pours(piece: bytes, most: int | None = None) -> Handler:
+    """Sends ``piece`` again and again: without end, or so many times."""
+
+    async def pour(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sent = 0
+        while most is None or sent < most:
+            writer.write(piece)
+            await writer.drain()
+            sent += 1
+
+    return pour
+
+
+async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
+BOMB = gzip.compress(b'{"exitCode": 0, "stdout": "' + b"A" * (64 << 20) + b'"}')
+
+LIES: dict[str, tuple[bytes, Handler | None]] = {
+    "nothing": (b"", None),
+    "a head that never ends": (OK, pours(b"X-Y: " + b"z" * 1000 + b"\r\n")),
+    "one header that never ends": (OK + b"X: ", pours(b"z" * 4096)),
+    "a first line that never ends": (b"HTTP/1.1 200 ", pours(b"z" * 4096)),
+    "no HTTP": (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", hang_up),
+    "another version": (b"HTTP/22 200 OK\r\nContent-Length: 2\r\n\r\n{}", hang_up),
+    "less than it says": (OK + b"Content-Length: 1000\r\n\r\n{", hang_up),
+    "two lengths": (OK + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}}", hang_up),
+    "a length below zero": (OK + b"Content-Length: -1\r\n\r\n{}", hang_up),
+    "a length of 5000 digits": (OK + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n{}", hang_up),
+    "more than it may": (OK + b"Content-Length: 1000000000000\r\n\r\n", pours(b" " * 65536)),
+    "chunks without end": (OK + b"Transfer-Encoding: chunked\r\n\r\n", pours(b"10000\r\n" + b" " * 65536 + b"\r\n")),
+    "a chunk of no size": (OK + b"Transfer-Encoding: chunked\r\n\r\nx\r\n{}\r\n", hang_up),
+    "a chunk below zero": (OK + b"Transfer-Encoding: chunked\r\n\r\n-2\r\n{}\r\n0\r\n\r\n", hang_up),
+    "a size that never ends": (OK + b"Transfer-Encoding: chunked\r\n\r\n", pours(b"0" * 4096)),
+    "an extension that never ends": (OK + b"Transfer-Encoding: chunked\r\n\r\n1;", pours(b"a" * 4096)),
+    "trailers that never end": (OK + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", pours(b"X: y\r\n")),
+    "an encoding of its own": (OK + b"Transfer-Encoding: rot13\r\n\r\n{}", hang_up),
+    "until it hangs up": (b"HTTP/1.0 200 OK\r\n\r\n[", pours(b" " * 65536, 4096)),
+    "a change of protocol": (b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n", hang_up),
+    "early hints without end": (b"HTTP/1.1 103 Early Hints\r\n\r\n", pours(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100)),
+    "100 without end": (b"HTTP/1.1 100 Continue\r\n\r\n", pours(b"HTTP/1.1 100 Continue\r\n\r\n" * 100)),
+    "a status that is none": (b"HTTP/1.1 999 X\r\nContent-Length: 2\r\n\r\n{}", hang_up),
+    "a gzip bomb": (reply("200 OK", BOMB, "Content-Encoding: gzip", "Content-Type: application/json"), None),
+    "a redirect": (reply("302 Found", b"", f"Location: http://127.0.0.1:{ELSEWHERE}/stolen"), None),
+    "a redirect that keeps the method": (reply("307 X", b"", f"Location: http://127.0.0.1:{ELSEWHERE}/stolen"), None),
+    "a redirect for ever": (reply("308 X", b"", f"Location: //127.0.0.1:{ELSEWHERE}/", "Refresh: 0; url=/"), None),
+    "another place that has it": (reply("201 X", b"[", f"Content-Location: http://127.0.0.1:{ELSEWHERE}/"), None),
+    "a proxy to be used": (reply("305 Use Proxy", b"", f"Location: http://127.0.0.1:{ELSEWHERE}/"), None),
+    "a demand for a key": (reply("401 X", b"", "WWW-Authenticate: Basic realm=gateway"), None),
+    "a demand for a proxy's key": (reply("407 X", b"", "Proxy-Authenticate: Basic"), None),
+    "a demand to ask again": (reply("503 X", b"", "Retry-After: 0"), None),
+    "a demand for another length": (reply("417 X", b""), None),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_in_the_agents_place_is_a_failure_of_its_sandbox_alone(
+    served: Served, api: httpx.Client, one: dict[str, Any], elsewhere: Raw, lie: str
+) -> None:
+    answer, then = LIES[lie]
+    other = create(api, name="other")
+    calls = CALLS[2:3] if "without end" in lie and "chunks" not in lie else CALLS
+    with raw(served, one, answer, port=AGENT_PORT, then=then) as agent, Probe(served, other):
+        for method, path, body in calls:
+            asked = len(agent.heads)
+            told = api.request(method, path, json=body)
+            if method == "GET":
+                assert told.status_code == 200 and told.json()["diverged"] is None, "it is not known"
+            else:
+                assert 400 <= told.status_code < 600 and told.json()["kind"] != "internal", told.text
+            assert len(told.content) < 8192
+            assert len(agent.heads) <= asked + 1, "nothing is asked twice"
+        eventually(lambda: not agent.open)
+    assert elsewhere.accepted == 0, "nobody is sent elsewhere"
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_at_a_port_reaches_its_client_alone(
+    served: Served, api: httpx.Client, one: dict[str, Any], elsewhere: Raw, lie: str
+) -> None:
+    answer, then = LIES[lie]
+    other = create(api, name="other")
+    with raw(served, one, answer, then=then) as service, Probe(served, other), served.client(EXEC_KEY) as client:
+        client.timeout = httpx.Timeout(2)
+        taken = 0
+        try:
+            with client.stream("POST", "/", content=b"x", headers=to(one, PORT)) as told:
+                for piece in told.iter_raw():
+                    taken += len(piece)
+                    if taken > 4 << 20:
+                        break
+        except (httpx.TransportError, TimeoutError):
+            pass
+        assert len(service.heads) == 1, "nothing is asked twice"
+        eventually(lambda: not service.open, seconds=20) if then else None
+    assert elsewhere.accepted == 0
+
+
+def test_what_a_service_has_compressed_is_passed_on_as_it_is(
+    served: Served, api: httpx.Client, one: dict[str, Any]
+) -> None:
+    with (
+        raw(served, one, reply("200 OK", BOMB, "Content-Encoding: gzip")),
+        api.stream("GET", "/", headers=to(one, PORT)) as told,
+    ):
+        assert told.headers["content-encoding"] == "gzip"
+        assert b"".join(told.iter_raw()) == BOMB
+
+
+# --- connections that are used again --------------------------------------------------------------------------------
+
+POISONED: dict[str, bytes] = {
+    "two answers at once": reply(body=b"first") + reply(body=b"poison"),
+    "behind one without a body": b"HTTP/1.1 204 No Content\r\n\r\n" + reply(body=b"poison"),
+    "behind one that has not changed": b"HTTP/1.1 304 Not Modified\r\n\r\n" + reply(body=b"poison"),
+    "behind chunks": OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n0\r\n\r\n" + reply(body=b"poison"),
+    "half a head": reply(body=b"first") + OK + b"X-Poison: ",
+    "a byte": reply(body=b"first") + b"H",
+    "an early hint": reply(body=b"first") + b"HTTP/1.1 103 Early Hints\r\nX-Poison: 1\r\n\r\n",
+    **{
+        f"behind {size >> 10} KiB": reply(body=b"a" * (size - len(reply(body=b"a" * size)) + size))
+        + reply(body=b"poison")
+        for size in (16 << 10, 64 << 10, 256 << 10)
+    },
+}
+"""What a service says to one request, and more; also where the answer is as long as some buffer."""
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])
+@pytest.mark.parametrize("poison", POISONED)
+def test_an_answer_too_many_is_not_the_next_clients(
+    served: Served, api: httpx.Client, one: dict[str, Any], poison: str, method: str
+) -> None:
+    with raw(served, one, POISONED[poison], reply(body=b"second")) as service:
+        with served.client(EXEC_KEY) as attacker:
+            attacker.request(method, "/", headers=to(one, PORT))
+        answers = [api.get("/", headers=to(one, PORT)) for _ in range(3)]
+        assert [answer.text for answer in answers] == ["second"] * 3
+        assert not any("x-poison" in answer.headers for answer in answers)
+        assert service.accepted >= 2, "the connection is not used again"
+
+
+def test_a_body_where_none_may_be_is_not_the_next_answer(
+    served: Served, api: httpx.Client, one: dict[str, Any]
+) -> None:
+    """A service that answers HEAD with a body of its client's choice, as sloppy ones do."""
+    with raw(served, one, reply(body=reply(body=b"poison")), reply(body=b"second")):
+        api.head("/", headers=to(one, PORT))
+        assert api.get("/", headers=to(one, PORT)).text == "second"
+
+
+def test_nothing_of_one_machine_or_port_is_an_answer_of_another(
+    served: Served, api: httpx.Client, one: dict[str, Any]
+) -> None:
+    other = create(api, name="other")
+    poisoned = reply(body=b"first") + reply(body=b"poison") * 50
+    with (
+        raw(served, one, poisoned),
+        raw(served, one, reply(body=b"clean"), port=PORT + 1),
+        raw(served, other, reply(body=b"other")),
+    ):
+        for _ in range(10):
+            api.get("/", headers=to(one, PORT))
+            assert api.get("/", headers=to(one, PORT + 1)).text == "clean"
+            assert api.get("/", headers=to(other, PORT)).text == "other"
+
+
+def test_what_is_said_before_it_is_asked_is_taken_by_nobody_else(
+    served: Served, api: httpx.Client, one: dict[str, Any]
+) -> None:
+    """A service that answers as soon as it is connected to, and then each request: it is always one ahead."""
+
+    async def listen(where: str, port: int) -> asyncio.Server:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(reply(body=b"early"))
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(reply(body=b"late"))
+                await writer.drain()
+
+        return await asyncio.start_server(serve, where, port)
+
+    other = create(api, name="other")
+    with Service(address(served, one), PORT, listen), raw(served, other, reply(body=b"other")):
+        for _ in range(20):
+            api.get("/", headers=to(one, PORT))
+            assert api.get("/", headers=to(other, PORT)).text == "other"
