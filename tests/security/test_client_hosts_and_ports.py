@@ -1,0 +1,244 @@
+"""A client that plays with the names of hosts and ports in the data plane: it reaches the sandbox that was judged, at
+the port it named, or nothing; never the host's own services, another sandbox or the gateway itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from starlette.datastructures import Headers
+
+from sandbox_gateway.api.proxy import Addresses
+from sandbox_gateway.errors import Invalid
+from tests.api.inside import PORT, Raw, Service, address, head, line, raw, status_of
+from tests.api.served import EXEC_KEY, Served
+from tests.api.test_sandboxes import create
+
+KEY = f"X-API-Key: {EXEC_KEY}"
+HOST_PORT = 47114
+
+
+@pytest.fixture
+def other(api: httpx.Client) -> dict[str, Any]:
+    return create(api, name="other")
+
+
+@contextlib.contextmanager
+def canaries(served: Served, one: dict[str, Any], other: dict[str, Any]) -> Iterator[Raw]:
+    """Within: a service of `one`, that may be reached; one of the host's, and two more, that may not."""
+    hosts = Raw()
+    with (
+        raw(served, one) as mine,
+        raw(served, one, port=PORT + 1) as next_port,
+        raw(served, other) as theirs,
+        Service("127.0.0.1", HOST_PORT, hosts.listen),
+    ):
+        yield mine
+        assert hosts.accepted == next_port.accepted == theirs.accepted == 0
+
+
+def hosts(one: str, other: str, inside: str, gateway: int) -> list[str]:
+    good = f"{PORT}-{one}.sandbox.local"
+    return [
+        *(f"{HOST_PORT}-127.0.0.1.sandbox.local", f"{HOST_PORT}-localhost.sandbox.local", f"127.0.0.1:{HOST_PORT}"),
+        *(
+            f"{gateway}-{one}.sandbox.local",
+            f"localhost:{gateway}",
+            f"{PORT}-{inside}.sandbox.local",
+            f"{inside}:{PORT}",
+        ),
+        *(f"{good}@127.0.0.1:{HOST_PORT}", f"127.0.0.1:{HOST_PORT}@{good}", f"user:pass@{good}", f"{good}#@127.0.0.1"),
+        *(
+            f"{good}.127.0.0.1.nip.io",
+            f"{good}.evil.example",
+            f"evil.{good}",
+            f"{good}/../{other}",
+            f"{good}%2e",
+            "[::1]",
+        ),
+        *(
+            f"[::ffff:127.0.0.1]:{HOST_PORT}",
+            f"[{good}]",
+            f"{good}:",
+            f"{good}:{HOST_PORT}0",
+            f"{good}:x",
+            f"{good}:-1",
+        ),
+        *(
+            f"{good}..",
+            f".{good}",
+            f"{PORT}-{one}..sandbox.local",
+            f"{PORT}--{one}.sandbox.local",
+            f"{PORT}_{one}.sandbox.local",
+        ),
+        *(
+            f"{PORT}-{one},{PORT}-{other}.sandbox.local",
+            f"{PORT}-{one} {other}.sandbox.local",
+            f"{good},{good}",
+            f"{good} x",
+        ),
+        *(f"{PORT + 1}, {PORT}-{one}.sandbox.local", f"-{PORT}-{one}.sandbox.local", f"+{PORT}-{one}.sandbox.local"),
+        *(f"0x{PORT:x}-{one}.sandbox.local", f"{PORT}.0-{one}.sandbox.local", f"{PORT}e0-{one}.sandbox.local"),
+        *(
+            f"0-{one}.sandbox.local",
+            f"65536-{one}.sandbox.local",
+            f"{65536 + PORT}-{one}.sandbox.local",
+            f"-1-{one}.sandbox.local",
+        ),
+        *(
+            f"{2**32 + PORT}-{one}.sandbox.local",
+            f"{2**64 + PORT}-{one}.sandbox.local",
+            "9" * 5000 + f"-{one}.sandbox.local",
+        ),
+        *(
+            f"{PORT}-{one[:-1]}.sandbox.local",
+            f"{PORT}-{one}0.sandbox.local",
+            f"{PORT}-%6fne.sandbox.local",
+            f"{PORT}-*.sandbox.local",
+        ),
+        *(
+            f"{PORT}-.sandbox.local",
+            f"{PORT}-{'a' * 60_000}.sandbox.local",
+            "sandbox.local",
+            ".sandbox.local",
+            "-.sandbox.local",
+            "",
+        ),
+        *(f"{PORT}-{one}.sandbox.local\x0b", f"{PORT}-{one}\xad.sandbox.local", f"{PORT}-\xb2{one}.sandbox.local"),
+    ]
+
+
+def test_no_name_of_a_host_leads_elsewhere(
+    served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    names = hosts(one["sandboxID"], other["sandboxID"], address(served, other), served.port)
+    with canaries(served, one, other) as mine:
+        for name in names:
+            request = f"GET / HTTP/1.1\r\nHost: {name}\r\n{KEY}\r\n\r\n".encode("latin-1")
+            with line(served, request) as connection:
+                status = status_of(connection)[0]
+            assert status in (400, 404, 502), (name[:100], status)
+        assert mine.accepted == 0
+        # And those that are its own, in the ways that DNS knows.
+        good = f"{PORT}-{one['sandboxID']}.sandbox.local"
+        for count, name in enumerate((good, good.upper(), f"{good}.", f"{good}:8700", f"{good}.:443"), 1):
+            with line(served, head("GET /", f"Host: {name}", KEY)) as connection:
+                assert status_of(connection)[0] == 200, name
+            assert len(mine.heads) == count
+            seen = mine.headers()["host"]
+            assert seen == name
+
+
+@pytest.mark.parametrize("first", ["ref", "port"])
+def test_no_header_leads_elsewhere(
+    served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any], first: str
+) -> None:
+    id, inside = one["sandboxID"], address(served, other)
+    refs = [
+        *("127.0.0.1", "localhost", inside, f"{inside}:{PORT}", f"{id}@{inside}", f"{id}#", f"{id}/../{id}", "../one"),
+        *(
+            f"{id}, {other['sandboxID']}",
+            f"{id};",
+            "%6f%6e%65",
+            f"{id}.",
+            "*",
+            ".",
+            "..",
+            "-",
+            "a" * 129,
+            "[::1]",
+            "\xe9",
+        ),
+        *("http://127.0.0.1", f"//{inside}", f"{id}\\", f"{id}?", f"{id}\x7f"),
+    ]
+    ports = [
+        *("0", "65536", str(65536 + PORT), str(2**32 + PORT), "-1", f"+{PORT}", f"{PORT}.0", f"{PORT}e0", hex(PORT)),
+        *(
+            f"{PORT},{PORT}",
+            f"{PORT} {PORT}",
+            f"{PORT};",
+            f"{PORT}@127.0.0.1:{HOST_PORT}",
+            "",
+            "x",
+            "\xb2",
+            f"{PORT}/x",
+        ),
+        *("0" * 5 + str(PORT), "9" * 5000, f"{PORT}#", f"{PORT}\\"),
+    ]
+    pairs = [(ref, str(PORT)) for ref in refs] if first == "ref" else [(id, port) for port in ports]
+    with canaries(served, one, other) as mine:
+        for ref, port in pairs:
+            fields = ("Host: gateway", f"E2b-Sandbox-Id: {ref}", f"E2b-Sandbox-Port: {port}", KEY)
+            with line(served, head("GET /", *fields)) as connection:
+                assert status_of(connection)[0] in (400, 502), (ref, port)
+        assert mine.accepted == 0
+        fields = ("Host: gateway", f"E2b-Sandbox-Id: {id}", f"E2b-Sandbox-Port: {PORT}", KEY)
+        with line(served, head("GET /", *fields)) as connection:
+            assert status_of(connection)[0] == 200
+
+
+def test_ports_of_the_host_are_not_those_of_a_sandbox(
+    served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    with canaries(served, one, other):
+        for port in (HOST_PORT, served.port, 22):
+            answer = api.get("/health", headers={"Host": f"{port}-one.sandbox.local"})
+            assert answer.status_code == 502 and "nothing listens" in answer.json()["message"]
+
+
+def test_no_target_leads_elsewhere(
+    served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """The request's first line names no host that counts."""
+    mine_host = f"Host: {PORT}-{one['sandboxID']}.sandbox.local"
+    theirs = f"{PORT}-{other['sandboxID']}.sandbox.local"
+    with canaries(served, one, other) as mine:
+        for target in (
+            *(f"http://127.0.0.1:{HOST_PORT}/", f"http://{theirs}/", f"https://{theirs}/", f"{theirs}:80", "*"),
+            *(f"@{theirs}/", f"127.0.0.1:{HOST_PORT}", "file:///etc/passwd", "unix:/run/x", "?x", "#x"),
+        ):
+            with line(served, head(f"GET {target}", mine_host, KEY)) as connection:
+                assert status_of(connection)[0] in (400, 501), target
+        assert mine.accepted == 0
+        for count, target in enumerate(
+            (f"//127.0.0.1:{HOST_PORT}/", f"/@{theirs}/", "/../../x", "/\\\\x", "/http://x"), 1
+        ):
+            with line(served, head(f"GET {target}", mine_host, KEY)) as connection:
+                assert status_of(connection)[0] == 200
+            assert len(mine.heads) == count and mine.target() == target, "it is a path, and passed on as it is"
+
+
+LABEL = "[0-9]+-[^.]+"
+_names = st.text("0123456789abcdef-.:@[]%/ \tSANDBOXsandboxlcal", max_size=60) | st.builds(
+    "{}-{}.{}{}".format,
+    st.integers(-10, 1 << 40) | st.text(max_size=5),
+    st.text(max_size=20),
+    st.sampled_from(["sandbox.local", "SANDBOX.LOCAL", "sandbox.local.", "sandboxalocal", "local", "x.sandbox.local"]),
+    st.sampled_from(["", ":1", ":99999", ":", ":x", "@x", "/", "."]),
+)
+
+
+@given(_names)
+@example("3000-one.sandbox.local")
+@example("65535-one.sandbox.local.:443")
+@settings(max_examples=500, deadline=None)
+def test_whatever_is_a_sandboxs_name_has_one_meaning(name: str) -> None:
+    raw_name = name.encode("utf-8").decode("latin-1")
+    headers = Headers(raw=[(b"host", raw_name.encode("latin-1"))])
+    try:
+        found = Addresses("sandbox.local").target(headers)
+    except Invalid:
+        return
+    if found is None:
+        return
+    assert 1 <= found.port <= 65535 and found.by_host
+    label, _, rest = raw_name.lower().partition(".")
+    assert rest.rpartition(":")[0].rstrip(".") == "sandbox.local" or rest.rstrip(".") == "sandbox.local"
+    port, _, ref = label.partition("-")
+    assert (int(port), ref) == (found.port, found.ref) and "." not in found.ref

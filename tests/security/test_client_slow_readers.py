@@ -1,0 +1,91 @@
+"""Clients that read a byte now and then, and services that write one: nobody is kept waiting by them, and nothing
+grows with what they leave unread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.api.inside import PORT, eventually, head, host, line, raw, reply, to
+from tests.api.served import EXEC_KEY, Served
+from tests.api.test_sandboxes import create
+
+KEY = f"X-API-Key: {EXEC_KEY}"
+MANY = 20
+MOST_EACH = 16 << 20
+"""Bytes that are on their way to one who does not read: what the kernel holds of three connections' ends, and a few
+pieces."""
+ENDLESS = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
+
+
+def resident() -> int:
+    """Bytes of this process, which is client, gateway and service in one."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_many_who_read_a_byte_a_second(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+    other, sent = create(api, name="other"), 0
+
+    async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        if len(service.heads) > MANY:
+            return
+        while True:
+            writer.write(b"x" * 65536)
+            await writer.drain()
+            sent += 65536
+
+    request = head("GET /", f"Host: {host(one, PORT)}", KEY)
+    with raw(served, one, *[ENDLESS] * MANY, reply(), then=flood) as service, contextlib.ExitStack() as stack:
+        before = resident()
+        readers = [stack.enter_context(line(served, request)) for _ in range(MANY)]
+        for reader in readers:
+            assert reader.recv(1) == b"H"
+        was = -1
+        for _ in range(60):
+            for reader in readers:
+                assert reader.recv(1)
+            was, then = sent, was
+            if was == then:
+                break
+            time.sleep(0.3)
+        assert 0 < sent < MANY * MOST_EACH
+        assert resident() - before < MANY * MOST_EACH
+        # All others go on: at the gateway, at another sandbox, and at the same service.
+        with served.client(EXEC_KEY) as client:
+            for _ in range(20):
+                assert client.get("/health").status_code == 200
+                assert client.get("/echo", headers=to(other)).status_code == 201
+                assert client.get("/", headers=to(one, PORT)).text == "ok"
+                assert client.post("/sandboxes/other/exec", json={"args": ["exit", "0"]}).status_code == 200
+    eventually(lambda: not service.open)
+
+
+def test_services_that_write_a_byte_now_and_then(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+    other = create(api, name="other")
+
+    async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for byte in b"TTP/1.1 200 OK\r\nX-Slow: " + b"a" * 3600:
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(0.2)
+
+    request = head("GET /", f"Host: {host(one, PORT)}", KEY)
+    with raw(served, one, b"H", then=drip) as service, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(line(served, request)) for _ in range(MANY)]
+        eventually(lambda: service.open == MANY)
+        with served.client(EXEC_KEY) as client:
+            for _ in range(20):
+                assert client.get("/health").status_code == 200
+                assert client.get("/echo", headers=to(other)).status_code == 201
+        for each in clients[: MANY // 2]:
+            each.close()
+        # Who goes away takes along what was asked for them.
+        eventually(lambda: service.open == MANY // 2)
+    eventually(lambda: not service.open)
