@@ -25,6 +25,7 @@ from sandbox_gateway.records import Name, NetworkPolicy, OnTimeout, Resources
 LONGEST_REF = 128
 MOST_FORKS = 1000
 MOST_MOUNTS = 64
+MOST_PAIRS = 10_000
 _CENTURY = 3_153_600_000
 
 Ref = Annotated[str, Path(max_length=LONGEST_REF, description="An id or a name.")]
@@ -38,6 +39,14 @@ def _never(value: object) -> object:
     return None if value == -1 else value
 
 
+def _check_count(value: object) -> object:
+    """Refuse a large object before its members are checked: each wrong one would cost an error of a kilobyte."""
+    if isinstance(value, dict) and len(value) > MOST_PAIRS:
+        raise ValueError(f"an object has at most {MOST_PAIRS} members here, not {len(value)}")
+    return value
+
+
+Pairs = Annotated[dict[str, str], BeforeValidator(_check_count)]
 VolumeSize = Annotated[int, Field(strict=True, ge=64, le=1 << 26)]
 """MiB."""
 Seconds = Annotated[float, Field(ge=0, le=_CENTURY, allow_inf_nan=False)]
@@ -126,8 +135,8 @@ class VolumeMount(Body):
 class Forked(Sizes):
     """What every making of a sandbox may say."""
 
-    metadata: dict[str, str] = Field(default_factory=dict)
-    env: dict[str, str] = Field(default_factory=dict, alias="envVars")
+    metadata: Pairs = Field(default_factory=dict)
+    env: Pairs = Field(default_factory=dict, alias="envVars")
     timeout: Life = LIFE
     network: Network | None = None
     allow_internet_access: bool | None = None
@@ -236,14 +245,14 @@ class Pause(Body):
 
 
 class Patch(Body):
-    metadata: dict[str, str] | None = Field(None, description="Replaces what there is.")
+    metadata: Pairs | None = Field(None, description="Replaces what there is.")
     timeout: Life = LIFE
     name: Name | None = None
 
 
 class Exec(Body):
     args: list[str] = Field(min_length=1, max_length=10_000, description="The program and its arguments; no shell.")
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Pairs = Field(default_factory=dict)
     cwd: str = Field("", max_length=4096)
     user: str = Field("", max_length=256)
     timeout: float = Field(60, gt=0, le=604_800, allow_inf_nan=False, description="Seconds it may take.")
@@ -337,9 +346,9 @@ class CreateTemplate(Sizes):
     source: Source = Field(Source.DEBOOTSTRAP, alias="from")
     suite: str | None = None
     mirror: str | None = None
-    packages: list[str] | None = None
+    packages: list[str] | None = Field(None, max_length=2000)
     path: str | None = None
-    setup: list[str] | None = None
+    setup: list[str] | None = Field(None, max_length=1000)
     start_command: str | None = Field(None, alias="startCommand")
     ready_probe: str | None = Field(None, alias="readyProbe")
     ready_timeout: float | None = Field(None, alias="readyTimeout")
