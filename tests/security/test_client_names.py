@@ -1,0 +1,188 @@
+"""A client that gives paths for names: each name of the API is refused or is a name, and on the host's disk no path is
+made of one.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from sandbox_gateway.engine.paths import check_mounts
+from sandbox_gateway.errors import Invalid
+from sandbox_gateway.records import check_name
+from tests.api.served import Served
+from tests.security.routes import Target, target
+from tests.support.gateway import Gateway
+
+TRAVERSALS = [
+    *("..", ".", "../x", "../../../../etc/passwd", "/etc/passwd", "a/../b", "a/b", "a\\..\\b", "a\x00", "a\x00/../x"),
+    *("a\n", "a\r", "a b", " a", "a ", "~", "~root", "$HOME", "`id`", "$(id)", "a;b", "a|b", "a&b", "-rf", "--help"),
+    *(".partial-x", ".damaged", "a@b", "a%2fb", "%2e%2e", "a:b", "a*", "a?", "[a]", "{a}", "{{ a }}", "'a'", '"a"'),
+    *("\u2024\u2024/x", "\uff0e\uff0e", "\u2215", "a\u202eb", "\u0430", "e\u0301", "a" * 65, "a" * 100_000, "_a", "-a"),
+    *("\ufeffa", "a\u2028", "\u0661", "a\x7f", "a\x85", "\udcff"),
+]
+"""None is a name."""
+PLACES: list[tuple[str, str, dict[str, Any], str]] = [
+    ("POST", "/sandboxes", {"templateID": "base"}, "name"),
+    ("PATCH", "/sandboxes/one", {}, "name"),
+    ("POST", "/sandboxes/one/snapshots", {}, "name"),
+    ("POST", "/sandboxes/one/clone", {}, "names"),
+    ("POST", "/snapshots/taken/fork", {}, "names"),
+    ("POST", "/templates", {}, "name"),
+    ("PUT", "/templates/spare/alias", {}, "alias"),
+    ("POST", "/volumes", {}, "name"),
+    ("POST", "/volumes/data/snapshots", {}, "name"),
+    ("POST", "/v1/sandboxes/one/branch", {}, "tag"),
+    ("POST", "/v1/snapshots", {"rootfs": "/nowhere"}, "tag"),
+    ("POST", "/v1/snapshots/taken/compact", {}, "to"),
+]
+REFERENCES: list[tuple[str, str, dict[str, Any], str]] = [
+    ("POST", "/sandboxes", {}, "templateID"),
+    ("POST", "/sandboxes/one/rollback", {}, "snapshotID"),
+    ("POST", "/sandboxes/one/promote", {}, "source"),
+    ("POST", "/volumes", {"name": "new"}, "fromSnapshot"),
+    ("POST", "/volumes/data/rollback", {"force": True}, "snapshot"),
+    ("POST", "/v1/sandboxes", {}, "snapshot_tag"),
+]
+MOUNTS = [
+    *("..", "/..", "/data/..", "/data/../etc", "/./x", "//x", "/x/", "data", "", "/", "/etc", "/proc/1/root", "/sys/x"),
+    *(
+        "/dev/x",
+        "/run/x",
+        "/x y",
+        "/x\ny",
+        "/x\x00",
+        "/x,rw",
+        "/x\\040y",
+        "/" + "a" * 256,
+        "/x#",
+        "/x'",
+        "/~",
+        "/\u00e9",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def attacked(_served: Served) -> Iterator[Target]:
+    with target(_served) as made:
+        yield made
+
+
+@pytest.fixture
+def there(attacked: Target) -> Iterator[Target]:
+    before = attacked.state()
+    yield attacked
+    assert attacked.state() == before and attacked.events == []
+
+
+@pytest.mark.parametrize(("method", "path", "body", "field"), PLACES, ids=lambda value: str(value)[:40])
+def test_no_name_is_a_path(there: Target, method: str, path: str, body: dict[str, Any], field: str) -> None:
+    with there.served.client() as admin:
+        for name in TRAVERSALS:
+            sent = {**body, field: [name] if field == "names" else name}
+            content = json.dumps(sent)
+            answer = admin.request(method, path, content=content, headers={"Content-Type": "application/json"})
+            assert answer.status_code == 400 and answer.json()["kind"] in ("invalid", "unsupported"), (
+                name[:50],
+                answer.text[:200],
+            )
+
+
+@pytest.mark.parametrize(("method", "path", "body", "field"), REFERENCES, ids=lambda value: str(value)[:40])
+def test_no_reference_is_a_path(there: Target, method: str, path: str, body: dict[str, Any], field: str) -> None:
+    with there.served.client() as admin:
+        for name in (each for each in TRAVERSALS if "\udcff" not in each):
+            answer = admin.request(method, path, json={**body, field: name})
+            assert answer.status_code in (400, 404), (name[:50], answer.text[:200])
+
+
+def test_no_reference_in_a_path_is_a_path(there: Target) -> None:
+    with there.served.client() as admin:
+        for name in (
+            each for each in TRAVERSALS if "\udcff" not in each and each not in (".", "..") and len(each) < 1000
+        ):
+            for kind in ("sandboxes", "snapshots", "templates", "volumes", "v1/sandboxes", "v1/snapshots"):
+                for method in ("GET", "DELETE"):
+                    answer = admin.request(method, f"/{kind}/{quote(name, safe='')}")
+                    assert 400 <= answer.status_code < 500 or answer.is_redirect, (kind, name)
+
+
+@pytest.mark.parametrize("path", MOUNTS)
+def test_no_mount_is_made_where_the_system_is(there: Target, path: str) -> None:
+    with there.served.client() as admin:
+        mount = {"name": "data", "path": path}
+        for route, body in (
+            ("/sandboxes/one/volumes", mount),
+            ("/sandboxes", {"templateID": "base", "volumeMounts": [mount]}),
+            ("/sandboxes/one/clone", {"volumeMounts": [mount]}),
+            ("/snapshots/taken/fork", {"volumeMounts": [mount]}),
+        ):
+            answer = admin.post(route, json=body)
+            assert answer.status_code in (400, 409) and answer.json()["kind"] in ("invalid", "conflict")
+
+
+@given(st.text(max_size=70) | st.text("abc019_.-/\\ \x00%", max_size=70))
+@example("a..")
+@example("a\n")
+@settings(max_examples=300, deadline=None)
+def test_a_name_is_one_step_of_a_path_at_most(name: str) -> None:
+    try:
+        check_name(name)
+    except ValueError:
+        return
+    assert name.isascii() and posixpath.basename(posixpath.normpath(f"/root/{name}")) == name
+    assert posixpath.normpath(f"/root/{name}") == f"/root/{name}" and not name.startswith((".", "-"))
+    assert 1 <= len(name) <= 64
+
+
+@given(st.text(max_size=40) | st.text("ab/._-@ \n\\", max_size=40).map(lambda text: f"/{text}"))
+@example("/etc/..")
+@example("/a\n")
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_mount_is_one_path_of_one_meaning(path: str) -> None:
+    try:
+        check_mounts([path])
+    except Invalid:
+        return
+    assert path.isascii() and path.startswith("/") and posixpath.normpath(path) == path
+    assert not any(letter in path for letter in " \t\n\r\\\0,;'\"#")
+    assert path.split("/")[1] not in ("proc", "sys", "dev", "run")
+
+
+def test_on_a_real_disk_no_path_is_made_of_a_name(shared_gateway: Gateway) -> None:
+    """Names that are allowed, and would do harm as names of files; and keys and values that are no names at all."""
+    root, client = shared_gateway.state_root, shared_gateway.client
+    outside = {path for path in root.parent.iterdir() if path != root}
+    names = ["manifest.json", "volume.img", "snapshots", "volumes", "a..", "x.-_", "0" * 12, "CON", "a" * 64]
+    made = []
+    try:
+        for name in names:
+            volume = client.post("/volumes", json={"name": name, "sizeMB": 64})
+            assert volume.status_code == 201, volume.text
+            made.append(volume.json())
+            assert client.post(f"/volumes/{name}/snapshots", json={"name": name}).status_code == 201
+        for bad in ("../x", "/tmp/x", "a/b", ".partial-x"):
+            assert client.post("/volumes", json={"name": bad}).status_code == 400
+        for thing in (each for each in (root / "volumes").rglob("*") if each.is_dir()):
+            parts = thing.relative_to(root / "volumes").parts
+            # volumes/ID and volumes/ID/snapshots/ID
+            assert all(part == "snapshots" if place == 1 else is_id(part) for place, part in enumerate(parts)), thing
+        files = {path.name for path in (root / "volumes").rglob("*") if path.is_file()}
+        assert files <= {"volume.img", "manifest.json"}, files
+    finally:
+        for volume in made:
+            client.delete(f"/volumes/{volume['volumeID']}?withSnapshots=true")
+    # Other tests' gateways come and go beside it, by names of their own.
+    assert not {path.name for path in root.parent.iterdir()} & {"x", "etc", "tmp", *names} - {p.name for p in outside}
+
+
+def is_id(name: str) -> bool:
+    return len(name) == 12 and all(letter in "0123456789abcdef" for letter in name)
