@@ -135,7 +135,6 @@ def test_another_volumes_export_cannot_be_mounted(xfs_root: Path) -> None:
             theirs,
             f"/{own.id}/../{theirs}",
             f"//{theirs}",
-            f"/{own.id}\0/{theirs}",
             "/" * 1000,
         ):
             assert status_of(own.mount, attacker, path) != nfs3.OK
