@@ -417,3 +417,16 @@ def test_every_event_is_explained() -> None:
     text = (DOCS / "api.md").read_text()
     explained = set(re.findall(r"`((?:sandbox|snapshot|template|fork|volume)\.[a-z-]+)`", text))
     assert published == explained
+
+
+def test_security_names_tests_that_exist() -> None:
+    named = re.findall(r"`([\w/.]+\.py)::(\w+)`", (DOCS / "security.md").read_text())
+    assert len(named) > 50
+    for file, test in named:
+        path = REPOSITORY / (file if "/" in file else f"tests/security/{file}")
+        assert path.exists() and f"def {test}(" in path.read_text(), f"security.md: {file}::{test} does not exist"
+
+
+def test_security_names_every_file_of_attacks() -> None:
+    text = (DOCS / "security.md").read_text()
+    assert [path.name for path in (REPOSITORY / "tests" / "security").glob("test_*.py") if path.name not in text] == []
