@@ -89,3 +89,19 @@ def test_services_that_write_a_byte_now_and_then(served: Served, api: httpx.Clie
         # Who goes away takes along what was asked for them.
         eventually(lambda: service.open == MANY // 2)
     eventually(lambda: not service.open)
+
+
+def test_listeners_to_events_that_never_read(served: Served, api: httpx.Client) -> None:
+    """What they leave unread is dropped beyond a bound, and they are forgotten when they hang up."""
+    queues = served.engine.events._queues
+    before = len(queues)
+    with contextlib.ExitStack() as stack:
+        for _ in range(MANY):
+            stack.enter_context(line(served, head("GET /events", "Host: gateway", KEY)))
+        eventually(lambda: len(queues) == before + MANY)
+        was = resident()
+        for _ in range(5000):
+            served.loop.call_soon_threadsafe(lambda: served.engine.events.publish("flood", data="x" * 1000))
+        assert api.get("/health").status_code == 200
+        assert resident() - was < 32 << 20
+    eventually(lambda: len(queues) == before)

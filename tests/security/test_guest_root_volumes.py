@@ -18,9 +18,10 @@ import pytest
 from sandbox_gateway.hosts.kvm_xfs.cgroup import CONTROLLERS, Cgroups
 from sandbox_gateway.hosts.kvm_xfs.netns import AGENT_PORT, CODE_PORT, GATEWAY_ADDRESS, volume_gateway
 from tests.kvm_xfs.test_netns import inside
-from tests.kvm_xfs.test_volume_server import CUT_OFF, Run, Stand, output, run, status_of
+from tests.kvm_xfs.test_volume_server import CUT_OFF, Run, Stand, killed, output, run, status_of
 from tests.support import nfs3
 from tests.support.nfs3 import Mount, NfsError, Refused
+from tests.support.waiting import eventually
 
 __all__ = ["run"]
 
@@ -192,5 +193,27 @@ def test_the_list_of_exports_names_no_address_of_another_sandbox(run: Run) -> No
             told = {ipaddress.IPv4Interface(client).ip for client in clients}
             # Of the sandboxes' network the list has the host's own address on the servers' link alone.
             assert {str(address) for address in told if address in subnet} <= {volume_gateway(s.network)}
+
+    run(test)
+
+
+def test_a_server_that_is_ended_again_and_again_is_started_ever_later(run: Run) -> None:
+    async def test(s: Stand) -> None:
+        volume, (slot, guest) = await s.volume(), await s.guest()
+        await volume.serve({slot: False})
+        waits = []
+        for _ in range(2):
+            waits.append(s.servers._servers[volume.id].backoff())
+            server = s.servers._servers[volume.id]
+            await killed(server.pid)
+            await asyncio.to_thread(eventually, lambda ended=server: s.servers._servers[volume.id] is not ended)
+        current = s.servers._servers[volume.id]
+        waits += [current.backoff()]
+        current.early_ends = 100
+        waits += [current.backoff()]
+        current.started -= 3600
+        waits += [current.backoff()]
+        assert waits == [0, 1, 2, 30, 0]
+        assert volume.nfs(guest).getattr(volume.mount(guest)).kind == 2
 
     run(test)

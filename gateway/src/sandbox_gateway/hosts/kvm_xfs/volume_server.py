@@ -39,7 +39,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -79,6 +79,8 @@ _NFT_SECONDS = 20.0
 _ASK_SECONDS = 2.0
 _ASK_EVERY = 0.005
 _REVIVE_SECONDS = 5.0
+_STEADY_SECONDS = 60.0
+_LONGEST_BACKOFF = 30.0
 _LARGEST_ANSWER = 4 << 20
 _PIECE = 256 << 10
 """Most that one request reads or writes, in bytes: what a guest asks for and never takes stays in memory."""
@@ -150,6 +152,15 @@ class _Server:
     pidfd: int = -1
     log: int = -1
     """Memory that it writes its log to."""
+    started: float = field(default_factory=time.monotonic)
+    early_ends: int = 0
+    """How many servers of this volume ended soon after their start, one after another, before this one."""
+
+    def backoff(self) -> float:
+        """Seconds to wait before a server that has ended is started anew: a guest may end each one on purpose."""
+        if time.monotonic() - self.started >= _STEADY_SECONDS or not self.early_ends:
+            return 0.0
+        return min(2.0 ** (self.early_ends - 1), _LONGEST_BACKOFF)
 
     def ended(self) -> bool:
         return self.pidfd < 0 or _ends(self.pidfd, 0)
@@ -525,6 +536,8 @@ class VolumeServers:
 
     async def _revive(self, server: _Server) -> None:
         """Start a server that ended by itself anew: guests wait for it. Until somebody wants something else."""
+        early = time.monotonic() - server.started < _STEADY_SECONDS
+        await asyncio.sleep(server.backoff())
         while True:
             async with self._lock(server.volume):
                 if self._servers.get(server.volume) is not server:
@@ -537,6 +550,7 @@ class VolumeServers:
                 except (GatewayError, OSError) as error:
                     log.error("a volume cannot be served", volume=server.volume, reason=str(error))
                 else:
+                    self._servers[server.volume].early_ends = server.early_ends + 1 if early else 0
                     _forget(server)
                     return
             await asyncio.sleep(_REVIVE_SECONDS)
