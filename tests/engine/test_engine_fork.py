@@ -215,14 +215,13 @@ def test_clone_shares_the_present_and_its_capture_goes_with_the_last_clone(live:
 
 def test_progress_is_told(live: Live) -> None:
     async def watch() -> list[int]:
-        events = live.engine.events.subscribe()
         told = []
-        fork = asyncio.create_task(live.engine.fork(TEMPLATE, ForkSpec(count=2, operation="abc")))
-        async for event in events:
-            if event.type == "fork.progress" and event.data["operation"] == "abc":
-                told.append(event.data["done"])
-                if len(told) == 2:
-                    break
+        with live.engine.events.subscribed() as events:
+            fork = asyncio.create_task(live.engine.fork(TEMPLATE, ForkSpec(count=2, operation="abc")))
+            while len(told) < 2:
+                event = await events.get()
+                if event.type == "fork.progress" and event.data["operation"] == "abc":
+                    told.append(event.data["done"])
         await fork
         return told
 

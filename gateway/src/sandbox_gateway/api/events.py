@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from sandbox_gateway.api.view import EngineDep
-from sandbox_gateway.engine.events import Event
+from sandbox_gateway.engine.events import Event, Events
 
 router = APIRouter(tags=["gateway"])
 HEARTBEAT_SECONDS = 15
@@ -23,32 +25,43 @@ async def events(
     engine: EngineDep,
     operation: Annotated[str, Query(max_length=64, description="Only those of this X-Operation-Id")] = "",
 ) -> StreamingResponse:
-    stream = _stream(engine.events.subscribe(), operation, request.app.state.closing)
-    return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    stream = _stream(engine.events, operation, request.app.state.closing)
+    return _Stream(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-async def _stream(source: AsyncIterator[Event], operation: str, closing: asyncio.Event) -> AsyncIterator[str]:
+class _Stream(StreamingResponse):
+    """Ends its generator with itself; Starlette leaves one that waits for a slow client to the garbage collector."""
+
+    def __init__(self, stream: AsyncGenerator[str, None], **options: Any) -> None:
+        super().__init__(stream, **options)
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._stream):
+            await super().__call__(scope, receive, send)
+
+
+async def _stream(source: Events, operation: str, closing: asyncio.Event) -> AsyncGenerator[str, None]:
     """Ends when the gateway closes; a comment now and then shows that the connection lives."""
-    coming: asyncio.Future[Any] = asyncio.ensure_future(anext(source))
     ending = asyncio.ensure_future(closing.wait())
     try:
-        await asyncio.sleep(0)
-        yield ": connected\n\n"
-        while not closing.is_set():
-            await asyncio.wait({coming, ending}, timeout=HEARTBEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if not coming.done():
-                yield ": alive\n\n"
-                continue
-            try:
+        with source.subscribed() as events:
+            yield ": connected\n\n"
+            while not closing.is_set():
+                coming = asyncio.ensure_future(events.get())
+                try:
+                    tasks = {coming, ending}
+                    await asyncio.wait(tasks, timeout=HEARTBEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    coming.cancel()
+                if not coming.done():
+                    yield ": alive\n\n"
+                    continue
                 event = coming.result()
-            except StopAsyncIteration:
-                return
-            coming = asyncio.ensure_future(anext(source))
-            if not operation or event.data.get("operation") == operation:
-                yield render(event)
+                if not operation or event.data.get("operation") == operation:
+                    yield render(event)
     finally:
         ending.cancel()
-        coming.cancel()
 
 
 def render(event: Event) -> str:

@@ -78,9 +78,14 @@ class Pools:
         return self._machines[sandbox.id]
 
     async def _watch(self) -> None:
-        async for _ in self._engine.events.subscribe():
-            for id in [id for id, machine in self._machines.items() if not self._lives(id, machine)]:
-                self._drop(id)
+        with self._engine.events.subscribed() as events:
+            while True:
+                await events.get()
+                self._drop_ended()
+
+    def _drop_ended(self) -> None:
+        for id in [id for id, machine in self._machines.items() if not self._lives(id, machine)]:
+            self._drop(id)
 
     def _lives(self, id: str, machine: Machine) -> bool:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -36,16 +36,11 @@ class Events:
             queue.put_nowait(event)
 
     @contextlib.contextmanager
-    def _queue(self) -> Iterator[asyncio.Queue[Event]]:
+    def subscribed(self) -> Iterator[asyncio.Queue[Event]]:
+        """Within, every event from now on is put into the queue."""
         queue: asyncio.Queue[Event] = asyncio.Queue(_BACKLOG)
         self._queues.add(queue)
         try:
             yield queue
         finally:
             self._queues.discard(queue)
-
-    async def subscribe(self) -> AsyncIterator[Event]:
-        """Every event from now on, without end."""
-        with self._queue() as queue:
-            while True:
-                yield await queue.get()
