@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.api import inside
 from tests.api.served import Served
@@ -20,29 +19,6 @@ PROBE_SECONDS = 20
 ATTACK_SECONDS = 120
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
-
-
-@pytest.fixture(scope="session")
-def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(tmp_path_factory.mktemp("memory"))
-    try:
-        served.build_template("base")
-        yield served
-    finally:
-        served.end()
-
-
-@pytest.fixture
-def served(_served: Served) -> Iterator[Served]:
-    """A gateway over a host in memory, with the template `base` and nothing else."""
-    yield _served
-    _served.clear()
-
-
-@pytest.fixture
-def one(served: Served) -> dict[str, Any]:
-    """A sandbox of the name `one`."""
-    return make(served, "one")
 
 
 def make(served: Served, name: str) -> dict[str, Any]:

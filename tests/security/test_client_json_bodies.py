@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -14,8 +14,8 @@ import pytest
 from sandbox_gateway.api.limits import LARGEST_BODY
 from sandbox_gateway.cli.serving import document
 from tests.api.inside import eventually
-from tests.api.served import ADMIN_KEY, EXEC_KEY, Served
-from tests.security.routes import Target, target
+from tests.api.served import ADMIN_KEY, EXEC_KEY
+from tests.security.routes import Target
 
 FULL, SOME = LARGEST_BODY - 256, 64 << 10
 MEMORY = 256 << 10
@@ -104,19 +104,6 @@ def holding(schema: dict[str, Any]) -> dict[str, str]:
 
 ROUTES = with_bodies()
 MANY = [(method, path, name, kind) for method, path, schema in ROUTES for name, kind in holding(schema).items()]
-
-
-@pytest.fixture(scope="module")
-def attacked(_served: Served) -> Iterator[Target]:
-    with target(_served) as made:
-        yield made
-
-
-@pytest.fixture
-def there(attacked: Target) -> Iterator[Target]:
-    before = attacked.state()
-    yield attacked
-    assert attacked.state() == before and attacked.events == []
 
 
 def client(there: Target, key: str = ADMIN_KEY) -> httpx.Client:

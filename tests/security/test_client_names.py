@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import posixpath
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -17,8 +16,7 @@ from hypothesis import strategies as st
 from sandbox_gateway.engine.paths import check_mounts
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.records import check_name
-from tests.api.served import Served
-from tests.security.routes import Target, target
+from tests.security.routes import Target
 from tests.support.gateway import Gateway
 
 TRAVERSALS = [
@@ -68,19 +66,6 @@ MOUNTS = [
         "/\u00e9",
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def attacked(_served: Served) -> Iterator[Target]:
-    with target(_served) as made:
-        yield made
-
-
-@pytest.fixture
-def there(attacked: Target) -> Iterator[Target]:
-    before = attacked.state()
-    yield attacked
-    assert attacked.state() == before and attacked.events == []
 
 
 @pytest.mark.parametrize(("method", "path", "body", "field"), PLACES, ids=lambda value: str(value)[:40])

@@ -21,10 +21,8 @@ from sandbox_gateway.errors import Invalid
 from sandbox_gateway.hosts.rootfs_common import Tree
 from tests.api import inside
 from tests.api.served import Served
-from tests.security.hostile import HEAD, Turns, _served, chunked, endlessly, one, replaced, served, while_served, whole
+from tests.security.hostile import HEAD, Turns, chunked, endlessly, replaced, while_served, whole
 from tests.support.waiting import eventually
-
-__all__ = ["_served", "one", "served"]
 
 _MB = 1 << 20
 _LONGEST_TURN = 0.2

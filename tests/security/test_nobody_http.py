@@ -8,8 +8,8 @@ from urllib.parse import unquote
 import pytest
 
 from sandbox_gateway.api.auth import OPEN_PATHS
-from tests.api.served import ADMIN_KEY, Served
-from tests.security.routes import OVERRIDES, SPELLINGS, VERBS, Caller, Target, routes, target, templates
+from tests.api.served import ADMIN_KEY
+from tests.security.routes import OVERRIDES, SPELLINGS, VERBS, Caller, Target, routes, templates
 
 NO_KEYS: dict[str, dict[str, str]] = {
     "no key": {},
@@ -22,12 +22,6 @@ NO_KEYS: dict[str, dict[str, str]] = {
     "a key as a cookie": {"Cookie": f"X-API-Key={ADMIN_KEY}"},
     "the name of a key": {"X-API-Key": "root"},
 }
-
-
-@pytest.fixture(scope="module")
-def attacked(_served: Served) -> Iterator[Target]:
-    with target(_served) as made:
-        yield made
 
 
 @pytest.fixture

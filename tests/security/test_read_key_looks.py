@@ -10,9 +10,7 @@ import httpx
 import pytest
 
 from tests.api.served import READ_KEY, Served
-from tests.security.hostile import _served, endlessly, make, one, replaced, served, while_served, whole
-
-__all__ = ["_served", "one", "served"]
+from tests.security.hostile import endlessly, make, replaced, while_served, whole
 
 _LIMIT = 20
 """Seconds: generous for two, and less than the thirty that an agent once could take."""

@@ -10,20 +10,14 @@ from urllib.parse import unquote
 import pytest
 
 from sandbox_gateway.api.auth import OPEN_PATHS
-from tests.api.served import EXEC_KEY, READ_KEY, Served
-from tests.security.routes import OVERRIDES, READING, SPELLINGS, VERBS, Caller, Target, routes, target
+from tests.api.served import EXEC_KEY, READ_KEY
+from tests.security.routes import OVERRIDES, READING, SPELLINGS, VERBS, Caller, Target, routes
 
 READER, RUNNER = {"X-API-Key": READ_KEY}, {"X-API-Key": EXEC_KEY}
 BODY = json.dumps({"args": ["write", "stolen", "1"], "code": "1", "name": "new", "templateID": "base"}).encode()
 """Good for `exec` and `eval`, and for making a sandbox."""
 EXECUTES = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
 """Where a key of scope exec may POST, as docs/api.md says."""
-
-
-@pytest.fixture(scope="module")
-def attacked(_served: Served) -> Iterator[Target]:
-    with target(_served) as made:
-        yield made
 
 
 @pytest.fixture
