@@ -17,8 +17,8 @@ description:
     O(gateway_token) goes before.
   - What decides where a key goes is never taken from what a task returned. The variables C(ansible_host) and
     C(ansible_sandbox_*), except C(ansible_sandbox_gateway_timeout), count only where they come from an inventory,
-    C(host_vars), C(group_vars), M(ansible.builtin.add_host) or the command line (C(-e)). If a fact,
-    M(ansible.builtin.set_fact), M(ansible.builtin.include_vars), a registered variable, or C(vars) of a play, role or
+    C(host_vars), C(group_vars), C(add_host) or the command line (C(-e)). If a fact,
+    C(set_fact), C(include_vars), a registered variable, or C(vars) of a play, role or
     task sets one of them to another value, the host is unreachable.
 author:
   - The grove.sandbox authors (@grove-sandbox)

@@ -353,7 +353,9 @@ def test_a_sandbox_starts_without_a_volume_destroyed_by_hand(
     caplog.clear()
     again = fresh(live.config)
     log = repaired(caplog)
-    assert f"the volume {lost.id} that sandbox {sandbox.id} has at /lost is not there: restore it, or detach it" in log, log
+    assert (
+        f"the volume {lost.id} that sandbox {sandbox.id} has at /lost is not there: restore it, or detach it" in log
+    ), log
     assert [each.id for each in again.engine.volumes()] == [kept.id]
     assert [each.path for each in again.sandbox("box").mounts] == ["/lost", "/kept"]
     again.do(again.engine.resume("box"))

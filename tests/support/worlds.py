@@ -23,6 +23,7 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Abilities, Host
 from sandbox_gateway.hosts.kvm_xfs import qemu
+from sandbox_gateway.hosts.kvm_xfs.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
 from sandbox_gateway.hosts.kvm_xfs.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.netns import SlotPool
@@ -156,7 +157,14 @@ class KvmXfsWorld:
         captures = {f"volumes/{each.volume}/snapshots/{each.id}" for each in engine.index.volume_snapshots.values()}
         assert found["volumes"] == volumes | captures, when
         assert found["servers"] == mounted, when
-        assert len(found["cgroups"]) in (0, len(running) * len({Path(each).parent for each in found["cgroups"]})), when
+        groups = {
+            f"{kind}/{name}"
+            for kind, names in (("sandboxes", {each.instance for each in running}), ("volumes", mounted))
+            for name in names
+            if Cgroups(config.network.prefix)._hierarchies
+        }
+        kinds = (f"{config.network.prefix}-", "")
+        assert {"/".join(Path(each).parts[-2:]).replace(*kinds) for each in found["cgroups"]} == groups, when
 
     def break_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*args: Any) -> None:
