@@ -165,7 +165,7 @@ from ansible.utils.display import Display
 from ansible.utils.unsafe_proxy import wrap_var
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, printable
 from ansible_collections.grove.sandbox.plugins.plugin_utils._gateways import Gateway, recall
-from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorVariables
+from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorVariables, host_of_task
 from ansible_collections.grove.sandbox.plugins.plugin_utils._stream import INSIDE, Channel, Process
 
 display = Display()
@@ -256,8 +256,11 @@ class Connection(ConnectionBase):
     def _operator_values(self) -> dict[str, Any]:
         """Raises Failure where a variable that decides where a key goes is not the operator's."""
         variables = self._variables or self._given
+        own: Any = {}
         host = str(self._delegate or variables.get("inventory_hostname", ""))
-        own: Any = OperatorVariables(variables["hostvars"], host) if "hostvars" in variables else {}
+        if "hostvars" in variables:
+            host = str(self._delegate or host_of_task())
+            own = OperatorVariables(variables["hostvars"], host)
         if self._delegate:
             variables = variables.get("ansible_delegated_vars", {}).get(self._delegate, {})
         listed = recall(str(own.evaluate("ansible_host") if "ansible_host" in own else host)) is not None

@@ -10,6 +10,7 @@ variables are computed a second time, as if no task had returned anything yet.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,21 @@ class _NoFacts(dict):  # type: ignore[type-arg]
 
 _RETURNED_BY_TASKS = {"_fact_cache": _NoFacts, "_nonpersistent_fact_cache": dict, "_vars_cache": dict}
 """Where Ansible keeps what tasks return: facts; set_fact and registered variables; include_vars."""
+
+
+def host_of_task() -> str:
+    """The name of the host that the running task is for. Raises Failure where this release of Ansible does not tell.
+
+    It is not ``inventory_hostname``: a fact of that name overrides Ansible's own.
+    """
+    host = getattr(multiprocessing.current_process(), "_host", None)
+    if not isinstance(host, Host):
+        raise Failure(
+            "this strategy or release of ansible-core does not say for which host a task is, except in variables that "
+            "facts override: use ansible-core 2.16 to 2.19 with a strategy of its own, or a newer release of "
+            "grove.sandbox"
+        )
+    return str(host.name)
 
 
 class OperatorVariables(Mapping):  # type: ignore[type-arg]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import multiprocessing
 import resource
 import sys
 from typing import Any
@@ -56,6 +57,8 @@ def as_of_an_inventory(connection: Any, variables: dict[str, Any]) -> None:
         host.set_variable(name, value)
     manager = VariableManager(loader, inventory)
     HostVars(inventory, manager, loader)
+    # As the process of a worker has it.
+    multiprocessing.current_process()._host = host  # type: ignore[attr-defined]
     connection.set_options(var_options=variables)
     connection.update_vars(manager.get_vars(host=host))
 

@@ -151,6 +151,31 @@ def test_facts(core: str, gateway: Liar, thief: Liar, files: Files, tmp_path: Pa
     assert "must not come from facts" in said, said
 
 
+@pytest.mark.parametrize("way", ["name", "address"])
+def test_a_fact_that_names_another_host(
+    core: str, gateway: Liar, thief: Liar, files: Files, tmp_path: Path, way: str
+) -> None:
+    """`inventory_hostname` is a variable that facts override: it must not lead tasks to another sandbox or gateway."""
+    hosts = added(gateway, files)
+    (guest,) = hosts["tasks"]
+    variables = guest["ansible.builtin.add_host"]
+    if way == "name":
+        # Its sandbox has its name.
+        del variables["ansible_host"]
+    # A host of the operator's with other variables, as far as the sandbox can name them in facts.
+    other = {**variables, "name": "other", "ansible_sandbox_gateway_url": thief.url}
+    hosts["tasks"].append({"ansible.builtin.add_host": other})
+    sandbox = variables.get("ansible_host", "guest")
+    gateway.lies[sandbox] = facts(inventory_hostname="other", ansible_sandbox_gateway_url=thief.url)
+    said = cores.play(core, tmp_path, "localhost,", hosts, {"hosts": "guest", "tasks": [PING, TASK]})
+    unharmed(said, gateway, thief)
+    refused(said, "ansible_sandbox_gateway_url of host guest")
+    gateway.lies[sandbox] = facts(inventory_hostname="other")
+    said = cores.play(core, tmp_path, "localhost,", hosts, {"hosts": "guest", "tasks": [PING, TASK]})
+    unharmed(said, gateway, thief)
+    assert [headers["E2b-Sandbox-Id"] for headers in gateway.asked] == [sandbox] * 3, said
+
+
 def test_facts_that_are_cached(core: str, gateway: Liar, thief: Liar, files: Files, tmp_path: Path) -> None:
     """A lie of yesterday, in the cache of facts, counts before the first task of today."""
     gateway.lies["0123456789ab"] = facts(**lies(thief, files))
