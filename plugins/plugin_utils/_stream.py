@@ -384,7 +384,8 @@ def _field(message: dict[str, Any], name: str, kind: type) -> Any:
     value = message.get(name)
     if value is None:
         return kind()
-    if type(value) is not kind:
+    # To Python, true is an int.
+    if not isinstance(value, kind) or isinstance(value, bool):
         raise _Nonsense(f"its {name} is no {kind.__name__}")
     return value
 
