@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import logging
@@ -19,7 +20,7 @@ from sandbox_gateway.engine.building import _Lines
 from sandbox_gateway.engine.builds import LONGEST_LINE, Build
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.hosts.rootfs_common import Tree
-from tests.api import inside
+from tests.api import inside, memory_host
 from tests.api.served import Served
 from tests.security.hostile import HEAD, Turns, chunked, endlessly, replaced, while_served, whole
 from tests.support.waiting import eventually
@@ -304,3 +305,22 @@ def test_a_line_without_an_end_is_not_kept_whole() -> None:
     assert len(lines._rest) <= LONGEST_LINE
     lines.take(b"\nend\n")
     assert [len(line) for line in build.lines] == [LONGEST_LINE, 3]
+
+
+def test_an_agent_that_always_hangs_up_is_not_asked_for_ever(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a fork of it is told who it is: it accepts every connection, and ends it without an answer."""
+    asked = 0
+
+    async def hang_up(_: memory_host.Machine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await reader.read(1)
+        writer.close()
+
+    monkeypatch.setattr(memory_host.Machine, "_serve", hang_up)
+    monkeypatch.setattr(served.host, "boot_seconds", 1)
+    monkeypatch.setattr(served.host, "resume_seconds", 1)
+    with served.client() as client:
+        answer = client.post("/sandboxes", json={"templateID": "base"})
+    assert answer.status_code == 504 and "hung up" in answer.json()["message"], answer.text
+    assert asked > 1

@@ -102,7 +102,9 @@ class AgentClient:
             except TimeoutError:
                 raise Timeout(f"the sandbox's agent did not answer within {seconds:g} s") from None
             except (OSError, h11.RemoteProtocolError):
-                # It accepted and hung up: an agent that is only just starting. Ask again.
+                # It accepted and hung up: an agent that is only just starting, or one that never tells. Ask again.
+                if time.monotonic() > deadline:
+                    raise Timeout(f"the sandbox's agent hung up for {seconds:g} s whenever it was asked") from None
                 await asyncio.sleep(_ATTEMPT_EVERY)
             finally:
                 _hang_up(writer)
