@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 from websockets.asyncio.server import ServerConnection
+from websockets.frames import Frame
 from websockets.sync.client import ClientConnection, connect
+from websockets.uri import WebSocketURI
 
+from sandbox_gateway.api.fragments import MOST_CONTROLS, ClientFragments, Fragments
 from tests.api.inside import PORT, Service, host
 from tests.api.served import ADMIN_KEY
 from tests.api.test_websocket import Inside, Talk
@@ -116,6 +119,42 @@ def test_a_guest_floods(_daemon: tuple[Daemon, dict[str, Any]], size: int, final
         # Nothing tells when the gateway has taken all that it will.
         most = max(peak(daemon) for _ in range(20))
         assert most - before < MOST_GROWTH
+
+
+@pytest.mark.parametrize("controls", [b"\x89\x00", b"\x8a\x00"])
+def test_thousands_of_control_frames_leave_turns_to_others(controls: bytes) -> None:
+    """In one read. Of 60 connections at once they kept everybody else waiting for seconds."""
+    protocol = ClientFragments(WebSocketURI(False, "inside", 80, "/", ""), max_size=1 << 20)
+    protocol.parser = Fragments.parse(protocol)
+    protocol.receive_data(controls * 8000 + b"\x82\x01x")
+    seen = 0
+    while protocol.crowded:
+        handled = protocol.events_received()
+        assert protocol.has_more and len(handled) <= MOST_CONTROLS
+        seen += len(handled)
+        protocol.receive_data(b"")
+    *more, message = protocol.events_received()
+    assert seen + len(more) == 8000 and isinstance(message, Frame) and message.data == b"x"
+
+
+def test_messages_pass_behind_thousands_of_control_frames(_daemon: tuple[Daemon, dict[str, Any]]) -> None:
+    """Also where the one who sends them goes on with them after the message; either way."""
+    pings, after = b"\x89\x80abcd" * 5000, b"\x8a\x80abcd" * 5000
+
+    async def echo(connection: ServerConnection) -> None:
+        async for message in connection:
+            connection.transport.write(b"\x8a\x00" * 5000)
+            await connection.send(message)
+            connection.transport.write(b"\x8a\x00" * 5000)
+
+    with tunnels(_daemon, echo) as (daemon, clients):
+        for client in clients:
+            client.socket.sendall(pings + b"\x82\x81\0\0\0\0x" + after)
+        for client in clients:
+            assert client.recv(timeout=60) == b"x"
+            client.send(b"y")
+            assert client.recv(timeout=60) == b"y"
+        daemon.health()
 
 
 def send(daemon: Daemon, clients: list[ClientConnection], data: bytes) -> int:

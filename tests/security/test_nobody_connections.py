@@ -175,11 +175,19 @@ def test_those_that_come_again_and_again(target: Target, held: contextlib.ExitSt
         target.others_are_served()
 
 
+UPGRADE = (
+    *("Upgrade: websocket", "Connection: Upgrade"),
+    *("Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version: 13"),
+)
 BEGINNINGS = {
     "nothing": b"",
     "a first line": b"GET /health HTTP/1.1\r\n",
     "half of the headers": b"GET /health HTTP/1.1\r\nHost: gateway\r\nX-Long: ",
     "half of an upgrade": b"GET / HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: ",
+    "an upgrade with a body": head("GET /", *UPGRADE, "Content-Length: 5"),
+    "an upgrade with chunks": head("GET /", *UPGRADE, "Transfer-Encoding: chunked"),
+    "an upgrade with a long line": head("GET /", *UPGRADE, "X-Long: " + 9000 * "x"),
+    "an upgrade with many headers": head("GET /", *UPGRADE, *(f"X-{number}: x" for number in range(200))),
     "the next request": head("GET /health") + b"GET /health HTTP/1.1\r\nX-Long: ",
     "a body without a key": head("POST /sandboxes", "Content-Length: 1000000"),
     "chunks without a key": head("POST /sandboxes", "Transfer-Encoding: chunked") + b"f4240\r\n",

@@ -13,23 +13,29 @@ from websockets.server import ServerProtocol
 
 LARGEST_FRAGMENT = 16 << 10
 """Bytes, a multiple of a mask's four. A frame that is larger is handed out as several."""
+MOST_CONTROLS = 32
+"""Control frames that are handled in one turn of the event loop: thousands of them fit into one read."""
 _FIN, _OPCODE, _MASKED, _LENGTH = 0x80, 0x0F, 0x80, 0x7F
 _LENGTHS = {126: "!H", 127: "!Q"}
 
 
 class Fragments(Protocol):
-    """Stops parsing after each fragment of a message; ``receive_data(b"")`` goes on with what was read before.
+    """Stops parsing after each fragment of a message, and after ``MOST_CONTROLS`` control frames;
+    ``receive_data(b"")`` goes on with what was read before.
 
     ``max_size`` holds for a message. There are no extensions.
     """
 
     has_more = False
     """A fragment was handed out; another one may follow without anything more being read."""
+    crowded = False
+    """It stopped among control frames: nobody waits for what it handed out, and nothing more is to be read yet."""
+    _controls = 0
 
     def parse(self) -> Generator[None]:
         try:
             while True:
-                self.has_more = False
+                self.has_more = self.crowded = False
                 if (yield from self.reader.at_eof()):
                     raise EOFError("unexpected end of stream")
                 yield from self._frame()
@@ -50,7 +56,7 @@ class Fragments(Protocol):
             next(self.parser)
 
     def fail(self, code: CloseCode | int, reason: str = "") -> None:
-        self.has_more = False
+        self.has_more = self.crowded = False
         super().fail(code, reason)
 
     def _stop(self, error: Exception, code: CloseCode, reason: str) -> None:
@@ -76,8 +82,15 @@ class Fragments(Protocol):
             length -= size
             self.recv_frame(Frame(opcode, apply_mask(data, mask) if mask else bytes(data), fin and not length))
             if opcode not in CTRL_OPCODES:
+                self._controls = 0
                 self.has_more = True
                 yield
+            elif opcode is not Opcode.CLOSE:  # After that one, nothing more is parsed.
+                self._controls += 1
+                if self._controls == MOST_CONTROLS:
+                    self._controls = 0
+                    self.has_more = self.crowded = True
+                    yield
             if not length:
                 return
             self.has_more = False

@@ -34,6 +34,7 @@ MOST_UNSENT = 256 << 10
 """Bytes that wait for a peer that does not read: answers to its pings are not held back."""
 _CLOSE_SECONDS = 5.0
 _NO_CODE, _NORMAL, _RESTART, _BAD_GATEWAY = 1005, 1000, 1012, 1014
+_BAD_REQUEST = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 OWN_HEADERS = frozenset(
     {
         "sec-websocket-accept",
@@ -68,23 +69,50 @@ class FromClient(WebSocketsSansIOProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self.conn.handshake_exc and not self.handshake_initiated:
+            self._refuse()
+            return
         self._skip()
         if self.transport.get_write_buffer_size() > MOST_UNSENT:
             self.transport.abort()
+        if self.conn.crowded:
+            self._pause()
+            self.loop.call_soon(self._go_on)
+
+    def _refuse(self) -> None:
+        """End a connection whose upgrade is no request for a WebSocket: uvicorn would wait for another one for ever."""
+        self.handshake_complete = self.close_sent = True
+        self.transport.write(b"".join(self.conn.data_to_send()) or _BAD_REQUEST)
+        self.transport.close()
 
     def _skip(self) -> None:
         """Once we have closed, nobody receives what still comes, but the answer to our closing may be behind it."""
-        while self.close_sent and self.conn.has_more:
+        while self.close_sent and self.conn.has_more and not self.conn.crowded:
             super().data_received(b"")
+
+    def _go_on(self) -> None:
+        """Among control frames, after others had their turn."""
+        if self.conn.crowded and not self.transport.is_closing():
+            self.data_received(b"")
+            self._resume()
+
+    def _pause(self) -> None:
+        if not self.read_paused:
+            self.read_paused = True
+            self.transport.pause_reading()
+
+    def _resume(self) -> None:
+        """Read on, unless there is something that was read before."""
+        if self.read_paused and self.queue.empty() and not self.conn.crowded:
+            self.read_paused = False
+            self.transport.resume_reading()
 
     def handle_text(self, event: Frame) -> None:
         if self.close_sent:
             return
         message: Any = {"type": "websocket.receive", "frame": event}
         self.queue.put_nowait(message)
-        if not self.read_paused:
-            self.read_paused = True
-            self.transport.pause_reading()
+        self._pause()
 
     handle_bytes = handle_cont = handle_text
 
@@ -92,9 +120,7 @@ class FromClient(WebSocketsSansIOProtocol):
         message = await self.queue.get()
         if self.conn.has_more and not self.transport.is_closing():
             self.data_received(b"")
-        if self.read_paused and self.queue.empty():
-            self.read_paused = False
-            self.transport.resume_reading()
+        self._resume()
         return message
 
     async def send(self, message: Any) -> None:
@@ -135,6 +161,8 @@ class _Inside(ClientConnection):
         if self.protocol.has_more and not messages.closed:
             self.data_received(b"")
         messages.maybe_resume()
+        if self.protocol.crowded:
+            self.transport.pause_reading()
         return frame
 
     async def send_fragment(self, frame: Frame) -> None:
@@ -146,6 +174,16 @@ class _Inside(ClientConnection):
         super().data_received(data)
         if self.transport.get_write_buffer_size() > MOST_UNSENT:
             self.transport.abort()
+        if self.protocol.crowded:
+            self.transport.pause_reading()
+            self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        """Among control frames, after others had their turn."""
+        if self.protocol.crowded and not self.transport.is_closing():
+            self.data_received(b"")
+            if not self.protocol.crowded and not self.recv_messages.paused:
+                self.transport.resume_reading()
 
 
 class Refused(Exception):
