@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import h11
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sandbox_gateway.api.metrics import Metrics
@@ -32,6 +33,9 @@ _DESCRIPTORS_OF_A_CONNECTION = 2
 _LOG_SECONDS = 5.0
 """A line of the log stands for all connections that were closed in this time."""
 _V6_GROUP = 64
+_LARGEST_HEAD = 64 << 10
+_EVENTS_AT_ONCE = 32
+"""Pieces of a body, say, that are handled in one turn of the event loop: ten thousands of them fit into one read."""
 
 log = Logger("connections")
 
@@ -181,6 +185,48 @@ class _Stalls:
         self._transport.abort()
 
 
+class _Paced(h11.Connection):
+    """Hands out ``left`` more events, and then says that it needs data."""
+
+    left = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        if not self.left:
+            return h11.NEED_DATA
+        self.left -= 1
+        return super().next_event()
+
+
+class _Flow(FlowControl):
+    """Reads nothing while events of what was read before are left, whoever asks for more."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._held = False
+
+    def hold(self) -> None:
+        # Also when it was held before: uvicorn resumes the transport itself at the end of a body that nobody reads.
+        self._held = True
+        self._transport.pause_reading()
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            if not self.read_paused:
+                self._transport.resume_reading()
+
+    def pause_reading(self) -> None:
+        if not self.read_paused:
+            self.read_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            if not self._held:
+                self._transport.resume_reading()
+
+
 class Http(H11Protocol):
     """A client's connection, which ends when a request does not come whole in time.
 
@@ -191,6 +237,9 @@ class Http(H11Protocol):
     def __init__(self, connections: Connections, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._limits = connections
+        self.flow: _Flow
+        self.conn: _Paced = _Paced(h11.SERVER, self.config.h11_max_incomplete_event_size or _LARGEST_HEAD)
+        self._goes_on = False
         self._due: asyncio.TimerHandle | None = None
         self._awaited: object = None
         self._stalls: _Stalls | None = None
@@ -199,7 +248,26 @@ class Http(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._stalls = _Stalls(transport, self._limits.stalled_seconds, lambda: self._note("stalled"))
+        self.flow = _Flow(transport)
         self._await("headers")
+
+    def handle_events(self) -> None:
+        """As many as there may be in a turn, and the others after everybody else had theirs."""
+        self.conn.left = _EVENTS_AT_ONCE
+        super().handle_events()
+        if self.conn.left or self._stalls is None:  # None: it was upgraded, or is lost.
+            self.flow.release()
+            return
+        self.flow.hold()
+        if not self._goes_on:
+            self._goes_on = True
+            self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._goes_on = False
+        if self._stalls is not None and not self.transport.is_closing():
+            self.handle_events()
+            self._follow()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
