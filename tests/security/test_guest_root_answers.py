@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import logging
 import threading
@@ -18,7 +19,7 @@ import pytest
 from sandbox_gateway.engine import guest_json
 from sandbox_gateway.engine.building import _Lines
 from sandbox_gateway.engine.builds import LONGEST_LINE, Build
-from sandbox_gateway.errors import Invalid
+from sandbox_gateway.errors import Busy, Invalid
 from sandbox_gateway.hosts.rootfs_common import Tree
 from tests.api import inside, memory_host
 from tests.api.served import Served
@@ -282,6 +283,22 @@ def test_many_large_answers_of_one_sandbox_are_not_all_held(served: Served, one:
         assert max(guest_json._held.values()) <= guest_json.MOST_HELD
         for thread in threads:
             thread.join(100)
+    assert not guest_json._held
+
+
+def test_answers_of_all_sandboxes_have_a_bound_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root in several sandboxes: each stays within its own bound, and never ends its answers."""
+    monkeypatch.setattr(guest_json, "MOST_HELD_IN_ALL", 1 << 20)
+
+    async def attack() -> None:
+        with contextlib.ExitStack() as stack:
+            answers = [stack.enter_context(guest_json.Answer(f"sandbox {n}", "x", 1 << 20)) for n in range(5)]
+            for answer in answers[:4]:
+                await answer.feed(b'"' + b"x" * ((1 << 18) - 1))
+            with pytest.raises(Busy, match="of all sandboxes"):
+                await answers[4].feed(b'"')
+
+    asyncio.run(attack())
     assert not guest_json._held
 
 

@@ -342,6 +342,9 @@ class WebSocket(FromClient):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._stalls = _Stalls(self.transport, self._limits.stalled_seconds, self._note)
+        if self.transport.get_write_buffer_size():
+            # Writing was paused before the upgrade, and is not paused a second time.
+            self._stalls.begin()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._stalls:

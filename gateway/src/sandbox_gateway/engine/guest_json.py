@@ -22,6 +22,8 @@ LARGEST = 48 << 20
 """Bytes of an answer with output: twice 16 MiB in base64, and room."""
 MOST_HELD = 2 * LARGEST
 """Bytes of all answers of one sandbox that are being read at the same time."""
+MOST_HELD_IN_ALL = 512 << 20
+"""The same, of all sandboxes together."""
 MOST_STRUCTURE = 8 << 10
 """Bytes of an answer outside of its strings: each costs many times as much memory once it is parsed."""
 DEEPEST = 16
@@ -73,6 +75,11 @@ class Answer:
         _held[self._sandbox] += len(piece)
         if self._size > self._most:
             raise BackendFailed(f"the sandbox's agent answered {self._what} with more than {self._most} bytes")
+        if _held.total() > MOST_HELD_IN_ALL:
+            raise Busy(
+                f"the agents of all sandboxes are sending more than {MOST_HELD_IN_ALL >> 20} MiB of answers at once: "
+                "try again later"
+            )
         if _held[self._sandbox] > MOST_HELD:
             raise Busy(
                 f"the sandbox's agent is sending more than {MOST_HELD >> 20} MiB of answers at once: "

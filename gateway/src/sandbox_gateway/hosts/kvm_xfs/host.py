@@ -31,6 +31,8 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, NetworkPolicy, Sandbox, Snapshot, VolumeSnapshot
 
+_OLD_LOG_SECONDS = 2.0
+
 log = Logger("kvm_xfs")
 
 
@@ -50,6 +52,7 @@ class KvmXfsHost(VolumeVerbs):
         self._cgroups = Cgroups(config.network.prefix)
         self._machines: dict[str, tuple[Machine, Slot]] = {}
         self._placing: dict[str, asyncio.Task[None]] = {}
+        self._old_logs: asyncio.Task[None] | None = None
         self._lock_fd = -1
         self._name_lock: socket.socket | None = None
         self._platform: Platform | None = None
@@ -74,6 +77,8 @@ class KvmXfsHost(VolumeVerbs):
             raise
 
     async def close(self) -> None:
+        if self._old_logs is not None:
+            self._old_logs.cancel()
         if self._placing:
             await asyncio.wait(self._placing.values())
         for machine, _ in self._machines.values():
@@ -156,15 +161,26 @@ class KvmXfsHost(VolumeVerbs):
         for instance, (pid, label) in keep.items():
             machine = Machine(pid, self._layout.instance(wanted[instance]))
             self._watch(instance, machine, self._slots.adopt(_slot_of(label)))
-            if layout.empty_old_log(machine.files.directory):
+            if layout.has_old_log(machine.files.directory):
                 scan.repaired.append(
-                    f"emptied the log of the machine {instance}, which has no limit: pause and resume it"
+                    f"the machine {instance} is of an older release, its log has no limit and is emptied now and then: "
+                    "pause and resume its sandbox"
                 )
             # A gateway that died at its start left it without limits; during a capture, standing still.
             self._limit(wanted[instance], pid)
             if await machine.go_on():
                 scan.repaired.append(f"the machine {instance} stood still: it goes on")
             scan.alive.add(instance)
+        if old := {each for each in scan.alive if layout.has_old_log(self._machines[each][0].files.directory)}:
+            self._old_logs = asyncio.create_task(self._empty_old_logs(old))
+
+    async def _empty_old_logs(self, instances: set[str]) -> None:
+        """While machines of an older release run: their guests may make them write to their logs without end."""
+        while running := instances & self._machines.keys():
+            for instance in running:
+                with contextlib.suppress(OSError):
+                    layout.empty_old_log(self._machines[instance][0].files.directory)
+            await asyncio.sleep(_OLD_LOG_SECONDS)
 
     def _remove_strays(self, scan: Scan) -> None:
         wanted = {sandbox.instance for sandbox in scan.sandboxes}

@@ -34,6 +34,7 @@ log = Logger("kvm_xfs")
 PARTIAL = ".partial-"
 DAMAGED = ".damaged"
 MANIFEST = "manifest.json"
+_OLD_LOG = "run/qemu.log"
 
 Record = TypeVar("Record", Sandbox, Snapshot, Volume, VolumeSnapshot)
 
@@ -127,13 +128,16 @@ class Instance:
         self.qmp = self.run / "qmp.sock"
 
 
-def empty_old_log(directory: Path) -> bool:
-    """Empty the log on disk of a machine that an older release started, if it has grown; says whether it had."""
-    log = directory / "run" / "qemu.log"
-    if not log.exists() or log.stat().st_size <= LOG_BYTES:
-        return False
-    os.truncate(log, 0)
-    return True
+def has_old_log(directory: Path) -> bool:
+    """Whether the machine was started by an older release, with a log on disk."""
+    return (directory / _OLD_LOG).exists()
+
+
+def empty_old_log(directory: Path) -> None:
+    """Empty such a log if it has grown. Raises OSError."""
+    log = directory / _OLD_LOG
+    if log.stat().st_size > LOG_BYTES:
+        os.truncate(log, 0)
 
 
 def read_manifest(directory: Path, kind: type[Record]) -> Record:
