@@ -25,7 +25,10 @@ def test_rounds_of_use_leave_nothing(served: Served) -> None:
 
     def kept() -> dict[str, int]:
         """Kinds of which each round left one, or more."""
-        return {name: count - before[name] for name, count in _objects()[0].items() if count - before[name] >= ROUNDS}
+        now = _objects()[0]
+        # The event loop keeps a timer that was cancelled, and its context, until it would have been due.
+        kinds = now.keys() - {"TimerHandle", "Context"}
+        return {name: now[name] - before[name] for name in kinds if now[name] - before[name] >= ROUNDS}
 
     with contextlib.suppress(AssertionError):
         eventually(lambda: not kept(), seconds=30)

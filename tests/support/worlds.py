@@ -219,7 +219,8 @@ class KvmXfsWorld:
             "snapshots": {str(path.relative_to(root)) for path in (root / "snapshots").glob("*")},
             "templates": {str(path.relative_to(root)) for path in (root / "templates").glob("*")},
             "processes": {process.name for process in _processes() if process not in servers and _under(process, root)},
-            "cgroups": {str(path) for path in Path("/sys/fs/cgroup").glob(f"**/*{prefix}*/*") if path.is_dir()},
+            # os.walk passes over groups that vanish meanwhile.
+            "cgroups": {place for place, _, _ in os.walk("/sys/fs/cgroup") if prefix in Path(place).parent.name},
         }
 
 
