@@ -227,7 +227,23 @@ class _Flow(FlowControl):
                 self._transport.resume_reading()
 
 
-class Http(H11Protocol):
+class _TimedWriting(asyncio.Protocol):
+    """A connection whose ``_Stalls`` run while writing to it is paused."""
+
+    _stalls: _Stalls | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stalls:
+            self._stalls.begin()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalls:
+            self._stalls.end()
+
+
+class Http(_TimedWriting, H11Protocol):
     """A client's connection, which ends when a request does not come whole in time.
 
     From here to the end of the headers it is timed here, and so is the rest of a body that nobody reads, as the
@@ -242,7 +258,6 @@ class Http(H11Protocol):
         self._goes_on = False
         self._due: asyncio.TimerHandle | None = None
         self._awaited: object = None
-        self._stalls: _Stalls | None = None
         self.ws_protocol_class = lambda **made: WebSocket(connections, **made)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -287,16 +302,6 @@ class Http(H11Protocol):
         self._release()
         super().connection_lost(exc)
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self._stalls:
-            self._stalls.begin()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._stalls:
-            self._stalls.end()
-
     def _follow(self) -> None:
         if self._stalls is None:
             return  # It was upgraded: the connection is another's.
@@ -331,13 +336,12 @@ class Http(H11Protocol):
             self._stalls = None
 
 
-class WebSocket(FromClient):
+class WebSocket(_TimedWriting, FromClient):
     """A client's connection once it was upgraded."""
 
     def __init__(self, connections: Connections, **more: Any) -> None:
         super().__init__(**more)
         self._limits = connections
-        self._stalls: _Stalls | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -350,16 +354,6 @@ class WebSocket(FromClient):
         if self._stalls:
             self._stalls.end()
         super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self._stalls:
-            self._stalls.begin()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._stalls:
-            self._stalls.end()
 
     def _note(self) -> None:
         self._limits.end("stalled", self.client[0] if self.client else "")
