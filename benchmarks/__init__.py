@@ -1,1 +1,1 @@
-"""What this software costs, each number beside the floor measured in the same run. See README.md."""
+"""Benchmarks of this software. Each result is shown next to a floor measured in the same run. See README.md."""

@@ -21,7 +21,7 @@ from tests.support import session
 
 
 def main() -> int:
-    """0: all was measured. 1: a bench failed, or something was left behind on the machine. 2: it could not be run."""
+    """Exit code 0: everything was measured. 1: a bench failed or left something behind. 2: the run could not start."""
     options = _options()
     if os.geteuid() != 0:
         print("benchmarks: machines and mounts are made: run them as root (./dev bench does)", file=sys.stderr)
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace) -> list[str]:
-    """Run the benches, show and write what they found; returns the names of those that failed."""
+    """Run the benches, show and write the results; returns the names of the benches that failed."""
     started = datetime.now(UTC)
     progress, out = Console(stderr=True), report.wide_console()
     results: list[Result] = []
@@ -53,12 +53,12 @@ def _run(options: argparse.Namespace) -> list[str]:
             progress.print(f"[bold]{bench.name}[/]: {bench.title}", highlight=False)
             try:
                 results.append(bench.run(ctx))
-            except Exception:  # What the others measure is worth having all the same.
+            except Exception:  # The results of the other benches are still useful.
                 progress.print(traceback.format_exc(), style="red", highlight=False, markup=False)
                 failed.append(bench.name)
             else:
                 report.show(results[-1], out)
-        # Asking makes a host, which a run of the jail bench alone has no use for.
+        # Reading the platform creates a host, which a run of only the jail bench does not need.
         platform = ctx.kvm_xfs.host.platform if "kvm_xfs" in vars(ctx) else None
         machine = report.machine(platform.accelerator if platform else "", platform.qemu_version if platform else "")
     found = report.document(results, failed, machine=machine, quick=options.quick, started=started)

@@ -1,6 +1,6 @@
-"""When a fork's agent has answered, by the exchange in which it learns who it is.
+"""Records when the agent of a fork has answered the exchange that gives it its identity.
 
-What the engine returns, and when, is its own affair and may change; that the agent itself has spoken is what counts.
+The time at which the engine returns may change with the engine; the answer of the agent itself is what counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SECONDS = 60.0
 
 
 class Answers:
-    """``with watching() as answers: …`` sees every answer of an agent to who it is."""
+    """``with watching() as answers: …`` records every answer of an agent to the identity exchange."""
 
     def __init__(self, timers: Timers) -> None:
         self._timers = timers
@@ -25,9 +25,9 @@ class Answers:
         self._timers.take()
 
     def wait(self, count: int) -> list[Span]:
-        """What was said with the agents that have answered since ``forget``, in the order in which it ended.
+        """The exchanges with agents that have answered since ``forget``, in the order in which they ended.
 
-        Returns once there are ``count``; with fewer when the time is up.
+        Returns once there are ``count`` of them, or with fewer after a timeout.
         """
         deadline = time.perf_counter() + _SECONDS
         while len(found := self._answered()) < count and time.perf_counter() < deadline:

@@ -1,6 +1,6 @@
-"""``python -m benchmarks.call SOCKET TARGET COUNT``: one HTTP call after the other, each on a connection of its own.
+"""``python -m benchmarks.call SOCKET TARGET COUNT``: HTTP calls one after the other, each on its own connection.
 
-Writes how many milliseconds each took, from before it connects until the answer is read, as a list of JSON.
+Writes the milliseconds of each call, from before it connects until the answer is read, as a list in JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
         connection.close()
         if answer.status != http.client.OK:
             sys.exit(f"{target} was answered {answer.status}")
-        # As long as a task's own work: a server that is asked at once again is warmer than any task finds it.
+        # About as long as a task's own work: a server that is asked again at once is warmer than tasks find it.
         time.sleep(0.02)
     json.dump(taken, sys.stdout)
 

@@ -1,4 +1,4 @@
-"""What benches stand on: a real host with a template built once, progress for the person who waits."""
+"""The shared basis of the benches: a real host with a template that is built once, and progress bars."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _XFS_MB = 24 * 1024
 
 
 class Steps:
-    """A bar on standard error."""
+    """A progress bar on standard error."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
@@ -42,7 +42,7 @@ class Steps:
 
 
 class Context:
-    """Given to every bench. ``quick``: few rounds, to see that it works; the numbers are worth little."""
+    """Passed to every bench. ``quick``: few rounds, to check that the bench works; the numbers mean little."""
 
     def __init__(self, *, quick: bool, console: Console) -> None:
         self.quick = quick
@@ -69,12 +69,12 @@ class Context:
 
     @cached_property
     def kvm_xfs(self) -> KvmXfs:
-        """An engine on a KVM/XFS host, made at first use, removed at the end."""
+        """An engine on a KVM/XFS host, created at first use and removed at the end."""
         return self._stack.enter_context(KvmXfs(self))
 
 
 class KvmXfs:
-    """An engine in this process on an XFS of its own, with the template TEMPLATE; default settings but for names."""
+    """An engine in this process on its own XFS, with the template TEMPLATE; default settings except for names."""
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
@@ -110,7 +110,7 @@ class KvmXfs:
         self._ctx.say(f"building the template ({MEMORY_MB} MiB of memory, {DISK_MB} MiB of disk)")
         started = time.monotonic()
         recipe = Recipe(resources=Resources(memory_mb=MEMORY_MB, disk_mb=DISK_MB))
-        build = self.live.do(self.live.engine.build_template(TEMPLATE, recipe))
+        build = self.live.do(self.live.engine.templates.build(TEMPLATE, recipe))
         lines = self.live.do(_all(build.follow()), timeout=1800)
         if build.status != "ready":
             raise RuntimeError("the template could not be built:\n" + "\n".join(lines[-20:]))
@@ -121,25 +121,25 @@ class KvmXfs:
         self.live.close()
 
     def sandbox(self, ref: str = TEMPLATE) -> Sandbox:
-        made = self.live.do(self.live.engine.create(ref, ForkSpec()))
+        made = self.live.do(self.live.engine.forks.create(ref, ForkSpec()))
         assert isinstance(made, Sandbox)
         return made
 
     def snapshot(self, sandbox: Sandbox) -> Snapshot:
-        return self.live.do(self.live.engine.capture(sandbox.id))
+        return self.live.do(self.live.engine.snapshots.create(sandbox.id))
 
     def forget(self, snapshot: Snapshot) -> None:
-        self.live.do(self.live.engine.delete_snapshot(snapshot.id))
+        self.live.do(self.live.engine.snapshots.delete(snapshot.id))
 
     def kill(self, *sandboxes: Sandbox) -> None:
         for sandbox in sandboxes:
-            self.live.do(self.live.engine.kill(sandbox.id))
+            self.live.do(self.live.engine.sandboxes.delete(sandbox.id))
 
     @contextlib.contextmanager
     def source(self, script: str = "", *, settle: float = 3.0) -> Iterator[Snapshot]:
-        """A snapshot of a sandbox in which ``script`` (Python) runs in the background and which came to rest.
+        """A snapshot of a sandbox that runs ``script`` (Python) in the background and has come to rest.
 
-        Afterwards the host is empty again but for the template.
+        Removes everything except the template at the end.
         """
         try:
             sandbox = self.sandbox()
@@ -154,7 +154,7 @@ class KvmXfs:
 
     def run_script(self, sandbox: Sandbox, script: str) -> None:
         command = "cat >/run/bench.py && (setsid python3 -I -S /run/bench.py </dev/null >/dev/null 2>&1 &)"
-        work = self.live.engine.exec(sandbox.id, ["sh", "-c", command], stdin=script.encode())
+        work = self.live.engine.commands.exec(sandbox.id, ["sh", "-c", command], stdin=script.encode())
         if (result := self.live.do(work)).exit_code != 0:
             raise RuntimeError(f"the script could not be started: {result.stderr.decode(errors='replace')}")
 
@@ -175,7 +175,7 @@ async def _all(lines: Any) -> list[str]:
 
 
 def available_memory() -> int:
-    """Bytes that can be had without swapping."""
+    """Bytes available without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

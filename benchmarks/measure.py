@@ -1,4 +1,4 @@
-"""What a bench hands back: measures, each a list of samples with a unit, and what they are held against."""
+"""Results of a bench: measures, each a list of samples with a unit, and their floors and targets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Unit = Literal["ms", "bytes", "count"]
 
 @dataclass(frozen=True)
 class Target:
-    """What must hold: ``p50`` (in the measure's unit) or ``ratio`` (p50 over the floor's p50) at most ``limit``."""
+    """The limit that must hold: ``p50`` (in the measure's unit) or ``ratio`` (p50 over the floor's p50)."""
 
     of: Literal["p50", "ratio"]
     limit: float
@@ -24,7 +24,7 @@ class Target:
 
 @dataclass
 class Measure:
-    """Samples of one thing. ``floor`` names the measure of the same result that it cannot be better than."""
+    """Samples of one quantity. ``floor`` names a measure of the same result that is a lower bound for it."""
 
     key: str
     title: str
@@ -33,7 +33,7 @@ class Measure:
     floor: str = ""
     target: Target | None = None
     part_of: str = ""
-    """The measure whose time this one is a part of; parts are shown indented, and drawn as a bar."""
+    """The measure whose time this one is a part of; parts are shown indented and drawn as a bar."""
 
     @property
     def p50(self) -> float:
@@ -46,7 +46,7 @@ class Measure:
 
 @dataclass
 class Result:
-    """All that one bench measured. ``settings``: what decides the numbers; ``notes``: sentences for the reader."""
+    """All measures of one bench. ``settings``: those that decide the numbers; ``notes``: sentences for the reader."""
 
     name: str
     title: str
@@ -65,26 +65,26 @@ class Result:
         target: Target | None = None,
         part_of: str = "",
     ) -> Measure:
-        """Add a measure; shown in the order of adding."""
+        """Add a measure; measures are shown in the order in which they were added."""
         made = Measure(key, title, unit, [float(sample) for sample in samples], floor, target, part_of)
         self.measures[key] = made
         return made
 
     def parts(self, of: str, titles: Mapping[str, str], samples: Mapping[str, Sequence[float]]) -> None:
-        """Add a part of the measure ``of`` for each key of ``titles`` that there are samples of."""
+        """Add a part of the measure ``of`` for each key of ``titles`` that has samples."""
         for key, title in titles.items():
             if samples.get(key):
                 self.measure(f"{of}.{key}", title, samples=samples[key], part_of=of)
 
     def ratio(self, measure: Measure) -> float | None:
-        """p50 over the floor's p50; None where there is no floor, or it is 0."""
+        """p50 over the floor's p50; None without a floor, or if it is 0."""
         floor = self.measures.get(measure.floor)
         if floor is None or not floor.samples or not measure.samples or not floor.p50:
             return None
         return measure.p50 / floor.p50
 
     def met(self, measure: Measure) -> bool | None:
-        """Does the target hold? None: there is none, or nothing was measured."""
+        """Whether the target is met. None: there is no target, or no samples."""
         if measure.target is None or not measure.samples:
             return None
         value = measure.p50 if measure.target.of == "p50" else self.ratio(measure)
@@ -129,5 +129,5 @@ class Bench(Protocol):
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest samples; 0 where there are none."""
+    """Linear between the two nearest samples; 0 without samples."""
     return float(np.percentile(samples, percent)) if samples else 0.0

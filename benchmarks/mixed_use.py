@@ -1,4 +1,4 @@
-"""Mixed use of a gateway by several clients at once: what a busy hour asks of it, in rounds."""
+"""Mixed use of a gateway by several clients at once, in rounds that resemble a busy hour."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _STDIN = base64.b64encode(b"x" * 20_000).decode()
 
 
 class MixedUse:
-    """``clients`` at the same time, each made by ``client``, with an administrator's rights. Sandboxes start from
-    ``template``."""
+    """``clients`` concurrent clients, made by ``client``, as administrators. Sandboxes start from ``template``."""
 
     def __init__(self, client: Callable[[], httpx.Client], template: str, *, clients: int = 4) -> None:
         self._client = client
@@ -26,13 +25,13 @@ class MixedUse:
         self._numbers = itertools.count()
 
     def rounds(self, count: int) -> None:
-        """Run ``count`` rounds, several at a time. Raises what the first failed one raised."""
+        """Run ``count`` rounds, several at a time. Raises the exception of the first round that failed."""
         with concurrent.futures.ThreadPoolExecutor(self._clients) as pool:
             for future in [pool.submit(self._round) for _ in range(count)]:
                 future.result()
 
     def _round(self) -> None:
-        """Create, run, read, upload, capture, fork, roll back, list; afterwards all of it is gone."""
+        """Create, run, read, upload, capture, fork, roll back, list; then remove everything."""
         with self._client() as client:
             number = next(self._numbers)
             name = f"mixed-{number}"

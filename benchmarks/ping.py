@@ -1,7 +1,7 @@
-"""A look at a machine from outside: how long does whoever asks it something have to wait?
+"""Ping a machine from outside, to measure how long a client waits for an answer.
 
-Run as a process of its own (``python -m benchmarks.ping``), so that it takes no time from the gateway it watches.
-An ICMP echo is answered by the guest's kernel: no answer means that the guest does not run, and nothing else.
+Runs in its own process (``python -m benchmarks.ping``), so that it takes no time from the gateway under test. The
+guest's kernel answers an ICMP echo: without an answer, the guest does not run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Answer:
 
 
 class Ping:
-    """Asks every millisecond from entering to leaving; then ``answers`` holds what came back, in the order asked."""
+    """Sends a ping each millisecond inside the context; afterwards ``answers`` holds the answers in sending order."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -55,18 +55,18 @@ class Ping:
             self.answers = [Answer(asked, answered) for asked, answered in json.loads(output)]
 
     def turn_to(self, address: str) -> None:
-        """Ask another address from now on."""
+        """Ping another address from now on."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{address}\n".encode())
         self._process.stdin.flush()
 
     def longest_wait(self, start: float, end: float) -> float:
-        """Milliseconds that whoever asked between ``start`` and ``end`` had to wait at most for the next answer."""
+        """The longest wait, in milliseconds, of any ping sent between ``start`` and ``end``."""
         return longest_wait(self.answers, start, end)
 
 
 def longest_wait(answers: list[Answer], start: float, end: float) -> float:
-    """What was asked and never answered counts too: the wait lasts until something asked later is answered."""
+    """Unanswered pings count too: their wait lasts until a later ping is answered."""
     waits = [(answer.answered - answer.asked) for answer in answers if start <= answer.asked <= end]
     came = sorted(answer.answered for answer in answers if start <= answer.answered <= end)
     silences = [later - earlier for earlier, later in itertools.pairwise(came)]
@@ -86,7 +86,7 @@ def _request(now: float) -> bytes:
 
 
 def _main(address: str) -> None:
-    """Ask until stdin ends; a line on it is another address. Prints a line with the first answer, then all of them."""
+    """Ping until stdin ends; a line on it is another address. Prints a line at the first answer, and all at the end."""
     answers: list[tuple[float, float]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as raw:
         due = time.monotonic()

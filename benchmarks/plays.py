@@ -1,4 +1,4 @@
-"""Real ``ansible-playbook`` runs, and how long each task of them took."""
+"""Real ``ansible-playbook`` runs and the duration of each of their tasks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SECONDS = 1800
 
 @dataclass(frozen=True)
 class Timed:
-    """What a task is called, and milliseconds from its beginning to the beginning of the next, or the play's end."""
+    """The name of a task, and milliseconds from its start to the start of the next task or the end of the play."""
 
     name: str
     ms: float
 
 
 class Plays:
-    """Plays in ``scratch``, with the repository's collection; ``environment`` is Ansible's, as far as it differs."""
+    """Plays in ``scratch`` with the repository's collection; ``environment`` overrides environment variables."""
 
     def __init__(self, scratch: Path, environment: Mapping[str, str] | None = None) -> None:
         session.link_collection()
@@ -43,7 +43,7 @@ class Plays:
         changes: bool = True,
         **keywords: Any,
     ) -> list[Timed]:
-        """Run a play on all hosts; raises RuntimeError where a task failed, or without ``changes`` changed anything."""
+        """Run a play on all hosts; raises RuntimeError if a task failed, or changed something without ``changes``."""
         book, clock = self._scratch / "play.yml", self._scratch / "clock.jsonl"
         play = {"hosts": "all", "gather_facts": False, **keywords, "tasks": list(tasks)}
         book.write_text(json.dumps([play]))

@@ -1,4 +1,4 @@
-"""What matters most, drawn: source pause, fork beside its floor, where their time goes; the gateway's memory."""
+"""Plots of the main results: pause of the source, fork and its floor with their parts, memory of the gateway."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _SETTINGS: dict[Any, Any] = {
 
 
 def possible() -> bool:
-    """Is matplotlib there?"""
+    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(document: dict[str, Any], target: Path) -> None:
-    """Write an SVG of what ``document`` (the JSON) holds of the benches DRAWN: one of them, at the least."""
+    """Write an SVG of the DRAWN benches in ``document`` (the JSON); at least one of them must be there."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -92,7 +92,7 @@ DRAWN = frozenset(_DRAWN)
 
 
 def _curve(axes: Axes, measure: dict[str, Any], colour: str, label: str) -> None:
-    """The share of samples that are at most so long; a dot at the median."""
+    """The share of samples up to each value; a dot at the median."""
     samples = sorted(measure["samples"])
     shares = [100 * (rank + 1) / len(samples) for rank in range(len(samples))]
     named = f"{label} (median {measure['p50']:.3g})"
@@ -105,7 +105,7 @@ def _limit(axes: Axes, value: float, label: str) -> None:
 
 
 def _finish(axes: Axes, x: str, y: str, measures: Sequence[dict[str, Any]]) -> None:
-    """One slow sample in a hundred must not squeeze all others: the axis ends a little beyond the 95 % of each."""
+    """The axis ends a little beyond each 95th percentile, so that a single slow sample does not squeeze the rest."""
     axes.set_xlim(0, 1.15 * max(measure["p95"] for measure in measures))
     axes.set_ylim(0, 101)
     axes.set_xlabel(x)
@@ -122,7 +122,7 @@ def _frame(axes: Axes) -> None:
 
 
 def _bar(axes: Axes, measures: dict[str, Any], whole: str) -> None:
-    """The medians of the parts, one behind another."""
+    """The medians of the parts, one after the other."""
     left = 0.0
     parts = [part for part in measures.values() if part.get("part_of") == whole and part["p50"] > 0]
     for part, colour in zip(parts, _PARTS, strict=False):

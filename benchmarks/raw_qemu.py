@@ -1,7 +1,7 @@
-"""The floor of a KVM/XFS host: QEMU started with the gateway's own command line, and no gateway in between.
+"""The floor of a KVM/XFS host: QEMU with the gateway's own command line, but without the gateway.
 
-Files, network slot and sockets are made before the clock starts. What remains is what any program that starts this
-QEMU on these files must wait for.
+Files, network slot and sockets are made before the clock starts. The remaining time is what any program has to wait for
+if it starts this QEMU on these files.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sandbox_gateway.hosts.kvm_xfs import qemu, reflink
-from sandbox_gateway.hosts.kvm_xfs.layout import Instance, Layout
-from sandbox_gateway.hosts.kvm_xfs.netns import AGENT_PORT, GUEST_MAC, Slot, SlotPool
-from sandbox_gateway.hosts.kvm_xfs.qemu import Platform, Shape
+from sandbox_gateway.hosts.addresses import AGENT_PORT
+from sandbox_gateway.hosts.kvm_xfs.image import reflink
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, Layout
+from sandbox_gateway.hosts.kvm_xfs.machine.command_line import Platform, Shape, arguments
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_MAC, Slot
+from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.records import NetworkPolicy, Snapshot
 from tests.support import session
 from tests.support.live import Live
@@ -38,22 +40,23 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds since just before the process was made."""
+    """Milliseconds since just before the process was created."""
 
     answered: float
     """QEMU answered qmp_capabilities and query-status: its main loop runs."""
     running: float
-    """The device state is loaded and the guest goes on."""
+    """The device state is loaded and the guest runs again."""
 
 
 class RawMachine:
-    """One QEMU of our own. ``start`` it, look at it, ``end`` it; it can be started again."""
+    """One QEMU process without a gateway. ``start`` it, measure it, ``end`` it; it can be started again."""
 
     def __init__(self, files: Instance, shape: Shape, slot: Slot, state: Path) -> None:
         self.files = files
         self.slot = slot
         self._shape = shape
         self._state = state
+        self._log = files.run / "qemu.log"
         self._monitor: _Monitor | None = None
         self._line: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -64,9 +67,9 @@ class RawMachine:
         return self._process.pid
 
     def start(self, *, stepwise: bool = False) -> Times:
-        """Start and wait until the guest goes on.
+        """Start QEMU and wait until the guest runs again.
 
-        ``stepwise``: the state is loaded by a command once QEMU has answered, so that the two can be told apart.
+        ``stepwise``: load the state by a command once QEMU has answered, so that the two steps are timed separately.
         """
         with self._started(deferred=stepwise) as (started, address, state):
             self._monitor = monitor = _Monitor(address)
@@ -88,9 +91,9 @@ class RawMachine:
             self._monitor.execute("qmp_capabilities")
 
     def start_and_ask(self) -> float:
-        """Start and ask the agent over the line whether it is there; returns milliseconds until it has answered.
+        """Start QEMU, ask the agent over the serial line whether it is there; returns milliseconds until its answer.
 
-        Nobody speaks to QEMU meanwhile.
+        There are no QMP commands meanwhile.
         """
         question = b"?" + uuid.uuid4().bytes
         with self._started(deferred=False) as (started, _, _):
@@ -109,10 +112,10 @@ class RawMachine:
 
     @contextlib.contextmanager
     def _started(self, *, deferred: bool) -> Iterator[tuple[float, str, int]]:
-        """QEMU, started: when, where it listens for QMP, and the number it has of the device state's descriptor."""
+        """Start QEMU; returns the start time, its QMP socket, and QEMU's number for the device state's descriptor."""
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener,
-            self.files.log.open("ab") as output,
+            self._log.open("ab") as output,
             self._state.open("rb") as state,
         ):
             address = f"\0bench-{uuid.uuid4()}"
@@ -121,7 +124,7 @@ class RawMachine:
             self._line, theirs = socket.socketpair()
             with theirs:
                 fds = [listener.fileno(), theirs.fileno(), state.fileno()]
-                argv = qemu.arguments(self._shape, self.files, qmp_fd=fds[0], line_fd=fds[1], state_fd=fds[2])
+                argv = arguments(self._shape, self.files, qmp_fd=fds[0], line_fd=fds[1], state_fd=fds[2])
                 if deferred:
                     argv[argv.index("-incoming") + 1] = "defer"
                 started = self._spawn(argv, fds, output.fileno())
@@ -132,7 +135,7 @@ class RawMachine:
         return self._monitor.execute(command, arguments)
 
     def lend(self, descriptor: int) -> str:
-        """Lend an open file to QEMU; returns the name it has there."""
+        """Pass an open file to QEMU; returns QEMU's name for it."""
         assert self._monitor is not None, "the machine is not started"
         return self._monitor.lend(descriptor)
 
@@ -170,7 +173,7 @@ class RawMachine:
         """Start QEMU in the slot's network namespace; returns the time just before."""
         started = 0.0
 
-        def inside() -> None:  # in a thread that ends with this, so that no other is ever in that namespace
+        def inside() -> None:  # in a thread that ends here, so that no other thread is ever in that namespace
             nonlocal started
             with self.slot.path.open("rb") as namespace:
                 if _libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
@@ -194,11 +197,11 @@ class RawMachine:
         return started
 
     def _said(self) -> str:
-        return self.files.log.read_text(errors="replace").strip()[-500:]
+        return self._log.read_text(errors="replace").strip()[-500:]
 
 
 class RawQemu:
-    """A pool of such machines on one snapshot, each with its disk, its slot and its user, as the gateway would."""
+    """A pool of raw machines on one snapshot, each with the disk, slot and user that the gateway would give it."""
 
     def __init__(self, live: Live, platform: Platform, snapshot: Snapshot, directory: Path) -> None:
         self._live = live
@@ -209,7 +212,7 @@ class RawQemu:
         network = live.config.network.model_copy(update={**session.network(), "pool": 0})
         self._uid_base = live.config.kvm_xfs.uid_base
         self._prefix = network.prefix
-        # Made on the loop: it has events of its own.
+        # Created on the loop's thread, because the pool has asyncio events of its own.
         self._slots: SlotPool = live.call(SlotPool, network, uid_base=self._uid_base)
         self._machines: list[RawMachine] = []
 
@@ -227,7 +230,7 @@ class RawQemu:
         _remove(self._directory)
 
     def machines(self, count: int) -> list[RawMachine]:
-        """``count`` machines, not started; those made before are handed out again, on fresh disks."""
+        """``count`` machines, not started; reuses earlier machines, with fresh disks."""
         while len(self._machines) < count:
             self._machines.append(self._made(len(self._machines)))
         for machine in self._machines[:count]:
@@ -237,10 +240,10 @@ class RawQemu:
         return self._machines[:count]
 
     def start_together(self, count: int, at_once: int) -> float:
-        """Start ``count`` machines, ``at_once`` at a time, all running at the end; returns milliseconds."""
+        """Start ``count`` machines, ``at_once`` at a time; all run at the end. Returns milliseconds."""
         machines = self.machines(count)
         with ThreadPoolExecutor(at_once) as pool:
-            list(pool.map(lambda machine: None, machines))  # threads are there before the clock starts
+            list(pool.map(lambda machine: None, machines))  # creates the threads before the clock starts
             started = time.perf_counter()
             list(pool.map(lambda machine: machine.start(), machines))
             return (time.perf_counter() - started) * 1000
@@ -270,7 +273,7 @@ class RawQemu:
 
 
 class _Monitor:
-    """QMP over a plain socket: one command at a time, the least there can be."""
+    """Minimal QMP over a plain socket, one command at a time."""
 
     def __init__(self, address: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -289,7 +292,7 @@ class _Monitor:
         return f"/dev/fdset/{self._answer('add-fd')['fdset-id']}"
 
     def wait_event(self, name: str, seconds: float) -> None:
-        """Return when the event has come, or the time is up."""
+        """Return when the event has arrived, or after the timeout."""
         deadline = time.perf_counter() + seconds
         while name not in self._events and (left := deadline - time.perf_counter()) > 0:
             if b"\n" in self._data or select.select([self._socket], [], [], left)[0]:

@@ -1,4 +1,4 @@
-"""Results for people (a table each) and for programs (JSON)."""
+"""Results as tables for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WIDTH = 120
 
 
 def machine(accelerator: str, qemu: str) -> dict[str, Any]:
-    """What the numbers depend on that is not ours."""
+    """The properties of the machine that the numbers depend on."""
     return {
         "cpus": os.cpu_count(),
         "cpu_model": _field("/proc/cpuinfo", "model name"),
@@ -50,7 +50,7 @@ def document(
 
 
 def wide_console() -> Console:
-    """Standard output; where it is no terminal, as wide as the tables want to be."""
+    """Standard output; without a terminal, as wide as the tables need."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH)
 
@@ -122,7 +122,7 @@ def _field(path: str, name: str) -> str:
 
 
 def _commit() -> str:
-    """The commit that was measured, with "+" where files were changed since; empty outside a git tree."""
+    """The measured commit, with "+" if files have changed since; empty outside a git tree."""
     git = shutil.which("git")
     if git is None:
         return ""

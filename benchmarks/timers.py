@@ -1,4 +1,4 @@
-"""Stopwatches put around the product's functions from outside, for as long as a bench runs."""
+"""Stopwatches around the product's functions, for the duration of a bench."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Stop = tuple[object, str]
-"""A class or module, and the name of the function in it."""
+"""A class or module, and the name of one of its functions."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One call; both on the clock of ``time.perf_counter``, in seconds."""
+    """One call; both times are on the clock of ``time.perf_counter``, in seconds."""
 
     start: float
     end: float
     args: tuple[Any, ...] = ()
-    """What the function was called with, the object it belongs to first; only for calls that returned."""
+    """The arguments of the call, the object itself first; only for calls that returned."""
 
     @property
     def ms(self) -> float:
@@ -32,9 +32,10 @@ class Span:
 
 
 class Timers:
-    """``watching({key: (owner, name)})`` records every call of these functions meanwhile.
+    """``watching({key: (owner, name)})`` records every call of these functions inside the context.
 
-    A function that is not there (it was renamed) is left out and named in ``missing``: the rest is still right.
+    A function that does not exist (for example because it was renamed) is skipped and listed in ``missing``; the other
+    results remain valid.
     """
 
     def __init__(self) -> None:
@@ -54,12 +55,12 @@ class Timers:
             yield self
 
     def returned(self, key: str, *arguments: object) -> list[Span]:
-        """The calls since the last ``take`` that had these arguments, and came back without an error."""
+        """The calls since the last ``take`` with these arguments that returned without an error."""
         came_back = (span for span in list(self._spans.get(key, [])) if span.args)
         return [span for span in came_back if all(argument in span.args[1:] for argument in arguments)]
 
     def take(self) -> dict[str, list[Span]]:
-        """What was recorded since the last call of this."""
+        """The calls recorded since the last call of this method."""
         taken, self._spans = dict(self._spans), defaultdict(list)
         return taken
 
@@ -94,16 +95,16 @@ class Timers:
 
 
 def milliseconds(work: Callable[[], T]) -> tuple[T, float]:
-    """What ``work`` returns, and how long it took in milliseconds."""
+    """The result of ``work`` and its duration in milliseconds."""
     start = time.perf_counter()
     answer = work()
     return answer, (time.perf_counter() - start) * 1000
 
 
 def shares(whole: Span, parts: dict[str, list[Span]]) -> dict[str, float]:
-    """Milliseconds of ``whole`` spent in each part; "rest": in none. They add up to the whole.
+    """Milliseconds of ``whole`` spent in each part, and the rest under "rest". They add up to the whole.
 
-    Where two parts go on at the same time, the one named first is given it.
+    Where two parts overlap, the time counts for the part named first.
     """
     edges = {whole.start, whole.end}
     for spans in parts.values():

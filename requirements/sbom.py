@@ -1,7 +1,7 @@
 """Print the software bill of materials of a host's gateway: CycloneDX JSON, from the pins and packages' metadata.
 
-`sbom.py DIRECTORY`: DIRECTORY has the pinned packages installed, for their licences and dependencies. The output has no
-time and no serial number, so that the same pins give the same bytes.
+`sbom.py DIRECTORY`: DIRECTORY contains the installed pinned packages, the source of licences and dependencies. The
+output has no timestamp and no serial number, so it is reproducible.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAME = "sandbox-gateway"
 
 @dataclass(frozen=True)
 class Pin:
-    """One package of a file of pins. ``marker``: where it is installed, empty for everywhere."""
+    """One package of a pin file. ``marker``: where to install it; empty for everywhere."""
 
     name: str
     version: str
@@ -64,7 +64,7 @@ def is_for(marker: Marker | str | None, host: dict[str, str]) -> bool:
 
 
 def is_for_hosts(marker: Marker | str | None) -> bool:
-    """Whether some supported host fulfils it."""
+    """Whether the marker matches any supported host."""
     return any(is_for(marker, host) for host in HOSTS)
 
 
@@ -78,7 +78,7 @@ def spdx() -> Licensing:
 
 
 def licences(package: Distribution) -> list[dict[str, Any]]:
-    """What the metadata says: an SPDX expression where it is one, else the names of the classifiers."""
+    """The licence in the metadata: an SPDX expression if it is one, else the names of the classifiers."""
     for field in ("License-Expression", "License"):
         said = (package.metadata.get_all(field) or [""])[0]
         if said and not spdx().validate(said).errors:
@@ -104,14 +104,14 @@ def component(pin: Pin, scope: str, package: Distribution) -> dict[str, Any]:
 
 
 def needed(requirements: Iterable[str], pins: dict[str, Pin]) -> list[str]:
-    """References of the pins that fulfil ``requirements``."""
+    """References of the pins that satisfy ``requirements``."""
     parsed = [Requirement(requirement) for requirement in requirements]
     names = {canonicalize_name(requirement.name) for requirement in parsed if is_for_hosts(requirement.marker)}
     return sorted(pins[name].reference for name in names & pins.keys())
 
 
 def document(project: dict[str, Any], version: str, packages: dict[str, Distribution]) -> dict[str, Any]:
-    """The bill: ``project`` is the table of pyproject.toml, ``packages`` has every pinned package by its name."""
+    """The SBOM. ``project``: the table of pyproject.toml; ``packages``: all pinned packages by name."""
     scoped = [(pin, "required") for pin in host_pins([RUNTIME])] + [(pin, "optional") for pin in host_pins(BUILD)]
     pins = {pin.name: pin for pin, _ in scoped}
     graph = [{"ref": NAME, "dependsOn": needed(project["dependencies"], pins)}]

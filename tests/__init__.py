@@ -1,4 +1,4 @@
 import pytest
 
-# Before anything imports it: what its checks compared is said where they fail.
+# Must run before the first import of tests.support, so that its failed assertions show the compared values.
 pytest.register_assert_rewrite("tests.support")

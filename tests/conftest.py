@@ -1,5 +1,5 @@
-"""Fixtures that several folders of tests share: an XFS with reflinks, real gateways, a template; and the check
-that a test run leaves nothing behind on the machine.
+"""Fixtures that several folders of tests share: an XFS with reflinks, real gateways, a template; and the check that a
+test run leaves nothing behind on the machine.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import leaks
+from tests.api.served import Served
 from tests.support import jail_world, session, templates
 from tests.support.gateway import TEMPLATE, Gateway, build_template
 from tests.support.jail_world import JailZfsWorld
 from tests.support.worlds import KvmXfsWorld
 from tests.support.xfs import LoopXfs
 
-# What fails early and quickly comes first. Folders of one group share expensive fixtures.
+# Fast tests run first. Folders of one group share expensive fixtures.
 _GROUPS = {
     "quick": ("unit", "agent", "api", "cli"),
     "zfs": ("freebsd_shim", "jail_zfs"),
@@ -36,10 +38,10 @@ _GROUPS = {
 }
 _FOLDERS = [folder for folders in _GROUPS.values() for folder in folders]
 _LONG = ("test_gateway.py", "test_gateway_systemd.py", "test_kvm_xfs_host.py")
-"""Of the roles, shared out file by file and last: with these done first no lane is left alone for long."""
+"""Files of the folder roles, which is distributed by file and last. They run first, so that no lane ends late."""
 
 _SEED = "GROVE_TEST_SEED"
-"""Environment variable: the order of the tests in a folder: "random", a number that was printed, or 0, as written."""
+"""Environment variable: the order of tests in a folder: "random", a seed that was printed, or 0 for source order."""
 
 _before: leaks.Inventory | None = None
 
@@ -61,7 +63,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Around pytest's own, which brings together what shares a parameter of an expensive fixture."""
+    """Wraps pytest's own sorting, which groups tests by the parameters of expensive fixtures."""
     if (seed := os.environ[_SEED]) != "0":
         items.sort(key=lambda item: (_draw(seed, item.nodeid.partition("::")[0]), _draw(seed, item.nodeid)))
     yield
@@ -69,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 
 def _draw(seed: str, name: str) -> bytes:
-    """Depends on nothing else: a part of the tests runs in the order that it has among all."""
+    """Depends only on its arguments: a subset of the tests runs in the same relative order."""
     return hashlib.sha256(f"{seed} {name}".encode()).digest()
 
 
@@ -79,14 +81,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 class Lanes(LoadScopeScheduling):  # type: ignore[misc]
-    """``pytest -n 2``: who is done with a group of tests takes the next."""
+    """``pytest -n 2``: a lane that has finished a group of tests takes the next."""
 
     def _split_scope(self, nodeid: str) -> str:
-        # zfs-fuse is one daemon for the machine: all that makes jails is one group, wherever it is (the collection's
-        # tests only speak of them).
+        # zfs-fuse has one daemon on the machine: all tests that create jails are one group, whatever their folder. (The
+        # collection's tests only mention jails.)
         if "jail" in nodeid and _folder(nodeid) != "collection":
             return "zfs"
-        # They share nothing; the smaller the last groups, the less one lane waits for the other.
+        # These files share nothing; small groups at the end keep the lanes equally busy.
         if _folder(nodeid) == "roles" or "systemd" in nodeid:
             return nodeid.partition("::")[0]
         return next(group for group, folders in _GROUPS.items() if _folder(nodeid) in folders)
@@ -131,7 +133,7 @@ def need_root() -> None:
 
 @pytest.fixture(scope="session")
 def xfs_root(need_root: None) -> Iterator[Path]:
-    """The mount point of an XFS with ``reflink=1`` (12 GiB, sparse) that exists as long as this run."""
+    """The mount point of an XFS with ``reflink=1`` (12 GiB, sparse) that lasts as long as this run."""
     with LoopXfs(session.run_dir() / "state.xfs", session.run_dir() / "xfs", size_mb=12 * 1024) as xfs:
         yield xfs.mount_point
 
@@ -151,13 +153,13 @@ def jail_zfs_world(need_root: None) -> Iterator[JailZfsWorld]:
 
 @pytest.fixture(scope="session")
 def make_gateway(xfs_root: Path) -> Iterator[Callable[..., Gateway]]:
-    """Start gateways that live as long as the run (what most tests want is ``gateway``)."""
+    """Start gateways that live as long as the run (most tests use ``gateway`` instead)."""
     yield from _factory(xfs_root, None)
 
 
 @pytest.fixture(scope="session")
 def shared_gateway(xfs_root: Path) -> Iterator[Gateway]:
-    """One gateway for the whole run. Tests that stop it, or fill it, want ``gateway`` instead."""
+    """One gateway for the whole run. Tests that stop it or fill it use ``gateway`` instead."""
     for start in _factory(xfs_root, lambda root: templates.take(root, TEMPLATE)):
         yield start()
 
@@ -172,9 +174,9 @@ def template(shared_gateway: Gateway) -> str:
 
 @pytest.fixture
 def gateway(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Gateway]]:
-    """``gateway({section: {key: value}})`` starts a fresh gateway; without ``seed_template=False`` it has the template.
+    """``gateway({section: {key: value}})`` starts a fresh gateway with the template, unless ``seed_template=False``.
 
-    The template's directory is a reflink copy of the shared one's: the file system is all the state there is.
+    The template's directory is a reflink copy of the shared one's: gateways keep their state only in the file system.
     """
 
     yield from _factory(xfs_root, lambda root: _copy_templates(request, root))
@@ -182,7 +184,7 @@ def gateway(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable
 
 @pytest.fixture(scope="session")
 def seeded_gateways(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Gateway]]:
-    """As ``gateway``, for gateways that live as long as the run."""
+    """Like ``gateway``, but the gateways live as long as the run."""
     yield from _factory(xfs_root, lambda root: _copy_templates(request, root))
 
 
@@ -209,3 +211,59 @@ def _factory(xfs_root: Path, seed: Callable[[Path], None] | None) -> Iterator[Ca
     yield start
     problems = [problem for instance in reversed(made) for problem in instance.end()]
     assert not problems, "; ".join(problems)
+
+
+# -- the HTTP API over a host in memory --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def _served_by_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
+    made: dict[str, Served] = {}
+
+    def start(folder: str) -> Served:
+        if folder not in made:
+            made[folder] = Served(tmp_path_factory.mktemp("memory"))
+            made[folder].build_template("base", packages=["python3"], description="what tests start from")
+        return made[folder]
+
+    try:
+        yield start
+    finally:
+        for served in made.values():
+            served.end()
+
+
+@pytest.fixture(scope="module")
+def _served(_served_by_folder: Callable[[str], Served], request: pytest.FixtureRequest) -> Served:
+    """One gateway for each folder of tests: their changes of templates are not undone."""
+    return _served_by_folder(_folder(request.node.nodeid))
+
+
+@pytest.fixture
+def served(_served: Served) -> Iterator[Served]:
+    """A gateway over a host in memory, with the template `base` and nothing else."""
+    yield _served
+    _served.clear()
+
+
+@pytest.fixture
+def api(served: Served) -> Iterator[httpx.Client]:
+    """Its HTTP API, as an administrator."""
+    with served.client() as client:
+        yield client
+
+
+@pytest.fixture
+def anyone(served: Served) -> Iterator[httpx.Client]:
+    """A client over TCP that sends no key."""
+    with served.client("") as client:
+        yield client
+
+
+@pytest.fixture
+def one(api: httpx.Client) -> dict[str, Any]:
+    """A sandbox named `one`, as the API returned it."""
+    answer = api.post("/sandboxes", json={"templateID": "base", "name": "one"})
+    assert answer.status_code == 201, answer.text
+    made: dict[str, Any] = answer.json()
+    return made

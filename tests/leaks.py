@@ -1,10 +1,10 @@
-"""What a test run must not leave on the machine: processes, mounts, loop devices, network namespaces, links,
-nftables tables, control groups, zpools, files.
+"""Leftovers of a test run on the machine: processes, mounts, loop devices, network namespaces, links, nftables tables,
+control groups, zpools, files.
 
-Processes are recognised by an environment variable that they inherit or, as a gateway starts its own with a clean
-environment, by a path of this run in their command line; so on a shared machine nobody else's count. Of the rest, what
-bears this run's directory or prefix counts; with CI set the machine is taken to be ours alone, and everything new
-counts.
+Processes are recognised by an environment variable that they inherit or, since a gateway starts its processes with a
+clean environment, by a path of this run in their command line; so processes of other users on a shared machine do not
+count. Everything else counts if it contains this run's directory or prefix; with CI set, the machine is assumed to be
+ours alone, and everything new counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ZPOOLS = ("zpool", "list", "-H", "-o", "name")
 
 @dataclass(frozen=True)
 class Inventory:
-    """What there is; each a set of lines a person can act on."""
+    """Everything found on the machine; each set has one readable line for each item."""
 
     processes: frozenset[str]
     mounts: frozenset[str]
@@ -48,7 +48,7 @@ class Inventory:
 
 
 def watching(config: pytest.Config) -> bool:
-    """Only root can make what this looks for; workers of a distributed run leave it to the one that began it."""
+    """Only root can create these leftovers; workers of a distributed run leave the check to the main process."""
     session.run_id()
     return os.geteuid() == 0 and not hasattr(config, "workerinput") and not config.option.collectonly
 
@@ -67,7 +67,7 @@ def inventory() -> Inventory:
 
 
 def settle(before: Inventory) -> list[str]:
-    """What is left now, once what is on its way out has had its time; removes the run's directory if it is empty."""
+    """The leftovers, after a grace period for what is still ending; removes the run's directory if it is empty."""
     deadline = time.monotonic() + _SETTLE_SECONDS
     while (left := _left(before)) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -86,14 +86,14 @@ def _left(before: Inventory) -> list[str]:
 
 
 def remember(temporary: Path) -> None:
-    """Note a temporary directory of this run: things may be mounted there, too. Only root's runs are swept."""
+    """Note a temporary directory of this run, because it may hold mounts, too. Only runs of root are cleaned up."""
     if os.geteuid() == 0:
         # One for each process: tests run pytest, too.
         (session.run_dir() / f"{_TEMPORARY}-{os.getpid()}").symlink_to(temporary)
 
 
 def sweep_earlier_runs() -> None:
-    """Remove what runs that were killed left: their processes, names, pools, mounts and files."""
+    """Remove the leftovers of runs that were killed: their processes, names, pools, mounts and files."""
     for path in session.state_dir().glob("run-*"):
         mark = path.name.removeprefix("run-")
         pid, _, code = mark.partition("-")
@@ -110,7 +110,7 @@ def _sweep(path: Path, mark: str, prefix: str) -> None:
     for name in _names(Path("/run/netns")):
         if name.startswith(prefix):
             _try("ip", "netns", "delete", name)
-    # A bridge that stays has a route to addresses which a later run may be given.
+    # A leftover bridge has a route to addresses which a later run may use.
     for link in _json("ip", "-j", "link", "show"):
         if link["ifname"].startswith(prefix):
             _try("ip", "link", "delete", link["ifname"])
@@ -118,7 +118,7 @@ def _sweep(path: Path, mark: str, prefix: str) -> None:
         if table.split()[-1].startswith(prefix):
             rules = "\n".join(_lines("nft", "list", *table.split()))
             _try("nft", "delete", *table.split())
-            # Its rules tell where its servers of volumes were: an address of this machine.
+            # Its rules contain the address of its volume servers, which is an address of this machine.
             for address in _addresses("lo"):
                 if f" {address} " in rules:
                     _try("ip", "address", "delete", f"{address}/32", "dev", "lo")
@@ -126,7 +126,7 @@ def _sweep(path: Path, mark: str, prefix: str) -> None:
         pools.destroy_left(left)
     for target in sorted(_mounted_below(_places(path)), reverse=True):
         _try("umount", str(target))
-    # What somebody keeps mounted would be emptied with it.
+    # Removing the directory would also delete the content of anything still mounted there.
     if not _mounted_below([path]):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -141,12 +141,12 @@ def _mounted_below(places: list[Path]) -> list[Path]:
 
 
 def _places(path: Path) -> list[Path]:
-    """The directories of the run whose own is ``path``."""
+    """The directories of the run whose own directory is ``path``."""
     return [path, *(link.resolve() for link in path.glob(f"*/{_TEMPORARY}-*"))]
 
 
 def _processes(path: Path, mark: str) -> dict[int, str]:
-    """pid → description of each process that was started, directly or not, by the run ``mark`` in ``path``."""
+    """pid → description of each process that the run ``mark`` in ``path`` started, directly or not."""
     found = {}
     wanted = f"{session.MARK}={mark}".encode()
     places = [f"{place}/" for place in _places(path)]
@@ -177,8 +177,8 @@ def _loops() -> list[str]:
 
 
 def _cgroups() -> list[str]:
-    """Groups that may be a sandbox's: ours are the only ones below one named after the gateway."""
-    found = (Path(place) for place, _, _ in os.walk("/sys/fs/cgroup"))  # passes over what vanishes meanwhile
+    """Groups that may belong to a sandbox: ours are the only ones below a group named after the gateway."""
+    found = (Path(place) for place, _, _ in os.walk("/sys/fs/cgroup"))  # ignores groups that vanish meanwhile
     return [str(path) for path in found if _is_ours(path)]
 
 

@@ -1,4 +1,4 @@
-"""All benches, in the order in which they run. A new one is a file here, and a line below."""
+"""All benches in the order in which they run. To add one, create a file here and add a line below."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""n siblings of a running sandbox, all or none."""
+"""Clone a running sandbox into n siblings, all or none."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Clone:
                 with ctx.steps(f"n = {count}", rounds) as steps:
                     for _ in range(rounds):
                         floor.append(raw.start_together(count, at_once))
-                        raw.machines(count)  # ended, so that its memory is not missing to the others
+                        raw.machines(count)  # ended, so that its memory is free for the clones
                         _clone(host, source, count, result, answers, returned, total)
                         steps.done()
                 _report(result, count, floor, returned, total)
@@ -52,10 +52,10 @@ def _clone(
     returned: list[float],
     total: list[float],
 ) -> None:
-    """Time ``count`` siblings until all have answered; each then shows that it works, and is removed."""
+    """Time ``count`` siblings until all have answered; then check that each one works, and remove it."""
     answers.forget()
     start = time.perf_counter()
-    made = host.live.do(host.live.engine.clone(source.id, ForkSpec(count=count)), timeout=600)
+    made = host.live.do(host.live.engine.forks.clone(source.id, ForkSpec(count=count)), timeout=600)
     end = time.perf_counter()
     returned.append((end - start) * 1000)
     answered = answers.wait(count)
@@ -77,7 +77,7 @@ async def _hostnames(host: KvmXfs, sandboxes: list[Sandbox]) -> list[str]:
     async def one(sandbox: Sandbox) -> str:
         async with gate:
             try:
-                return (await host.live.engine.exec(sandbox.id, ["hostname"])).stdout.decode().strip()
+                return (await host.live.engine.commands.exec(sandbox.id, ["hostname"])).stdout.decode().strip()
             except GatewayError:
                 return ""
 
@@ -85,8 +85,8 @@ async def _hostnames(host: KvmXfs, sandboxes: list[Sandbox]) -> list[str]:
 
 
 def _possible(host: KvmXfs, source: Sandbox, wanted: int, result: Result) -> int:
-    """As many as there is memory for, going by what the source takes."""
-    each = max(_EACH_AT_LEAST, host.live.do(host.live.engine.usage(source.id)).memory_bytes)
+    """The number of siblings that fit in memory, estimated from the memory use of the source."""
+    each = max(_EACH_AT_LEAST, host.live.do(host.live.engine.sandboxes.usage(source.id)).memory_bytes)
     fit = max(1, (available_memory() - _SPARE) // each)
     if fit < wanted:
         result.notes.append(f"{fit} instead of {wanted} clones: each takes {each >> 20} MiB, and no more is available")

@@ -1,4 +1,4 @@
-"""The same play by the connection plugin and over SSH, into forks of one snapshot: what a task in a sandbox costs."""
+"""The same play over the connection plugin and over SSH, on forks of one snapshot: the cost of a task in a sandbox."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ head -c {_FETCHED_BYTES} /dev/urandom >fetched
 chown -R {_USER}: .
 """
 _PORT = 2222
-# sshd of an ordinary user: root's wants to call chroot(2), which the shim's jails may not.
+# Run sshd as an ordinary user: as root it calls chroot(2), which the shim's jails forbid.
 _SSHD = f"exec /usr/sbin/sshd -p {_PORT} -h {_HOME}/.ssh/host -E {_HOME}/sshd.log -o UsePAM=no -o PidFile=none"
 
 
@@ -85,7 +85,7 @@ class Connection:
 
 
 class _Forks:
-    """Where they are: ids, the gateway's socket; and how the first is reached over SSH."""
+    """The ids of the forks, the gateway's socket, and the SSH access to the first fork."""
 
     def __init__(self, scratch: Path, socket: str, ids: list[str], address: str, key: Path) -> None:
         self.scratch = scratch
@@ -110,7 +110,7 @@ class _Forks:
 
 
 class _Book:
-    """The play; each time it copies to another place, so that it always has to."""
+    """The play; each run copies to a new place, so that there is always something to copy."""
 
     def __init__(self, forks: _Forks) -> None:
         self._forks = forks
@@ -120,14 +120,14 @@ class _Book:
             place = self._tree / f"part-{number % 2}"
             place.mkdir(parents=True, exist_ok=True)
             (place / f"file-{number}").write_bytes(os.urandom(_FILE_BYTES))
-        # A path of a control socket is short by law.
+        # The path of a control socket must be short.
         self._controls = session.run_dir() / "ssh"
         self._controls.mkdir()
         environment = {"ANSIBLE_HOST_KEY_CHECKING": "False", "ANSIBLE_SSH_CONTROL_PATH_DIR": str(self._controls)}
         self._plays = Plays(forks.scratch, {**environment, "ANSIBLE_PIPELINING": "True"})
 
     def play(self, way: str) -> dict[str, float]:
-        """Milliseconds of each task; its connections are closed then, so that every play makes its own."""
+        """Milliseconds of each task; closes the connections at the end, so that every play opens its own."""
         self._times += 1
         fetched = self._forks.scratch / "fetched"
         tasks = [
@@ -151,7 +151,7 @@ class _Book:
 
 @contextlib.contextmanager
 def _forks(ctx: Context, count: int) -> Iterator[_Forks]:
-    """A gateway on a pool of its own with forks of a snapshot; the first runs an sshd. All of it goes at the end."""
+    """A gateway with its own pool and forks of a snapshot; the first runs sshd. Everything is removed at the end."""
     scratch = session.run_dir() / "connection"
     scratch.mkdir()
     packages = (*jail_world._PACKAGES, "openssh-server")

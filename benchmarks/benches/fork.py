@@ -1,4 +1,4 @@
-"""From asking for a fork to its first answer, cold: no machine was started ahead."""
+"""Cold forks, from the request to the first answer: no machine was started in advance."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from benchmarks.raw_qemu import RawQemu
 from benchmarks.timers import Span, Stop, Timers, shares
 from sandbox_gateway.engine.agent import AgentClient
 from sandbox_gateway.engine.spec import ForkSpec
-from sandbox_gateway.hosts.kvm_xfs import host as kvm_xfs_host
-from sandbox_gateway.hosts.kvm_xfs.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
-from sandbox_gateway.hosts.kvm_xfs.netns import SlotPool
-from sandbox_gateway.hosts.kvm_xfs.qemu import Machine
+from sandbox_gateway.hosts.kvm_xfs.image import instances
+from sandbox_gateway.hosts.kvm_xfs.machine.cgroup import Cgroups
+from sandbox_gateway.hosts.kvm_xfs.machine.qemu import Machine
+from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.records import Sandbox, Snapshot
 
 _BETWEEN_SECONDS = 0.3
 _WATCHED: dict[str, Stop] = {
-    "files": (kvm_xfs_host, "_lay_out"),
+    "files": (instances, "lay_out"),
     "slot": (SlotPool, "take"),
     "spawn": (Machine, "spawn"),
     "limits": (Cgroups, "place"),
@@ -80,17 +80,17 @@ def _fork(host: KvmXfs, snapshot: Snapshot, timers: Timers, answers: Answers, fo
     timers.take()
     answers.forget()
     start = time.perf_counter()
-    (sandbox,) = host.live.do(host.live.engine.fork(snapshot.id, ForkSpec()))
+    (sandbox,) = host.live.do(host.live.engine.forks.fork(snapshot.id, ForkSpec()))
     returned = time.perf_counter()
     assert isinstance(sandbox, Sandbox)
     if not (answered := answers.wait(1)):
         raise RuntimeError("the engine returned a fork whose agent did not answer")
     answer = answered[0]
-    done = host.live.do(host.live.engine.exec(sandbox.id, ["true"]))
+    done = host.live.do(host.live.engine.commands.exec(sandbox.id, ["true"]))
     executed = time.perf_counter()
     if done.exit_code != 0:
         raise RuntimeError(f"the fork answered, but could not run a command: {done}")
-    # Both count: a caller who has no sandbox yet has no use for its answer.
+    # The fork has to return as well: until then the caller has no sandbox to use the answer with.
     whole = Span(start, max(returned, answer.end))
     found["returned"].append((returned - start) * 1000)
     found["answered"].append(whole.ms)

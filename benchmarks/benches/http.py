@@ -1,4 +1,4 @@
-"""The same work asked of a gateway over its socket, and of the engine in this process: what HTTP and JSON cost."""
+"""The same work over a gateway's socket and in this process's engine: the cost of HTTP and JSON."""
 
 from __future__ import annotations
 
@@ -59,25 +59,25 @@ class _InProcess:
         self._taken: Snapshot | None = None
 
     def verbs(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        yield "show", lambda: self._do(self._engine.diverged(self._sandbox.id))
-        yield "exec", lambda: self._do(self._engine.exec(self._sandbox.id, ["true"]))
+        yield "show", lambda: self._do(self._engine.sandboxes.has_diverged(self._sandbox.id))
+        yield "exec", lambda: self._do(self._engine.commands.exec(self._sandbox.id, ["true"]))
         yield "snapshot", self._capture
         yield "fork", self._make
 
     def tidy(self) -> None:
-        self._do(self._engine.kill(self._fork.id))
+        self._do(self._engine.sandboxes.delete(self._fork.id))
         assert self._taken is not None
-        self._do(self._engine.delete_snapshot(self._taken.id))
+        self._do(self._engine.snapshots.delete(self._taken.id))
 
     def _capture(self) -> None:
-        self._taken = self._do(self._engine.capture(self._sandbox.id))
+        self._taken = self._do(self._engine.snapshots.create(self._sandbox.id))
 
     def _make(self) -> None:
-        (self._fork,) = self._do(self._engine.fork(self._snapshot.id, ForkSpec()))
+        (self._fork,) = self._do(self._engine.forks.fork(self._snapshot.id, ForkSpec()))
 
 
 class _OverHttp:
-    """The other gateway's sandbox and snapshot are made the way ``KvmXfs.source`` makes ours."""
+    """The work over HTTP: another gateway, with its sandbox and snapshot made the way ``KvmXfs.source`` makes ours."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._call = gateway.call

@@ -1,4 +1,4 @@
-"""What a fork costs that does nothing: memory that is its own, blocks that it shares with nobody."""
+"""The cost of an idle fork: private memory and unshared blocks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Idle:
             raw.machines(count)
             steps.done()
             before = _used(host)
-            forks = host.live.do(host.live.engine.fork(snapshot.id, ForkSpec(count=count)))
+            forks = host.live.do(host.live.engine.forks.fork(snapshot.id, ForkSpec(count=count)))
             time.sleep(seconds)
             steps.done()
             running = [fork for fork in forks if isinstance(fork, Sandbox)]
-            costs = [host.live.do(host.live.engine.usage(fork.id)) for fork in running]
+            costs = [host.live.do(host.live.engine.sandboxes.usage(fork.id)) for fork in running]
             private = [dict(memory_of(fork.host["pid"]))["Private_Dirty"] for fork in running]
             grown = (_used(host) - before) / count
             steps.done()
@@ -49,7 +49,7 @@ class Idle:
 
 
 def _used(host: KvmXfs) -> int:
-    """Bytes in use on the state's file system, once everything is written."""
+    """Bytes in use on the state's file system once all data is on disk."""
     os.sync()
     found = os.statvfs(host.mount_point)
     return (found.f_blocks - found.f_bfree) * found.f_frsize

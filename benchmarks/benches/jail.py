@@ -1,4 +1,4 @@
-"""The jail/ZFS host: its fork beside the bare commands that it issues for one; snapshot, rollback, kill, n at once."""
+"""The jail/ZFS host: a fork next to the bare commands that it issues; snapshot, rollback, kill, n at once."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from benchmarks.timers import Span, Stop, Timers, milliseconds, shares
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.hosts.addresses import AGENT_PORT
-from sandbox_gateway.hosts.jail_zfs import rootfs, zfs_command
 from sandbox_gateway.hosts.jail_zfs.commands import SECONDS, Commands
-from sandbox_gateway.hosts.jail_zfs.epair import Bridge
-from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost, Machine
-from sandbox_gateway.hosts.jail_zfs.jail import Jails
-from sandbox_gateway.hosts.jail_zfs.pf import Pf
-from sandbox_gateway.hosts.jail_zfs.rctl import Limits
-from sandbox_gateway.hosts.jail_zfs.storage import ZfsStorage
+from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
+from sandbox_gateway.hosts.jail_zfs.jail import identity
+from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
+from sandbox_gateway.hosts.jail_zfs.jail.rctl import Limits
+from sandbox_gateway.hosts.jail_zfs.machines import Machine
+from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
+from sandbox_gateway.hosts.jail_zfs.network.pf import Pf
+from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
 from sandbox_gateway.records import Sandbox
+from sandbox_gateway.zfs import command as zfs_command
 from tests.jail_zfs import pools
 from tests.support.jail_world import ShimHost, environment, jail_zfs_world
 from tests.support.live import Live
@@ -40,17 +42,17 @@ _DOUBLED = (
 _BETWEEN_SECONDS = 0.5
 _WATCHED: dict[str, Stop] = {
     "fork": (JailZfsHost, "fork"),
-    "clone": (ZfsStorage, "clone"),
-    "plug": (Bridge, "plug"),
+    "clone": (InstanceStorage, "clone"),
+    "epair": (Bridge, "create"),
     "pf": (Pf, "apply"),
     "limits": (Limits, "apply"),
     "jail": (Jails, "create"),
-    "loopback": (Jails, "loopback"),
-    "connect": (Jails, "connect"),
+    "loopback": (Jails, "configure_loopback"),
+    "connect": (Jails, "configure_interface"),
 }
 _PARTS = {
     "clone": "zfs clone, meanwhile the next three",
-    "plug": "cable and bridge, where longer",
+    "epair": "epair and bridge, where longer",
     "pf": "packet filter, where longer",
     "limits": "limits, where longer",
     "jail": "make the jail, start its agent",
@@ -58,7 +60,7 @@ _PARTS = {
     "loopback": "loopback, where longer",
     "rest": "everything else",
 }
-_RECORDED: dict[str, Stop] = {"zfs": (zfs_command, "_run"), "command": (Commands, "_run")}
+_RECORDED: dict[str, Stop] = {"zfs": (zfs_command, "execute"), "command": (Commands, "_run")}
 
 
 class JailZfs:
@@ -80,25 +82,25 @@ class JailZfs:
 
 
 class RawCommands:
-    """The floor: ``zfs clone``, ``ifconfig …`` and ``jail -c …`` as the host issued them for one fork, names exchanged.
+    """The floor: ``zfs clone``, ``ifconfig …`` and ``jail -c …`` as the host issued them for one fork, with new names.
 
-    They run one after the other, in the order in which the host began them.
+    They run one after the other, in the order in which the host started them.
     """
 
     def __init__(self, live: Live, host: JailZfsHost, sandbox: Sandbox, commands: list[tuple[str, ...]]) -> None:
         self._live = live
         self._host = host
         self._sandbox = sandbox
-        self._cable = host._bridge.cable(int(sandbox.host["number"]))
+        self._epair = host._bridge.epair(int(sandbox.host["number"]))
         self._numbers = itertools.count()
         self.commands = commands
 
     @classmethod
     def recorded(cls, live: Live, host: JailZfsHost) -> RawCommands:
-        """Watch the host fork once."""
+        """Record the commands of one fork of the host."""
         timers = Timers()
         with timers.watching(_RECORDED):
-            sandbox = live.do(live.engine.create(TEMPLATE, ForkSpec()))
+            sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
         assert isinstance(sandbox, Sandbox)
         spans = timers.take()
         issued = [(span.start, ("zfs", *span.args[0])) for span in spans.get("zfs", [])]
@@ -108,24 +110,24 @@ class RawCommands:
         ]
         if {argv[0] for argv in commands} != {"zfs", "ifconfig", "jail"}:
             raise RuntimeError(f"the host's commands could not be recorded, only {commands}")
-        live.do(live.engine.kill(sandbox.id))
+        live.do(live.engine.sandboxes.delete(sandbox.id))
         return cls(live, host, sandbox, commands)
 
     def fork(self) -> tuple[float, float]:
-        """Milliseconds that the commands take, and until the jail's agent accepts; all is taken away again then."""
+        """Milliseconds of the commands, and until the jail's agent accepts; everything is removed afterwards."""
         host, number = self._host, next(self._numbers)
         instance = f"raw{number}"
-        # From the end of the subnet, where the host does not come.
-        cable = host._bridge.cable(host._bridge.capacity + 1 - number)
+        # From the end of the subnet, which the host does not reach.
+        epair = host._bridge.epair(host._bridge.capacity + 1 - number)
         exchanged = {self._sandbox.instance: instance} | {
-            getattr(self._cable, end): getattr(cable, end) for end in ("outer", "inner", "address", "mac")
+            getattr(self._epair, end): getattr(epair, end) for end in ("outer", "inner", "address", "mac")
         }
         dns = host.name_servers()
-        machine = Machine(f"{host._prefix}-{instance}", cable, host._place / instance)
+        machine = Machine(f"{self._live.config.network.prefix}-{instance}", epair, host._disks.path(instance))
         try:
-            # What is no part of the floor is there before the clock starts. Without rules, nobody reaches a jail.
-            rootfs.write_identity(host._identities / instance, self._sandbox, dns)
-            self._live.do(host._pf.apply(machine.jail, cable, self._sandbox.network, dns))
+            # Everything outside the floor is prepared before the clock starts. Without rules, a jail is unreachable.
+            identity.write_identity(host._identities.path(instance), self._sandbox, dns)
+            self._live.do(host._pf.apply(machine.jail, epair, self._sandbox.network, dns))
             start = time.perf_counter()
             for argv in self.commands:
                 said = _ran(tuple(_exchange(word, exchanged) for word in argv))
@@ -133,20 +135,20 @@ class RawCommands:
                     made = said.strip().removesuffix("a")
                     exchanged |= self._epairs(made)
             done = time.perf_counter()
-            _connect(cable.address)
+            _connect(epair.address)
             return (done - start) * 1000, (time.perf_counter() - start) * 1000
         finally:
             self._machine_gone(machine, instance)
 
     def _epairs(self, made: str) -> dict[str, str]:
-        """Both ends of the recorded epair were named by its number; those of ``made`` in their place."""
+        """Map both ends of the recorded epair, whose names contain its number, to those of ``made``."""
         words = itertools.chain.from_iterable(self.commands)
         ends = {word for word in words if re.fullmatch(r"epair\d+[ab]", word)}
         return {end: f"{made}{end[-1]}" for end in ends}
 
     def _machine_gone(self, machine: Machine, instance: str) -> None:
-        self._live.do(self._host._end(machine, instance))
-        pools.destroy_all(self._host._storage.dataset(instance))
+        self._live.do(self._host._runner.clean_up(machine, instance))
+        pools.destroy_all(self._host._storage.instances.dataset(instance))
 
 
 def _connect(address: str) -> None:
@@ -163,14 +165,14 @@ def _connect(address: str) -> None:
 
 
 def _exchange(word: str, exchanged: dict[str, str]) -> str:
-    """``word`` with every name in it that is a key replaced; part of a longer name is no such name."""
+    """Replace every name in ``word`` that is a key; a part of a longer name does not count."""
     keys = "|".join(re.escape(key) for key in sorted(exchanged, key=len, reverse=True))
     return re.sub(rf"(?<![0-9A-Za-z])({keys})(?![0-9A-Za-z])", lambda found: exchanged[found[1]], word)
 
 
 def _ran(argv: tuple[str, ...]) -> str:
     """Standard output of a command that must succeed."""
-    turn = zfs_command.mount_turn(argv[1], SECONDS, None) if argv[0] == "zfs" else contextlib.nullcontext()
+    turn = zfs_command.mount_lock(argv[1], SECONDS, None) if argv[0] == "zfs" else contextlib.nullcontext()
     env = {**os.environ, "LC_ALL": "C", **environment()}
     with turn:
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -181,7 +183,7 @@ def _ran(argv: tuple[str, ...]) -> str:
 
 @contextlib.contextmanager
 def _engine(ctx: Context) -> Iterator[tuple[Live, ShimHost]]:
-    """An engine on a pool of its own, with a template; everything is removed at the end."""
+    """An engine with its own pool and a template; everything is removed at the end."""
     ctx.say("building the jail's template on a pool of its own (zfs-fuse; FreeBSD's commands doubled)")
     with jail_zfs_world() as world:
         config: Config = world.config()
@@ -196,7 +198,7 @@ def _engine(ctx: Context) -> Iterator[tuple[Live, ShimHost]]:
 
 
 def _forks(ctx: Context, live: Live, raw: RawCommands, answers: Answers, rounds: int, result: Result) -> None:
-    """Raw commands and forks in turns; each fork is killed again."""
+    """Raw commands and forks in turns; each fork is killed afterwards."""
     found: dict[str, list[float]] = defaultdict(list)
     timers = Timers()
     with timers.watching(_WATCHED), ctx.steps("forks", rounds) as steps:
@@ -213,9 +215,9 @@ def _forks(ctx: Context, live: Live, raw: RawCommands, answers: Answers, rounds:
     result.measure("floor_agent", "the same until the jail's agent accepts", samples=found["floor_agent"])
     result.measure("fork", "host.fork", samples=found["fork"], floor="floor", target=Target("ratio", 1.3))
     result.parts("fork", _PARTS, {key: found[f"fork.{key}"] for key in _PARTS})
-    title = "engine.create, until the agent answered"
+    title = "engine.forks.create, until the agent answered"
     result.measure("answered", title, samples=found["answered"], floor="floor_agent")
-    result.measure("kill", "engine.kill", samples=found["kill"])
+    result.measure("kill", "engine.sandboxes.delete", samples=found["kill"])
     if timers.missing:
         result.notes.append(f"not found, and so not told apart: {', '.join(timers.missing)}")
 
@@ -224,7 +226,7 @@ def _fork(live: Live, timers: Timers, answers: Answers, found: dict[str, list[fl
     timers.take()
     answers.forget()
     start = time.perf_counter()
-    sandbox = live.do(live.engine.create(TEMPLATE, ForkSpec()))
+    sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
     returned = time.perf_counter()
     (answer,) = answers.wait(1)
     found["answered"].append(Span(start, max(returned, answer.end)).ms)
@@ -234,40 +236,40 @@ def _fork(live: Live, timers: Timers, answers: Answers, found: dict[str, list[fl
     parts = {key: spans[key] for key in _PARTS if key in spans}
     for key, value in shares(fork, parts).items():
         found[f"fork.{key}"].append(value)
-    _, taken = milliseconds(lambda: live.do(live.engine.kill(sandbox.id)))
+    _, taken = milliseconds(lambda: live.do(live.engine.sandboxes.delete(sandbox.id)))
     found["kill"].append(taken)
 
 
 def _captures(ctx: Context, live: Live, answers: Answers, rounds: int, result: Result) -> None:
-    """Snapshots of a sandbox that has written a little since the last, and rollbacks of it to them."""
+    """Snapshots of a sandbox that has written a little since the previous one, and rollbacks to them."""
     floor: list[float] = []
     snapshots: list[float] = []
     rollbacks: list[float] = []
-    sandbox = live.do(live.engine.create(TEMPLATE, ForkSpec()))
+    sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
     with ctx.steps("snapshots and rollbacks", rounds) as steps:
         for number in range(rounds):
             live.shell(sandbox.id, f"dd if=/dev/urandom of=/root/bench.{number} bs=64k count=16 2>/dev/null")
-            snapshot, taken = milliseconds(lambda: live.do(live.engine.capture(sandbox.id)))
+            snapshot, taken = milliseconds(lambda: live.do(live.engine.snapshots.create(sandbox.id)))
             snapshots.append(taken)
             live.shell(sandbox.id, "dd if=/dev/urandom of=/root/bench bs=64k count=16 2>/dev/null")
-            floor.append(_raw_snapshot(live.engine.snapshot(snapshot.id).host["zfsSnapshot"], number))
+            floor.append(_raw_snapshot(live.engine.snapshots.get(snapshot.id).host["zfsSnapshot"], number))
             time.sleep(_BETWEEN_SECONDS)
             answers.forget()
             start = time.perf_counter()
-            live.do(live.engine.rollback(sandbox.id, snapshot.id))
+            live.do(live.engine.sandboxes.rollback(sandbox.id, snapshot.id))
             returned = time.perf_counter()
             rollbacks.append((max(returned, answers.wait(1)[-1].end) - start) * 1000)
             steps.done()
-    live.do(live.engine.kill(sandbox.id))
+    live.do(live.engine.sandboxes.delete(sandbox.id))
     result.measure("floor_snapshot", "floor: zfs snapshot, no gateway", samples=floor)
-    result.measure("snapshot", "engine.capture (files; a jail has no memory to keep)", samples=snapshots,
+    result.measure("snapshot", "engine.snapshots.create (files; a jail has no memory to keep)", samples=snapshots,
                    floor="floor_snapshot")  # fmt: skip
-    title = "engine.rollback, until the agent answered"
+    title = "engine.sandboxes.rollback, until the agent answered"
     result.measure("rollback", title, samples=rollbacks, floor="floor_agent")
 
 
 def _raw_snapshot(snapshot: str, number: int) -> float:
-    """Milliseconds of one more bare snapshot of what ``snapshot`` was taken of; it is destroyed again."""
+    """Milliseconds of another bare snapshot of the source of ``snapshot``; it is destroyed afterwards."""
     name = f"{snapshot.partition('@')[0]}@raw{number}"
     _, taken = milliseconds(lambda: _ran(("zfs", "snapshot", name)))
     pools.run("zfs", "destroy", name)
@@ -276,9 +278,9 @@ def _raw_snapshot(snapshot: str, number: int) -> float:
 
 def _at_once(ctx: Context, live: Live, answers: Answers, plan: dict[int, int], result: Result) -> None:
     """n forks of a snapshot, all or none."""
-    source = live.do(live.engine.create(TEMPLATE, ForkSpec()))
-    snapshot = live.do(live.engine.capture(source.id))
-    live.do(live.engine.kill(source.id))
+    source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
+    snapshot = live.do(live.engine.snapshots.create(source.id))
+    live.do(live.engine.sandboxes.delete(source.id))
     for count, rounds in plan.items():
         returned: list[float] = []
         total: list[float] = []
@@ -286,13 +288,13 @@ def _at_once(ctx: Context, live: Live, answers: Answers, plan: dict[int, int], r
             for _ in range(rounds):
                 answers.forget()
                 start = time.perf_counter()
-                made = live.do(live.engine.fork(snapshot.id, ForkSpec(count=count)), timeout=900)
+                made = live.do(live.engine.forks.fork(snapshot.id, ForkSpec(count=count)), timeout=900)
                 end = time.perf_counter()
                 returned.append((end - start) * 1000)
                 total.append((max(end, answers.wait(count)[-1].end) - start) * 1000)
                 for each in made:
                     assert isinstance(each, Sandbox)
-                    live.do(live.engine.kill(each.id))
+                    live.do(live.engine.sandboxes.delete(each.id))
                 steps.done()
         result.measure(f"returned_{count}", f"fork n = {count}, until the engine returned", samples=returned)
         result.measure(f"total_{count}", f"fork n = {count}, until all have answered", samples=total)

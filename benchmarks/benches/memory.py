@@ -1,4 +1,4 @@
-"""The gateway's resident memory while it is used: with what it tells the allocator, and without."""
+"""The gateway's resident memory under load, with and without its allocator settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.mixed_use import MixedUse
 from tests.support.gateway import PROGRAM
 
 _CLIENTS = 2
-_AS_IT_WAS = "from sandbox_gateway.cli import daemon, heap; heap.give_back = lambda: None; daemon.main()"
+_AS_IT_WAS = "from sandbox_gateway.server import daemon, heap; heap.return_freed_memory = lambda: None; daemon.main()"
 _NOTE = (
     "a round is one of each client: create, commands, an upload and a download, a snapshot, two forks, a rollback, "
     "lists, and the removal of all of it. The floor is the same gateway with the C library's own settings"

@@ -1,4 +1,4 @@
-"""How long a running sandbox stands still while it is captured, and how much is written for what it changed."""
+"""How long a capture stops a running sandbox, and how much is written for the pages that changed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from benchmarks.measure import Result, Target
 from benchmarks.ping import Ping
 from benchmarks.raw_qemu import RawMachine
 from benchmarks.timers import milliseconds
-from sandbox_gateway.hosts.kvm_xfs import reflink
-from sandbox_gateway.hosts.kvm_xfs.layout import Layout
+from sandbox_gateway.hosts.kvm_xfs.image import reflink
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.records import Snapshot
 
 _DIRTY_MB = 2
@@ -30,7 +30,7 @@ _PHASES = {
     "continue": "continue the guest",
 }
 
-# Rewrites the same memory with something new over and over: a sandbox at work whose working set does not grow.
+# Keeps rewriting the same memory with new content: a busy sandbox whose working set does not grow.
 _WORK = f"""
 import ctypes, time
 size = {_DIRTY_MB} << 20
@@ -70,7 +70,7 @@ class Pause:
 
 @dataclass
 class _Captures:
-    """Of one index, everything about one capture; nothing else was going on."""
+    """The data of each capture, at the same index in all lists; the sandbox is not pinged meanwhile."""
 
     snapshots: list[Snapshot] = field(default_factory=list)
     floor: list[float] = field(default_factory=list)
@@ -80,7 +80,7 @@ class _Captures:
 
 @dataclass
 class _Waits:
-    """Longest waits for an answer in ms: during captures, and during as long a time just before each."""
+    """Longest waits for an answer in ms: during captures, and during an equally long period just before each."""
 
     captures: list[float] = field(default_factory=list)
     quiet: list[float] = field(default_factory=list)
@@ -89,7 +89,7 @@ class _Waits:
 def _capture_some(
     host: KvmXfs, source: Snapshot, machine: RawMachine, rounds: int, taken: _Captures, steps: Steps
 ) -> None:
-    """Capture one sandbox again and again, until there are ``rounds`` or it has dirtied more than this is about."""
+    """Capture one sandbox repeatedly, until there are ``rounds`` captures or it has dirtied too much memory."""
     sandbox, previous = host.sandbox(source.id), source
     time.sleep(1)
     while len(taken.snapshots) < rounds:
@@ -110,7 +110,7 @@ def _capture_some(
 
 
 def _watch_some(host: KvmXfs, source: Snapshot, rounds: int, seen: _Waits, steps: Steps) -> None:
-    """The same, with somebody asking: answering him takes the guest so much time that it is kept apart."""
+    """The same with pings. They are measured separately because answering them takes the guest a lot of time."""
     sandbox = host.sandbox(source.id)
     windows: list[tuple[float, float]] = []
     time.sleep(1)
@@ -133,7 +133,7 @@ def _watch_some(host: KvmXfs, source: Snapshot, rounds: int, seen: _Waits, steps
 
 
 def _small_enough(snapshot: Snapshot, *, fresh: bool) -> bool:
-    """Is this a capture of little memory? Raises RuntimeError if even the first one of a sandbox is not."""
+    """Whether a capture wrote little memory. Raises RuntimeError if even the first one of a sandbox did not."""
     small = snapshot.memory_bytes_written <= _MOST_WRITTEN
     if fresh and not small:
         raise RuntimeError(
@@ -161,7 +161,7 @@ def _report(result: Result, taken: _Captures, seen: _Waits) -> None:
 
 
 def _bare(machine: RawMachine, host: KvmXfs) -> float:
-    """Milliseconds of the least a capture can be: the same commands, an empty set of pages, a clean disk."""
+    """Milliseconds of the smallest possible capture: the same commands, an empty set of pages, a clean disk."""
     state, image = host.mount_point / "bare.state", host.mount_point / "bare.img"
     descriptors = [os.open(machine.files.disk, os.O_RDONLY)]
     descriptors += [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) for path in (state, image)]
@@ -177,7 +177,7 @@ def _bare(machine: RawMachine, host: KvmXfs) -> float:
         reflink.clone_fd(disk, clone)
         machine.execute("cont")
         end = time.perf_counter()
-        machine.execute("stop")  # it shall take no time from what is measured next
+        machine.execute("stop")  # it must not take time from the next measurement
         machine.execute("remove-fd", {"fdset-id": int(lent.rsplit("/", 1)[1])})
     finally:
         for descriptor in descriptors:
@@ -188,7 +188,7 @@ def _bare(machine: RawMachine, host: KvmXfs) -> float:
 
 
 def _changed(host: KvmXfs, previous: Snapshot, snapshot: Snapshot) -> float:
-    """Bytes of the pages whose content differs between two snapshots: read where either does not share its blocks."""
+    """Bytes of the pages whose content differs between two snapshots; reads only blocks that the two do not share."""
     layout = Layout(host.config.host.state_root)
     before, after = (layout.snapshot(each) / "memory.img" for each in (previous, snapshot))
     ranges = sorted(_own_ranges(before) | _own_ranges(after))

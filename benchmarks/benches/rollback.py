@@ -1,4 +1,4 @@
-"""Rollback in place: how long it takes, and how long nobody answers under the sandbox's name meanwhile."""
+"""Rollback in place: its duration, and how long the sandbox does not answer under its name."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Rollback:
         with host.source() as snapshot, host.raw(snapshot) as raw:
             sandbox = host.sandbox(snapshot.id)
             with Ping(str(sandbox.host["address"])) as ping, ctx.steps("rollbacks", rounds) as steps:
-                host.live.call(host.live.engine.spawn, _follow(host, ping, rounds))
+                host.live.call(host.live.engine.background.start, _follow(host, ping, rounds))
                 for _ in range(rounds):
                     (machine,) = raw.machines(1)
                     floor.append(machine.start().running)
                     machine.end()
                     time.sleep(_BETWEEN_SECONDS)
                     start = time.monotonic()
-                    host.live.do(host.live.engine.rollback(sandbox.id, snapshot.id))
+                    host.live.do(host.live.engine.sandboxes.rollback(sandbox.id, snapshot.id))
                     windows.append((start, time.monotonic()))
                     steps.done()
                 time.sleep(_BETWEEN_SECONDS)
@@ -46,10 +46,10 @@ class Rollback:
 
 
 async def _follow(host: KvmXfs, ping: Ping, changes: int) -> None:
-    """Turn to the sandbox's new address when it changes, as whoever asks the gateway for it would."""
-    async for event in host.live.engine.events.subscribe():
-        if event.type == "sandbox.replaced":
-            ping.turn_to(host.live.engine.endpoint(event.data["sandboxID"])[0])
-            changes -= 1
-            if changes == 0:
-                return
+    """Ping the sandbox's new address when it changes, like a client that looks it up at the gateway."""
+    with host.live.engine.events.subscribed() as events:
+        while changes:
+            event = await events.get()
+            if event.type == "sandbox.replaced":
+                ping.turn_to(host.live.engine.agents.endpoint(event.data["sandboxID"])[0])
+                changes -= 1

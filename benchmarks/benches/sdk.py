@@ -1,4 +1,4 @@
-"""What an agent waits for that uses a published client: through the gateway, and straight to the machine's agent."""
+"""Latency of a published client: through the gateway, and directly to the machine's agent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.context import TEMPLATE, Context, KvmXfs
 from benchmarks.gateways import gateway_beside
 from benchmarks.measure import Result
 from benchmarks.timers import milliseconds
-from sandbox_gateway.api.shapes import ENVD_VERSION
+from sandbox_gateway.api.native.shapes import ENVD_VERSION
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.records import Snapshot
 from tests.api.served import free_port
@@ -98,7 +98,7 @@ def _warm(gateway: Gateway) -> str:
 
 @contextmanager
 def _sandbox(gateway: Gateway, url: str, snapshot: str) -> Iterator[tuple[Sandbox, Sandbox, dict[str, Any]]]:
-    """The same sandbox by two ways; and for each, the address of its agent and the headers to send there."""
+    """The same sandbox over both routes; for each, the address of its agent and the headers to send."""
     through = Sandbox.create(snapshot)
     try:
         address = gateway.call("GET", f"/sandboxes/{through.sandbox_id}")["address"]
@@ -134,8 +134,8 @@ def _first_straight(host: KvmXfs, snapshot: Snapshot) -> float:
     engine = host.live.engine
 
     def work() -> Any:
-        (fork,) = host.live.do(engine.fork(snapshot.id, ForkSpec()))
-        address, token = engine.endpoint(fork.id)
+        (fork,) = host.live.do(engine.forks.fork(snapshot.id, ForkSpec()))
+        address, token = engine.agents.endpoint(fork.id)
         answer = httpx.post(
             f"http://{address}:{_INTERPRETER}/execute",
             json={"code": _CODE},

@@ -1,4 +1,4 @@
-"""A task that finds nothing to do on a hundred forks: by the action plugin, and by the module, beside plain Ansible."""
+"""A task without changes on a hundred forks, by the action plugin and by the module, next to plain Ansible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support import session
 
 _FORKS = 100
 _ROUNDS = 5
-"""Of a play; one more, in which Ansible loads its plugins, is not counted."""
+"""Runs of the play; one more, in which Ansible loads its plugins, is not counted."""
 _DOUBLED = (
     "the gateway and its HTTP are real, the forks are machines in memory (tests/api/memory_host.py): none of what is "
     "measured asks a machine for anything"
@@ -57,7 +57,7 @@ class Tasks:
 
 @contextlib.contextmanager
 def _gateway() -> Iterator[Served]:
-    """With a snapshot, and a hundred forks of it."""
+    """A gateway with a snapshot and a hundred forks of it."""
     root = session.run_dir() / "tasks"
     root.mkdir()
     gateway, before = Served(root, log={"level": "warning"}), _more_files()
@@ -78,7 +78,7 @@ def _gateway() -> Iterator[Served]:
 
 
 def _more_files() -> tuple[int, int]:
-    """Every machine of the double has sockets in this process. Returns what it may have had before."""
+    """Raise the limit of open files: every machine in memory has sockets in this process. Returns the old limits."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     return before

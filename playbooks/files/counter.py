@@ -1,10 +1,10 @@
-"""A counter that lives in memory alone.
+"""A counter that only exists in memory.
 
-This starts it where it does not run. Whoever connects to its port is told, as JSON,
-    value     how far it has counted, two a second
-    mark      drawn at random when it started: two that say the same are copies of one running process
-    history   a stamp for each of its first counts, taken from how the clock trembled just then: two copies have the
-              same stamps up to the count at which they were parted, and other ones ever after
+Starts the counter unless it runs already. It answers each connection to its port with JSON:
+    value     the count, which grows by two per second
+    mark      random, drawn when it starts: equal marks belong to copies of one running process
+    history   a stamp for each of its first counts, computed from clock jitter: two copies have the same stamps up to
+              the count at which they were forked, and different ones afterwards
     files     names of the notes beside it
     shared    names of the notes in the volume
 """
@@ -38,7 +38,7 @@ def ask():
 
 
 def start():
-    """Return when a counter in the background can be asked."""
+    """Start the counter in the background. It accepts connections when this returns."""
     listener = socket.create_server(ADDRESS)
     if os.fork():
         return

@@ -10,16 +10,15 @@ name: sandbox
 short_description: Run tasks in a sandbox through its gateway
 version_added: "0.1.0"
 description:
-  - Commands, and files in both directions, go through the gateway to the agent inside the sandbox. The sandbox needs
-    no SSH server, no key, and no address that the control node can reach.
-  - The inventory plugin P(grove.sandbox.sandboxes#inventory) sets all that is needed. Where a sandbox is in its
-    inventory, gateway, certificates and key are what the inventory found, whatever variables of the host say; only
-    O(gateway_token) goes before.
-  - What decides where a key goes is never taken from what a task returned. The variables C(ansible_host) and
-    C(ansible_sandbox_*), except C(ansible_sandbox_gateway_timeout), count only where they come from an inventory,
-    C(host_vars), C(group_vars), C(add_host) or the command line (C(-e)). If a fact,
-    C(set_fact), C(include_vars), a registered variable, or C(vars) of a play, role or
-    task sets one of them to another value, the host is unreachable.
+  - Runs commands and transfers files through the gateway and the agent inside the sandbox. The sandbox needs no SSH
+    server, no SSH key, and no address that the control node can reach.
+  - The inventory plugin P(grove.sandbox.sandboxes#inventory) sets all required variables. For a sandbox that it found
+    at the gateway O(gateway_url), the certificates and the key of the inventory are used, regardless of other variables
+    of the host; only O(gateway_token) overrides the key.
+  - Task results cannot redirect a key to another gateway. The variables C(ansible_host) and C(ansible_sandbox_*),
+    except C(ansible_sandbox_gateway_timeout), are only accepted from an inventory, C(host_vars), C(group_vars),
+    C(add_host) or the command line (C(-e)). If a fact, C(set_fact), C(include_vars), a registered variable, or C(vars)
+    of a play, role or task sets one of them to another value, the host is unreachable.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 options:
@@ -33,8 +32,8 @@ options:
       - name: ansible_host
   gateway_url:
     description:
-      - Where the gateway listens, as C(unix:///path/to/gateway.sock), C(http://host:port) or C(https://host:port), seen
-        from the control node.
+      - The address of the gateway as seen from the control node, as C(unix:///path/to/gateway.sock),
+        C(http://host:port) or C(https://host:port).
     type: str
     default: unix:///run/sandbox-gateway/gateway.sock
     env:
@@ -46,15 +45,15 @@ options:
       - name: ansible_sandbox_gateway_url
   gateway_token:
     description:
-      - A key of the gateway's key file, of scope C(exec) or C(admin). Over the unix socket none is needed.
-      - If not set, the key that the inventory used; for a sandbox of no inventory that of O(gateway_token_file);
-        without either O(default_token).
+      - An API key from the gateway's key file, with the scope C(exec) or C(admin). The unix socket needs none.
+      - If not set, the key of the inventory that found the sandbox is used; otherwise the key in O(gateway_token_file),
+        or else O(default_token).
     type: str
     vars:
       - name: ansible_sandbox_gateway_token
   gateway_token_file:
     description:
-      - A file on the control node with nothing but such a key in it.
+      - A file on the control node that contains only such a key.
     type: str
     env:
       - name: SANDBOX_GATEWAY_TOKEN_FILE
@@ -65,7 +64,7 @@ options:
       - name: ansible_sandbox_gateway_token_file
   default_token:
     description:
-      - Such a key, for gateways for which nothing else names one.
+      - The key for gateways that have no other key.
     type: str
     env:
       - name: SANDBOX_GATEWAY_TOKEN
@@ -74,8 +73,8 @@ options:
         key: gateway_token
   ca_path:
     description:
-      - A file with the certificates of the authorities that may vouch for the gateway, in PEM form.
-      - If not set, those of the system.
+      - A PEM file with the CA certificates that the gateway's certificate is verified against.
+      - If not set, the system's CA certificates are used.
     type: str
     ini:
       - section: grove_sandbox
@@ -84,7 +83,7 @@ options:
       - name: ansible_sandbox_ca_path
   validate_certs:
     description:
-      - Whether the gateway's certificate is checked.
+      - Whether to verify the gateway's certificate.
     type: bool
     default: true
     ini:
@@ -94,9 +93,9 @@ options:
       - name: ansible_sandbox_validate_certs
   gateway_timeout:
     description:
-      - How many seconds may pass without a sign of life. A command may run for longer, since the agent gives signs of
-        life while it runs.
-      - This is also how long becoming another user may take.
+      - Timeout in seconds without data or a heartbeat. Commands can run for longer, because the agent sends a heartbeat
+        while they run.
+      - Privilege escalation has the same timeout.
     type: int
     default: 60
     ini:
@@ -106,8 +105,8 @@ options:
       - name: ansible_sandbox_gateway_timeout
   max_output_mb:
     description:
-      - How much one command may print, standard output and error together, in MiB. A command that prints more is ended,
-        and its task fails. All output is held in the memory of the control node.
+      - Limit for the output of one command in MiB, standard output and standard error together. A command that prints
+        more is killed, and its task fails. The control node keeps all output in memory.
     type: int
     default: 128
     ini:
@@ -117,9 +116,8 @@ options:
       - name: ansible_sandbox_max_output_mb
   remote_user:
     description:
-      - The user inside as whom commands run and to whom files belong. Any user of the sandbox will do;
-        no password is asked for.
-      - If it is the user to become, Ansible needs neither sudo nor su.
+      - The user inside the sandbox who runs commands and owns files. Any user of the sandbox works, without a password.
+      - If it is the same as the become user, Ansible needs neither sudo nor su.
     type: str
     default: root
     env:
@@ -135,7 +133,7 @@ options:
       - name: remote_user
   pipelining:
     description:
-      - Whether modules go to the standard input of their interpreter, rather than into a file first.
+      - Whether to pipe modules into the standard input of their interpreter instead of copying them to a file first.
     type: bool
     default: true
     env:
@@ -148,9 +146,9 @@ options:
     vars:
       - name: ansible_pipelining
 notes:
-  - A sandbox that is paused, removed or rolled back meanwhile, and a gateway that cannot be reached, make the host
-    unreachable. A command that was running is not repeated.
-  - Commands are not ended when the control node goes away.
+  - The host is unreachable if the sandbox is paused, removed or rolled back during a task, or if the gateway cannot be
+    reached. Interrupted commands are not repeated.
+  - Commands keep running if the control node disconnects.
 """
 
 import os
@@ -171,15 +169,17 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils._stream import INSID
 display = Display()
 
 FREE = ("ansible_pipelining", "ansible_sandbox_gateway_timeout", "ansible_user", "inventory_hostname")
-"""Variables of this plugin that anything may set: none of them decides where a key goes."""
+"""Variables of this plugin that any source may set, because they do not affect where a key is sent."""
 OF_LISTED = ("ansible_host", "ansible_sandbox_gateway_token", "ansible_sandbox_max_output_mb")
-"""Of the others those that count for a sandbox that the inventory plugin listed."""
+"""The other variables that facts must not override for a sandbox listed by the inventory plugin."""
+PLACE = ("ansible_host", "ansible_sandbox_gateway_url")
+"""Variables that identify a sandbox and its gateway."""
 _MOST_BEFORE_SUCCESS = 1 << 20
-"""Bytes that may be printed before becoming another user has succeeded; they are searched again with each piece."""
+"""Limit in bytes for output before privilege escalation succeeds; each new chunk is searched with all before it."""
 
 
 class Unreachable(AnsibleConnectionFailure):
-    """Its sentence may quote the sandbox: where Ansible makes it part of a result, it is no template."""
+    """The message may quote the sandbox, so it is marked unsafe: Ansible must not evaluate it as a template."""
 
     def __str__(self) -> str:
         text: str = wrap_var(super().__str__())
@@ -200,20 +200,20 @@ class Connection(ConnectionBase):
         self._delegate = ""
 
     def set_options(self, task_keys: Any = None, var_options: Any = None, direct: Any = None) -> None:
-        """Variables that decide where a key goes are not among the options: see ``_operator_settings``."""
+        """Leave out the variables that decide where a key is sent; ``_operator_settings`` reads them."""
         self._given = dict(var_options or {})
         free = {name: value for name, value in self._given.items() if name not in self._guarded()}
         super().set_options(task_keys=task_keys, var_options=free, direct=direct)
         self._delegate = (task_keys or {}).get("delegate_to") or ""
 
     def update_vars(self, variables: dict[str, Any]) -> None:
-        """Ansible calls it before each task, and each item of a loop, after ``set_options``: with all variables."""
+        """Ansible calls this with all variables after ``set_options``, before each task and each loop item."""
         self.close()
         self._variables, self._settings = dict(variables), None
         super().update_vars(variables)
 
     def _connect(self) -> Connection:
-        """Nothing goes over the wire before there is something to say."""
+        """Create the channel; it connects with the first request."""
         if self._channel is None:
             try:
                 self._channel = self._new_channel()
@@ -225,7 +225,7 @@ class Connection(ConnectionBase):
     def _new_channel(self) -> Channel:
         settings = self._operator_settings()
         sandbox = settings["sandbox"]
-        gateway = recall(sandbox)
+        gateway = recall(sandbox, settings["gateway_url"])
         if gateway is None:
             gateway = Gateway(
                 settings["gateway_url"],
@@ -247,14 +247,18 @@ class Connection(ConnectionBase):
         return [name for name in C.config.get_plugin_vars("connection", self._load_name) if name not in FREE]
 
     def _operator_settings(self) -> dict[str, Any]:
-        """This plugin's options as the operator set them, whatever tasks have returned. Raises Failure."""
+        """This plugin's options as the operator set them, independent of task results. Raises Failure."""
         if self._settings is None:
-            values = self._operator_values()
-            self._settings = C.config.get_plugin_options("connection", self._load_name, variables=values)
+            self._settings = self._options_of(self._operator_values())
         return self._settings
 
+    def _options_of(self, values: dict[str, Any]) -> dict[str, Any]:
+        """This plugin's options, computed with ``values`` as its variables."""
+        options: dict[str, Any] = C.config.get_plugin_options("connection", self._load_name, variables=values)
+        return options
+
     def _operator_values(self) -> dict[str, Any]:
-        """Raises Failure where a variable that decides where a key goes is not the operator's."""
+        """The operator's values. Raises Failure if something else sets a variable that decides where a key is sent."""
         variables = self._variables or self._given
         own: Any = {}
         host = str(self._delegate or variables.get("inventory_hostname", ""))
@@ -263,9 +267,11 @@ class Connection(ConnectionBase):
             own = OperatorVariables(variables["hostvars"], host)
         if self._delegate:
             variables = variables.get("ansible_delegated_vars", {}).get(self._delegate, {})
-        listed = recall(str(own.evaluate("ansible_host") if "ansible_host" in own else host)) is not None
+        named = {"inventory_hostname": host, **{name: own.evaluate(name) for name in PLACE if name in own}}
+        place = self._options_of(named)
+        listed = recall(place["sandbox"], place["gateway_url"]) is not None
         names = OF_LISTED if listed else self._guarded()
-        # With delegate_to, Ansible itself sets it where nobody did.
+        # With delegate_to, Ansible sets it by default.
         implied = {"ansible_host": host}
         foreign = [name for name in names if name in variables and variables[name] != own.get(name, implied.get(name))]
         if foreign:
@@ -274,10 +280,10 @@ class Connection(ConnectionBase):
                 "a play, role or task: it decides where the gateway's key goes. Set it with add_host, in host_vars or "
                 "group_vars, or with -e, and let no task return a variable of that name"
             )
-        return {"inventory_hostname": host, **{name: own.evaluate(name) for name in names if name in own}}
+        return {**named, **{name: own.evaluate(name) for name in names if name in own}}
 
     def exec_command(self, cmd: str, in_data: bytes | None = None, sudoable: bool = True) -> tuple[int, bytes, bytes]:
-        """Returns (exit code, stdout, stderr); 128 + n for a command that signal n ended."""
+        """Returns (exit code, stdout, stderr); the exit code is 128 + n if signal n killed the command."""
         super().exec_command(cmd, in_data=in_data, sudoable=sudoable)
         display.vvv(printable(f"EXEC {cmd}"), host=self._sandbox)
         escalation = _Escalation(self.become, self._sandbox, self.get_option("gateway_timeout")) if sudoable else None
@@ -286,14 +292,16 @@ class Connection(ConnectionBase):
             process = self._channel.start(
                 ["/bin/sh", "-c", cmd], stdin=bool(in_data) or waiting, given=b"" if waiting else in_data or b""
             )
-            out, err = self._converse(process, in_data, escalation)
+            out, err = self._run_command(process, in_data, escalation)
         except Failure as failure:
             raise self._unreachable(failure) from None
         if escalation and process.exit_code:
             escalation.check_refusal(err)
         return process.exit_code, out, err
 
-    def _converse(self, process: Process, in_data: bytes | None, escalation: _Escalation | None) -> tuple[bytes, bytes]:
+    def _run_command(
+        self, process: Process, in_data: bytes | None, escalation: _Escalation | None
+    ) -> tuple[bytes, bytes]:
         taken = {"stdout": bytearray(), "stderr": bytearray()}
         most = self._operator_settings()["max_output_mb"]
         waiting = bool(escalation and escalation.waiting)
@@ -343,7 +351,7 @@ class Connection(ConnectionBase):
         except OSError as error:
             raise AnsibleError(f"{out_path} cannot be written: {error.strerror or error}") from None
         except Failure as failure:
-            # Half a file could be taken for one.
+            # A partial file could be mistaken for a complete one.
             Path(out_path).unlink()
             if failure.kind == INSIDE:
                 raise AnsibleError(f"{in_path} cannot be read in sandbox {self._sandbox}: {failure}") from None
@@ -368,9 +376,9 @@ class Connection(ConnectionBase):
 
 
 class _Escalation:
-    """Becoming another user, where that takes a password.
+    """The dialogue of privilege escalation, including its password prompt.
 
-    ``waiting``: a prompt is to be expected.
+    ``waiting``: whether success or a prompt is still outstanding.
     """
 
     def __init__(self, become: Any, sandbox: str, seconds: float) -> None:
@@ -381,9 +389,9 @@ class _Escalation:
         self._answered_at: tuple[int, int] | None = None
 
     def go_on(self, process: Process, out: bytearray, err: bytearray) -> bool:
-        """Look at what was said so far, answer if asked; returns whether there is still something to wait for.
+        """Check the output so far and answer a password prompt. Returns whether to keep waiting.
 
-        Raises AnsibleError where it did not go well.
+        Raises AnsibleError if the escalation fails.
         """
         if self.become.check_success(bytes(out)):
             return False
@@ -399,7 +407,7 @@ class _Escalation:
         return True
 
     def check_refusal(self, err: bytes) -> None:
-        """Raises AnsibleError where a command failed because a password is missing."""
+        """Raises AnsibleError if a command failed because a password is missing."""
         if self.become and self.become.check_missing_password(err):
             raise AnsibleError(
                 f"{self.become.name} in sandbox {self._sandbox} wants a password: give ansible_become_password, or "
@@ -411,9 +419,9 @@ class _Escalation:
         raise AnsibleError(f"{self.become.name} failed in sandbox {self._sandbox}: {why}")
 
     def without_prompt(self, taken: bytes) -> bytes:
-        """All of an output but the prompt, what came before it, and the end of its line.
+        """The output after the password prompt and its line end.
 
-        For the end: what of the two outputs arrives first is chance.
+        Called when the command has ended, because the two outputs arrive in any order.
         """
         if self._answered_at is None:
             return taken

@@ -12,20 +12,21 @@ options: {}
 attributes:
   check_mode:
     support: full
-    description: Can run in check mode and return what a run would change, without changing it.
+    description: Can run in check mode and predict the changes of a run.
   diff_mode:
     support: full
-    description: Returns what is changed, or in check mode would be, before and after.
+    description: Returns the state before and after each change, including predicted ones in check mode.
   idempotent:
     support: full
-    description: Run a second time, with nothing else changed meanwhile, it changes nothing.
+    description: A second run changes nothing, unless something else has changed in between.
   platform:
     support: full
     platforms: posix
     description: Systems the module runs on.
   action_group:
     support: full
-    description: Options common to all modules of the group can be set once with C(module_defaults).
+    description: The common options of all modules in the group can be set once with C(module_defaults).
     membership:
       - grove.sandbox.all
+      - grove.sandbox.gateway
 """

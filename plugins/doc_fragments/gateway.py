@@ -11,38 +11,39 @@ class ModuleDocFragment:
 options:
   gateway_url:
     description:
-      - Where the gateway listens, as C(unix:///path/to/gateway.sock), C(http://host:port) or C(https://host:port).
-      - A socket or a loopback address is one of the managed host; any other address is reached from the control node.
+      - The address of the gateway, as C(unix:///path/to/gateway.sock), C(http://host:port) or C(https://host:port).
+      - A socket or a loopback address refers to the managed host. The control node connects to any other address.
       - If not set, the environment variable E(SANDBOX_GATEWAY_URL) is used.
     type: str
     default: unix:///run/sandbox-gateway/gateway.sock
   gateway_token:
     description:
-      - A key of the gateway's key file. Over the unix socket none is needed.
-      - If not set, the environment variable E(SANDBOX_GATEWAY_TOKEN) is used. That of the control node is not given to
-        a module that runs inside a sandbox.
+      - An API key from the gateway's key file. The unix socket needs none.
+      - If not set, the environment variable E(SANDBOX_GATEWAY_TOKEN) is used. The variable of the control node is never
+        passed to a module that runs inside a sandbox. If a fact or another task result sets O(gateway_url), O(ca_path)
+        or O(validate_certs), the variable is not used and the task fails.
     type: str
   ca_path:
     description:
-      - A file with the certificates of the authorities that may vouch for the gateway, in PEM form.
-      - If not set, those of the system.
+      - A PEM file with the CA certificates that the gateway's certificate is verified against.
+      - If not set, the system's CA certificates are used.
     type: path
   validate_certs:
     description:
-      - Whether the gateway's certificate is checked.
+      - Whether to verify the gateway's certificate.
     type: bool
     default: true
   gateway_timeout:
     description:
-      - How long the gateway may take to answer one request, in seconds.
-      - This is also how long a gateway that says it is busy is asked again.
+      - Time limit in seconds for the gateway to answer one request.
+      - The module also retries for this long while the gateway reports that it is busy.
     type: int
     default: 300
 requirements:
-  - Python 3.8 or newer, with nothing but its standard library, where the module runs
+  - Python 3.8 or newer where the module runs; no other libraries
 notes:
-  - An action plugin of the same name does the work on the control node wherever that reaches the same gateway, which
-    saves most of a task's time. With C(become), C(environment), C(async), or a socket or loopback address on a host
-    whose connection is not local, the module runs on the managed host.
-  - The key is in no result, message or log.
+  - If the control node can reach the same gateway, an action plugin of the same name does the work there, which is much
+    faster. With C(become), C(environment), C(async), or a socket or loopback address on a host whose connection is not
+    local, the module runs on the managed host.
+  - Results, messages and logs never contain the key.
 """

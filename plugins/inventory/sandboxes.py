@@ -7,73 +7,73 @@ from __future__ import annotations
 DOCUMENTATION = r"""
 ---
 name: sandboxes
-short_description: Every sandbox of one or several gateways is a host
+short_description: Use the sandboxes of one or more gateways as hosts
 version_added: "0.1.0"
 description:
-  - Lists the sandboxes of the gateways that its file names, groups them, and sets the connection plugin
+  - Lists the sandboxes of the gateways in the inventory file, groups them, and sets the connection plugin
     P(grove.sandbox.sandbox#connection) for them.
-  - The file's name must end in C(sandboxes.yml) or C(sandboxes.yaml).
-  - What a sandbox's owner wrote (names, metadata) is never taken for a template.
+  - The name of the inventory file must end in C(sandboxes.yml) or C(sandboxes.yaml).
+  - Text from the owner of a sandbox (names, metadata) is never evaluated as a template.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 options:
   plugin:
     description:
-      - Says that the file is one of this plugin.
+      - Marks the file as an inventory of this plugin.
     type: str
     required: true
     choices: [grove.sandbox.sandboxes]
   gateways:
     description:
-      - The gateways to ask. If not set, the one that O(gateways[].url) defaults to.
+      - The gateways to query. If not set, the default of O(gateways[].url).
     type: list
     elements: dict
     default: []
     suboptions:
       name:
         description:
-          - What to call it, in groups and names. Needed if there are several.
+          - The name of the gateway in groups and host names. Required if there are several gateways.
         type: str
         default: default
       url:
         description:
-          - Where it listens, seen from the control node, as C(unix:///path/to/gateway.sock), C(http://host:port) or
-            C(https://host:port). May be a template.
+          - The address of the gateway as seen from the control node, as C(unix:///path/to/gateway.sock),
+            C(http://host:port) or C(https://host:port). Can be a template.
           - If not set, the environment variable E(SANDBOX_GATEWAY_URL), or else the socket
             C(unix:///run/sandbox-gateway/gateway.sock).
         type: str
       token:
         description:
-          - A key of the gateway's key file. May be a template, or encrypted by Ansible Vault. Over the unix socket none
-            is needed.
-          - To list sandboxes a key of scope C(read) is enough; to run tasks in them the scope C(exec) is needed.
-          - It becomes no variable. The connection gets it within the process that read this file.
+          - An API key from the gateway's key file. Can be a template, or encrypted by Ansible Vault. The unix socket
+            needs none.
+          - Listing sandboxes requires the scope C(read); running tasks in them requires C(exec).
+          - The key does not become a variable. The connection gets it within the process that reads this file.
           - If neither this nor O(gateways[].token_file) is set, the environment variable E(SANDBOX_GATEWAY_TOKEN) is
             used.
         type: str
       token_file:
         description:
-          - A file with nothing but such a key in it.
+          - A file that contains only such a key.
         type: path
       ca_path:
         description:
-          - A file with the certificates of the authorities that may vouch for the gateway, in PEM form.
-          - If not set, those of the system.
+          - A PEM file with the CA certificates that the gateway's certificate is verified against.
+          - If not set, the system's CA certificates are used.
         type: path
       validate_certs:
         description:
-          - Whether the gateway's certificate is checked.
+          - Whether to verify the gateway's certificate.
         type: bool
         default: true
       timeout:
         description:
-          - How long the gateway may take to answer, in seconds.
+          - Time limit in seconds for the gateway to answer.
         type: int
         default: 30
   filters:
     description:
-      - Which sandboxes become hosts. Of several filters all have to let a sandbox through.
-      - Each is a value or a list of values, one of which has to fit; values may be globs.
+      - Conditions for sandboxes to become hosts. A sandbox must pass all filters.
+      - Each filter is a value or a list of values, one of which must match. Values can be globs.
     type: dict
     default: {}
     suboptions:
@@ -84,32 +84,32 @@ options:
         elements: str
       state:
         description:
-          - V(running), V(paused) or both. A paused sandbox is a host, but cannot be reached.
+          - V(running), V(paused) or both. A paused sandbox becomes a host, but is unreachable.
         type: list
         elements: str
       template:
         description:
-          - Names or ids of templates, at the root of a sandbox's descent.
+          - Names or ids of templates at the root of a sandbox's lineage.
         type: list
         elements: str
       metadata:
         description:
-          - Keys of the metadata with the values that they shall have.
+          - Metadata keys with the required values.
         type: dict
   hostname:
     description:
-      - What hosts are called. V(name), as the sandboxes; V(name_gateway), the same with a dot and the name of the
-        gateway after it; V(id), by their ids.
+      - The form of host names. V(name) is the name of the sandbox; V(name_gateway) appends a dot and the name of the
+        gateway; V(id) is the id of the sandbox.
       - If not set, V(name) for one gateway and V(name_gateway) for several.
-      - A sandbox whose name would mean something else to Ansible, as V(localhost) or the name of a group does, is
-        called by its id. Where V(name) is a host already, it is V(name_gateway).
+      - If the name has another meaning to Ansible, such as C(localhost) or the name of a group, the host is named by
+        its id. If another host has the name already, V(name_gateway) is used instead of V(name).
     type: str
     choices: [name, name_gateway, id]
   group_by:
     description:
-      - Which groups to make, called for example C(template_base), C(head_golden), C(state_running),
+      - The groups to create, with names such as C(template_base), C(head_golden), C(state_running),
         C(metadata_team_blue) and C(gateway_default).
-      - What may not be in the name of a group becomes C(_).
+      - Characters that group names cannot contain are replaced with C(_).
     type: list
     elements: str
     choices: [template, head, state, metadata, gateway]
@@ -117,27 +117,27 @@ options:
   python_interpreter:
     description:
       - The C(ansible_python_interpreter) of the hosts.
-      - If not set, C(/usr/bin/python3) for sandboxes on a host of the kind C(kvm_xfs); on others Ansible searches
-        for it.
+      - If not set, C(/usr/bin/python3) for sandboxes on C(kvm_xfs) hosts; for others, Ansible discovers the
+        interpreter.
     type: str
   strict:
     description:
-      - If V(true), a gateway that cannot be asked is an error, as is a template that cannot be evaluated.
-      - If V(false), there is a warning, and the inventory has the hosts of the other gateways.
+      - If V(true), an unreachable gateway or a template that cannot be evaluated is an error.
+      - If V(false), it causes a warning, and the inventory contains the hosts of the other gateways.
 extends_documentation_fragment:
   - constructed
   - inventory_cache
 notes:
-  - Each host has a variable C(grove_sandbox), with what the modules return of a sandbox, and C(template), C(head) and
-    C(gateway), their names.
-  - The cache holds these and nothing else.
+  - Each host has a variable C(grove_sandbox) with the fields that the modules return for a sandbox, plus C(template),
+    C(head) and C(gateway), which hold names.
+  - The cache holds only these variables.
 """
 
 EXAMPLES = r"""
-# The gateway of this machine, or the one of SANDBOX_GATEWAY_URL
+# The gateway in SANDBOX_GATEWAY_URL, or else the local one
 plugin: grove.sandbox.sandboxes
 ---
-# Two gateways; of what they have, what runs and belongs to a team
+# The running sandboxes of two teams on two gateways
 plugin: grove.sandbox.sandboxes
 gateways:
   - name: east
@@ -153,7 +153,7 @@ filters:
     team: [blue, "green-*"]
 strict: true
 ---
-# More groups and variables
+# Additional groups and variables
 plugin: grove.sandbox.sandboxes
 keyed_groups:
   - key: grove_sandbox.backend
@@ -202,7 +202,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             (sandbox, source.gateway)
             for source in sources
             for sandbox in found.get(source.key, [])
-            if _inventory.wanted(sandbox, self.get_option("filters"))
+            if _inventory.passes(sandbox, self.get_option("filters"))
         ]
         groups = {name for sandbox, gateway in hosts for name in self._groups_of(sandbox, gateway)}
         taken = groups | set(self.inventory.groups) | set(self.get_option("groups"))
@@ -224,11 +224,11 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         return sources
 
     def _text(self, value: Any) -> str:
-        """A value of the file, which is as trustworthy as a play, or decrypted, or a template."""
+        """A value of the inventory file, decrypted or with its template evaluated; the file is trusted like a play."""
         return str(self.templar.template(value)) if isinstance(value, str) else str(value or "")
 
     def _found(self, sources: list[_Source], cache_key: str, cache: bool) -> dict[str, list[dict[str, Any]]]:
-        """The sandboxes of each gateway, from the cache where that has them and may be used."""
+        """The sandboxes of each gateway, from the cache if it is enabled and has them."""
         caching = self.get_option("cache")
         known: dict[str, list[dict[str, Any]]] = {}
         if caching and cache:
@@ -252,7 +252,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         return [self._sanitize_group_name(group) for group in groups]
 
     def _name(self, sandbox: dict[str, Any], gateway: Gateway, taken: set[str], *, several: bool) -> str:
-        """The name of its host, which is none of ``taken`` and no host yet: nobody's tasks shall go astray."""
+        """A host name that is not in ``taken`` and does not exist yet, so that no task runs on the wrong host."""
         hostname = self.get_option("hostname") or ("name_gateway" if several else "name")
         host = _inventory.host_name(sandbox, hostname, gateway.name, taken)
         if host in self.inventory.hosts:
@@ -266,7 +266,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         remember(sandbox["id"], gateway)
         variables = _inventory.variables_of(sandbox, gateway, self.get_option("python_interpreter") or "")
         for key, value in variables.items():
-            # No text in it is a template, with or without braces: a `#jinja2:` header can set other delimiters.
+            # Marked unsafe even without braces: a `#jinja2:` header can set other delimiters.
             self.inventory.set_variable(host, key, wrap_var(value))
         for group in self._groups_of(sandbox, gateway):
             self.inventory.add_host(host, self.inventory.add_group(group))
@@ -278,7 +278,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
 
 
 class _Source:
-    """One gateway of the file. ``key``: what its sandboxes are cached under."""
+    """One gateway of the inventory file. ``key``: the cache key of its sandboxes."""
 
     def __init__(self, entry: dict[str, Any], text: Any, beside: Path) -> None:
         token, token_file = text(entry.get("token")), _path(text(entry.get("token_file")), beside)

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The gateway's HTTP client: the standard library alone, over a unix socket or http(s)."""
+"""The gateway's HTTP client, over a unix socket or http(s), with the standard library only."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CONNECT_SECONDS = 10
 PAGE = 1000
 _PIECE = 1 << 20
 LARGEST_ANSWER = 64 << 20
-"""Bytes: a page of a list whose entries have 64 KiB each."""
+"""In bytes: one page of a list with entries of 64 KiB."""
 LOOPBACK = re.compile(r"localhost|.*\.localhost|127(\.\d{1,3}){3}|::1|0\.0\.0\.0|::", re.IGNORECASE)
 
 
 class Answer:
-    """What came back: ``status``, the decoded JSON ``data`` (None where there is none), ``headers``."""
+    """A response: ``status``, the decoded JSON ``data`` (None without a body), ``headers``."""
 
     def __init__(self, status: int, data: Any, headers: Any) -> None:
         self.status = status
@@ -41,7 +41,7 @@ class Answer:
 
 
 class Address:
-    """Where a gateway listens. Raises Failure for a URL that names no such place."""
+    """The address of a gateway. Raises Failure for a URL that is not one."""
 
     def __init__(self, url: str) -> None:
         self.url = url or DEFAULT_URL
@@ -61,14 +61,14 @@ class Address:
 
     @property
     def local(self) -> bool:
-        """Does it mean something else on each machine (a socket, a loopback address)?"""
+        """Whether each machine resolves it to itself: a socket or a loopback address."""
         return bool(self.socket) or LOOPBACK.fullmatch(self.host) is not None
 
 
 def _bad_url(url: str) -> Failure:
     shown = re.sub(r"//[^/@]*@", "//", url)
     return Failure(
-        f"gateway_url {shown!r} is no address of a gateway: write unix:///path/to/gateway.sock, "
+        f"gateway_url {shown!r} is not an address of a gateway: write unix:///path/to/gateway.sock, "
         "http://host:port or https://host:port"
     )
 
@@ -85,10 +85,10 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class Client:
-    """Calls one gateway; every method raises Failure, whose sentence never holds the token.
+    """Calls one gateway. Every method raises Failure, whose message never contains the token.
 
-    ``timeout`` is how long one call may wait for its answer, in seconds; also how long a gateway that says it
-    is busy is asked again.
+    ``timeout`` is the limit for one response, in seconds. Calls are also retried for this long while the gateway
+    reports that it is busy.
     """
 
     def __init__(
@@ -114,14 +114,14 @@ class Client:
             self._connection = None
 
     def now(self) -> datetime:
-        """The time by the gateway's clock, as far as its last answer told."""
+        """The time of the gateway's clock, from its last response."""
         return datetime.now(timezone.utc) + self._skew
 
     def get(self, path: str, **query: Any) -> Any:
         return self.call("GET", path, query=query).data
 
     def find(self, path: str) -> Any:
-        """As ``get``, but None where the gateway does not know the thing."""
+        """Like ``get``, but returns None if the gateway does not find it."""
         try:
             return self.get(path)
         except Failure as failure:
@@ -130,7 +130,7 @@ class Client:
             raise
 
     def pages(self, path: str, **query: Any) -> Iterator[Any]:
-        """Every entry of a list, page after page."""
+        """All entries of a list, page by page."""
         token = ""
         while True:
             answer = self.call("GET", path, query={**query, "limit": PAGE, "nextToken": token})
@@ -154,7 +154,7 @@ class Client:
         return self.call("DELETE", path, query=query).data
 
     def require_version(self) -> None:
-        """Refuse a gateway that is too old, or is none; asked once, before the first change."""
+        """Raises Failure for a gateway that is too old, or another server. Asks once, before the first change."""
         if self._version_checked:
             return
         version = str((self.get("/health") or {}).get("version", ""))
@@ -166,7 +166,7 @@ class Client:
         self._version_checked = True
 
     def call(self, method: str, path: str, *, query: dict[str, Any] | None = None, body: Any = None) -> Answer:
-        """One request; asks again while the gateway says it is busy and ``timeout`` is not over."""
+        """Send one request. Retries for up to ``timeout`` while the gateway reports that it is busy."""
         deadline = time.monotonic() + self.timeout
         while True:
             try:
@@ -188,6 +188,8 @@ class Client:
         raise failure
 
     def _send(self, method: str, path: str, query: dict[str, Any] | None, body: Any) -> tuple[int, Any, bytes]:
+        # A gateway that knows a field under another name must not ignore ours; one that is older ignores this.
+        query = query if body is None else {**(query or {}), "strict": True}
         asked = {key: _word(value) for key, value in (query or {}).items() if value not in (None, "")}
         target = self.address.prefix + path + ("?" + urlencode(asked) if asked else "")
         headers = {"Accept": "application/json"}
@@ -202,7 +204,7 @@ class Client:
             return self._exchange(method, target, payload, headers)
         except (http.client.HTTPException, ConnectionError) as error:
             self.close()
-            # A kept connection may have been closed while it idled; only what changes nothing is sent twice.
+            # The gateway may have closed an idle connection. Only requests that change nothing are sent twice.
             if not reused or method != "GET":
                 raise self._unreachable(f"{method} {path}", error) from None
         except (OSError, ValueError) as error:
@@ -263,7 +265,7 @@ class Client:
             self._skew = parsedate_to_datetime(date) - datetime.now(timezone.utc)
         except (TypeError, ValueError, OverflowError):
             return
-        # The header has whole seconds: a smaller difference says nothing.
+        # The header has a resolution of one second, so smaller differences are noise.
         if abs(self._skew) < timedelta(seconds=2):
             self._skew = timedelta(0)
 
@@ -349,7 +351,7 @@ def _word(value: Any) -> str:
 
 
 def read_at_most(size: int, response: http.client.HTTPResponse) -> bytes | None:
-    """The rest of an answer; None where that is larger than ``size``. Raises IncompleteRead, OSError."""
+    """The rest of a response; None if it is larger than ``size``. Raises IncompleteRead, OSError."""
     data = bytearray()
     piece = response.read(_PIECE)
     while piece:
@@ -363,5 +365,5 @@ def read_at_most(size: int, response: http.client.HTTPResponse) -> bytes | None:
 
 
 def segment(ref: str) -> str:
-    """``ref`` as one step of a path."""
+    """``ref``, quoted as one segment of a URL path."""
     return quote(ref, safe="")

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""What went wrong, in the words a user reads."""
+"""Errors with messages for the user."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 _LONGEST = 64 << 10
-"""Characters of a sentence: it may quote what a sandbox said."""
+"""Maximum number of characters of a message, which may quote output of a sandbox."""
 _NOT_PRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""Control characters but tabs and line ends, marks that reorder text, and halves of characters."""
+"""Control characters except tabs and line ends, bidirectional marks, and lone surrogates."""
 
 
 def printable(text: str) -> str:
-    """``text`` without what a terminal would obey."""
+    """``text`` without terminal control characters."""
     return _NOT_PRINTABLE.sub("", text)
 
 
 class Failure(Exception):
-    """A refusal or an error: a sentence, the gateway's stable word for it, and what stands in the way.
+    """A refusal or an error: a message, the gateway's stable identifier, and the resources that cause it.
 
-    What it quotes from a gateway or a sandbox is made printable here, and bounded.
-    ``status`` is the HTTP status where the gateway answered, else None.
+    Text from a gateway or a sandbox is made printable and truncated here. ``status`` is the HTTP status of the
+    gateway's response, or None without a response.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class Failure(Exception):
         self.status = status
 
     def as_dict(self) -> dict[str, Any]:
-        """The ``failure`` of a module's result."""
+        """The ``failure`` in a module's result."""
         return {"kind": self.kind, "message": self.message, "blockers": self.blockers, "status": self.status}
 
 
 def join(failures: dict[str, Failure], asked: int) -> Failure:
-    """One failure that speaks for several, by the names they belong to."""
+    """Combine several failures, given by name, into one."""
     sentences = list(dict.fromkeys(failure.message for failure in failures.values()))
     first = next(iter(failures.values()))
     if len(sentences) == 1:
@@ -61,7 +61,7 @@ def join(failures: dict[str, Failure], asked: int) -> Failure:
 
 @contextlib.contextmanager
 def still_there(what: str, ref: str, ident: str) -> Iterator[None]:
-    """For calls that need what the plan has found: where it went meanwhile, the failure says so, by the user's name."""
+    """Wraps calls that need a planned resource. If it was removed since, the message uses the user's name for it."""
     try:
         yield
     except Failure as failure:

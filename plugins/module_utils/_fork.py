@@ -2,15 +2,17 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""``sandbox_fork``: exactly these siblings of a snapshot (or clones of a sandbox) run; or do not exist."""
+"""``sandbox_fork``: siblings forked from a snapshot, or clones of a sandbox."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, still_there
 from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
@@ -20,7 +22,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
     desired_mounts,
     find_volumes,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._names import holders, taken_by
+from ansible_collections.grove.sandbox.plugins.module_utils._names import holders
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Action,
     Change,
@@ -35,19 +37,23 @@ from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import (
     apply_to_one,
     check_mounts,
     check_sizes,
-    last,
-    mounted,
+    checked_timeout,
+    end_of_life,
+    lifetime,
+    lifetime_differs,
+    mounts_of_fork,
     remount,
     remove,
     replace,
     size_words,
     view,
+    view_after,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
     sandbox_shape,
     snapshot_shape,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import check_awake
+from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import check_running_for_capture
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
@@ -65,6 +71,7 @@ ARGUMENTS: dict[str, Any] = {
     "concurrency": {"type": "int"},
     "atomic": {"type": "bool", "default": True},
     "metadata": {"type": "dict"},
+    "timeout": {"type": "int"},
     "paused": {"type": "bool", "default": False},
     "cold_start": {"type": "bool", "default": False},
     "cpus": {"type": "int"},
@@ -83,15 +90,15 @@ RULES: dict[str, Any] = {
     "required_by": {"count": "name_prefix"},
 }
 
-SHOWN = ("id", "name", "state", "address", "forked_from", "snapshot_id", "volumes")
-"""Of each fork in a result: what one goes on with. Ansible copies a result several times, and forks are many."""
+SHOWN = {PLURAL: ("id", "name", "state", "address", "forked_from", "snapshot_id", "volumes")}
+"""Only a few keys, because Ansible copies a result several times and there can be many forks."""
 MOST = 1000
-"""Forks that one request may ask for."""
+"""Maximum number of forks in one request."""
 
 
 @dataclass(frozen=True)
 class Desired:
-    """What the user set. ``prefix`` is empty where names were given one by one."""
+    """The user's options. ``prefix`` is empty if the names were listed."""
 
     names: tuple[str, ...]
     state: str
@@ -102,6 +109,7 @@ class Desired:
     concurrency: int | None = None
     atomic: bool = True
     metadata: Mapping[str, str] | None = None
+    timeout: int | None = None
     paused: bool = False
     cold_start: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -111,15 +119,16 @@ class Desired:
 
 @dataclass(frozen=True)
 class Current:
-    """``things``: the sandboxes that have the names asked for, and every sibling; ``siblings``: names of the latter.
+    """``things``: all siblings, and other sandboxes with requested names; ``siblings``: names of the siblings.
 
-    ``source`` is the snapshot's or sandbox's shape; None where it is gone, which only ``absent`` accepts.
-    ``volumes``: what the gateway says of each, by name; ``captures``: by name of a volume, the id of the snapshot of
-    it that the source holds; a sandbox holds none yet, of what it has mounted.
+    ``source``: the shape of the snapshot or sandbox; None if it no longer exists, which only ``absent`` accepts.
+    ``volumes``: the gateway's entries by name. ``captures``: for each volume of the source, the id of its captured
+    snapshot; empty for a sandbox, which is captured by the clone request.
     """
 
     things: Mapping[str, Mapping[str, Any]]
     siblings: frozenset[str]
+    now: datetime
     source: Mapping[str, Any] | None = None
     taken: Mapping[str, str] = field(default_factory=dict)
     volumes: Mapping[str, Any] = field(default_factory=dict)
@@ -140,6 +149,7 @@ def desired(params: Mapping[str, Any]) -> Desired:
         concurrency=at_least(params.get("concurrency"), 1, "concurrency"),
         atomic=params.get("atomic") is not False,
         metadata=words(params.get("metadata"), "metadata"),
+        timeout=checked_timeout(params.get("timeout")),
         paused=bool(params.get("paused")),
         cold_start=bool(params.get("cold_start")),
         sizes={word: at_least(params[word], 1, word) for word in ("cpus", "memory_mb") if params.get(word) is not None},
@@ -156,7 +166,7 @@ def _names(params: Mapping[str, Any], prefix: str) -> tuple[str, ...]:
             return ()
         return checked_names(names, "sandbox")
     if count is None and params["state"] == "present":
-        raise Failure("name_prefix needs count: how many siblings there shall be")
+        raise Failure("name_prefix needs count, the number of siblings")
     if count is not None and count > MOST:
         raise Failure(f"count must be at most {MOST}, not {count}")
     checked_names([f"{prefix}-{count or 1}"], "sandbox")
@@ -164,11 +174,11 @@ def _names(params: Mapping[str, Any], prefix: str) -> tuple[str, ...]:
 
 
 def observe(client: Client, want: Desired) -> Current:
-    """One call where all siblings of a snapshot are there, which is what nearly every run finds."""
+    """Needs only one request if all siblings of a snapshot exist, which is the most frequent case."""
     if want.source_kind == "snapshot" and want.mounts is None:
         there = {shape["name"]: shape for shape in _forks(client, want.source)}
-        if _complete(want, there):
-            return Current(there, frozenset(there))
+        if _is_complete(want, there):
+            return Current(there, frozenset(there), client.now())
     source, captures = _source(client, want)
     everyone = {shape["name"]: shape for shape in map(sandbox_shape, client.pages("/sandboxes"))}
     siblings = _siblings(client, want, source, everyone.values()) if source else frozenset()
@@ -176,23 +186,25 @@ def observe(client: Client, want: Desired) -> Current:
     missing = [] if want.state == "absent" else [name for name in want.names if name not in everyone]
     volumes = {} if want.state == "absent" else find_volumes(client, want.mounts, source)
     taken = holders(client, missing, other_than="sandbox")
-    return Current(things, siblings, source, taken, volumes, captures)
+    return Current(things, siblings, client.now(), source, taken, volumes, captures)
 
 
 def _forks(client: Client, snapshot: str) -> Iterator[dict[str, Any]]:
     return map(sandbox_shape, client.pages("/sandboxes", snapshotID=snapshot))
 
 
-def _complete(want: Desired, there: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Are the siblings that are there all that a plan needs to know: is none to be made?"""
+def _is_complete(want: Desired, there: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether all siblings exist and are alive, so that the plan needs no other data."""
     return bool(there) and all(
-        name in there and not _dead(there[name]) and all(there[name][key] == size for key, size in want.sizes.items())
+        name in there
+        and not _is_dead(there[name])
+        and all(there[name][key] == size for key, size in want.sizes.items())
         for name in want.names
     )
 
 
 def _source(client: Client, want: Desired) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    """Its shape (None: it is gone), and what it holds of volumes."""
+    """The shape of the source (None: it does not exist) and its captures of volumes."""
     place = f"/{'snapshots' if want.source_kind == 'snapshot' else 'sandboxes'}/{segment(want.source)}"
     found = client.find(place) if want.state == "absent" else client.get(place)
     if found is None:
@@ -206,7 +218,7 @@ def _source(client: Client, want: Desired) -> tuple[dict[str, Any] | None, dict[
 def _siblings(
     client: Client, want: Desired, source: Mapping[str, Any], everyone: Iterable[Mapping[str, Any]]
 ) -> frozenset[str]:
-    """Names of all forks of the snapshot; or of all clones: children of the sandbox by no snapshot that shows."""
+    """Names of all forks of the snapshot, or of all clones: children of the sandbox from an unlisted snapshot."""
     if want.source_kind == "snapshot":
         return frozenset(shape["name"] for shape in everyone if shape["forked_from"] == source["id"])
     children = [shape for shape in everyone if shape["parent_sandbox_id"] == source["id"]]
@@ -215,7 +227,7 @@ def _siblings(
 
 
 def plan(want: Desired, have: Current) -> Plan:
-    """Forks first (one request for all of them), then what changes in place, surplus goes last."""
+    """Fork all missing siblings in one request, then make changes in place, then remove surplus siblings."""
     _check_not_itself(want, have)
     refused: dict[str, Failure] = {}
     fresh: list[tuple[str, Mapping[str, Any] | None]] = []
@@ -224,8 +236,8 @@ def plan(want: Desired, have: Current) -> Plan:
         now = have.things.get(name)
         try:
             if want.state == "absent":
-                actions += _leave(want, have, name, now)
-            elif now is None or _to_replace(want, have, name, now):
+                actions += _removal(want, have, name, now)
+            elif now is None or _must_replace(want, have, name, now):
                 fresh.append((name, _free(have, name, now)))
             else:
                 actions += _adjust(want, have, name, now)
@@ -246,7 +258,7 @@ def _check_not_itself(want: Desired, have: Current) -> None:
             raise Failure(f"sandbox {name!r} cannot be a clone of itself: choose other names for the clones")
 
 
-def _leave(want: Desired, have: Current, name: str, now: Mapping[str, Any] | None) -> list[Action]:
+def _removal(want: Desired, have: Current, name: str, now: Mapping[str, Any] | None) -> list[Action]:
     if now is None:
         return []
     if name not in have.siblings:
@@ -256,9 +268,9 @@ def _leave(want: Desired, have: Current, name: str, now: Mapping[str, Any] | Non
 
 def _foreign(want: Desired, name: str, now: Mapping[str, Any]) -> Failure:
     hint = (
-        "set recreate: true to replace it, which loses what is in it, or choose another name"
+        "set recreate: true to replace it, which loses its content, or choose another name"
         if want.state == "present"
-        else "remove it with the module grove.sandbox.sandbox if it shall go"
+        else "to remove it, use the module grove.sandbox.sandbox"
     )
     return Failure(
         f"sandbox {name!r} exists and is no fork of {want.source_kind} {want.source!r} (it was made from "
@@ -268,8 +280,8 @@ def _foreign(want: Desired, name: str, now: Mapping[str, Any]) -> Failure:
     )
 
 
-def _to_replace(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> bool:
-    """Is it dead, or (with ``recreate``) something else than what was asked for? Raises Failure without."""
+def _must_replace(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> bool:
+    """Whether to replace it. Raises Failure for another sandbox or a fixed property, unless ``recreate`` is set."""
     if name not in have.siblings:
         if want.recreate:
             return True
@@ -281,15 +293,15 @@ def _to_replace(want: Desired, have: Current, name: str, now: Mapping[str, Any])
     if other and not want.recreate:
         raise Failure(
             f"sandbox {name!r} has {' and '.join(other)}: that cannot change while it lives; set recreate: true to "
-            "replace it, which loses what is in it",
+            "replace it, which loses its content",
             "conflict",
             blockers=[now["id"]],
         )
-    return bool(other) or _dead(now)
+    return bool(other) or _is_dead(now)
 
 
 def _clone_of(want: Desired, have: Current, now: Mapping[str, Any], mount: Mount) -> str | None:
-    """The name of the sibling's own clone that ``mount`` asks for, where it has it."""
+    """The name of the sibling's own clone for ``mount``, if it has one."""
     for each in now["volumes"]:
         volume = have.volumes.get(each["name"], {})
         right = want.source_kind == "sandbox" or volume.get("fromSnapshot") == have.captures.get(mount.volume)
@@ -298,14 +310,14 @@ def _clone_of(want: Desired, have: Current, now: Mapping[str, Any], mount: Mount
     return None
 
 
-def _dead(now: Mapping[str, Any]) -> bool:
-    """Paused though nobody asked for it: its machine ended, or its host went down."""
+def _is_dead(now: Mapping[str, Any]) -> bool:
+    """Whether it is paused because its machine ended or its host went down, not by a request."""
     return now["state"] == "paused" and bool(now["state_reason"])
 
 
 def _free(have: Current, name: str, now: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if now is None and name in have.taken:
-        raise taken_by(name, have.taken[name])
+        raise _refusals.name_taken(name, have.taken[name])
     return now
 
 
@@ -314,8 +326,8 @@ def _fork(want: Desired, have: Current, fresh: list[tuple[str, Mapping[str, Any]
     if want.source_kind == "snapshot":
         check_sizes(want.sizes, source, want.cold_start)
     else:
-        check_awake(want.source, source)
-        # A clone goes on from the memory of its source, wherever the host captures memory.
+        check_running_for_capture(want.source, source)
+        # A clone continues from the memory of its source on every host that captures memory.
         check_sizes(want.sizes, {**source, "memory": "auto"}, want.cold_start)
     check_mounts(want.mounts, source, have.volumes)
     _check_captured(want, have)
@@ -331,6 +343,8 @@ def _fork(want: Desired, have: Current, fresh: list[tuple[str, Mapping[str, Any]
         body["concurrency"] = want.concurrency
     if want.metadata:
         body["metadata"] = dict(want.metadata)
+    if want.timeout is not None:
+        body["timeout"] = want.timeout
     if want.paused:
         body["paused"] = True
     if want.cold_start:
@@ -346,19 +360,11 @@ def _change(name: str, now: Mapping[str, Any] | None, after: Mapping[str, Any]) 
 
 
 def _check_captured(want: Desired, have: Current) -> None:
-    """Raises the failure that cloning a volume would meet of which the source holds nothing."""
+    """Raises Failure if a volume is to be cloned that the source does not hold."""
     for mount in want.mounts or ():
         if not mount.clone or mount.volume in have.captures:
             continue
-        if want.source_kind == "sandbox":
-            raise Failure(
-                f"volume {mount.volume!r} is not mounted in sandbox {want.source!r}, and is cloned with it: attach it "
-                "there first, or mount the volume itself with clone: false"
-            )
-        raise Failure(
-            f"snapshot {want.source!r} holds nothing of volume {mount.volume!r} to clone: take one that names it in "
-            "volumes, or mount the volume itself with clone: false"
-        )
+        raise _refusals.nothing_to_clone(mount.volume, want.source_kind, want.source)
 
 
 def _after(want: Desired, source: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -368,9 +374,11 @@ def _after(want: Desired, source: Mapping[str, Any], name: str) -> dict[str, Any
         **{key: want.sizes.get(key, source[key]) for key in ("cpus", "memory_mb", "disk_mb")},
         "metadata": dict(want.metadata or {}),
     }
+    if want.timeout is not None:
+        after["timeout"] = want.timeout
     if not any(mount.clone for mount in want.mounts or ()):
-        # The names of clones are the gateway's to choose.
-        after["volumes"] = mounted(want.mounts, source)
+        # The gateway chooses the names of clones.
+        after["volumes"] = mounts_of_fork(want.mounts, source)
     if want.source_kind == "snapshot":
         after["forked_from"] = source["id"]
     else:
@@ -379,35 +387,41 @@ def _after(want: Desired, source: Mapping[str, Any], name: str) -> dict[str, Any
 
 
 def _adjust(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> list[Action]:
-    """What is different and can change in place. It runs before it is changed, and is paused last."""
-    if _as_asked(want, now):
+    """The changes in place. A sibling is resumed first and paused last."""
+    if _is_as_requested(want, now):
         return []
     before = view(now)
     check_there(want.mounts, have.volumes)
     actions: list[Action] = []
     if not want.paused and before["state"] == "paused":
         actions.append(Action("resume", (Change(name, before, {**before, "state": "running"}),), {"id": now["id"]}))
-        before = last(actions, before)
+        before = view_after(actions, before)
     if want.metadata is not None and want.metadata != before["metadata"]:
         after = {**before, "metadata": dict(want.metadata)}
         request = {"id": now["id"], "body": {"metadata": dict(want.metadata)}}
         actions.append(Action("update", (Change(name, before, after),), request))
         before = after
-    actions += remount(name, now, before, _as_it_has_them(want, have, now))
-    before = last(actions, before)
+    actions += remount(name, now, before, _mounts_of(want, have, now))
+    before = view_after(actions, before)
+    if lifetime_differs(want.timeout, before["timeout"]):
+        after = {**before, "timeout": want.timeout}
+        request = {"id": now["id"], "end": end_of_life(want.timeout, name, now, have.now)}
+        actions.append(Action("set_timeout", (Change(name, before, after),), request))
+        before = after
     if want.paused and before["state"] == "running":
         actions.append(Action("pause", (Change(name, before, {**before, "state": "paused"}),), {"id": now["id"]}))
     return actions
 
 
-def _as_asked(want: Desired, now: Mapping[str, Any]) -> bool:
-    """Without a view, which for a hundred siblings takes longer than all else that is done here."""
+def _is_as_requested(want: Desired, now: Mapping[str, Any]) -> bool:
+    """Whether nothing has to change. Compares without views, which would be slow for a hundred siblings."""
     state = "paused" if want.paused else "running"
-    return now["state"] == state and want.metadata in (None, now["metadata"]) and want.mounts is None
+    same_life = want.timeout is None or not lifetime_differs(want.timeout, lifetime(now))
+    return now["state"] == state and want.metadata in (None, now["metadata"]) and want.mounts is None and same_life
 
 
-def _as_it_has_them(want: Desired, have: Current, now: Mapping[str, Any]) -> tuple[Mount, ...] | None:
-    """The mounts asked for, clones under the names that they have in this sibling."""
+def _mounts_of(want: Desired, have: Current, now: Mapping[str, Any]) -> tuple[Mount, ...] | None:
+    """The requested mounts, with the names of this sibling's clones."""
     if want.mounts is None:
         return None
     return tuple(
@@ -417,7 +431,7 @@ def _as_it_has_them(want: Desired, have: Current, now: Mapping[str, Any]) -> tup
 
 
 def _surplus(want: Desired, have: Current) -> list[Action]:
-    """Siblings nobody asked for; with a prefix only those that are named by it."""
+    """Remove surplus siblings; with a prefix, only those whose names are the prefix and a number."""
     if not want.exact:
         return []
     ours = re.compile(re.escape(want.prefix) + r"-[1-9]\d*" if want.prefix else r".*")
@@ -431,7 +445,7 @@ def _in_order(name: str) -> tuple[str, int, str]:
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
-    """Carry out one action. Raises Failure; returns by name what failed of a request that was not atomic."""
+    """Carry out one action. Raises Failure; returns the failures by name of a request that was not atomic."""
     if action.verb not in ("fork", "clone"):
         apply_to_one(action, client)
         return {}
@@ -439,7 +453,7 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
     place = "/snapshots/{}/fork" if action.verb == "fork" else "/sandboxes/{}/clone"
     body = dict(request["body"])
     if request["old"]:
-        # Successors of what is still there: all of them live before the first old one goes.
+        # All replacements must exist before the first old sandbox is removed.
         body["atomic"] = True
     with still_there(*request["ref"], request["source"]):
         answer = replace(
@@ -463,7 +477,7 @@ def _failed(answer: Any) -> dict[str, Failure]:
 
 
 def lists(want: Desired) -> dict[str, tuple[str, ...]]:
-    """What a result lists, in this order: key → names."""
+    """The lists of a result, in order: key → names."""
     return {PLURAL: want.names}
 
 

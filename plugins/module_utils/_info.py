@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The ``*_info`` modules: what there is, in the shapes that the modules which declare it return."""
+"""The ``*_info`` modules: lists of resources in the same shapes as in the results of the other modules."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
 Shape = Callable[["Client", "dict[str, Any]"], Optional["dict[str, Any]"]]
-"""Of an entry of a list; None: it went meanwhile."""
+"""Returns the shape of a list entry, or None if it has been removed since."""
 _NAME = {"name": {"type": "list", "elements": "str", "aliases": ["names"]}}
 
 
 @dataclass(frozen=True)
 class Listing:
-    """One kind of thing, and the options that choose from it.
+    """One kind of resource, and the options that select from it.
 
-    ``plural``: the gateway's list of them, and the key of the result; ``ident``: the gateway's word for the id;
-    ``queries``: option → the gateway's query.
+    ``plural``: the path of the gateway's list and the key of the result; ``ident``: the gateway's field for the id;
+    ``queries``: option → the gateway's query parameter.
     """
 
     plural: str
@@ -51,22 +51,24 @@ class Listing:
     def RULES(self) -> dict[str, Any]:
         return {}
 
-    def told(self, client: Client, params: Mapping[str, Any]) -> dict[str, Any]:
-        """A module's result: all that the options leave. Raises Failure."""
+    def result(self, client: Client, params: Mapping[str, Any]) -> dict[str, Any]:
+        """The module's result: the selected resources. Raises Failure."""
         query = {theirs: _word(params.get(ours)) for ours, theirs in self.queries.items()}
         names = params.get("name")
         entries = client.pages(f"/{self.plural}", **query)
         found = [
-            self.shape(client, entry) for entry in entries if names is None or not self._called(entry).isdisjoint(names)
+            self.shape(client, entry)
+            for entry in entries
+            if names is None or not self._names_of(entry).isdisjoint(names)
         ]
         return {"changed": False, self.plural: [shape for shape in found if shape is not None]}
 
-    def _called(self, entry: Mapping[str, Any]) -> set[str]:
+    def _names_of(self, entry: Mapping[str, Any]) -> set[str]:
         return {str(entry.get("name")), str(entry[self.ident]), *(entry.get("names") or [])}
 
 
 def _word(value: Any) -> Any:
-    """As the gateway's queries take it; None and empty values are left out by the client."""
+    """The value as a query parameter. The client leaves out None and empty values."""
     if isinstance(value, dict):
         return urlencode(words(value, "metadata") or {})
     return ",".join(value) if isinstance(value, list) else value or None

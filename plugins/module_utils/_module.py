@@ -2,16 +2,19 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""What the modules are, and what they share with the action plugins: arguments, and the run on the managed host."""
+"""The arguments shared by modules and action plugins, and the entry point of modules on the managed host."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ansible.module_utils.basic import AnsibleModule, env_fallback
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._run import HIDDEN, run
+
+if TYPE_CHECKING:
+    from ansible_collections.grove.sandbox.plugins.module_utils._thing import Thing
 
 URL_VARIABLE = "SANDBOX_GATEWAY_URL"
 TOKEN_VARIABLE = "SANDBOX_GATEWAY_TOKEN"
@@ -29,21 +32,21 @@ COMMON: dict[str, Any] = {
 }
 
 
-def arguments(thing: Any) -> dict[str, Any]:
-    """The argument spec of ``thing``, the common options among it."""
+def arguments(thing: Thing) -> dict[str, Any]:
+    """The argument specification of ``thing``, with the common options."""
     return copy.deepcopy({**COMMON, **thing.ARGUMENTS})
 
 
 class _Module(AnsibleModule):
     def fail_json(self, msg: str, **result: Any) -> NoReturn:
-        """What Ansible itself refuses (an option that is none, of another type, missing) is told as all else is."""
+        """Give Ansible's own errors (an unknown option, a wrong type) the shape of all other failures."""
         super().fail_json(msg, **{"failure": Failure(msg).as_dict(), **result})
 
 
-def main(thing: Any) -> None:
+def main(thing: Thing) -> None:
     """Run ``thing`` as a module."""
-    # The invocation goes to no log: `env` may hold secrets, and as a no_log option its values, however short,
-    # would be blotted out of all results.
+    # The invocation is not logged, because `env` may hold secrets. As a no_log option, `env` would not work: Ansible
+    # would censor its values, even short ones, in all results.
     module = _Module(arguments(thing), supports_check_mode=True, no_log=True, **thing.RULES)
     result = run(thing, module.params, check=module.check_mode)
     if not module._diff:
@@ -59,7 +62,7 @@ def del_diff(result: dict[str, Any]) -> None:
 
 
 def shown(params: dict[str, Any]) -> dict[str, Any]:
-    """The options as a result may show them."""
+    """The options with their secrets hidden."""
     visible = dict(params)
     if visible.get("gateway_token"):
         visible["gateway_token"] = HIDDEN

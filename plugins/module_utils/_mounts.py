@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Volumes as sandboxes have them: what a user may write, and how what is becomes what shall be."""
+"""Mounts of volumes in sandboxes: the option ``volumes`` and path checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
+from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import checked_names
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {
     "path": {"type": "str", "required": True},
     "read_only": {"type": "bool", "default": False},
 }
-"""Of one element of ``volumes``."""
+"""The suboptions of ``volumes``."""
 
 _PATH = re.compile(r"(/[A-Za-z0-9_.@+:=-]+)+")
 _LONGEST = 255
@@ -32,7 +32,7 @@ _TOP = ("/bin", "/boot", "/etc", "/home", "/lib", "/root", "/sbin", "/tmp", "/us
 
 @dataclass(frozen=True)
 class Mount:
-    """A volume at a path; ``clone``: not the volume, but its own clone of what the snapshot holds of it."""
+    """A volume at a path. ``clone``: mount a private clone of the volume's capture instead of the volume."""
 
     volume: str
     path: str
@@ -40,17 +40,17 @@ class Mount:
     clone: bool = False
 
     def view(self) -> dict[str, Any]:
-        """As a sandbox's shape shows it."""
+        """The mount in the form of a sandbox's shape."""
         return {"name": self.volume, "path": self.path, "read_only": self.read_only}
 
     def words(self) -> dict[str, Any]:
-        """As the gateway takes it."""
+        """The request fields of the gateway."""
         body = {"name": self.volume, "path": self.path, "readOnly": self.read_only}
         return {**body, "clone": True} if self.clone else body
 
 
 def desired_mounts(given: Iterable[Mapping[str, Any]] | None) -> tuple[Mount, ...] | None:
-    """The option ``volumes``, in the order of the paths; None: not set. Raises Failure."""
+    """The option ``volumes``, sorted by path; None if not set. Raises Failure."""
     if given is None:
         return None
     mounts = [
@@ -64,62 +64,50 @@ def desired_mounts(given: Iterable[Mapping[str, Any]] | None) -> tuple[Mount, ..
 
 
 def checked_path(path: str) -> str:
-    """``path``, if a volume may be mounted there; without a slash at its end. Raises Failure."""
+    """``path`` without a trailing slash. Raises Failure if no volume may be mounted there."""
     place = path.rstrip("/")
     if len(place) > _LONGEST or not _PATH.fullmatch(place) or {".", ".."}.intersection(place.split("/")):
-        shown = path if len(path) <= 80 else path[:77] + "..."
-        raise Failure(
-            f"a volume cannot be mounted at {shown!r}: write an absolute path without '.' and '..', of letters, digits "
-            f"and _ . @ + : = -, at most {_LONGEST} characters long"
-        )
+        raise _refusals.path_not_allowed(path, _LONGEST)
     if place in _TOP or any(inside(place, system) for system in _SYSTEM):
-        raise Failure(f"a volume cannot be mounted at {place!r}, which the system needs: choose a path below /srv, say")
+        raise _refusals.path_of_the_system(place)
     return place
 
 
 def check_apart(paths: Iterable[str]) -> None:
-    """Raises Failure where one path is the same as, or inside, another."""
+    """Raises Failure if one path is the same as, or inside, another."""
     ordered = sorted(paths, key=lambda path: path.split("/"))
     for outer, inner in zip(ordered, ordered[1:]):
         if inside(inner, outer):
-            raise Failure(f"volumes cannot be mounted both at {outer!r} and at {inner!r} in it: choose paths apart")
+            raise _refusals.paths_overlap(outer, inner)
 
 
 def inside(path: str, other: str) -> bool:
-    """Is ``path`` the same as ``other``, or below it?"""
+    """Whether ``path`` is ``other`` or below it."""
     return path == other or path.startswith(other + "/")
 
 
 def find_volumes(
     client: Client, mounts: tuple[Mount, ...] | None, source: Mapping[str, Any] | None
 ) -> dict[str, dict[str, Any]]:
-    """What the gateway says of each volume, by name; asked only where ``mounts``, or those of ``source``, name any."""
+    """The gateway's volumes by name. Sends no request if no volumes are requested or inherited."""
     if not (mounts if mounts is not None else (source or {}).get("mounts")):
         return {}
     return {entry["name"]: entry for entry in client.pages("/volumes")}
 
 
-def gone(source: Mapping[str, Any], volumes: Mapping[str, Any]) -> list[str]:
-    """The volumes of ``source`` that are none of ``volumes``."""
+def missing_volumes(source: Mapping[str, Any], volumes: Mapping[str, Any]) -> list[str]:
+    """The volumes of ``source`` that are not in ``volumes``."""
     return [each["name"] for each in source.get("mounts", []) if each["name"] not in volumes]
 
 
 def check_there(mounts: Iterable[Mount] | None, volumes: Mapping[str, Any]) -> None:
-    """Raises Failure for a volume that is none of ``volumes``."""
+    """Raises Failure for a volume that is not in ``volumes``."""
     for mount in mounts or ():
         if mount.volume not in volumes:
-            raise Failure(
-                f"volume {mount.volume!r} not found: make it first, with the module grove.sandbox.sandbox_volume",
-                "not_found",
-            )
+            raise _refusals.volume_not_found(mount.volume)
 
 
 def check_running(name: str, sandbox: Mapping[str, Any], ident: str) -> None:
-    """Raises the failure that attaching a volume to a paused sandbox would meet."""
+    """Raises Failure for a paused sandbox, to which no volume can be attached."""
     if sandbox["state"] != "running":
-        raise Failure(
-            f"sandbox {name!r} is paused, and a volume is attached while it runs: resume it first, with the module "
-            "grove.sandbox.sandbox and state: running",
-            "conflict",
-            blockers=[ident],
-        )
+        raise _refusals.paused_for_attach(name, ident)

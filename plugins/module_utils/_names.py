@@ -2,14 +2,12 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Who has a name: sandboxes, snapshots, templates and volumes share one namespace."""
+"""Checks for taken names: sandboxes, snapshots, templates and volumes share one namespace."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
-
-from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
@@ -18,7 +16,7 @@ _LISTS = {"sandbox": "/sandboxes", "snapshot": "/snapshots", "template": "/templ
 
 
 def holders(client: Client, names: Iterable[str], *, other_than: str) -> dict[str, str]:
-    """Which of ``names`` a thing of another kind has: name → the word for it. Asks nothing for no names."""
+    """The ``names`` taken by resources of other kinds: name → kind. Sends no request without names."""
     wanted = set(names)
     if not wanted:
         return {}
@@ -34,11 +32,3 @@ def holders(client: Client, names: Iterable[str], *, other_than: str) -> dict[st
                 if name in wanted:
                     taken[name] = kind
     return taken
-
-
-def taken_by(name: str, kind: str) -> Failure:
-    return Failure(
-        f"the name {name!r} is taken by a {kind}: sandboxes, snapshots, templates and volumes share their names, "
-        "choose another",
-        "name_taken",
-    )

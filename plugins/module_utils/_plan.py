@@ -2,9 +2,9 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Plans as data: what would be done, with before and after. No Ansible and no network here.
+"""Plans as data: actions with the states before and after. Independent of Ansible and the network.
 
-A *view* is the declared part of a thing, as a dict: what a plan compares, changes and shows in a diff.
+A *view* is the declared part of a resource as a dict. Plans compare and change views, and diffs show them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS, RESERVED
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 SANDBOX, SNAPSHOT, TEMPLATE, VOLUME = "sandbox", "snapshot", "template", "volume"
 _ANEW = ("build", "clone", "fork", "replace")
-"""Verbs after which a thing of the same name is another one."""
+"""Verbs that create another resource under the same name."""
 _UNSETTLED = {
     "attach": ("used_mb",),
     "capture": ("used_mb",),
@@ -32,12 +33,12 @@ _UNSETTLED = {
     "rollback": ("address", "started_at", "state_reason", "used_mb", "volumes"),
     "set_timeout": ("end_at",),
 }
-"""What else is another after a verb, and known only then."""
+"""Keys whose new values are unknown until the action is done, by verb."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What happens to one thing: its view before (None: it is not there) and after (None: it is gone)."""
+    """A change of one resource: its view before (None: it does not exist) and after (None: it is removed)."""
 
     name: str
     before: Mapping[str, Any] | None
@@ -47,7 +48,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Action:
-    """One step: ``verb`` says what ``apply`` does with ``request``; it succeeds or fails as one."""
+    """One step, which succeeds or fails as a whole: ``apply`` does ``verb`` with ``request``."""
 
     verb: str
     changes: tuple[Change, ...]
@@ -56,21 +57,21 @@ class Action:
 
 @dataclass(frozen=True)
 class Plan:
-    """Actions in their order, and by name what cannot be brought about."""
+    """The actions in order, and the refusals by name."""
 
     actions: tuple[Action, ...] = ()
     refused: Mapping[str, Failure] = field(default_factory=dict)
 
 
 class Planner:
-    """Gathers a plan item by item: a refusal of one item leaves the others' actions alone."""
+    """Builds a plan item by item. A refused item does not affect the actions of the others."""
 
     def __init__(self) -> None:
         self._actions: list[Action] = []
         self._refused: dict[str, Failure] = {}
 
     def item(self, name: str, plan_one: Any) -> None:
-        """``plan_one()`` gives the actions for ``name``; the Failure it may raise is kept."""
+        """Add the actions for ``name`` from ``plan_one()``, or store the Failure that it raises."""
         try:
             self._actions.extend(plan_one())
         except Failure as failure:
@@ -81,7 +82,7 @@ class Planner:
 
 
 def diff(actions: Iterable[Action]) -> dict[str, dict[str, Any]]:
-    """Before and after of all that ``actions`` touch, by name; what is not there has no key."""
+    """All changed resources before and after ``actions``, by name. Nonexistent ones have no key."""
     first: dict[str, Mapping[str, Any] | None] = {}
     last: dict[str, Mapping[str, Any] | None] = {}
     for action in actions:
@@ -95,7 +96,7 @@ def diff(actions: Iterable[Action]) -> dict[str, dict[str, Any]]:
 
 
 def predict(shapes: Mapping[str, Mapping[str, Any]], actions: Iterable[Action]) -> dict[str, dict[str, Any]]:
-    """The shapes that ``actions`` would leave; what exists only after them (ids, dates, addresses) is None."""
+    """The shapes after ``actions``. Values that only a run creates (ids, dates, addresses) are None."""
     result = {name: dict(shape) for name, shape in shapes.items()}
     for action in actions:
         for change in action.changes:
@@ -111,15 +112,11 @@ def predict(shapes: Mapping[str, Mapping[str, Any]], actions: Iterable[Action]) 
 
 
 def checked_names(names: Iterable[str], what: str) -> tuple[str, ...]:
-    """The names, each once, if each may be one. Raises Failure with the rule, or where one is given twice."""
+    """The names. Raises Failure if one is not allowed or is given twice."""
     result = []
     for name in names:
         if not _NAME.fullmatch(name):
-            shown = name if len(name) <= 80 else name[:77] + "..."
-            raise Failure(
-                f"the {what} name {shown!r} is not allowed: use 1 to 64 letters, digits, '_', '.' or '-', "
-                "starting with a letter or digit"
-            )
+            raise _refusals.name_not_allowed(what, name)
         if name in result:
             raise Failure(f"the {what} name {name!r} is given twice")
         result.append(str(name))
@@ -129,7 +126,7 @@ def checked_names(names: Iterable[str], what: str) -> tuple[str, ...]:
 
 
 def words(values: Mapping[str, Any] | None, what: str) -> dict[str, str] | None:
-    """A mapping to strings, as the gateway keeps it: numbers in digits, booleans as true and false."""
+    """The mapping with values as strings, as the gateway stores them: numbers in digits, booleans as true or false."""
     if values is None:
         return None
     result = {}
@@ -145,14 +142,14 @@ def words(values: Mapping[str, Any] | None, what: str) -> dict[str, str] | None:
 
 
 def at_least(value: Any, least: int, what: str) -> Any:
-    """``value``, if it is unset or not below ``least``. Raises Failure."""
+    """``value``, which may be None. Raises Failure if it is less than ``least``."""
     if value is not None and value < least:
         raise Failure(f"{what} must be at least {least}, not {value}")
     return value
 
 
 def networks(addresses: Iterable[str]) -> list[str]:
-    """Addresses and CIDRs in one spelling and order, so that the same set compares equal; others as they are."""
+    """Addresses and CIDRs, normalized and sorted so that equal sets compare equal. Invalid ones are left unchanged."""
     result = set()
     for address in addresses:
         try:
@@ -163,10 +160,10 @@ def networks(addresses: Iterable[str]) -> list[str]:
 
 
 def succeeded(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The view ``before`` of what gives way to ``after``, as far as it is known what becomes of it."""
+    """The items of ``before`` whose keys are also in ``after``, the view of its replacement."""
     return {key: value for key, value in before.items() if key in after}
 
 
 def aside(name: str, ident: str) -> str:
-    """The name a thing has while its successor is made: one that may be a name, and no other thing's."""
+    """A free temporary name for a resource while its replacement is created."""
     return f"{name[:50]}.old-{ident[:8]}"

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""``sandbox_rollback``: sandboxes are what a snapshot holds, under their own ids and names."""
+"""``sandbox_rollback``: gives sandboxes the state of a snapshot; their ids and names stay."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, still_there
-from ansible_collections.grove.sandbox.plugins.module_utils._names import holders, taken_by
+from ansible_collections.grove.sandbox.plugins.module_utils._names import holders
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     SNAPSHOT,
     Action,
@@ -24,15 +25,22 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._sandbox import SIZES
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
+    SANDBOX_KEYS,
+    SNAPSHOT_KEYS,
     sandbox_shape,
     snapshot_shape,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import captured_view, check_awake, find_snapshots
+from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import (
+    captured_view,
+    check_running_for_capture,
+    find_snapshots,
+)
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
 SINGULAR, PLURAL = "sandbox", "sandboxes"
+SHOWN = {PLURAL: SANDBOX_KEYS, "backups": SNAPSHOT_KEYS}
 
 ARGUMENTS: dict[str, Any] = {
     "sandbox": {"type": "list", "elements": "str", "required": True, "aliases": ["name", "names", "sandboxes"]},
@@ -46,7 +54,7 @@ RULES: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class Desired:
-    """``backups``: for each sandbox the name of the snapshot that is taken first; empty: none is."""
+    """``backups``: sandbox → name of the snapshot to take first; empty if none is requested."""
 
     names: tuple[str, ...]
     snapshot: str
@@ -107,7 +115,7 @@ def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
     if want.unless_clean and now["snapshot_id"] == target and now["diverged"] is False:
         return []
     after = {"name": now["name"], "state": "running", "snapshot_id": target, "diverged": False}
-    # Of what is lost without a file having changed (what runs, what is in memory) this is all there is to show.
+    # A diff cannot show lost processes and memory, so this key marks a rollback even if no file has changed.
     after["content_of"] = have.snapshot["name"] or target
     after.update({key: have.snapshot[key] for key in SIZES})
     changes = [Change(name, view(now), after)]
@@ -115,8 +123,8 @@ def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
     backup = want.backups.get(name)
     if backup:
         if backup in have.taken:
-            raise taken_by(backup, have.taken[backup])
-        check_awake(name, now)
+            raise _refusals.name_taken(backup, have.taken[backup])
+        check_running_for_capture(name, now)
         changes.append(Change(backup, None, captured_view(backup, now, _reason(have)), SNAPSHOT))
         request["backup"] = {"name": backup, "description": _reason(have)}
     return [Action("rollback", tuple(changes), request)]
@@ -127,7 +135,7 @@ def _reason(have: Current) -> str:
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
-    """The backup first: without it nothing is rolled back, and without a rollback none is kept. Raises Failure."""
+    """Take the backup first, and remove it if the rollback fails. Raises Failure."""
     request = action.request
     place, target = f"/sandboxes/{segment(request['sandbox'])}", request["snapshot"]
     with still_there("snapshot", request["ref"], target):
@@ -137,7 +145,7 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
         try:
             client.post(f"{place}/rollback", {"snapshotID": target})
         except Failure as failure:
-            # Where no answer came, it may still go on, and the backup be all that is left.
+            # Without a response, the rollback may still be running, and the backup may be the only copy left.
             if "backup" in request and failure.status is not None:
                 with contextlib.suppress(Failure):
                     client.delete(f"/snapshots/{segment(taken)}")
@@ -146,7 +154,7 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
 
 
 def lists(want: Desired) -> dict[str, tuple[str, ...]]:
-    """What a result lists, in this order: key → names."""
+    """The lists of a result, in order: key → names."""
     return {PLURAL: want.names, "backups": tuple(want.backups.values())}
 
 

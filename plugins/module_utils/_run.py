@@ -2,32 +2,36 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The one way every module and action plugin goes: observe, plan, apply unless checking, report."""
+"""The common procedure of modules and action plugins: observe, plan, apply unless in check mode, report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, join
 from ansible_collections.grove.sandbox.plugins.module_utils._info import Listing
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import Action, Plan, diff, predict
 
+if TYPE_CHECKING:
+    from ansible_collections.grove.sandbox.plugins.module_utils._thing import Declared, Thing
+
 HIDDEN = "********"
 
 
-def run(thing: Any, params: Mapping[str, Any], *, check: bool, client: Client | None = None) -> dict[str, Any]:
-    """Bring about what ``params`` say; with ``check`` only say what that would be.
+def run(thing: Thing, params: Mapping[str, Any], *, check: bool, client: Client | None = None) -> dict[str, Any]:
+    """Make the changes that ``params`` request; with ``check``, only report them.
 
-    ``thing`` is one of the modules beside this one (``_sandbox``, …), or a ``Listing`` of ``_info``. Returns a
-    module's result, with ``failed`` and ``failure`` where something cannot be done; raises nothing a user can cause.
-    ``diff`` is in it, unless only a list was asked for.
+    Returns the module's result, with ``failed`` and ``failure`` in case of an error. Raises no exception for errors
+    that a user can cause. The result has a ``diff``, unless ``thing`` is a Listing.
     """
     try:
         own = client or connect(params)
         try:
-            result = thing.told(own, params) if isinstance(thing, Listing) else _Run(thing, params, own, check).result()
+            result = (
+                thing.result(own, params) if isinstance(thing, Listing) else _Run(thing, params, own, check).result()
+            )
         finally:
             if client is None:
                 own.close()
@@ -37,7 +41,7 @@ def run(thing: Any, params: Mapping[str, Any], *, check: bool, client: Client | 
 
 
 def connect(params: Mapping[str, Any]) -> Client:
-    """A client as the common options say. Raises Failure."""
+    """A client for the gateway in the common options. Raises Failure."""
     return Client(
         params.get("gateway_url") or "",
         params.get("gateway_token") or "",
@@ -52,7 +56,7 @@ def failed(failure: Failure, **more: Any) -> dict[str, Any]:
 
 
 class _Run:
-    def __init__(self, thing: Any, params: Mapping[str, Any], client: Client, check: bool) -> None:
+    def __init__(self, thing: Declared, params: Mapping[str, Any], client: Client, check: bool) -> None:
         self.thing = thing
         self.client = client
         self.check = check
@@ -75,7 +79,7 @@ class _Run:
             return self._report(predict(shapes, self.done))
         self._apply(plan)
         if self.done or self.failures:
-            shapes = self._look_again(shapes)
+            shapes = self._observe_again(shapes)
         return self._report(shapes)
 
     def _apply(self, plan: Plan) -> None:
@@ -94,11 +98,11 @@ class _Run:
             if problems and not self.go_on:
                 return
 
-    def _look_again(self, before: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _observe_again(self, before: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             return self.thing.things_of(self.want, self.thing.observe(self.client, self.want))
         except Failure as failure:
-            # What was done is done; that it cannot be shown is a failure of its own.
+            # The changes have been made, but reading the result failed: report that as a failure.
             self.failures.setdefault("", failure)
             return before
 
@@ -110,19 +114,16 @@ class _Run:
             "diff": diff(self.done),
         }
         for key, names in lists.items():
-            result[key] = [self._shown(shapes[name]) for name in names if name in shapes]
-        names = lists[self.thing.PLURAL]
-        if len(names) == 1:
-            result[self.thing.SINGULAR] = self._shown(shapes[names[0]]) if names[0] in shapes else None
+            result[key] = [_shown(shapes[name], self.thing.SHOWN[key]) for name in names if name in shapes]
+        found = result[self.thing.PLURAL]
+        if len(lists[self.thing.PLURAL]) == 1:
+            result[self.thing.SINGULAR] = found[0] if found else None
         if self.failures:
             return failed(join(self.failures, max(len(result["outcomes"]), 1)), **result)
         return result
 
-    def _shown(self, shape: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: shape.get(key) for key in getattr(self.thing, "SHOWN", shape)}
-
     def _outcomes(self, names: list[str]) -> list[dict[str, Any]]:
-        """One for each name; none at all where nothing was done: what many results hold, Ansible copies many times."""
+        """One outcome for each name. Empty if nothing was done, because Ansible copies each result several times."""
         if not self.done and not self.failures:
             return []
         verbs: dict[str, list[str]] = {name: [] for name in names}
@@ -144,8 +145,12 @@ class _Run:
         ]
 
 
+def _shown(shape: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: shape.get(key) for key in keys}
+
+
 def secrets_of(params: Mapping[str, Any]) -> tuple[str, ...]:
-    """What no result may hold: the key, and values of the environment long enough to be told from other text."""
+    """The key, and the environment values that are long enough not to match other text by chance."""
     values = [
         params.get("gateway_token"),
         *((params.get("env") or {}) if isinstance(params.get("env"), dict) else {}).values(),
@@ -154,7 +159,7 @@ def secrets_of(params: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def hide(value: Any, secrets: tuple[str, ...]) -> Any:
-    """``value`` with the secrets in its strings blotted out."""
+    """``value`` with the secrets in its strings replaced."""
     if not secrets:
         return value
     if isinstance(value, str):

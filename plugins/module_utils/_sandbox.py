@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""``sandbox``: named sandboxes exist, in a state, with properties; or do not exist."""
+"""``sandbox``: creates, changes and removes named sandboxes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, still_there
 from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
@@ -21,9 +22,9 @@ from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
     check_there,
     desired_mounts,
     find_volumes,
-    gone,
+    missing_volumes,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._names import holders, taken_by
+from ansible_collections.grove.sandbox.plugins.module_utils._names import holders
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     Action,
     Change,
@@ -37,6 +38,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     words,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
+    SANDBOX_KEYS,
     moment,
     sandbox_shape,
     snapshot_shape,
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
 SINGULAR, PLURAL = "sandbox", "sandboxes"
+SHOWN = {PLURAL: SANDBOX_KEYS}
 
 ARGUMENTS: dict[str, Any] = {
     "name": {"type": "list", "elements": "str", "required": True, "aliases": ["names"]},
@@ -75,15 +78,15 @@ ARGUMENTS: dict[str, Any] = {
 RULES: dict[str, Any] = {"mutually_exclusive": [("template", "snapshot")]}
 
 SIZES = ("cpus", "memory_mb", "disk_mb")
-LIFE_TOLERANCE = 10
-"""Seconds by which a life may differ from ``timeout``: clocks differ, and a request takes its time."""
+LIFETIME_TOLERANCE = 10
+"""Tolerated difference of a lifetime from ``timeout`` in seconds, for clock skew and request time."""
 NEVER = -1
 _ID = re.compile(r"[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
 class Desired:
-    """What the user set, in canonical spelling; None: not set."""
+    """The user's options in canonical form; None: not set."""
 
     names: tuple[str, ...]
     state: str
@@ -101,7 +104,7 @@ class Desired:
 
 @dataclass(frozen=True)
 class Current:
-    """What there is: sandboxes by the name asked for, the source as a shape, names others have, volumes by name."""
+    """The gateway's state: sandboxes by requested name, the source's shape, names that are taken, volumes by name."""
 
     things: Mapping[str, Mapping[str, Any]]
     now: datetime
@@ -111,9 +114,6 @@ class Current:
 
 
 def desired(params: Mapping[str, Any]) -> Desired:
-    timeout = params.get("timeout")
-    if timeout is not None and timeout != NEVER:
-        at_least(timeout, 1, "timeout (seconds, or -1 for ever)")
     kind = next((word for word in ("template", "snapshot") if params.get(word)), "")
     return Desired(
         names=checked_names(params["name"], "sandbox"),
@@ -124,11 +124,18 @@ def desired(params: Mapping[str, Any]) -> Desired:
         cold_start=bool(params.get("cold_start")),
         env=words(params.get("env"), "env"),
         metadata=words(params.get("metadata"), "metadata"),
-        timeout=timeout,
+        timeout=checked_timeout(params.get("timeout")),
         network=_network(params.get("network")),
         mounts=desired_mounts(params.get("volumes")),
         recreate=bool(params.get("recreate")),
     )
+
+
+def checked_timeout(timeout: int | None) -> int | None:
+    """``timeout``. Raises Failure if it is not a valid lifetime."""
+    if timeout != NEVER:
+        at_least(timeout, 1, "timeout (seconds, or -1 for ever)")
+    return timeout
 
 
 def _network(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -149,9 +156,9 @@ def observe(client: Client, want: Desired) -> Current:
 
 
 def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """The shapes of those of ``refs`` (names or ids) that exist, by ref; one call, but for very many sandboxes."""
+    """The shapes of the existing ``refs`` (names or ids), by ref. One request, unless there are several pages."""
     if len(refs) == 1:
-        # A list of one: to show a sandbox, the gateway first looks whether it diverged.
+        # List it instead of getting it: for a single sandbox, the gateway first checks for divergence.
         for detail in client.pages("/sandboxes", name=refs[0]):
             return {refs[0]: sandbox_shape(detail)}
         detail = client.find(f"/sandboxes/{refs[0]}") if _ID.fullmatch(refs[0]) else None
@@ -161,14 +168,14 @@ def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
     for detail in client.pages("/sandboxes"):
         shape = sandbox_shape(detail)
         for ref in wanted.intersection((shape["name"], shape["id"])):
-            # A name goes before an id, as in the gateway.
+            # A name takes precedence over an id, as in the gateway.
             if ref not in found or shape["name"] == ref:
                 found[ref] = shape
     return found
 
 
 def find_source(client: Client, kind: str, ref: str) -> dict[str, Any]:
-    """The shape of a template or snapshot. Raises the gateway's not_found."""
+    """The shape of a template or snapshot. Raises Failure if it does not exist."""
     found = client.get(f"/{kind}s/{segment(ref)}")
     return template_shape(found) if kind == "template" else snapshot_shape(found)
 
@@ -182,12 +189,12 @@ def view(shape: Mapping[str, Any]) -> dict[str, Any]:
         "allow_out": networks(network["allow_out"]),
         "deny_out": networks(network["deny_out"]),
     }
-    result["timeout"] = life(shape)
+    result["timeout"] = lifetime(shape)
     return result
 
 
-def life(shape: Mapping[str, Any]) -> int:
-    """Seconds from a sandbox's making to its end; -1: for ever. (A rollback or resume starts it anew.)"""
+def lifetime(shape: Mapping[str, Any]) -> int:
+    """Seconds from a sandbox's creation to its end; -1: unlimited. A rollback or resume restarts it."""
     begin, end = moment(shape["created_at"]), moment(shape["end_at"])
     return NEVER if begin is None or end is None else round((end - begin).total_seconds())
 
@@ -211,7 +218,7 @@ def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
     if fixed:
         raise Failure(
             f"sandbox {name!r} {' and '.join(fixed)}: that cannot change while it lives; set recreate: true to "
-            "replace it, which loses what is in it",
+            "replace it, which loses its content",
             "conflict",
             blockers=[now["id"]],
         )
@@ -230,7 +237,7 @@ def _what_cannot_change(want: Desired, have: Current, now: Mapping[str, Any]) ->
 
 def _create(want: Desired, have: Current, name: str) -> Action:
     if name in have.taken:
-        raise taken_by(name, have.taken[name])
+        raise _refusals.name_taken(name, have.taken[name])
     if have.source is None:
         raise Failure(f"sandbox {name!r} not found, and to make it 'template' or 'snapshot' is needed", "not_found")
     check_sizes(want.sizes, have.source, want.cold_start)
@@ -256,7 +263,7 @@ def _replace(want: Desired, have: Current, name: str, now: Mapping[str, Any]) ->
 
 
 def _fresh(want: Desired, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
-    """The view of what a creation makes; a life that the gateway's configuration decides is left out."""
+    """The view of a new sandbox, without a lifetime if the gateway's configuration decides it."""
     after: dict[str, Any] = {
         "name": name,
         "state": "paused" if want.state == "paused" else "running",
@@ -264,7 +271,7 @@ def _fresh(want: Desired, name: str, source: Mapping[str, Any]) -> dict[str, Any
         **{key: want.sizes.get(key, source[key]) for key in SIZES},
         "metadata": dict(want.metadata or {}),
         "network": {"allow_internet": True, "allow_out": [], "deny_out": [], **(want.network or {})},
-        "volumes": mounted(want.mounts, source),
+        "volumes": mounts_of_fork(want.mounts, source),
     }
     if want.timeout is not None:
         after["timeout"] = want.timeout
@@ -290,38 +297,29 @@ def _body(want: Desired, name: str, source: Mapping[str, Any]) -> dict[str, Any]
 
 
 def check_sizes(sizes: Mapping[str, int], source: Mapping[str, Any], cold_start: bool) -> None:
-    """Raises the failure that forking ``source`` with other sizes than its own would meet."""
+    """Raises Failure for sizes that a fork of ``source`` cannot have."""
     other = [f"{key} {source[key]}, not {value}" for key, value in sizes.items() if source[key] != value]
     if sizes.get("disk_mb", source["disk_mb"]) < source["disk_mb"]:
-        raise Failure(f"disk_mb {sizes['disk_mb']} is less than the {source['disk_mb']} of what it is made from")
+        raise _refusals.smaller_disk(sizes["disk_mb"], source["disk_mb"])
     if other and not cold_start and source.get("memory", "none") != "none":
-        raise Failure(
-            f"{source['name'] or source['id']!r} holds the memory of a machine with {' and '.join(other)}: leave the "
-            "sizes as they are, or set cold_start: true to boot from its disk instead",
-            "unsupported",
-        )
+        raise _refusals.other_sizes(source["name"] or source["id"], other)
 
 
-def mounted(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a fork of ``source`` has mounted."""
+def mounts_of_fork(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The mounts of a fork of ``source``."""
     return [dict(each) for each in source.get("mounts", [])] if mounts is None else [each.view() for each in mounts]
 
 
 def check_mounts(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any], volumes: Mapping[str, Any]) -> None:
-    """Raises the failure that forking ``source`` with these volumes would meet; None: with its own."""
+    """Raises Failure for volumes that a fork of ``source`` cannot have. None means the volumes of ``source``."""
     check_there(mounts, volumes)
-    lost = gone(source, volumes) if mounts is None else []
+    lost = missing_volumes(source, volumes) if mounts is None else []
     if lost:
-        raise Failure(
-            f"{source['name'] or source['id']!r} was captured with volumes that are there no more ({', '.join(lost)}): "
-            "say in volumes what to mount instead; [] is nothing",
-            "conflict",
-            blockers=lost,
-        )
+        raise _refusals.volumes_lost(source["name"] or source["id"], lost)
 
 
 def size_words(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes in the gateway's words."""
+    """Sizes with the field names of the gateway."""
     names = {"cpus": "cpuCount", "memory_mb": "memoryMB", "disk_mb": "diskSizeMB"}
     return {names[key]: value for key, value in sizes.items()}
 
@@ -335,7 +333,7 @@ def _network_words(network: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adjust(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> list[Action]:
-    """What is different and can change in place. A sandbox runs before it is changed, and is paused last."""
+    """The changes in place. A sandbox is resumed first and paused last."""
     before = view(now)
     actions: list[Action] = []
 
@@ -354,9 +352,9 @@ def _adjust(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> 
     if want.metadata is not None and want.metadata != before["metadata"]:
         step("update", {"body": {"metadata": dict(want.metadata)}}, metadata=dict(want.metadata))
     actions += remount(name, now, before, want.mounts)
-    before = last(actions, before)
-    if want.timeout is not None and _other_life(want.timeout, before["timeout"]):
-        step("set_timeout", {"end": _end(want, have, name, now)}, timeout=want.timeout)
+    before = view_after(actions, before)
+    if lifetime_differs(want.timeout, before["timeout"]):
+        step("set_timeout", {"end": end_of_life(want.timeout, name, now, have.now)}, timeout=want.timeout)
     if want.state == "paused" and before["state"] == "running":
         step("pause", {}, state="paused")
     return actions
@@ -365,7 +363,7 @@ def _adjust(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> 
 def remount(
     name: str, now: Mapping[str, Any], before: Mapping[str, Any], mounts: tuple[Mount, ...] | None
 ) -> list[Action]:
-    """From the volumes of the view ``before`` to ``mounts``: what goes is detached before what comes is attached."""
+    """The actions that change the volumes in the view ``before`` to ``mounts``: first detach, then attach."""
     wanted = [] if mounts is None else [mount.view() for mount in mounts]
     surplus = [] if mounts is None else [each for each in before["volumes"] if each not in wanted]
     missing = [mount for mount in mounts or () if mount.view() not in before["volumes"]]
@@ -386,25 +384,29 @@ def remount(
     return actions
 
 
-def last(actions: list[Action], before: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The view after ``actions`` on one thing whose view was ``before``."""
+def view_after(actions: list[Action], before: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The view after ``actions`` on one resource whose view was ``before``."""
     return actions[-1].changes[0].after or {} if actions else before
 
 
-def _other_life(wanted: int, found: int) -> bool:
-    if NEVER in (wanted, found):
-        return wanted != found
-    return abs(wanted - found) > LIFE_TOLERANCE
+def lifetime_differs(timeout: int | None, lifetime: int) -> bool:
+    """Whether this lifetime differs from the requested ``timeout``. None: no timeout is requested."""
+    if timeout is None:
+        return False
+    if NEVER in (timeout, lifetime):
+        return timeout != lifetime
+    return abs(timeout - lifetime) > LIFETIME_TOLERANCE
 
 
-def _end(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> datetime | None:
+def end_of_life(timeout: int | None, name: str, now: Mapping[str, Any], clock: datetime) -> datetime | None:
+    """The end of a lifetime of ``timeout`` seconds from the sandbox's creation; None: never. Raises Failure."""
     begin = moment(now["created_at"])
-    if want.timeout in (None, NEVER) or begin is None:
+    if timeout in (None, NEVER) or begin is None:
         return None
-    end = begin + timedelta(seconds=want.timeout)
-    if end <= have.now:
+    end = begin + timedelta(seconds=timeout)
+    if end <= clock:
         raise Failure(
-            f"sandbox {name!r} was made at {now['created_at']} and has lived longer than {want.timeout} s already: "
+            f"sandbox {name!r} was made at {now['created_at']} and has lived longer than {timeout} s already: "
             "allow it more, or remove it with state: absent",
             "conflict",
             blockers=[now["id"]],
@@ -417,7 +419,7 @@ def remove(name: str, now: Mapping[str, Any]) -> Action:
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
-    """Carry out one action. Raises Failure; returns {}: none of these fails in part."""
+    """Carry out one action. Raises Failure; returns {}, because these actions cannot fail in part."""
     request = action.request
     if action.verb in ("create", "replace"):
         body = dict(request["body"])
@@ -430,13 +432,13 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
 
 
 def apply_to_one(action: Action, client: Client) -> None:
-    """The actions on one sandbox that exists."""
+    """Carry out one action on an existing sandbox."""
     request = action.request
     place = f"/sandboxes/{segment(request['id'])}"
     if action.verb == "remove":
         client.delete(place)
     elif action.verb == "resume":
-        # A gateway that is starting it of its own accord, after its host came up, is no reason to fail.
+        # The gateway may already be starting it after a reboot of the host; this request accepts that.
         client.post(f"{place}/connect")
     elif action.verb == "pause":
         client.post(f"{place}/pause")
@@ -459,9 +461,9 @@ def _remaining(end: datetime | None, client: Client) -> int:
 
 
 def replace(client: Client, old: list[tuple[str, str, str]], make: Any) -> Any:
-    """``make()`` the successors of ``old`` [(id, name, name aside)]; these go only when those live.
+    """Create the replacements of ``old`` [(id, name, temporary name)] with ``make()``, then remove the old ones.
 
-    On failure the old ones have their names again. Returns what ``make`` does.
+    On failure the old ones get their names back. Returns the result of ``make``.
     """
     moved = []
     try:
@@ -479,7 +481,7 @@ def replace(client: Client, old: list[tuple[str, str, str]], make: Any) -> Any:
 
 
 def lists(want: Desired) -> dict[str, tuple[str, ...]]:
-    """What a result lists, in this order: key → names."""
+    """The lists of a result, in order: key → names."""
     return {PLURAL: want.names}
 
 

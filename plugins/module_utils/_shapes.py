@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The shapes of results: one function for each, from what the gateway answers; no token is in any of them."""
+"""The shapes of results: one function for each kind of gateway response. No shape contains a token."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ VOLUME_KEYS = (
 )
 
 RESERVED = "__ansible_"
-"""How keys begin that Ansible takes for marks of its own when it reads JSON."""
+"""The prefix of keys that Ansible reserves for itself in JSON."""
 KEYS = {"sandbox": SANDBOX_KEYS, "snapshot": SNAPSHOT_KEYS, "template": TEMPLATE_KEYS, "volume": VOLUME_KEYS}
 
 RECIPE_WORDS = {
@@ -108,7 +108,7 @@ RECIPE_WORDS = {
     "memory_mb": "memoryMB",
     "disk_mb": "diskSizeMB",
 }
-"""Our option → the gateway's field."""
+"""Module option → the gateway's field."""
 
 
 def sandbox_shape(detail: dict[str, Any]) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def template_shape(template: dict[str, Any]) -> dict[str, Any]:
 
 
 def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """``snapshots``: all that the gateway has of the volume."""
+    """``snapshots``: all snapshots of the volume on the gateway."""
     listed = list(snapshots)
     attachments = [
         {
@@ -220,12 +220,12 @@ def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) ->
 
 
 def _metadata(values: dict[str, Any]) -> dict[str, str]:
-    """Without reserved keys: with one, who writes metadata could break results of modules, caches and inventories."""
+    """The metadata without reserved keys, which could break module results, caches and inventories."""
     return {str(key): str(value) for key, value in values.items() if not str(key).startswith(RESERVED)}
 
 
 def _mounts(thing: dict[str, Any]) -> list[dict[str, Any]]:
-    """In the order of their paths: none is inside another, so the order in which they were mounted says nothing."""
+    """The mounts, sorted by path. Their order has no meaning, because mounts are never nested."""
     mounts = [
         {"name": each["name"], "path": each["path"], "read_only": bool(each.get("readOnly"))}
         for each in thing.get("volumeMounts") or []
@@ -234,7 +234,7 @@ def _mounts(thing: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def moment(text: str | None) -> datetime | None:
-    """An RFC 3339 moment, to the second; None for none, and for year 9999, the gateway's word for never."""
+    """An RFC 3339 time in whole seconds; None if empty, or in the year 9999, by which the gateway means never."""
     found = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", text or "")
     if found is None or found.group(1) == "9999":
         return None

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""``sandbox_snapshot``: a sandbox is captured under a name; or the snapshot does not exist."""
+"""``sandbox_snapshot``: captures sandboxes in named snapshots, and removes snapshots."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure, still_there
-from ansible_collections.grove.sandbox.plugins.module_utils._names import holders, taken_by
+from ansible_collections.grove.sandbox.plugins.module_utils._names import holders
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     SNAPSHOT,
     Action,
@@ -23,6 +24,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     checked_names,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
+    SNAPSHOT_KEYS,
     sandbox_shape,
     snapshot_shape,
 )
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
 SINGULAR, PLURAL = "snapshot", "snapshots"
+SHOWN = {PLURAL: SNAPSHOT_KEYS}
 
 ARGUMENTS: dict[str, Any] = {
     "name": {"type": "list", "elements": "str", "required": True, "aliases": ["names"]},
@@ -54,7 +57,7 @@ RULES: dict[str, Any] = {"required_if": [("state", "present", ("sandbox",))]}
 
 @dataclass(frozen=True)
 class Desired:
-    """``sandboxes``: for each name the sandbox it captures; empty for ``absent``."""
+    """``sandboxes``: snapshot name → sandbox to capture; empty for ``absent``."""
 
     names: tuple[str, ...]
     state: str
@@ -70,7 +73,7 @@ class Desired:
 
 @dataclass(frozen=True)
 class Current:
-    """Snapshots by the name asked for; sandboxes by the ref given; heads and users by id."""
+    """Snapshots by requested name; sandboxes by the given ref; heads and users by id."""
 
     things: Mapping[str, Mapping[str, Any]]
     sandboxes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -105,7 +108,7 @@ def desired(params: Mapping[str, Any]) -> Desired:
 
 
 def _rule(given: Mapping[str, Any] | None) -> dict[str, int] | None:
-    """As the gateway takes it."""
+    """The request fields of the gateway."""
     if given is None:
         return None
     spelt = {"keep_last": "keepLast", "keep_daily": "keepDaily", "max_age": "maxAge"}
@@ -126,7 +129,7 @@ def observe(client: Client, want: Desired) -> Current:
     sandboxes = {}
     for ref in refs:
         place = f"/sandboxes/{segment(ref)}"
-        # A snapshot outlives its sandbox: only one that is still to be taken needs it.
+        # A snapshot can outlive its sandbox: the sandbox only has to exist if a snapshot is still to be taken.
         detail = client.get(place) if ref in needed else client.find(place)
         if detail is not None:
             sandboxes[ref] = sandbox_shape(detail)
@@ -140,18 +143,18 @@ def observe(client: Client, want: Desired) -> Current:
 
 
 def find_snapshots(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """The shapes of those of ``refs`` (names or ids) that are snapshots, by ref."""
+    """The shapes of those ``refs`` (names or ids) that are snapshots, by ref."""
     found = {}
     for ref in refs:
         snapshot = client.find(f"/snapshots/{segment(ref)}")
-        # The gateway finds templates here as well.
+        # The gateway also returns templates here.
         if snapshot is not None and snapshot.get("kind", "snapshot") == "snapshot":
             found[ref] = snapshot_shape(snapshot)
     return found
 
 
 def users_of(client: Client, snapshots: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Names of the sandboxes that keep each of ``snapshots`` from being removed, by its id."""
+    """The sandboxes that prevent the removal of ``snapshots``: snapshot id → names."""
     return {
         shape["id"]: tuple(entry["name"] for entry in client.pages("/sandboxes", snapshotID=shape["id"]))
         for shape in snapshots
@@ -178,22 +181,18 @@ def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
         _check_same(want, have, name, now)
         return []
     if name in have.taken:
-        raise taken_by(name, have.taken[name])
+        raise _refusals.name_taken(name, have.taken[name])
     sandbox = have.sandboxes[want.sandboxes[name]]
     if want.when_changed and unchanged_since(want, have, sandbox) is not None:
         return []
-    check_awake(want.sandboxes[name], sandbox)
+    check_running_for_capture(want.sandboxes[name], sandbox)
     return [_capture(want, name, sandbox)]
 
 
 def _capture(want: Desired, name: str, sandbox: Mapping[str, Any]) -> Action:
     for volume in want.volumes or ():
         if all(each["name"] != volume for each in sandbox["volumes"]):
-            raise Failure(
-                f"volume {volume!r} is not mounted in sandbox {sandbox['name']!r}, and its snapshot shall hold it: "
-                "attach it first, or take a snapshot of the volume alone with the module grove.sandbox.sandbox_volume",
-                blockers=[sandbox["id"]],
-            )
+            raise _refusals.volume_not_mounted(volume, sandbox["name"], sandbox["id"])
     body: dict[str, Any] = {"name": name, "description": want.description or "", "memory": want.memory}
     if want.volumes:
         body["volumes"] = list(want.volumes)
@@ -206,15 +205,10 @@ def _capture(want: Desired, name: str, sandbox: Mapping[str, Any]) -> Action:
     return Action("capture", (Change(name, None, after, SNAPSHOT),), request)
 
 
-def check_awake(ref: str, sandbox: Mapping[str, Any]) -> None:
-    """Raises the failure that capturing a paused sandbox would meet."""
+def check_running_for_capture(ref: str, sandbox: Mapping[str, Any]) -> None:
+    """Raises Failure for a paused sandbox, which cannot be captured."""
     if sandbox["state"] != "running":
-        raise Failure(
-            f"sandbox {ref!r} is paused and cannot be captured: resume it first, with the module "
-            "grove.sandbox.sandbox and state: running",
-            "conflict",
-            blockers=[sandbox["id"]],
-        )
+        raise _refusals.paused_for_capture(ref, sandbox["id"])
 
 
 def captured_view(
@@ -232,7 +226,7 @@ def captured_view(
 
 
 def unchanged_since(want: Desired, have: Current, sandbox: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Its last snapshot, if the file system has not changed since, and it holds the volumes that are asked for."""
+    """The sandbox's last snapshot, if its file system has not changed since and it holds the requested volumes."""
     head = have.heads.get(sandbox["snapshot_id"])
     if head is None or head["source_sandbox_id"] != sandbox["id"] or sandbox["diverged"] is not False:
         return None
@@ -240,7 +234,7 @@ def unchanged_since(want: Desired, have: Current, sandbox: Mapping[str, Any]) ->
 
 
 def _check_same(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> None:
-    """The snapshot of that name is the one asked for. Raises Failure: none can be changed."""
+    """Raises Failure if the existing snapshot differs from the request, since snapshots never change."""
     sandbox = have.sandboxes.get(want.sandboxes[name])
     other = []
     if sandbox is not None and now["source_sandbox_id"] != sandbox["id"]:
@@ -267,16 +261,9 @@ def _remove(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> 
 
 
 def check_unused(what: str, name: str, users: tuple[str, ...] | None) -> None:
-    """Raises the failure that removing a thing in use would meet; None: it is in nobody's use."""
-    if users is None:
-        return
-    shown = ", ".join(users[:20]) + (", …" if len(users) > 20 else "") if users else "it does not say which"
-    raise Failure(
-        f"{what} {name!r} is in use by sandboxes ({shown}): remove them first, or set when_unused: true to hide it now "
-        "and have it go with the last of them",
-        "in_use",
-        blockers=users,
-    )
+    """Raises Failure for a resource in use; ``users`` is None if it is unused."""
+    if users is not None:
+        raise _refusals.in_use(what, name, users)
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
@@ -293,12 +280,12 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
 
 
 def lists(want: Desired) -> dict[str, tuple[str, ...]]:
-    """What a result lists, in this order: key → names."""
+    """The lists of a result, in order: key → names."""
     return {PLURAL: want.names}
 
 
 def things_of(want: Desired, have: Current) -> Mapping[str, Mapping[str, Any]]:
-    """Snapshots by name; where ``when_changed`` found nothing new, the one that holds the sandbox's state."""
+    """Snapshots by name. If ``when_changed`` skipped one, the sandbox's last snapshot takes its place."""
     result = dict(have.things)
     for name, ref in want.sandboxes.items():
         sandbox = have.sandboxes.get(ref)

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""``sandbox_template``: templates are built from a recipe; or do not exist."""
+"""``sandbox_template``: builds templates from a recipe, and removes templates."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
-from ansible_collections.grove.sandbox.plugins.module_utils._names import holders, taken_by
+from ansible_collections.grove.sandbox.plugins.module_utils._names import holders
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     TEMPLATE,
     Action,
@@ -23,13 +24,14 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     at_least,
     checked_names,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._shapes import RECIPE_WORDS, template_shape
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import RECIPE_WORDS, TEMPLATE_KEYS, template_shape
 from ansible_collections.grove.sandbox.plugins.module_utils._snapshot import check_unused, users_of
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
 SINGULAR, PLURAL = "template", "templates"
+SHOWN = {PLURAL: TEMPLATE_KEYS}
 
 ARGUMENTS: dict[str, Any] = {
     "name": {"type": "list", "elements": "str", "required": True, "aliases": ["names"]},
@@ -54,13 +56,13 @@ ARGUMENTS: dict[str, Any] = {
 RULES: dict[str, Any] = {"required_if": [("from", "rootfs", ("path",))]}
 
 TAIL = 20
-"""Lines of a failed build's log that its failure shows."""
+"""Number of log lines in the message of a failed build."""
 POLL_SECONDS = (0.1, 2.0)
 
 
 @dataclass(frozen=True)
 class Desired:
-    """``recipe`` in our options' words; it is a whole: what a task leaves out has its default."""
+    """``recipe`` is complete and uses the names of module options; options that are not set have their defaults."""
 
     names: tuple[str, ...]
     state: str
@@ -117,11 +119,11 @@ def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
     now = have.things.get(name)
     if want.state == "absent":
         if now is not None and now["status"] == "building":
-            raise Failure(f"template {name!r} is being built and cannot be removed yet: wait for the build", "conflict")
+            raise _refusals.building(name)
         return [] if now is None or now["status"] == "error" else [_remove(want, have, name, now)]
     if now is None and name in have.taken:
-        raise taken_by(name, have.taken[name])
-    if now is not None and _same(want, now):
+        raise _refusals.name_taken(name, have.taken[name])
+    if now is not None and _is_up_to_date(want, now):
         return []
     before = None if now is None else view(now)
     after: dict[str, Any] = {"name": name, "recipe": dict(want.recipe)}
@@ -131,8 +133,8 @@ def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
     return [Action("build", (Change(name, before, after, TEMPLATE),), {"body": body, "wait": want.wait_timeout})]
 
 
-def _same(want: Desired, now: Mapping[str, Any]) -> bool:
-    """It is, or (where nobody waits) is becoming, what the recipe says."""
+def _is_up_to_date(want: Desired, now: Mapping[str, Any]) -> bool:
+    """Whether it was built from the recipe, or is being built from it if the task does not wait."""
     fine = ("ready",) if want.wait_timeout else ("ready", "building")
     return now["status"] in fine and all(now["recipe"].get(word) == value for word, value in want.recipe.items())
 
@@ -144,7 +146,7 @@ def _remove(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> 
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
-    """Carry out one action. Raises Failure; that of a build shows the end of its log."""
+    """Carry out one action. Raises Failure; for a failed build, the message shows the end of its log."""
     request = action.request
     if action.verb == "build":
         started = client.post("/templates", dict(request["body"]))
@@ -172,16 +174,16 @@ def _wait(client: Client, name: str, started: Mapping[str, Any], seconds: float)
             return
         if build["status"] == "error":
             reason = build.get("reason") or "the gateway does not say why"
-            raise Failure(_story(f"the build of template {name!r} failed: {reason}", lines), "backend_failed")
+            raise Failure(_with_log(f"the build of template {name!r} failed: {reason}", lines), "backend_failed")
         left = deadline - time.monotonic()
         if left <= 0:
             story = f"template {name!r} is still being built after {seconds:g} s: run the task again to go on waiting"
-            raise Failure(_story(story, lines), "timeout", blockers=[started["buildID"]])
+            raise Failure(_with_log(story, lines), "timeout", blockers=[started["buildID"]])
         time.sleep(min(pause, left))
         pause = min(pause * 1.5, longest)
 
 
-def _story(sentence: str, lines: list[str]) -> str:
+def _with_log(sentence: str, lines: list[str]) -> str:
     return "\n".join([sentence, "The end of its log:", *lines]) if lines else sentence
 
 

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""``sandbox_volume``: volumes exist, with a size, snapshots, and exactly these attachments; or do not exist."""
+"""``sandbox_volume``: creates, changes and removes volumes with their snapshots and attachments."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ansible_collections.grove.sandbox.plugins.module_utils import _refusals
 from ansible_collections.grove.sandbox.plugins.module_utils._client import segment
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
 from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
@@ -17,7 +18,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._mounts import (
     check_running,
     checked_path,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._names import holders, taken_by
+from ansible_collections.grove.sandbox.plugins.module_utils._names import holders
 from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     VOLUME,
     Action,
@@ -27,12 +28,13 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
     at_least,
     checked_names,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._shapes import sandbox_shape, volume_shape
+from ansible_collections.grove.sandbox.plugins.module_utils._shapes import VOLUME_KEYS, sandbox_shape, volume_shape
 
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
 SINGULAR, PLURAL = "volume", "volumes"
+SHOWN = {PLURAL: VOLUME_KEYS}
 
 ARGUMENTS: dict[str, Any] = {
     "name": {"type": "list", "elements": "str", "required": True, "aliases": ["names"]},
@@ -62,7 +64,7 @@ SMALLEST_MB = 64
 
 @dataclass(frozen=True)
 class Desired:
-    """What the user set; None: not set. ``attachments`` by the sandbox: its path, and whether it only reads."""
+    """The user's options; None: not set. ``attachments``: sandbox → (path, read-only)."""
 
     names: tuple[str, ...]
     state: str
@@ -77,9 +79,9 @@ class Desired:
 
 @dataclass(frozen=True)
 class Current:
-    """Volumes and sandboxes by the name asked for; ``source``: the snapshot to make them from, None where it is gone.
+    """Volumes and sandboxes by requested name. ``source``: the snapshot to copy, None if it does not exist.
 
-    ``captures``: what each volume's snapshots go by, names and ids; those of sandboxes' snapshots are among them.
+    ``captures``: names and ids of each volume's snapshots, including those captured with sandboxes.
     """
 
     things: Mapping[str, Mapping[str, Any]]
@@ -99,11 +101,11 @@ def desired(params: Mapping[str, Any]) -> Desired:
             "sandbox: give one volume for each task"
         )
     if attachments and absent:
-        raise Failure("a volume that shall not exist can have no attachments: [] detaches it from whoever has it")
+        raise Failure("with state: absent a volume can have no attachments: write [] to detach it everywhere")
     snapshots = params.get("snapshots")
     rollback_to = params.get("rollback_to") or ""
     if rollback_to and params.get("purge") and snapshots is not None and rollback_to not in snapshots:
-        raise Failure(f"rollback_to {rollback_to!r} is none of snapshots, and purge removes all others: name it there")
+        raise Failure(f"rollback_to {rollback_to!r} is not in snapshots, and purge removes all others: add it there")
     return Desired(
         names=names,
         state=params["state"],
@@ -133,7 +135,7 @@ def _source(given: str | None) -> tuple[str, str] | None:
         return None
     volume, _at, snapshot = given.partition("@")
     if not volume or not snapshot:
-        raise Failure(f"from_snapshot {given!r} names no snapshot of a volume: write VOLUME@SNAPSHOT")
+        raise Failure(f"from_snapshot {given!r} is not a snapshot of a volume: write VOLUME@SNAPSHOT")
     return volume, snapshot
 
 
@@ -200,9 +202,9 @@ def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
 
 
 class _Steps:
-    """One volume's way to what shall be.
+    """The steps of one volume's plan.
 
-    Whoever shall not have it lets go of it first, then it is captured, rolled back, grown, and attached last.
+    Detaches first, then takes snapshots, rolls back, grows, attaches, and removes surplus snapshots.
     """
 
     def __init__(self, want: Desired, have: Current, name: str) -> None:
@@ -227,13 +229,13 @@ class _Steps:
     def create(self) -> None:
         want, source = self.want, self.have.source
         if self.name in self.have.taken:
-            raise taken_by(self.name, self.have.taken[self.name])
+            raise _refusals.name_taken(self.name, self.have.taken[self.name])
         if want.source is not None and source is None:
             raise Failure(f"snapshot {want.source[1]!r} of volume {want.source[0]!r} not found", "not_found")
         least = source["sizeMB"] if source is not None else SMALLEST_MB
         size = want.size_mb or (source["sizeMB"] if source is not None else DEFAULT_MB)
         if size < least:
-            raise Failure(f"size_mb {size} is less than the {least} of the snapshot that {self.name!r} is made from")
+            raise _refusals.smaller_volume(self.name, size, least)
         body: dict[str, Any] = {"name": self.name, "sizeMB": size}
         if source is not None:
             body["fromSnapshot"] = source["snapshotID"]
@@ -247,13 +249,15 @@ class _Steps:
         self._step("create", {"body": body}, **fresh)
 
     def _wanted(self) -> list[dict[str, Any]]:
-        """The attachments asked for, as the volume's shape shows them."""
+        """The requested attachments in the form of the volume's shape."""
         result = []
         for ref, (path, read_only) in (self.want.attachments or {}).items():
             sandbox = self.have.sandboxes.get(ref)
             if sandbox is None:
                 raise Failure(
-                    f"sandbox {ref!r} not found, and volume {self.name!r} shall be attached to it", "not_found"
+                    f"sandbox {ref!r} not found, to attach volume {self.name!r} to: create it first, or drop it from "
+                    "attachments",
+                    "not_found",
                 )
             entry = {"sandbox": sandbox["name"], "sandbox_id": sandbox["id"], "path": path, "read_only": read_only}
             result.append({**entry, "state": sandbox["state"]})
@@ -270,7 +274,7 @@ class _Steps:
         surplus = [each for each in self._now["attachments"] if _key(each) not in wanted]
         if self.owner and surplus and len(surplus) == len(self._now["attachments"]):
             raise Failure(
-                f"volume {self.name!r} is the own clone of sandbox {self.owner} and goes when nobody has it any more: "
+                f"volume {self.name!r} is the own clone of sandbox {self.owner}, removed with its last attachment: "
                 "leave it where it is, or remove it with state: absent and attachments: []",
                 "conflict",
                 blockers=[self.owner],
@@ -293,13 +297,7 @@ class _Steps:
             raise Failure(f"snapshot {target!r} of volume {self.name!r} not found", "not_found")
         writers = [each for each in self._now["attachments"] if not each["read_only"]]
         if writers and not self.want.force:
-            shown = ", ".join(each["sandbox"] for each in writers)
-            raise Failure(
-                f"volume {self.name!r} is mounted read-write in {shown}: detach it there first, or set force: true, "
-                "and what runs there finds other files than it left",
-                "in_use",
-                blockers=[each["sandbox_id"] for each in writers],
-            )
+            raise _refusals.volume_has_writers(self.name, writers)
         self._step("rollback", {"snapshot": target, "force": self.want.force}, content_of=target)
 
     def grow(self) -> None:
@@ -307,11 +305,7 @@ class _Steps:
         if size is None or size == self._now["size_mb"]:
             return
         if size < self._now["size_mb"]:
-            raise Failure(
-                f"volume {self.name!r} has {self._now['size_mb']} MiB and cannot shrink to {size}: leave size_mb as it "
-                "is, or make a smaller volume and copy what is in this one",
-                "conflict",
-            )
+            raise _refusals.volume_cannot_shrink(self.name, self._now["size_mb"], size)
         self._step("grow", {"size": size}, size_mb=size)
 
     def attach(self) -> None:
@@ -340,23 +334,23 @@ class _Steps:
 
 
 def _key(entry: Mapping[str, Any]) -> tuple[str, str, bool]:
-    """What of an attachment cannot change in place."""
+    """The properties of an attachment that cannot change in place."""
     return entry["sandbox_id"], entry["path"], entry["read_only"]
 
 
 def _check_same(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> None:
-    """It was made from what was asked for, as far as that can still be told. Raises Failure."""
+    """Raises Failure if the volume was created from another snapshot than requested, if that is still known."""
     if want.source is not None and (have.source or {}).get("snapshotID", now["from_snapshot"]) != now["from_snapshot"]:
         found = f"from snapshot {now['from_snapshot']}" if now["from_snapshot"] else "empty"
         raise Failure(
             f"volume {name!r} was made {found}, not from {'@'.join(want.source)}, which cannot change: choose another "
-            "name, or remove it first with state: absent, which loses what is in it",
+            "name, or remove it first with state: absent, which loses its content",
             "conflict",
         )
 
 
 def _remove(want: Desired, name: str, now: Mapping[str, Any]) -> list[Action]:
-    """Detach it where that was asked for, and remove it; what stands in the way is named."""
+    """Detach the volume if requested, and remove it. Raises Failure with all reasons that prevent the removal."""
     before = view(now)
     detached = want.attachments is not None
     reasons = []
@@ -380,7 +374,7 @@ def _remove(want: Desired, name: str, now: Mapping[str, Any]) -> list[Action]:
             after = None
         actions.append(Action("detach", (Change(name, before, after, VOLUME),), {"sandbox": entry["sandbox_id"]}))
         if after is None:
-            # A sandbox's own clone goes with the last that lets go of it.
+            # The gateway removes a sandbox's own clone with its last attachment.
             return actions
         before = after
     request = {"with_snapshots": want.purge}
@@ -413,7 +407,7 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
 
 
 def lists(want: Desired) -> dict[str, tuple[str, ...]]:
-    """What a result lists, in this order: key → names."""
+    """The lists of a result, in order: key → names."""
     return {PLURAL: want.names}
 
 

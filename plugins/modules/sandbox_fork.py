@@ -11,20 +11,20 @@ module: sandbox_fork
 short_description: Fork a snapshot, or clone a sandbox, into siblings
 version_added: "0.1.0"
 description:
-  - Exactly the siblings that are asked for run; missing ones are forked, all in one request and by default all or
-    none; dead ones (paused though nobody asked for it, because the machine ended) are replaced; with O(exact=true)
-    surplus ones are removed.
-  - A sandbox of one of the names that is no such sibling is refused, unless O(recreate=true).
+  - Ensures that the requested siblings run. Missing siblings are forked in one request, by default all or none. Dead
+    siblings (paused because their machine or host went down, not by a request) are replaced. With O(exact=true),
+    surplus siblings are removed.
+  - If a sandbox has one of the names and is not such a sibling, the task fails, unless O(recreate=true).
 options:
   snapshot:
     description:
       - The snapshot to fork, by name or id. A template works as well.
-      - Exactly one of O(snapshot) and O(sandbox) is needed.
+      - Exactly one of O(snapshot) and O(sandbox) is required.
     type: str
   sandbox:
     description:
-      - The sandbox to clone, by name or id. It is captured, as it is now, if siblings are missing; the capture goes
-        with the last of them.
+      - The sandbox to clone, by name or id. If siblings are missing, its current state is captured; the capture is
+        removed with the last of them.
     type: str
   state:
     description:
@@ -35,103 +35,109 @@ options:
   names:
     description:
       - The names of the siblings.
-      - One of O(names) and O(name_prefix) is needed.
+      - One of O(names) and O(name_prefix) is required.
     type: list
     elements: str
   count:
     description:
-      - How many siblings there shall be. They are named O(name_prefix) with C(-1), C(-2), … after it.
+      - Number of siblings. Their names are O(name_prefix) followed by C(-1), C(-2), …
     type: int
   name_prefix:
     description:
-      - What the names of the siblings begin with.
-      - With O(state=absent) and no O(count), all siblings that are named by it are removed.
+      - The prefix of the siblings' names.
+      - With O(state=absent) and no O(count), all siblings with such names are removed.
     type: str
   exact:
     description:
-      - Whether siblings that were not asked for are removed. With O(name_prefix) these are the siblings named with
-        the prefix and a number; with O(names), all siblings of the snapshot, or all clones of the sandbox.
+      - Whether to remove surplus siblings. With O(name_prefix), these are other siblings whose names are the prefix and
+        a number; with O(names), all other forks of the snapshot or clones of the sandbox.
     type: bool
     default: false
   concurrency:
     description:
-      - How many are forked at the same time. If not set, what the gateway's configuration says.
+      - Number of siblings that are forked in parallel. If not set, the gateway's configuration decides.
     type: int
   atomic:
     description:
-      - Whether missing siblings are forked all or none. If V(false), as many as can be are; the task still fails if
-        one could not.
-      - Where a sibling takes the place of an old one, it is all or none in any case.
+      - Whether missing siblings are forked all or none. If V(false), as many as possible are forked; the task still
+        fails if any of them failed.
+      - A request that replaces existing siblings is always all or none.
     type: bool
     default: true
   metadata:
     description:
-      - What to write beside each, as strings; it replaces what is there.
+      - Keys and values to store with each sibling, as strings. They replace all existing metadata.
     type: dict
+  timeout:
+    description:
+      - Lifetime of each sibling in seconds, counted from its creation; V(-1) for no limit. The gateway then removes the
+        sibling.
+      - If not set, the gateway's configuration decides for new siblings, and existing ones keep their lifetime. A
+        difference of up to ten seconds is ignored.
+    type: int
   paused:
     description:
-      - Whether they are paused, rather than run.
+      - Whether the siblings are paused instead of running.
     type: bool
     default: false
   cold_start:
     description:
-      - Whether new siblings boot from the disk of the snapshot rather than going on from its memory.
-      - It is not compared with anything for siblings that exist.
+      - Whether new siblings boot from the disk of the snapshot, without the captured memory.
+      - It is ignored for siblings that exist.
     type: bool
     default: false
   cpus:
     description:
-      - Virtual CPUs of each. If not set, those of the snapshot or sandbox.
-      - A snapshot that holds memory can only be forked with its own cpus and memory, unless O(cold_start=true).
+      - Number of virtual CPUs of each sibling. If not set, as many as the snapshot or sandbox has.
+      - A snapshot that holds memory can only be forked with the same CPUs and memory, unless O(cold_start=true).
     type: int
   memory_mb:
     description:
-      - Memory of each in MiB. If not set, that of the snapshot or sandbox.
+      - Memory of each sibling in MiB. If not set, as much as the snapshot or sandbox has.
     type: int
   volumes:
     description:
-      - The volumes that each has, at one path each; exactly these. A list that is empty is none.
-      - What differs in a sibling that runs is detached and attached.
-      - If not set, new siblings have the volumes that the source of the snapshot had, and those that exist are left as
-        they are.
+      - The complete list of volumes mounted in each sibling, each at one path. An empty list means none.
+      - In a running sibling, the module attaches missing volumes and detaches others.
+      - If not set, new siblings get the volumes that the source of the snapshot had, and existing siblings keep their
+        volumes.
     type: list
     elements: dict
     suboptions:
       name:
         description:
-          - The volume. It must exist; the module M(grove.sandbox.sandbox_volume) makes it.
+          - The name of the volume. It must exist; create it with the module M(grove.sandbox.sandbox_volume).
         type: str
         required: true
       path:
         description:
-          - Where it is mounted; an absolute path of letters, digits and C(_), C(.), C(@), C(+), C(:), C(=) or C(-),
-            outside what the system needs. It is made if it is not there. No two volumes are mounted inside each other.
+          - The mount point, an absolute path of letters, digits, C(_), C(.), C(@), C(+), C(:), C(=) and C(-), outside
+            the system directories. It is created if missing. A volume cannot be mounted inside another.
         type: str
         required: true
       read_only:
         description:
-          - Whether the sandbox can only read it.
+          - Whether the volume is mounted read-only.
         type: bool
         default: false
       clone:
         description:
-          - Whether each new sibling has a clone of its own, of what the snapshot holds of the volume, instead of the
-            volume that all share. The snapshot must have been taken with this volume among its O(volumes); a sandbox
-            that is cloned must have it mounted.
-          - The gateway names the clone, and removes it with the last sandbox that has it.
+          - Whether each new sibling gets its own clone of the volume's capture in the snapshot, instead of the shared
+            volume. The snapshot must have been taken with this volume among its O(volumes); a sandbox that is cloned
+            must have it mounted.
+          - The gateway names the clone, and removes it when no sandbox uses it any more.
         type: bool
         default: false
   recreate:
     description:
-      - If V(true), a sandbox that differs in what cannot change is replaced, which loses what is in it. The old one
-        goes when the new one lives.
+      - If V(true), a sandbox that differs in a fixed property is replaced, and its content is lost. The old one is
+        removed once the new one runs.
     type: bool
     default: false
   continue_on_error:
     description:
-      - Normally, if anything stands in the way of one name, nothing is done at all; and if something fails on the
-        way, what comes after it is not tried.
-      - If V(true), every name is tried, RV(outcomes) says how each went, and the task fails at its end if one did.
+      - By default, nothing is changed if one name is refused, and the first action that fails ends the task.
+      - If V(true), every name is tried and RV(outcomes) has the result of each. The task fails if any of them failed.
     type: bool
     default: false
 extends_documentation_fragment:
@@ -147,28 +153,28 @@ seealso:
 
 EXAMPLES = r"""
 ---
-- name: Exactly ten siblings of a snapshot, ci-1 to ci-10
+- name: Keep exactly ten siblings of a snapshot, ci-1 to ci-10
   grove.sandbox.sandbox_fork:
     snapshot: golden
     count: 10
     name_prefix: ci
     exact: true
 
-- name: Fewer of them
+- name: Reduce them to three
   grove.sandbox.sandbox_fork:
     snapshot: golden
     count: 3
     name_prefix: ci
     exact: true
 
-- name: Two clones of a running sandbox, as it is now
+- name: Clone a running sandbox twice
   grove.sandbox.sandbox_fork:
     sandbox: web
     names: [web-a, web-b]
     metadata:
       experiment: colours
 
-- name: Two more, which share a data set and have a clone each of what was captured of a cache
+- name: Fork two siblings that share a data set, each with its own clone of a captured cache
   grove.sandbox.sandbox_fork:
     snapshot: golden
     names: [train-a, train-b]
@@ -191,58 +197,58 @@ RETURN = r"""
 ---
 sandboxes:
   description:
-    - The sandboxes of the names asked for that exist, in the order of the names, with what one goes on with. All there
-      is to know of them is told by M(grove.sandbox.sandbox_info).
-    - In check mode, what exists only after the run (ids, addresses) is V(null).
-  returned: always, unless the gateway could not be asked
+    - The requested sandboxes that exist, in the given order, with the fields that most playbooks need.
+      M(grove.sandbox.sandbox_info) returns all details.
+    - In check mode, values that only a run creates (ids, addresses) are V(null).
+  returned: always, unless the gateway cannot be reached
   type: list
   elements: dict
   contains:
     id: {description: Its id; it never changes., type: str}
     name: {description: Its name., type: str}
     state: {description: V(running) or V(paused)., type: str}
-    address: {description: "Where its ports are reached, on the gateway's host; V(null) while it is paused.", type: str}
-    forked_from: {description: The snapshot or template it was made from; it never changes., type: str}
-    snapshot_id: {description: "Its head: the snapshot it descends from now.", type: str}
+    address: {description: "Address of its ports, as seen from the gateway's host; V(null) while paused.", type: str}
+    forked_from: {description: The snapshot or template it was created from; it never changes., type: str}
+    snapshot_id: {description: "Its head, the snapshot that it currently descends from.", type: str}
     volumes:
-      description: Its volumes, in the order of their paths.
+      description: Its volumes, sorted by path.
       type: list
       elements: dict
       contains:
-        name: {description: The volume., type: str}
-        path: {description: Where it is mounted., type: str}
-        read_only: {description: Whether the sandbox can only read it., type: bool}
+        name: {description: The name of the volume., type: str}
+        path: {description: The mount point., type: str}
+        read_only: {description: Whether the volume is mounted read-only., type: bool}
 sandbox:
-  description: The one entry of RV(sandboxes), or V(null) if it does not exist.
-  returned: when one name is given
+  description: The only entry of RV(sandboxes), or V(null) if the sandbox does not exist.
+  returned: if one name is given
   type: dict
 outcomes:
-  description: What was done for each name, or in check mode would be; empty where nothing was for any.
-  returned: always, unless the gateway could not be asked
+  description: The actions for each name; in check mode, the predicted ones. Empty if nothing had to be done.
+  returned: always, unless the gateway cannot be reached
   type: list
   elements: dict
   contains:
     name: {description: The name., type: str}
-    changed: {description: Whether anything was done for it., type: bool}
-    actions: {description: "What was done, in order.", type: list, elements: str, sample: [fork]}
-    failed: {description: Whether it failed., type: bool}
-    failure: {description: "The failure, as RV(failure); V(null) without one.", type: dict}
+    changed: {description: Whether anything changed., type: bool}
+    actions: {description: "The actions, in order.", type: list, elements: str, sample: [fork]}
+    failed: {description: Whether an action failed., type: bool}
+    failure: {description: "The failure, in the form of RV(failure); V(null) if there is none.", type: dict}
 failure:
-  description: What went wrong.
+  description: The failure in machine-readable form.
   returned: failure
   type: dict
   contains:
     kind:
       description: >-
-        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space),
-        V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
-        V(not_a_gateway) or V(too_old).
+        A stable identifier of the kind of failure, such as V(not_found), V(in_use), V(name_taken), V(conflict),
+        V(invalid), V(no_space), V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden),
+        V(unreachable), V(not_a_gateway) or V(too_old).
       type: str
-    message: {description: The same sentence as in RV(msg)., type: str}
-    blockers: {description: Ids or names of what stands in the way., type: list, elements: str}
-    status: {description: HTTP status of the gateway's answer; V(null) where it was not asked., type: int}
+    message: {description: The same text as RV(msg)., type: str}
+    blockers: {description: Ids or names of the resources that prevent the change., type: list, elements: str}
+    status: {description: HTTP status of the gateway's response; V(null) without a response., type: int}
 msg:
-  description: What went wrong and how to mend it.
+  description: The error message, with a remedy.
   returned: failure
   type: str
 """

@@ -11,39 +11,40 @@ module: sandbox_info
 short_description: List sandboxes
 version_added: "0.1.0"
 description:
-  - Returns sandboxes, all or those that the options leave, in the order in which they were made.
+  - Returns all sandboxes, or those that match the options, in the order of their creation.
 options:
   name:
     description:
-      - Only those of these names or ids. One that does not exist is no error.
+      - Only entries with these names or ids. Unknown ones are ignored.
     type: list
     elements: str
     aliases: [names]
   state:
     description:
-      - Only those in one of these states.
+      - Only sandboxes in one of these states.
     type: list
     elements: str
     choices: [running, paused]
   metadata:
     description:
-      - Only those that have all of this written beside them.
+      - Only sandboxes that have all of these metadata.
     type: dict
   template:
     description:
-      - Only those that descend from this template, by name or id.
+      - Only sandboxes that descend from this template, given by name or id.
     type: str
   snapshot:
     description:
-      - Only those that were made from this snapshot (or template), by name or id.
+      - Only sandboxes that were created from this snapshot (or template), given by name or id.
     type: str
   started_after:
     description:
-      - Only those that were started after this moment (RFC 3339, as in C(2026-11-21T22:00:00Z)).
+      - Only sandboxes that were started after this time (RFC 3339, for example C(2026-11-21T22:00:00Z)).
     type: str
   diverged:
     description:
-      - Whether to look, for each, if its file system changed since its head. That takes a moment for each that runs.
+      - Whether to check if the file system of each sandbox has changed since its head. This takes a moment for each
+        running sandbox.
     type: bool
     default: false
 extends_documentation_fragment:
@@ -53,7 +54,7 @@ attributes:
   diff_mode:
     support: none
     details:
-      - It changes nothing.
+      - The module never changes anything.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 seealso:
@@ -63,14 +64,14 @@ seealso:
 
 EXAMPLES = r"""
 ---
-- name: All that run for the blue team
+- name: List the running sandboxes of the blue team
   grove.sandbox.sandbox_info:
     state: [running]
     metadata:
       team: blue
   register: found
 
-- name: The forks of a snapshot, and whether each changed since
+- name: List the forks of a snapshot, and whether each has changed since
   grove.sandbox.sandbox_info:
     snapshot: golden
     diverged: true
@@ -81,61 +82,63 @@ RETURN = r"""
 sandboxes:
   description:
     - The sandboxes.
-  returned: always, unless the gateway could not be asked
+  returned: always, unless the gateway cannot be reached
   type: list
   elements: dict
   contains:
     id: {description: Its id; it never changes., type: str}
     name: {description: Its name., type: str}
     state: {description: V(running) or V(paused)., type: str}
-    state_reason: {description: Why it is paused where nobody asked for it; else empty., type: str}
-    template_id: {description: The template at the root of its descent., type: str}
-    forked_from: {description: The snapshot or template it was made from; it never changes., type: str}
-    snapshot_id: {description: "Its head: the snapshot it descends from now.", type: str}
-    parent_sandbox_id: {description: The sandbox it was forked from; empty for one made from a template., type: str}
+    state_reason: {description: Why it is paused without a request; empty otherwise., type: str}
+    template_id: {description: The template at the root of its lineage., type: str}
+    forked_from: {description: The snapshot or template it was created from; it never changes., type: str}
+    snapshot_id: {description: "Its head, the snapshot that it currently descends from.", type: str}
+    parent_sandbox_id: {description: The sandbox it was forked from; empty if created from a template., type: str}
     diverged:
-      description: Whether its file system changed since its head; V(null) where that was not looked at.
+      description: >-
+        Whether its file system has changed since its head. V(null) if the module did not check, or if the agent did not
+        answer in time.
       type: bool
     cpus: {description: Virtual CPUs., type: int}
     memory_mb: {description: Memory in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}
-    metadata: {description: What was written beside it., type: dict}
+    metadata: {description: Its metadata., type: dict}
     network:
-      description: What it may reach outside itself.
+      description: Its network policy.
       type: dict
       contains:
-        allow_internet: {description: Anything but what is denied below., type: bool}
-        allow_out: {description: Reachable in any case., type: list, elements: str}
-        deny_out: {description: Not reachable., type: list, elements: str}
+        allow_internet: {description: Whether it can reach every address that is not denied., type: bool}
+        allow_out: {description: Addresses and networks that are always reachable., type: list, elements: str}
+        deny_out: {description: Addresses and networks that are not reachable., type: list, elements: str}
     volumes:
-      description: Its volumes, in the order of their paths.
+      description: Its volumes, sorted by path.
       type: list
       elements: dict
       contains:
-        name: {description: The volume., type: str}
-        path: {description: Where it is mounted., type: str}
-        read_only: {description: Whether the sandbox can only read it., type: bool}
-    created_at: {description: When it was made (RFC 3339)., type: str}
-    started_at: {description: When it was started (RFC 3339)., type: str}
-    end_at: {description: When its time is up (RFC 3339); V(null) for never., type: str}
-    address: {description: "Where its ports are reached, on the gateway's host; V(null) while it is paused.", type: str}
+        name: {description: The name of the volume., type: str}
+        path: {description: The mount point., type: str}
+        read_only: {description: Whether the volume is mounted read-only., type: bool}
+    created_at: {description: Time of creation (RFC 3339)., type: str}
+    started_at: {description: Time of its last start (RFC 3339)., type: str}
+    end_at: {description: End of its lifetime (RFC 3339); V(null) for never., type: str}
+    address: {description: "Address of its ports, as seen from the gateway's host; V(null) while paused.", type: str}
     backend: {description: The kind of its host., type: str}
 failure:
-  description: What went wrong.
+  description: The failure in machine-readable form.
   returned: failure
   type: dict
   contains:
     kind:
       description: >-
-        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space),
-        V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
-        V(not_a_gateway) or V(too_old).
+        A stable identifier of the kind of failure, such as V(not_found), V(in_use), V(name_taken), V(conflict),
+        V(invalid), V(no_space), V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden),
+        V(unreachable), V(not_a_gateway) or V(too_old).
       type: str
-    message: {description: The same sentence as in RV(msg)., type: str}
-    blockers: {description: Ids or names of what stands in the way., type: list, elements: str}
-    status: {description: HTTP status of the gateway's answer; V(null) where it was not asked., type: int}
+    message: {description: The same text as RV(msg)., type: str}
+    blockers: {description: Ids or names of the resources that prevent the change., type: list, elements: str}
+    status: {description: HTTP status of the gateway's response; V(null) without a response., type: int}
 msg:
-  description: What went wrong and how to mend it.
+  description: The error message, with a remedy.
   returned: failure
   type: str
 """

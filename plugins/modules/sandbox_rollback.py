@@ -8,11 +8,11 @@ from __future__ import annotations
 DOCUMENTATION = r"""
 ---
 module: sandbox_rollback
-short_description: Bring sandboxes back to a snapshot
+short_description: Roll sandboxes back to a snapshot
 version_added: "0.1.0"
 description:
-  - A sandbox is what a snapshot holds, files and memory, under its own id and name.
-  - The new state is brought up beside the old; nothing is lost if it does not come up.
+  - Gives sandboxes the files and the memory of a snapshot. They keep their ids and names.
+  - The gateway starts the new state before it removes the old one, so nothing is lost if the start fails.
 options:
   sandbox:
     description:
@@ -23,33 +23,34 @@ options:
     aliases: [name, names, sandboxes]
   snapshot:
     description:
-      - The snapshot to go back to, by name or id; any snapshot of the same kind of host, not only the sandbox's own.
+      - The snapshot to roll back to, by name or id. It can be any snapshot of the same kind of host, not only one of
+        this sandbox.
     type: str
     required: true
   unless_clean:
     description:
-      - Whether a sandbox that descends from the snapshot, and whose file system has not changed since, is left alone.
-        Changes in memory alone do not count.
-      - If V(false), it is rolled back in any case, every time.
+      - Whether to skip a sandbox that descends from the snapshot and whose file system has not changed since. Changes
+        in memory are not detected.
+      - If V(false), every run rolls it back.
     type: bool
     default: true
   backup_name:
     description:
-      - Name of a snapshot to take before the rollback, one for each sandbox. It is taken only if there is a rollback.
+      - Name of a snapshot to take before the rollback, one for each sandbox. It is taken only if the sandbox is rolled
+        back.
     type: list
     elements: str
   continue_on_error:
     description:
-      - Normally, if anything stands in the way of one name, nothing is done at all; and if something fails on the
-        way, what comes after it is not tried.
-      - If V(true), every name is tried, RV(outcomes) says how each went, and the task fails at its end if one did.
+      - By default, nothing is changed if one name is refused, and the first action that fails ends the task.
+      - If V(true), every name is tried and RV(outcomes) has the result of each. The task fails if any of them failed.
     type: bool
     default: false
 attributes:
   idempotent:
     support: partial
     details:
-      - With O(unless_clean=false) every run changes something.
+      - With O(unless_clean=false), every run rolls back.
 extends_documentation_fragment:
   - grove.sandbox.gateway
   - grove.sandbox.attributes
@@ -62,13 +63,13 @@ seealso:
 
 EXAMPLES = r"""
 ---
-- name: Undo what was done since the snapshot, but keep it
+- name: Undo all changes since the snapshot, but keep them in another one
   grove.sandbox.sandbox_rollback:
     sandbox: web
     snapshot: before-upgrade
     backup_name: web-after-upgrade
 
-- name: The same state for all, in any case
+- name: Roll all of them back to the same state every time
   grove.sandbox.sandbox_rollback:
     sandbox: [ci-1, ci-2, ci-3]
     snapshot: golden
@@ -79,116 +80,118 @@ RETURN = r"""
 ---
 sandboxes:
   description:
-    - The sandboxes, in the order given.
-    - In check mode, what exists only after the run (ids, dates, addresses) is V(null).
-  returned: always, unless the gateway could not be asked
+    - The sandboxes, in the given order.
+    - In check mode, values that only a run creates (ids, dates, addresses) are V(null).
+  returned: always, unless the gateway cannot be reached
   type: list
   elements: dict
   contains:
     id: {description: Its id; it never changes., type: str}
     name: {description: Its name., type: str}
     state: {description: V(running) or V(paused)., type: str}
-    state_reason: {description: Why it is paused where nobody asked for it; else empty., type: str}
-    template_id: {description: The template at the root of its descent., type: str}
-    forked_from: {description: The snapshot or template it was made from; it never changes., type: str}
-    snapshot_id: {description: "Its head: the snapshot it descends from now.", type: str}
-    parent_sandbox_id: {description: The sandbox it was forked from; empty for one made from a template., type: str}
+    state_reason: {description: Why it is paused without a request; empty otherwise., type: str}
+    template_id: {description: The template at the root of its lineage., type: str}
+    forked_from: {description: The snapshot or template it was created from; it never changes., type: str}
+    snapshot_id: {description: "Its head, the snapshot that it currently descends from.", type: str}
+    parent_sandbox_id: {description: The sandbox it was forked from; empty if created from a template., type: str}
     diverged:
-      description: Whether its file system changed since its head; V(null) where that was not looked at.
+      description: >-
+        Whether its file system has changed since its head. V(null) if the module did not check, or if the agent did not
+        answer in time.
       type: bool
     cpus: {description: Virtual CPUs., type: int}
     memory_mb: {description: Memory in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}
-    metadata: {description: What was written beside it., type: dict}
+    metadata: {description: Its metadata., type: dict}
     network:
-      description: What it may reach outside itself.
+      description: Its network policy.
       type: dict
       contains:
-        allow_internet: {description: Anything but what is denied below., type: bool}
-        allow_out: {description: Reachable in any case., type: list, elements: str}
-        deny_out: {description: Not reachable., type: list, elements: str}
+        allow_internet: {description: Whether it can reach every address that is not denied., type: bool}
+        allow_out: {description: Addresses and networks that are always reachable., type: list, elements: str}
+        deny_out: {description: Addresses and networks that are not reachable., type: list, elements: str}
     volumes:
-      description: Its volumes, in the order of their paths.
+      description: Its volumes, sorted by path.
       type: list
       elements: dict
       contains:
-        name: {description: The volume., type: str}
-        path: {description: Where it is mounted., type: str}
-        read_only: {description: Whether the sandbox can only read it., type: bool}
-    created_at: {description: When it was made (RFC 3339)., type: str}
-    started_at: {description: When it was started (RFC 3339)., type: str}
-    end_at: {description: When its time is up (RFC 3339); V(null) for never., type: str}
-    address: {description: "Where its ports are reached, on the gateway's host; V(null) while it is paused.", type: str}
+        name: {description: The name of the volume., type: str}
+        path: {description: The mount point., type: str}
+        read_only: {description: Whether the volume is mounted read-only., type: bool}
+    created_at: {description: Time of creation (RFC 3339)., type: str}
+    started_at: {description: Time of its last start (RFC 3339)., type: str}
+    end_at: {description: End of its lifetime (RFC 3339); V(null) for never., type: str}
+    address: {description: "Address of its ports, as seen from the gateway's host; V(null) while paused.", type: str}
     backend: {description: The kind of its host., type: str}
 sandbox:
-  description: The one entry of RV(sandboxes), or V(null) if it does not exist.
-  returned: when one name is given
+  description: The only entry of RV(sandboxes), or V(null) if the sandbox does not exist.
+  returned: if one name is given
   type: dict
 backups:
   description:
     - The snapshots named in O(backup_name) that exist.
-    - In check mode, what exists only after the run (ids, dates, addresses) is V(null).
-  returned: always, unless the gateway could not be asked
+    - In check mode, values that only a run creates (ids, dates, addresses) are V(null).
+  returned: always, unless the gateway cannot be reached
   type: list
   elements: dict
   contains:
     id: {description: Its id., type: str}
     name: {description: Its first name., type: str}
     names: {description: All its names., type: list, elements: str}
-    description: {description: What was written beside it., type: str}
+    description: {description: Its description., type: str}
     status: {description: "V(ready), V(writing) or V(failed).", type: str}
-    source_sandbox_id: {description: The sandbox it was taken of., type: str}
-    origin_sandbox_id: {description: The sandbox at the far end of the chain of sources., type: str}
-    template_id: {description: The template at the root of its descent., type: str}
-    parent_snapshot_id: {description: The head of its source when it was taken., type: str}
-    origin_id: {description: Its ultimate ancestor., type: str}
-    memory: {description: "How its memory was captured; V(none): it has none.", type: str}
-    memory_bytes_written: {description: Bytes of memory that were written for it., type: int}
-    disk_bytes_unique: {description: Bytes on disk that it shares with nothing., type: int}
-    pause_ms: {description: How long its source stood still for it., type: float}
-    cpus: {description: Virtual CPUs of what is forked from it., type: int}
-    memory_mb: {description: Memory of what is forked from it in MiB., type: int}
+    source_sandbox_id: {description: The sandbox that it captures., type: str}
+    origin_sandbox_id: {description: The first sandbox in the chain of sources., type: str}
+    template_id: {description: The template at the root of its lineage., type: str}
+    parent_snapshot_id: {description: The head of its source at the time of the capture., type: str}
+    origin_id: {description: The first ancestor in its lineage., type: str}
+    memory: {description: "How its memory was captured; V(none) if it holds no memory.", type: str}
+    memory_bytes_written: {description: Bytes of memory that the capture wrote., type: int}
+    disk_bytes_unique: {description: Bytes on disk that it does not share., type: int}
+    pause_ms: {description: How long the capture paused its source in milliseconds., type: float}
+    cpus: {description: Virtual CPUs of its forks., type: int}
+    memory_mb: {description: Memory of its forks in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}
     mounts:
-      description: The volumes that its source had, in the order of their paths; a fork has the same.
+      description: The volumes that its source had, sorted by path. Forks get the same ones by default.
       type: list
       elements: dict
       contains:
-        name: {description: "The volume; its id if it is there no more.", type: str}
-        path: {description: Where it is mounted., type: str}
-        read_only: {description: Whether it can only be read., type: bool}
+        name: {description: "The name of the volume; its id if the volume no longer exists.", type: str}
+        path: {description: The mount point., type: str}
+        read_only: {description: Whether the volume is mounted read-only., type: bool}
     volumes: {description: The volumes that were captured at the same instant., type: list, elements: str}
-    forks: {description: How many sandboxes were forked from it and exist., type: int}
-    created_at: {description: When it was taken (RFC 3339)., type: str}
-    expires_at: {description: When it may be removed (RFC 3339); V(null) for never., type: str}
+    forks: {description: Number of existing sandboxes that were forked from it., type: int}
+    created_at: {description: Time of the capture (RFC 3339)., type: str}
+    expires_at: {description: Time from which the gateway may remove it (RFC 3339); V(null) for never., type: str}
     backend: {description: The kind of its host., type: str}
 outcomes:
-  description: What was done for each name, or in check mode would be; empty where nothing was for any.
-  returned: always, unless the gateway could not be asked
+  description: The actions for each name; in check mode, the predicted ones. Empty if nothing had to be done.
+  returned: always, unless the gateway cannot be reached
   type: list
   elements: dict
   contains:
     name: {description: The name., type: str}
-    changed: {description: Whether anything was done for it., type: bool}
-    actions: {description: "What was done, in order.", type: list, elements: str, sample: [rollback]}
-    failed: {description: Whether it failed., type: bool}
-    failure: {description: "The failure, as RV(failure); V(null) without one.", type: dict}
+    changed: {description: Whether anything changed., type: bool}
+    actions: {description: "The actions, in order.", type: list, elements: str, sample: [rollback]}
+    failed: {description: Whether an action failed., type: bool}
+    failure: {description: "The failure, in the form of RV(failure); V(null) if there is none.", type: dict}
 failure:
-  description: What went wrong.
+  description: The failure in machine-readable form.
   returned: failure
   type: dict
   contains:
     kind:
       description: >-
-        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space),
-        V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
-        V(not_a_gateway) or V(too_old).
+        A stable identifier of the kind of failure, such as V(not_found), V(in_use), V(name_taken), V(conflict),
+        V(invalid), V(no_space), V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden),
+        V(unreachable), V(not_a_gateway) or V(too_old).
       type: str
-    message: {description: The same sentence as in RV(msg)., type: str}
-    blockers: {description: Ids or names of what stands in the way., type: list, elements: str}
-    status: {description: HTTP status of the gateway's answer; V(null) where it was not asked., type: int}
+    message: {description: The same text as RV(msg)., type: str}
+    blockers: {description: Ids or names of the resources that prevent the change., type: list, elements: str}
+    status: {description: HTTP status of the gateway's response; V(null) without a response., type: int}
 msg:
-  description: What went wrong and how to mend it.
+  description: The error message, with a remedy.
   returned: failure
   type: str
 """

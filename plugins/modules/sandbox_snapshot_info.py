@@ -11,21 +11,21 @@ module: sandbox_snapshot_info
 short_description: List snapshots of sandboxes
 version_added: "0.1.0"
 description:
-  - Returns snapshots, all or those that the options leave, in the order in which they were taken.
+  - Returns all snapshots, or those that match the options, in the order of their capture.
 options:
   name:
     description:
-      - Only those of these names or ids. One that does not exist is no error.
+      - Only entries with these names or ids. Unknown ones are ignored.
     type: list
     elements: str
     aliases: [names]
   sandbox:
     description:
-      - Only those that were taken of this sandbox, by name or id.
+      - Only snapshots of this sandbox, given by name or id.
     type: str
   template:
     description:
-      - Only those that descend from this template, by name or id.
+      - Only sandboxes that descend from this template, given by name or id.
     type: str
 extends_documentation_fragment:
   - grove.sandbox.gateway
@@ -34,7 +34,7 @@ attributes:
   diff_mode:
     support: none
     details:
-      - It changes nothing.
+      - The module never changes anything.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 seealso:
@@ -43,12 +43,12 @@ seealso:
 
 EXAMPLES = r"""
 ---
-- name: What was captured of a sandbox
+- name: List the snapshots of a sandbox
   grove.sandbox.sandbox_snapshot_info:
     sandbox: web
   register: captured
 
-- name: One snapshot
+- name: Get one snapshot
   grove.sandbox.sandbox_snapshot_info:
     name: golden
 """
@@ -58,56 +58,56 @@ RETURN = r"""
 snapshots:
   description:
     - The snapshots.
-  returned: always, unless the gateway could not be asked
+  returned: always, unless the gateway cannot be reached
   type: list
   elements: dict
   contains:
     id: {description: Its id., type: str}
     name: {description: Its first name., type: str}
     names: {description: All its names., type: list, elements: str}
-    description: {description: What was written beside it., type: str}
+    description: {description: Its description., type: str}
     status: {description: "V(ready), V(writing) or V(failed).", type: str}
-    source_sandbox_id: {description: The sandbox it was taken of., type: str}
-    origin_sandbox_id: {description: The sandbox at the far end of the chain of sources., type: str}
-    template_id: {description: The template at the root of its descent., type: str}
-    parent_snapshot_id: {description: The head of its source when it was taken., type: str}
-    origin_id: {description: Its ultimate ancestor., type: str}
-    memory: {description: "How its memory was captured; V(none): it has none.", type: str}
-    memory_bytes_written: {description: Bytes of memory that were written for it., type: int}
-    disk_bytes_unique: {description: Bytes on disk that it shares with nothing., type: int}
-    pause_ms: {description: How long its source stood still for it., type: float}
-    cpus: {description: Virtual CPUs of what is forked from it., type: int}
-    memory_mb: {description: Memory of what is forked from it in MiB., type: int}
+    source_sandbox_id: {description: The sandbox that it captures., type: str}
+    origin_sandbox_id: {description: The first sandbox in the chain of sources., type: str}
+    template_id: {description: The template at the root of its lineage., type: str}
+    parent_snapshot_id: {description: The head of its source at the time of the capture., type: str}
+    origin_id: {description: The first ancestor in its lineage., type: str}
+    memory: {description: "How its memory was captured; V(none) if it holds no memory.", type: str}
+    memory_bytes_written: {description: Bytes of memory that the capture wrote., type: int}
+    disk_bytes_unique: {description: Bytes on disk that it does not share., type: int}
+    pause_ms: {description: How long the capture paused its source in milliseconds., type: float}
+    cpus: {description: Virtual CPUs of its forks., type: int}
+    memory_mb: {description: Memory of its forks in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}
     mounts:
-      description: The volumes that its source had, in the order of their paths; a fork has the same.
+      description: The volumes that its source had, sorted by path. Forks get the same ones by default.
       type: list
       elements: dict
       contains:
-        name: {description: "The volume; its id if it is there no more.", type: str}
-        path: {description: Where it is mounted., type: str}
-        read_only: {description: Whether it can only be read., type: bool}
+        name: {description: "The name of the volume; its id if the volume no longer exists.", type: str}
+        path: {description: The mount point., type: str}
+        read_only: {description: Whether the volume is mounted read-only., type: bool}
     volumes: {description: The volumes that were captured at the same instant., type: list, elements: str}
-    forks: {description: How many sandboxes were forked from it and exist., type: int}
-    created_at: {description: When it was taken (RFC 3339)., type: str}
-    expires_at: {description: When it may be removed (RFC 3339); V(null) for never., type: str}
+    forks: {description: Number of existing sandboxes that were forked from it., type: int}
+    created_at: {description: Time of the capture (RFC 3339)., type: str}
+    expires_at: {description: Time from which the gateway may remove it (RFC 3339); V(null) for never., type: str}
     backend: {description: The kind of its host., type: str}
 failure:
-  description: What went wrong.
+  description: The failure in machine-readable form.
   returned: failure
   type: dict
   contains:
     kind:
       description: >-
-        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space),
-        V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
-        V(not_a_gateway) or V(too_old).
+        A stable identifier of the kind of failure, such as V(not_found), V(in_use), V(name_taken), V(conflict),
+        V(invalid), V(no_space), V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden),
+        V(unreachable), V(not_a_gateway) or V(too_old).
       type: str
-    message: {description: The same sentence as in RV(msg)., type: str}
-    blockers: {description: Ids or names of what stands in the way., type: list, elements: str}
-    status: {description: HTTP status of the gateway's answer; V(null) where it was not asked., type: int}
+    message: {description: The same text as RV(msg)., type: str}
+    blockers: {description: Ids or names of the resources that prevent the change., type: list, elements: str}
+    status: {description: HTTP status of the gateway's response; V(null) without a response., type: int}
 msg:
-  description: What went wrong and how to mend it.
+  description: The error message, with a remedy.
   returned: failure
   type: str
 """

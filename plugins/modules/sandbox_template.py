@@ -11,30 +11,30 @@ module: sandbox_template
 short_description: Build templates of sandboxes
 version_added: "0.1.0"
 description:
-  - Templates of the given names exist and are built from the given recipe, or do not exist.
-  - A recipe is a whole; what a task does not set of it has the default given here. The same recipe again changes
-    nothing. Another recipe builds a new template, which then takes the name over; sandboxes made from the old one
-    live on, and it goes with the last of them.
-  - The module waits for the build; if it fails, the message shows the end of its log.
+  - Ensures that the named templates exist and are built from the given recipe, or that they do not exist.
+  - The recipe is compared as a whole; options that a task does not set have their defaults. If the recipe is unchanged,
+    nothing is built. A changed recipe builds a new template, which then takes over the name. Sandboxes created from the
+    old template keep running, and it is removed with the last of them.
+  - The module waits for the build. If the build fails, the message shows the end of its log.
 options:
   name:
     description:
-      - The name or names. Names are 1 to 64 letters, digits, C(_), C(.) or C(-), starting with a letter or digit;
-        sandboxes, snapshots, templates and volumes share them.
+      - The name or names. A name has 1 to 64 letters, digits, C(_), C(.) or C(-), and starts with a letter or digit.
+        Sandboxes, snapshots, templates and volumes share one namespace.
     type: list
     elements: str
     required: true
     aliases: [names]
   state:
     description:
-      - V(present), it exists and is built from the recipe; V(absent), it does not exist.
+      - V(present), the template exists and is built from the recipe; V(absent), it does not exist.
     type: str
     choices: [present, absent]
     default: present
   from:
     description:
-      - What the file system is built from; V(debootstrap), Debian packages; V(rootfs), the directory or tarball
-        O(path).
+      - The source of the file system. V(debootstrap) installs Debian packages; V(rootfs) copies the directory or
+        tarball O(path).
     type: str
     choices: [debootstrap, rootfs]
     default: debootstrap
@@ -45,7 +45,7 @@ options:
     default: bookworm
   mirror:
     description:
-      - APT mirror to build from. If empty, the sources of the gateway's host.
+      - APT mirror to build from. If empty, the APT sources of the gateway's host are used.
     type: str
     default: ""
   packages:
@@ -56,67 +56,67 @@ options:
     default: []
   path:
     description:
-      - Absolute path of a directory or (also compressed) tarball on the gateway's host.
-      - Required if O(from=rootfs). That the content at the path changed is not noticed if the path stays the same.
+      - Absolute path of a directory or a tarball, compressed or not, on the gateway's host.
+      - Required if O(from=rootfs). Changes of the content at the same path are not detected.
     type: str
     default: ""
   setup:
     description:
-      - Commands that are run in the booted sandbox, as root through C(/bin/sh -c), one after another.
+      - Commands to run in the booted sandbox, one after another, as root through C(/bin/sh -c).
     type: list
     elements: str
     default: []
   start_command:
     description:
-      - A command that is started after O(setup) and runs on when the template is captured.
+      - A command to start after O(setup). It keeps running while the template is captured.
     type: str
     default: ""
   ready_probe:
     description:
-      - A command that is run every half second until it exits with 0; then the template is captured.
+      - A command to run every half second until it exits with 0; then the template is captured.
     type: str
     default: ""
   ready_timeout:
     description:
-      - How long O(ready_probe) may take to succeed, in seconds.
+      - Time limit in seconds for O(ready_probe) to succeed.
     type: float
     default: 60
   setup_timeout:
     description:
-      - How long O(setup) may take, in seconds.
+      - Time limit in seconds for O(setup).
     type: float
     default: 1800
   cpus:
     description:
-      - Virtual CPUs of a sandbox made from it.
+      - Number of virtual CPUs of a sandbox created from the template.
     type: int
     default: 1
   memory_mb:
     description:
-      - Memory of a sandbox made from it, in MiB.
+      - Memory of a sandbox created from the template, in MiB.
     type: int
     default: 256
   disk_mb:
     description:
-      - Size of the disk of a sandbox made from it, in MiB.
+      - Disk size of a sandbox created from the template, in MiB.
     type: int
     default: 2048
   wait_timeout:
     description:
-      - How long to wait for the build, in seconds; V(0), do not wait.
+      - Time limit in seconds for the build; V(0) does not wait for it.
     type: int
     default: 3600
   when_unused:
     description:
-      - With O(state=absent), what is in use is normally refused, with the names of its users.
-      - If V(true), it is hidden now and removed with the last sandbox that was made from it.
+      - With O(state=absent), removing a snapshot or template in use fails by default; the message names the sandboxes
+        that use it.
+      - If V(true), it is hidden now and removed with the last sandbox that was created from it.
     type: bool
     default: false
   continue_on_error:
     description:
-      - Normally, if anything stands in the way of one name, nothing is done at all; and if something fails on the
-        way, what comes after it is not tried.
-      - If V(true), every name is tried, RV(outcomes) says how each went, and the task fails at its end if one did.
+      - By default, nothing is changed if one name is refused, and the first action that fails ends the task.
+      - If V(true), every name is tried and RV(outcomes) has the result of each. The task fails if any of them failed.
     type: bool
     default: false
 extends_documentation_fragment:
@@ -132,7 +132,7 @@ seealso:
 
 EXAMPLES = r"""
 ---
-- name: A template with a web server that already runs
+- name: Build a template with a running web server
   grove.sandbox.sandbox_template:
     name: web-base
     packages: [nginx-light, curl]
@@ -142,13 +142,13 @@ EXAMPLES = r"""
     ready_probe: curl -fs http://localhost/
     memory_mb: 512
 
-- name: A template from a tarball on the gateway's host
+- name: Build a template from a tarball on the gateway's host
   grove.sandbox.sandbox_template:
     name: from-image
     from: rootfs
     path: /srv/images/base.tar.zst
 
-- name: Remove them, once nothing uses them any more
+- name: Remove them once they are unused
   grove.sandbox.sandbox_template:
     name: [web-base, from-image]
     state: absent
@@ -159,58 +159,58 @@ RETURN = r"""
 ---
 templates:
   description:
-    - The templates of the given names that exist, in the order of the names.
-    - In check mode, what exists only after the run (ids, dates, addresses) is V(null).
-  returned: always, unless the gateway could not be asked
+    - The named templates that exist, in the given order.
+    - In check mode, values that only a run creates (ids, dates, addresses) are V(null).
+  returned: always, unless the gateway cannot be reached
   type: list
   elements: dict
   contains:
     id: {description: Its id., type: str}
     name: {description: Its first name., type: str}
     names: {description: All its names., type: list, elements: str}
-    description: {description: What was written beside it., type: str}
+    description: {description: Its description., type: str}
     status: {description: "V(ready), V(building) or V(error).", type: str}
-    build_id: {description: The build it comes from., type: str}
+    build_id: {description: The id of its build., type: str}
     digest: {description: Digest of its recipe., type: str}
-    recipe: {description: "Its recipe in canonical form, in the words of this module's options.", type: dict}
+    recipe: {description: "Its recipe in canonical form, with the names of this module's options.", type: dict}
     memory: {description: How its memory was captured., type: str}
-    cpus: {description: Virtual CPUs of a sandbox made from it., type: int}
-    memory_mb: {description: Memory of a sandbox made from it in MiB., type: int}
+    cpus: {description: Number of virtual CPUs of a sandbox created from the template., type: int}
+    memory_mb: {description: Memory of a sandbox created from the template in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}
-    forks: {description: How many sandboxes were made from it and exist., type: int}
-    created_at: {description: When it was made (RFC 3339)., type: str}
-    updated_at: {description: When its record last changed (RFC 3339)., type: str}
+    forks: {description: Number of existing sandboxes that were created from it., type: int}
+    created_at: {description: Time of creation (RFC 3339)., type: str}
+    updated_at: {description: Time of the last change of its record (RFC 3339)., type: str}
 template:
-  description: The one entry of RV(templates), or V(null) if it does not exist.
-  returned: when one name is given
+  description: The only entry of RV(templates), or V(null) if the template does not exist.
+  returned: if one name is given
   type: dict
 outcomes:
-  description: What was done for each name, or in check mode would be; empty where nothing was for any.
-  returned: always, unless the gateway could not be asked
+  description: The actions for each name; in check mode, the predicted ones. Empty if nothing had to be done.
+  returned: always, unless the gateway cannot be reached
   type: list
   elements: dict
   contains:
     name: {description: The name., type: str}
-    changed: {description: Whether anything was done for it., type: bool}
-    actions: {description: "What was done, in order.", type: list, elements: str, sample: [build]}
-    failed: {description: Whether it failed., type: bool}
-    failure: {description: "The failure, as RV(failure); V(null) without one.", type: dict}
+    changed: {description: Whether anything changed., type: bool}
+    actions: {description: "The actions, in order.", type: list, elements: str, sample: [build]}
+    failed: {description: Whether an action failed., type: bool}
+    failure: {description: "The failure, in the form of RV(failure); V(null) if there is none.", type: dict}
 failure:
-  description: What went wrong.
+  description: The failure in machine-readable form.
   returned: failure
   type: dict
   contains:
     kind:
       description: >-
-        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space),
-        V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
-        V(not_a_gateway) or V(too_old).
+        A stable identifier of the kind of failure, such as V(not_found), V(in_use), V(name_taken), V(conflict),
+        V(invalid), V(no_space), V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden),
+        V(unreachable), V(not_a_gateway) or V(too_old).
       type: str
-    message: {description: The same sentence as in RV(msg)., type: str}
-    blockers: {description: Ids or names of what stands in the way., type: list, elements: str}
-    status: {description: HTTP status of the gateway's answer; V(null) where it was not asked., type: int}
+    message: {description: The same text as RV(msg)., type: str}
+    blockers: {description: Ids or names of the resources that prevent the change., type: list, elements: str}
+    status: {description: HTTP status of the gateway's response; V(null) without a response., type: int}
 msg:
-  description: What went wrong and how to mend it.
+  description: The error message, with a remedy.
   returned: failure
   type: str
 """

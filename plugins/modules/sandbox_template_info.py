@@ -11,12 +11,12 @@ module: sandbox_template_info
 short_description: List templates of sandboxes
 version_added: "0.1.0"
 description:
-  - Returns templates, all or those of the given names, in the order in which they were made. One that is being built,
-    or whose build failed since the gateway was started, is among them.
+  - Returns all templates, or those with the given names, in the order of their creation. The list includes templates
+    that are being built or whose build has failed since the gateway started.
 options:
   name:
     description:
-      - Only those of these names or ids. One that does not exist is no error.
+      - Only entries with these names or ids. Unknown ones are ignored.
     type: list
     elements: str
     aliases: [names]
@@ -27,7 +27,7 @@ attributes:
   diff_mode:
     support: none
     details:
-      - It changes nothing.
+      - The module never changes anything.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 seealso:
@@ -36,11 +36,11 @@ seealso:
 
 EXAMPLES = r"""
 ---
-- name: All templates
+- name: List all templates
   grove.sandbox.sandbox_template_info:
   register: there
 
-- name: What one is built from
+- name: Get the recipe of one template
   grove.sandbox.sandbox_template_info:
     name: base
 """
@@ -50,41 +50,41 @@ RETURN = r"""
 templates:
   description:
     - The templates.
-  returned: always, unless the gateway could not be asked
+  returned: always, unless the gateway cannot be reached
   type: list
   elements: dict
   contains:
     id: {description: Its id., type: str}
     name: {description: Its first name., type: str}
     names: {description: All its names., type: list, elements: str}
-    description: {description: What was written beside it., type: str}
+    description: {description: Its description., type: str}
     status: {description: "V(ready), V(building) or V(error).", type: str}
-    build_id: {description: The build it comes from., type: str}
+    build_id: {description: The id of its build., type: str}
     digest: {description: Digest of its recipe., type: str}
-    recipe: {description: "Its recipe in canonical form, in the words of this module's options.", type: dict}
+    recipe: {description: "Its recipe in canonical form, with the names of this module's options.", type: dict}
     memory: {description: How its memory was captured., type: str}
-    cpus: {description: Virtual CPUs of a sandbox made from it., type: int}
-    memory_mb: {description: Memory of a sandbox made from it in MiB., type: int}
+    cpus: {description: Number of virtual CPUs of a sandbox created from the template., type: int}
+    memory_mb: {description: Memory of a sandbox created from the template in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}
-    forks: {description: How many sandboxes were made from it and exist., type: int}
-    created_at: {description: When it was made (RFC 3339)., type: str}
-    updated_at: {description: When its record last changed (RFC 3339)., type: str}
+    forks: {description: Number of existing sandboxes that were created from it., type: int}
+    created_at: {description: Time of creation (RFC 3339)., type: str}
+    updated_at: {description: Time of the last change of its record (RFC 3339)., type: str}
 failure:
-  description: What went wrong.
+  description: The failure in machine-readable form.
   returned: failure
   type: dict
   contains:
     kind:
       description: >-
-        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space),
-        V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
-        V(not_a_gateway) or V(too_old).
+        A stable identifier of the kind of failure, such as V(not_found), V(in_use), V(name_taken), V(conflict),
+        V(invalid), V(no_space), V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden),
+        V(unreachable), V(not_a_gateway) or V(too_old).
       type: str
-    message: {description: The same sentence as in RV(msg)., type: str}
-    blockers: {description: Ids or names of what stands in the way., type: list, elements: str}
-    status: {description: HTTP status of the gateway's answer; V(null) where it was not asked., type: int}
+    message: {description: The same text as RV(msg)., type: str}
+    blockers: {description: Ids or names of the resources that prevent the change., type: list, elements: str}
+    status: {description: HTTP status of the gateway's response; V(null) without a response., type: int}
 msg:
-  description: What went wrong and how to mend it.
+  description: The error message, with a remedy.
   returned: failure
   type: str
 """

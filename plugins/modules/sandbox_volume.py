@@ -11,92 +11,93 @@ module: sandbox_volume
 short_description: Declare volumes
 version_added: "0.1.0"
 description:
-  - Volumes of the given names exist, with the given size and snapshots, attached to exactly the given sandboxes; or do
-    not exist. A volume is storage that outlives sandboxes and that any number of them have at once.
-  - Only what is set is compared with what is there. A volume grows, also while it is mounted, and never shrinks.
-  - Where several things differ, whoever shall not have the volume lets go of it first; then it is captured, rolled
-    back, grown and attached, and snapshots are removed last.
+  - Ensures that the named volumes exist with the given size and snapshots, attached to exactly the given sandboxes, or
+    that they do not exist. A volume is storage that outlives sandboxes and that any number of them can share.
+  - Only the options that are set are compared with existing volumes. A volume can grow, even while mounted, but never
+    shrink.
+  - The module first detaches the volume from sandboxes that are not listed. It then takes snapshots, rolls back, grows
+    and attaches the volume, and finally removes surplus snapshots.
 options:
   name:
     description:
-      - The name or names. Names are 1 to 64 letters, digits, C(_), C(.) or C(-), starting with a letter or digit;
-        sandboxes, snapshots, templates and volumes share them.
+      - The name or names. A name has 1 to 64 letters, digits, C(_), C(.) or C(-), and starts with a letter or digit.
+        Sandboxes, snapshots, templates and volumes share one namespace.
     type: list
     elements: str
     required: true
     aliases: [names]
   state:
     description:
-      - V(present), it exists; V(absent), it does not exist.
-      - A volume that a sandbox has, that has snapshots, or of which a snapshot of a sandbox holds a capture, is not
-        removed; O(attachments) and O(purge) say what may be undone for it.
+      - V(present), the volume exists; V(absent), it does not exist.
+      - A volume is not removed while it is attached, has snapshots, or is captured in a snapshot of a sandbox. An empty
+        list of O(attachments) detaches it first, and O(purge) removes its snapshots.
     type: str
     choices: [present, absent]
     default: present
   size_mb:
     description:
-      - How much fits in, in MiB, at least 64. If not set, a new volume has the size of O(from_snapshot), or else 1024.
+      - Size in MiB, at least 64. If not set, a new volume has the size of O(from_snapshot), or else 1024 MiB.
     type: int
   from_snapshot:
     description:
-      - What a new volume holds, as C(VOLUME@SNAPSHOT). If not set, nothing.
-      - A volume that was made from something else is refused. Where that snapshot is gone, it cannot be told any more.
+      - The volume snapshot to create a new volume from, as C(VOLUME@SNAPSHOT). If not set, a new volume is empty.
+      - If the volume exists and was created from another source, the task fails, unless O(from_snapshot) no longer
+        exists.
     type: str
   attachments:
     description:
-      - The sandboxes that have it, each at one path; exactly these. A list that is empty is none.
-      - What differs is detached and attached while the sandbox runs. Programs in a sandbox that use a volume which is
-        detached find that it is gone.
-      - With several names, and with O(state=absent), only a list that is empty can be given.
+      - The complete list of sandboxes that mount the volume, each at one path. An empty list means none.
+      - Missing attachments are added and others removed while the sandboxes run. Programs that use a detached volume
+        lose access to it.
+      - With several names, or with O(state=absent), the list must be empty.
     type: list
     elements: dict
     suboptions:
       sandbox:
         description:
-          - The sandbox, by name or id. It must exist, and to be given the volume it must run.
+          - The sandbox, by name or id. It must be running for the volume to be attached.
         type: str
         required: true
       path:
         description:
-          - Where it is mounted; an absolute path of letters, digits and C(_), C(.), C(@), C(+), C(:), C(=) or C(-),
-            outside what the system needs. It is made if it is not there. No two volumes are mounted inside each other.
+          - The mount point, an absolute path of letters, digits, C(_), C(.), C(@), C(+), C(:), C(=) and C(-), outside
+            the system directories. It is created if missing. A volume cannot be mounted inside another.
         type: str
         required: true
       read_only:
         description:
-          - Whether the sandbox can only read it.
+          - Whether the volume is mounted read-only.
         type: bool
         default: false
   snapshots:
     description:
-      - Names of snapshots of it that exist. One that is missing is taken now, whoever has the volume; others stay,
-        unless O(purge=true).
+      - Names of snapshots that the volume has. Missing ones are taken now, even while the volume is attached; others
+        are kept, unless O(purge=true).
     type: list
     elements: str
   rollback_to:
     description:
-      - The snapshot, by name or id, whose content the volume gets back; it stays as large as it is. What was written
-        since is lost; O(snapshots) can name one to be taken before.
-      - It is done every time, for nothing tells whether a volume was written to since.
+      - The snapshot to roll the volume back to, by name or id. The volume keeps its size. Later writes are lost; list a
+        new name in O(snapshots) to take a snapshot first.
+      - Every run rolls back, because the gateway cannot tell whether a volume has been written to since.
     type: str
   force:
     description:
-      - Whether O(rollback_to) is also done while a sandbox, running or paused, has the volume and can write to it. That
-        sandbox finds other files than it left.
+      - Whether to roll back even while the volume is attached read-write to a running or paused sandbox. The files then
+        change underneath that sandbox.
     type: bool
     default: false
   purge:
     description:
-      - Whether snapshots of it that were not asked for are removed; with O(state=absent), all of them, which are
-        otherwise a reason to refuse; else, where O(snapshots) is given, those that are not in it.
-      - What snapshots of sandboxes hold of it goes with these only.
+      - Whether to remove surplus snapshots of the volume. With O(state=absent), these are all of its snapshots, which
+        otherwise prevent the removal; else those that O(snapshots) does not list, if it is set.
+      - Captures in snapshots of sandboxes are only removed with those snapshots.
     type: bool
     default: false
   continue_on_error:
     description:
-      - Normally, if anything stands in the way of one name, nothing is done at all; and if something fails on the
-        way, what comes after it is not tried.
-      - If V(true), every name is tried, RV(outcomes) says how each went, and the task fails at its end if one did.
+      - By default, nothing is changed if one name is refused, and the first action that fails ends the task.
+      - If V(true), every name is tried and RV(outcomes) has the result of each. The task fails if any of them failed.
     type: bool
     default: false
 extends_documentation_fragment:
@@ -106,7 +107,7 @@ attributes:
   idempotent:
     support: partial
     details:
-      - O(rollback_to) changes the volume every time.
+      - O(rollback_to) rolls the volume back in every run.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 seealso:
@@ -118,7 +119,7 @@ seealso:
 
 EXAMPLES = r"""
 ---
-- name: A volume for a code base, which one sandbox writes and two read
+- name: Create a volume for a code base that one sandbox writes and two read
   grove.sandbox.sandbox_volume:
     name: code
     size_mb: 2048
@@ -132,25 +133,25 @@ EXAMPLES = r"""
         path: /srv/code
         read_only: true
 
-- name: More room, and a snapshot of it
+- name: Grow it and take a snapshot
   grove.sandbox.sandbox_volume:
     name: code
     size_mb: 4096
     snapshots: [monday]
 
-- name: A second one that begins as that snapshot
+- name: Create a second volume from that snapshot
   grove.sandbox.sandbox_volume:
     name: code-experiment
     from_snapshot: code@monday
 
-- name: Undo what was written since, with nobody using it; keep what it was
+- name: Detach it and roll it back; keep its current content in a snapshot
   grove.sandbox.sandbox_volume:
     name: code
     attachments: []
     snapshots: [monday, before-rollback]
     rollback_to: monday
 
-- name: Remove both, whoever has them, with their snapshots
+- name: Remove both with their snapshots, even if they are attached
   grove.sandbox.sandbox_volume:
     name: [code-experiment, code]
     state: absent
@@ -162,71 +163,71 @@ RETURN = r"""
 ---
 volumes:
   description:
-    - The volumes of the given names that exist, in the order of the names.
-    - In check mode, what exists only after the run (dates, what is used) is V(null).
-  returned: always, unless the gateway could not be asked
+    - The named volumes that exist, in the given order.
+    - In check mode, values that only a run creates (dates, used space) are V(null).
+  returned: always, unless the gateway cannot be reached
   type: list
   elements: dict
   contains:
     name: {description: Its name., type: str}
-    size_mb: {description: "What fits in, in MiB.", type: int}
-    used_mb: {description: "What is in it, in MiB; V(null) where the host cannot tell.", type: int}
+    size_mb: {description: Its capacity in MiB., type: int}
+    used_mb: {description: Used space in MiB; V(null) if the host cannot tell., type: int}
     attachments:
-      description: The sandboxes that have it, in the order of their names.
+      description: The sandboxes that it is attached to, sorted by name.
       type: list
       elements: dict
       contains:
-        sandbox: {description: The sandbox., type: str}
+        sandbox: {description: The name of the sandbox., type: str}
         sandbox_id: {description: Its id., type: str}
-        path: {description: Where it is mounted., type: str}
-        read_only: {description: Whether the sandbox can only read it., type: bool}
+        path: {description: The mount point., type: str}
+        read_only: {description: Whether the volume is mounted read-only., type: bool}
         state: {description: "The state of the sandbox, V(running) or V(paused).", type: str}
     snapshots: {description: The names of its snapshots., type: list, elements: str}
     captured_by:
-      description: The ids of the snapshots of sandboxes that hold what was captured of it with them.
+      description: Ids of the sandbox snapshots that hold a capture of it.
       type: list
       elements: str
-    from_snapshot: {description: The id of the volume snapshot it was made from; empty for none., type: str}
+    from_snapshot: {description: Id of the volume snapshot it was created from; empty for none., type: str}
     owner_sandbox_id:
       description:
-        - The sandbox whose own clone it is; it goes with the last sandbox that has it. Empty for any other.
+        - The sandbox that it was cloned for; the clone is removed with its last attachment. Empty for other volumes.
       type: str
     stuck:
-      description: What does not let go of it, in sentences; the gateway tries again.
+      description: Problems that keep it in use on the host, as messages; the gateway tries again.
       type: list
       elements: str
-    created_at: {description: When it was made (RFC 3339)., type: str}
+    created_at: {description: Time of creation (RFC 3339)., type: str}
 volume:
-  description: The one entry of RV(volumes), or V(null) if it does not exist.
-  returned: when one name is given
+  description: The only entry of RV(volumes), or V(null) if the volume does not exist.
+  returned: if one name is given
   type: dict
 outcomes:
-  description: What was done for each name, or in check mode would be; empty where nothing was for any.
-  returned: always, unless the gateway could not be asked
+  description: The actions for each name; in check mode, the predicted ones. Empty if nothing had to be done.
+  returned: always, unless the gateway cannot be reached
   type: list
   elements: dict
   contains:
     name: {description: The name., type: str}
-    changed: {description: Whether anything was done for it., type: bool}
-    actions: {description: "What was done, in order.", type: list, elements: str, sample: [create, attach]}
-    failed: {description: Whether it failed., type: bool}
-    failure: {description: "The failure, as RV(failure); V(null) without one.", type: dict}
+    changed: {description: Whether anything changed., type: bool}
+    actions: {description: "The actions, in order.", type: list, elements: str, sample: [create, attach]}
+    failed: {description: Whether an action failed., type: bool}
+    failure: {description: "The failure, in the form of RV(failure); V(null) if there is none.", type: dict}
 failure:
-  description: What went wrong.
+  description: The failure in machine-readable form.
   returned: failure
   type: dict
   contains:
     kind:
       description: >-
-        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space),
-        V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
-        V(not_a_gateway) or V(too_old).
+        A stable identifier of the kind of failure, such as V(not_found), V(in_use), V(name_taken), V(conflict),
+        V(invalid), V(no_space), V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden),
+        V(unreachable), V(not_a_gateway) or V(too_old).
       type: str
-    message: {description: The same sentence as in RV(msg)., type: str}
-    blockers: {description: Ids or names of what stands in the way., type: list, elements: str}
-    status: {description: HTTP status of the gateway's answer; V(null) where it was not asked., type: int}
+    message: {description: The same text as RV(msg)., type: str}
+    blockers: {description: Ids or names of the resources that prevent the change., type: list, elements: str}
+    status: {description: HTTP status of the gateway's response; V(null) without a response., type: int}
 msg:
-  description: What went wrong and how to mend it.
+  description: The error message, with a remedy.
   returned: failure
   type: str
 """

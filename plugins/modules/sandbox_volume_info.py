@@ -11,11 +11,11 @@ module: sandbox_volume_info
 short_description: List volumes
 version_added: "0.1.0"
 description:
-  - Returns volumes, all or those of the given names, in the order in which they were made.
+  - Returns all volumes, or those with the given names, in the order of their creation.
 options:
   name:
     description:
-      - Only those of these names. One that does not exist is no error.
+      - Only entries with these names. Unknown ones are ignored.
     type: list
     elements: str
     aliases: [names]
@@ -26,7 +26,7 @@ attributes:
   diff_mode:
     support: none
     details:
-      - It changes nothing.
+      - The module never changes anything.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 seealso:
@@ -35,11 +35,11 @@ seealso:
 
 EXAMPLES = r"""
 ---
-- name: All volumes, and who has them
+- name: List all volumes and their attachments
   grove.sandbox.sandbox_volume_info:
   register: there
 
-- name: The snapshots of one
+- name: List the snapshots of one volume
   grove.sandbox.sandbox_volume_info:
     name: data
 """
@@ -49,54 +49,54 @@ RETURN = r"""
 volumes:
   description:
     - The volumes.
-  returned: always, unless the gateway could not be asked
+  returned: always, unless the gateway cannot be reached
   type: list
   elements: dict
   contains:
     name: {description: Its name., type: str}
-    size_mb: {description: "What fits in, in MiB.", type: int}
-    used_mb: {description: "What is in it, in MiB; V(null) where the host cannot tell.", type: int}
+    size_mb: {description: Its capacity in MiB., type: int}
+    used_mb: {description: Used space in MiB; V(null) if the host cannot tell., type: int}
     attachments:
-      description: The sandboxes that have it, in the order of their names.
+      description: The sandboxes that it is attached to, sorted by name.
       type: list
       elements: dict
       contains:
-        sandbox: {description: The sandbox., type: str}
+        sandbox: {description: The name of the sandbox., type: str}
         sandbox_id: {description: Its id., type: str}
-        path: {description: Where it is mounted., type: str}
-        read_only: {description: Whether the sandbox can only read it., type: bool}
+        path: {description: The mount point., type: str}
+        read_only: {description: Whether the volume is mounted read-only., type: bool}
         state: {description: "The state of the sandbox, V(running) or V(paused).", type: str}
     snapshots: {description: The names of its snapshots., type: list, elements: str}
     captured_by:
-      description: The ids of the snapshots of sandboxes that hold what was captured of it with them.
+      description: Ids of the sandbox snapshots that hold a capture of it.
       type: list
       elements: str
-    from_snapshot: {description: The id of the volume snapshot it was made from; empty for none., type: str}
+    from_snapshot: {description: Id of the volume snapshot it was created from; empty for none., type: str}
     owner_sandbox_id:
       description:
-        - The sandbox whose own clone it is; it goes with the last sandbox that has it. Empty for any other.
+        - The sandbox that it was cloned for; the clone is removed with its last attachment. Empty for other volumes.
       type: str
     stuck:
-      description: What does not let go of it, in sentences; the gateway tries again.
+      description: Problems that keep it in use on the host, as messages; the gateway tries again.
       type: list
       elements: str
-    created_at: {description: When it was made (RFC 3339)., type: str}
+    created_at: {description: Time of creation (RFC 3339)., type: str}
 failure:
-  description: What went wrong.
+  description: The failure in machine-readable form.
   returned: failure
   type: dict
   contains:
     kind:
       description: >-
-        A stable word for it, such as V(not_found), V(in_use), V(name_taken), V(conflict), V(invalid), V(no_space),
-        V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden), V(unreachable),
-        V(not_a_gateway) or V(too_old).
+        A stable identifier of the kind of failure, such as V(not_found), V(in_use), V(name_taken), V(conflict),
+        V(invalid), V(no_space), V(busy), V(unsupported), V(timeout), V(backend_failed), V(unauthorized), V(forbidden),
+        V(unreachable), V(not_a_gateway) or V(too_old).
       type: str
-    message: {description: The same sentence as in RV(msg)., type: str}
-    blockers: {description: Ids or names of what stands in the way., type: list, elements: str}
-    status: {description: HTTP status of the gateway's answer; V(null) where it was not asked., type: int}
+    message: {description: The same text as RV(msg)., type: str}
+    blockers: {description: Ids or names of the resources that prevent the change., type: list, elements: str}
+    status: {description: HTTP status of the gateway's response; V(null) without a response., type: int}
 msg:
-  description: What went wrong and how to mend it.
+  description: The error message, with a remedy.
   returned: failure
   type: str
 """

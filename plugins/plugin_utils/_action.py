@@ -2,12 +2,12 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The action plugins' one class: the module's work on the control node, where that is the same work."""
+"""The base class of all action plugins: does the module's work on the control node where possible."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
 from ansible.module_utils.errors import UnsupportedError
@@ -21,19 +21,25 @@ from ansible_collections.grove.sandbox.plugins.module_utils._module import (
     arguments,
 )
 from ansible_collections.grove.sandbox.plugins.module_utils._run import failed, run
+from ansible_collections.grove.sandbox.plugins.plugin_utils._operator import OperatorTask
+
+if TYPE_CHECKING:
+    from ansible_collections.grove.sandbox.plugins.module_utils._thing import Thing
 
 SANDBOX = "grove.sandbox.sandbox"
-"""The connection whose other end is a sandbox."""
+"""The connection plugin for sandboxes."""
+KEY_OPTIONS = ("gateway_url", "ca_path", "validate_certs")
+"""Options that decide where a key is sent."""
 
 
 class GatewayAction(ActionBase):
-    """Runs ``thing`` in this process, or hands over to the module of the same name.
+    """Runs ``thing`` in this process, or runs the module of the same name.
 
-    In process saves most of a task's time. It is right where this process reaches the gateway the module would
-    reach; see ``_in_process``.
+    In this process a task is much faster. This requires that this process can reach the same gateway as the module; see
+    ``_can_run_in_process``.
     """
 
-    thing: Any = None
+    thing: Thing
     _supports_check_mode = True
     _supports_async = True
 
@@ -41,27 +47,70 @@ class GatewayAction(ActionBase):
         result = super().run(tmp, task_vars)
         del tmp
         args = self._arguments()
-        if self._in_process(args):
-            result.update(self._here(args))
+        try:
+            self._check_key(args, task_vars or {})
+        except Failure as failure:
+            result.update(failed(failure))
+            return dict(wrap_var(result))
+        if self._can_run_in_process(args):
+            result.update(self._run_in_process(args))
         else:
             if self._connection.transport == SANDBOX and not self._task.args.get("gateway_token"):
-                # Root inside reads what a module is given: the key of this process' environment stays here.
+                # Root in the sandbox can read a module's arguments, so the key in this process's environment is not
+                # passed.
                 args.pop("gateway_token", None)
             wrap_async = bool(self._task.async_val) and not self._connection.has_native_async
             result.update(self._execute_module(module_args=args, task_vars=task_vars, wrap_async=wrap_async))
-        # It holds text of gateways and sandboxes.
+        # The result contains text from gateways and sandboxes, which may not be evaluated as a template.
         return dict(wrap_var(result))
 
     def _arguments(self) -> dict[str, Any]:
-        """The task's options; the variables of this process' environment stand in for the two that were left out."""
+        """The task's options. The URL and the key default to this process's environment variables.
+
+        Variables in the task's ``environment`` take precedence; the module reads them itself.
+        """
         args = dict(self._task.args)
+        environment = self._environment()
         for option, variable in (("gateway_url", URL_VARIABLE), ("gateway_token", TOKEN_VARIABLE)):
-            if args.get(option) is None and os.environ.get(variable):
+            if args.get(option) is None and os.environ.get(variable) and variable not in environment:
                 args[option] = os.environ[variable]
         return args
 
-    def _in_process(self, args: dict[str, Any]) -> bool:
-        """Would the module, on its host and as its user, reach the same gateway in the same way?"""
+    def _environment(self) -> dict[str, Any]:
+        """The ``environment`` of the task."""
+        found: dict[str, Any] = {}
+        for each in self._task.environment or ():
+            found.update(each or {})
+        return found
+
+    def _check_key(self, args: dict[str, Any], task_vars: dict[str, Any]) -> None:
+        """Raises Failure if a task result decides where the key in this process's environment would be sent."""
+        environment = self._environment()
+        if not os.environ.get(TOKEN_VARIABLE) or self._task.args.get("gateway_token") is not None:
+            return
+        if TOKEN_VARIABLE in environment:
+            return
+        task: OperatorTask | None = None
+        for option in KEY_OPTIONS:
+            value = self._task.args.get(option)
+            in_environment = option == "gateway_url" and value is None and URL_VARIABLE in environment
+            if in_environment:
+                value = environment[URL_VARIABLE]
+            if value is None or (option == "gateway_url" and value == os.environ.get(URL_VARIABLE)):
+                continue
+            task = task or OperatorTask(self._task, task_vars["hostvars"])
+            named = task.has_environment(URL_VARIABLE, value) if in_environment else task.has_option(option, value)
+            if not named:
+                shown = repr(str(value)[:200])
+                raise Failure(
+                    f"{option} of this task is {shown}, which a fact or another result of a task decides: the key in "
+                    f"the environment variable {TOKEN_VARIABLE} is not sent there. Pass gateway_token in the task, "
+                    f"together with gateway_url; or name the gateway in the environment variable {URL_VARIABLE}; or "
+                    f"set {option} by variables of the inventory, of the play or of -e alone"
+                )
+
+    def _can_run_in_process(self, args: dict[str, Any]) -> bool:
+        """Whether the module, on its host and as its user, would reach the same gateway the same way."""
         if self._task.async_val or self._play_context.become or self._task.become or any(self._task.environment or ()):
             return False
         if self._connection.transport == "local":
@@ -73,7 +122,7 @@ class GatewayAction(ActionBase):
         except Failure:
             return False
 
-    def _here(self, args: dict[str, Any]) -> dict[str, Any]:
+    def _run_in_process(self, args: dict[str, Any]) -> dict[str, Any]:
         rules = self.thing.RULES
         validated = ArgumentSpecValidator(
             arguments(self.thing),
@@ -91,7 +140,7 @@ class GatewayAction(ActionBase):
         return result
 
     def _sentence(self, error: Exception) -> str:
-        """In the words that the module would use."""
+        """The error message that the module would print."""
         known = (
             f"Unsupported parameters for ({self._task.action}) module: " if isinstance(error, UnsupportedError) else ""
         )

@@ -2,11 +2,10 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Which gateway has which sandbox, as the inventory found it, for the connections of the same run.
+"""Remembers the gateway of each sandbox that the inventory found, for the connections of the same run.
 
-Ansible forks its workers from the process that read the inventory, so they inherit this memory. A key thus gets from
-the inventory's file to the connection without being a variable, and no fact that a hostile sandbox reports can send
-it, or a task, to another place: what is remembered here goes before the variables of the host.
+Ansible forks its workers from the process that read the inventory, so they inherit this memory. This passes a key from
+the inventory file to the connection without making it a variable.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 
 
 class Gateway:
-    """How one gateway is reached. ``token``, or else what is in ``token_file``, is the key; both may be empty."""
+    """How to reach one gateway. The key is ``token``, or else the content of ``token_file``; both can be empty."""
 
     def __init__(
         self,
@@ -37,7 +36,7 @@ class Gateway:
         self.name = name
 
     def key(self) -> str:
-        """Raises Failure for a file that cannot be read."""
+        """The key. Raises Failure if the file cannot be read."""
         if self.token or not self.token_file:
             return self.token
         try:
@@ -48,13 +47,16 @@ class Gateway:
             raise Failure(f"the key file {self.token_file} cannot be read: {why}") from None
 
 
-_known: dict[str, Gateway] = {}
+_known: dict[tuple[str, str], Gateway] = {}
 
 
 def remember(sandbox_id: str, gateway: Gateway) -> None:
-    _known[sandbox_id] = gateway
+    _known[sandbox_id, gateway.url] = gateway
 
 
-def recall(sandbox_id: str) -> Gateway | None:
-    """The gateway of a sandbox that an inventory of this run listed; None for any other."""
-    return _known.get(sandbox_id)
+def recall(sandbox_id: str, url: str) -> Gateway | None:
+    """The gateway at ``url``, if an inventory of this run found the sandbox there; otherwise None.
+
+    The id alone is not enough, because a gateway can list any id, including one of another gateway.
+    """
+    return _known.get((str(sandbox_id), str(url)))

@@ -2,16 +2,16 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The variables of a host that only the operator can set: of the inventory, of add_host and of the command line.
+"""Variables of a host as the operator set them, without facts and other task results.
 
-A connection plugin gets values, not where they are from, and facts go before the variables of an inventory. So the
-variables are computed a second time, as if no task had returned anything yet.
+Plugins get values without their origin, and facts override inventory variables. Therefore the variables are computed a
+second time, with empty stores for task results.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ansible.errors import AnsibleError
@@ -21,20 +21,20 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 
 
 class _NoFacts(dict):  # type: ignore[type-arg]
-    """A fact cache without facts of any host."""
+    """An empty fact cache."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         return {}
 
 
 _RETURNED_BY_TASKS = {"_fact_cache": _NoFacts, "_nonpersistent_fact_cache": dict, "_vars_cache": dict}
-"""Where Ansible keeps what tasks return: facts; set_fact and registered variables; include_vars."""
+"""Ansible's stores for task results: facts; set_fact and registered variables; include_vars."""
 
 
 def host_of_task() -> str:
-    """The name of the host that the running task is for. Raises Failure where this release of Ansible does not tell.
+    """The host of the running task. Raises Failure if this release of Ansible does not provide it.
 
-    It is not ``inventory_hostname``: a fact of that name overrides Ansible's own.
+    ``inventory_hostname`` is not reliable, because a fact of that name overrides it.
     """
     host = getattr(multiprocessing.current_process(), "_host", None)
     if not isinstance(host, Host):
@@ -47,12 +47,13 @@ def host_of_task() -> str:
 
 
 class OperatorVariables(Mapping):  # type: ignore[type-arg]
-    """Those of the host ``name``, their templates not evaluated. ``hostvars`` is Ansible's variable of that name.
+    """The variables of the host ``name``, templates unevaluated. ``hostvars`` is Ansible's variable of that name.
 
-    Raises Failure where this release of Ansible keeps variables in another way.
+    With ``task``, loaded from the playbook, they include the vars of its play, role, blocks and the task itself. Raises
+    Failure if this release of Ansible stores variables differently.
     """
 
-    def __init__(self, hostvars: Any, name: str) -> None:
+    def __init__(self, hostvars: Any, name: str, task: Any = None) -> None:
         theirs = hostvars._variable_manager
         missing = [store for store in _RETURNED_BY_TASKS if store not in vars(theirs)]
         if missing:
@@ -63,9 +64,10 @@ class OperatorVariables(Mapping):  # type: ignore[type-arg]
         manager = object.__new__(type(theirs))
         vars(manager).update(vars(theirs), **{store: make() for store, make in _RETURNED_BY_TASKS.items()})
         inventory, self._loader = hostvars._inventory, hostvars._loader
-        # Templates that name other hosts see no facts of those, either.
+        # Templates that refer to other hosts must not see their facts either.
         type(hostvars)(inventory, manager, self._loader)
-        self._values = manager.get_vars(host=inventory.get_host(name) or Host(name))
+        play = task._parent._play if task is not None else None
+        self._values = manager.get_vars(play=play, host=inventory.get_host(name) or Host(name), task=task)
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -77,11 +79,124 @@ class OperatorVariables(Mapping):  # type: ignore[type-arg]
         return len(self._values)
 
     def evaluate(self, name: str) -> Any:
-        """The value of a variable, where templates see no other variables than these. Raises Failure."""
+        """The value of a variable, with its templates evaluated with these variables only. Raises Failure."""
         try:
-            return Templar(loader=self._loader, variables=self._values).template(self._values[name])
+            return self.template(self._values[name])
         except AnsibleError as error:
             raise Failure(
                 f"{name} cannot be evaluated with the variables of the inventory, of add_host and of the command line "
                 f"alone ({error}): facts and results of tasks must not decide where the gateway's key goes"
             ) from None
+
+    def template(self, value: Any, **more: Any) -> Any:
+        """``value`` with its templates evaluated with these variables and ``more``. Raises AnsibleError."""
+        return Templar(loader=self._loader, variables={**self._values, **more}).template(value)
+
+    def drop(self, names: set[str]) -> None:
+        self._values = {key: value for key, value in self._values.items() if key not in names}
+        if isinstance(self._values.get("vars"), dict):
+            self._values["vars"] = {key: value for key, value in self._values["vars"].items() if key not in names}
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        self._values.update(values)
+
+
+class OperatorTask:
+    """A task as written in its playbook, evaluated with the operator's variables only.
+
+    ``task`` is the running one, whose templates Ansible has evaluated. ``hostvars`` is Ansible's variable of that name.
+    """
+
+    def __init__(self, task: Any, hostvars: Any) -> None:
+        # Load it again: the running task no longer has its templates.
+        self._task = type(task).load(task.get_ds(), block=task._parent, role=task._role, loader=hostvars._loader)
+        self._action = task.resolved_action
+        self._hostvars = hostvars
+        self._variables: OperatorVariables | None = None
+
+    def has_option(self, name: str, value: Any) -> bool:
+        """Whether the operator sets the option to ``value``. Raises Failure.
+
+        Tries each item of the task's loop, because the task does not say which item is running.
+        """
+        args = self._task.args
+        if name in args and (args[name] == value or self._evaluates_to(args[name], value)):
+            return True
+        # A template can replace all options.
+        whole = [args[key] for key in ("_variable_params", "_raw_params") if key in args]
+        return any(self._evaluates_to(given, value, name) for given in (*whole, *self._defaults()))
+
+    def has_environment(self, name: str, value: Any) -> bool:
+        """Whether the operator sets the variable of the task's environment to ``value``. Raises Failure."""
+        return any(self._evaluates_to(given, value, name) for given in self._task.environment or ())
+
+    def _defaults(self) -> list[Any]:
+        """The entries of ``module_defaults`` that apply to the task."""
+        groups = (self._task._parent._play._action_groups or {}).get(self._action, [])
+        names = {self._action, *(f"group/{group}" for group in groups)}
+        return [entry for each in self._task.module_defaults or () for name, entry in each.items() if name in names]
+
+    def _evaluates_to(self, given: Any, value: Any, key: str = "") -> bool:
+        """Whether ``given``, or its entry ``key``, evaluates to ``value``. Raises Failure."""
+        variables = self._operator_variables()
+        for more in self._loop_variables(self._task, variables):
+            try:
+                found = given
+                if key:
+                    found = found if isinstance(found, Mapping) else variables.template(found, **more)
+                    if not isinstance(found, Mapping) or key not in found:
+                        continue
+                    found = found[key]
+                if variables.template(found, **more) == value:
+                    return True
+            except AnsibleError:
+                continue
+        return False
+
+    def _operator_variables(self) -> OperatorVariables:
+        if self._variables is None:
+            variables = OperatorVariables(self._hostvars, host_of_task(), self._task)
+            includes = [each for each in _ancestors(self._task) if _loop_of(each) is not None]
+            variables.drop({name for each in includes for name in _loop_names(each)})
+            # Ansible stores the evaluated loop item of an include as a variable of the included tasks.
+            for each in reversed(includes):
+                for more in self._loop_variables(each, variables):
+                    if all(each.vars.get(name) == value for name, value in more.items()):
+                        variables.add(more)
+                        break
+            self._variables = variables
+        return self._variables
+
+    def _loop_variables(self, task: Any, variables: OperatorVariables) -> list[dict[str, Any]]:
+        """The variables of each loop item; one empty set for a task without a loop."""
+        loop = _loop_of(task)
+        if loop is None:
+            return [{}]
+        try:
+            items = variables.template(loop)
+        except AnsibleError:
+            return []
+        if not isinstance(items, list) or task.loop_with not in (None, "items", "list"):
+            return []
+        if task.loop_with == "items":
+            items = [each for item in items for each in (item if isinstance(item, list) else [item])]
+        name, index = _loop_names(task)
+        return [{name: item, **({index: number} if index else {})} for number, item in enumerate(items)]
+
+
+def _loop_of(task: Any) -> Any:
+    return getattr(task, "loop", None)
+
+
+def _loop_names(task: Any) -> tuple[str, str]:
+    """The names of the variables for the loop item and its index; the latter may be empty."""
+    control = task.loop_control
+    return (control.loop_var or "item", control.index_var or "") if control is not None else ("item", "")
+
+
+def _ancestors(task: Any) -> Iterator[Any]:
+    """The blocks, includes and other parents of the task, innermost first."""
+    parent = task._parent
+    while parent is not None:
+        yield parent
+        parent = parent._parent

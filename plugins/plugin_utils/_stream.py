@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The gateway's data plane: processes and files inside one sandbox, streamed both ways through its agent."""
+"""The gateway's data plane: streams processes and files of one sandbox through its agent, in both directions."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 
 AGENT_PORT = 49983
 INSIDE = "inside"
-"""The ``kind`` of a Failure of the agent: the sandbox was reached, what was asked of it cannot be done."""
+"""The ``kind`` of a Failure from the agent: the sandbox is reachable, but refuses the request."""
 IDLE_SECONDS = 30
-"""A connection that was unused for longer is not used again: the gateway would soon close it."""
+"""Idle connections older than this are not reused, because the gateway is about to close them."""
 INPUT_SECONDS = 60
-"""How long the agent waits for a process that does not read its input."""
+"""Time for which the agent waits for a process that does not read its input."""
 _TIMED_OUT = 504
 _PIECE = 256 << 10
 _GIVEN = 8 << 20
 _FRAME = struct.Struct(">BI")
 _LAST = 2
 _LARGEST_FRAME = 4 << 20
-"""Bytes. The agent sends output in pieces of 64 KiB, and keeps 1 MiB at most for a slow reader."""
+"""In bytes. The agent sends output in chunks of 64 KiB and buffers at most 1 MiB for a slow reader."""
 _LARGEST_ANSWER = 1 << 20
-"""Bytes of any other answer of the agent, which is a few words."""
+"""In bytes, for all other responses of the agent, which are short."""
 _LARGEST_NUMBER = 20
-"""Digits of a number in a frame."""
+"""Maximum number of digits of a number in a frame."""
 
 
 class Channel(Client):
-    """Requests to the agent of ``sandbox`` (an id or a name) as ``user``; connections are kept and used again.
+    """Requests to the agent of ``sandbox`` (an id or a name) as ``user``, with reused connections.
 
-    ``timeout``: how many seconds may pass without any sign of life from the other side. Methods raise Failure: of
-    kind INSIDE where the agent refused, of any other where sandbox or gateway cannot be reached.
+    ``timeout``: seconds to wait for data or a heartbeat. Methods raise Failure: of kind INSIDE if the agent refuses, of
+    another kind if the sandbox or the gateway is unreachable.
     """
 
     def __init__(self, sandbox: str, user: str = "", *, timeout: float = 60, **gateway: Any) -> None:
@@ -71,7 +71,7 @@ class Channel(Client):
     def start(self, argv: list[str], *, stdin: bool = False, given: bytes = b"") -> Process:
         """Start a process; without ``stdin`` it reads /dev/null.
 
-        ``given``: all that it is to read. It goes with the request, if the agent knows how: else ``feed`` it.
+        ``given``: its complete input, sent with the request. If the agent does not support that, call ``feed``.
         """
         asked: dict[str, Any] = {"process": {"cmd": argv[0], "args": argv[1:]}, "stdin": stdin}
         if given and len(given) <= _GIVEN:
@@ -85,7 +85,7 @@ class Channel(Client):
         return Process(self, *self.ask("POST", "/process.Process/Start", body, headers))
 
     def upload(self, file: BinaryIO, size: int, path: str) -> None:
-        """Write ``size`` bytes of a real file to ``path`` inside, in whatever memory one piece needs."""
+        """Write ``size`` bytes of a real file to ``path`` in the sandbox, one chunk at a time."""
         connection = self.connection()
         try:
             connection.putrequest("POST", _files(path), skip_accept_encoding=True)
@@ -98,7 +98,7 @@ class Channel(Client):
                 if size and connection.sock.sendfile(file, count=size) != size:
                     raise Failure(f"the file became shorter than {size} bytes while it was sent", INSIDE)
             except OSError as error:
-                # Whoever refuses a body may stop reading it; what it has to say is there all the same.
+                # A server that refuses a body may stop reading it, but has still sent a response.
                 failed = error
             try:
                 response = connection.getresponse()
@@ -113,7 +113,7 @@ class Channel(Client):
         self._read_all("POST /files", connection, self._accepted("POST /files", connection, response))
 
     def download(self, path: str, out: BinaryIO) -> None:
-        """Write what is at ``path`` inside to ``out``, piece by piece."""
+        """Write the file at ``path`` in the sandbox to ``out``, chunk by chunk."""
         connection, response = self.ask("GET", _files(path), None, {"Accept-Encoding": "identity"})
         piece = memoryview(bytearray(_PIECE))
         try:
@@ -132,7 +132,7 @@ class Channel(Client):
         self.keep(connection, response)
 
     def unary(self, method: str, message: dict[str, Any], patience: float = 0) -> None:
-        """Call ``method`` of the agent's process service; the answer may take ``patience`` seconds longer."""
+        """Call ``method`` of the agent's process service, with ``patience`` added to the timeout."""
         path = f"/process.Process/{method}"
         body = json.dumps(message).encode()
         connection, response = self.ask("POST", path, body, {"Content-Type": "application/json"}, patience)
@@ -141,7 +141,7 @@ class Channel(Client):
     def ask(
         self, method: str, target: str, body: bytes | None, headers: dict[str, str], patience: float = 0
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """Send a request; returns its answer, whose body is still to be read, if that is no error."""
+        """Send a request. Returns the response with its body unread. Raises Failure for an error response."""
         asked = f"{method} {target.partition('?')[0]}"
         connection = self.connection()
         connection.sock.settimeout(self.timeout + patience)
@@ -154,10 +154,10 @@ class Channel(Client):
         return connection, self._accepted(asked, connection, response)
 
     def connection(self) -> http.client.HTTPConnection:
-        """One that idles, or a new one. It belongs to the caller until ``keep``."""
+        """An idle connection or a new one. It belongs to the caller until ``keep``."""
         while self._idle:
             since, connection = self._idle.pop()
-            # Readable means closed by the other side: nothing was asked that could be answered.
+            # A readable idle connection was closed by the other side: no request is pending.
             if time.monotonic() - since < IDLE_SECONDS and not _readable(connection.sock):
                 connection.sock.settimeout(self.timeout)
                 return connection
@@ -176,7 +176,7 @@ class Channel(Client):
         return connection
 
     def keep(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
-        """Take back a connection whose answer was read to its end."""
+        """Return a connection to the pool after its response has been read completely."""
         if response.will_close:
             connection.close()
         else:
@@ -206,7 +206,7 @@ class Channel(Client):
             raise self.broken(asked, error) from None
         finally:
             connection.close()
-        # The agent has no words for machines, the gateway has.
+        # Only errors of the gateway have a kind; the agent's do not.
         if isinstance(data, dict) and "message" in data and "kind" not in data:
             raise Failure(str(data["message"]), INSIDE, status=response.status)
         raise self._failure(asked, response.status, data)
@@ -223,7 +223,7 @@ class Channel(Client):
         self.keep(connection, response)
 
     def _small(self, asked: str, response: http.client.HTTPResponse) -> bytes:
-        """The rest of an answer that has to be a small one."""
+        """The rest of a short response."""
         data = read_at_most(_LARGEST_ANSWER, response)
         if data is None:
             raise self.nonsense(f"its answer to {asked} is larger than {_LARGEST_ANSWER} bytes")
@@ -238,7 +238,7 @@ class Channel(Client):
 
 
 class Process:
-    """A process inside. ``output`` is to be iterated to its end; then ``exit_code`` is known."""
+    """A process in the sandbox. Iterate ``output`` to its end; then ``exit_code`` is set."""
 
     def __init__(
         self, channel: Channel, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
@@ -246,7 +246,7 @@ class Process:
         self.exit_code: int | None = None
         self.pid = 0
         self.fed = False
-        """Has it been given its input with the request that started it?"""
+        """Whether the agent accepted its input with the request that started it."""
         self._channel = channel
         self._connection = connection
         self._response = response
@@ -254,9 +254,9 @@ class Process:
         self._feed_failure: Failure | None = None
 
     def output(self) -> Iterator[tuple[str, bytes]]:
-        """``("stdout"|"stderr", data)`` as it comes; ``("", b"")`` when there is nothing but a sign of life.
+        """Yields ``("stdout"|"stderr", data)`` as it arrives, and ``("", b"")`` for a heartbeat.
 
-        The first is such a sign: the process has started.
+        The first item is such a heartbeat: the process has started.
         """
         try:
             for flags, message in self._frames():
@@ -312,7 +312,7 @@ class Process:
             raise self._feed_failure
 
     def write(self, data: bytes) -> None:
-        """Give the process something to read."""
+        """Write to the standard input of the process."""
         text = base64.b64encode(data).decode()
         message = {"process": {"pid": self.pid}, "input": {"stdin": text}}
         self._channel.unary("SendInput", message, INPUT_SECONDS)
@@ -321,12 +321,12 @@ class Process:
         self._channel.unary("CloseStdin", {"process": {"pid": self.pid}})
 
     def kill(self) -> None:
-        """End the process and its group; one that has ended already is left alone."""
+        """Kill the process and its group, if they still run."""
         with contextlib.suppress(Failure):
             self._channel.unary("SendSignal", {"process": {"pid": self.pid}, "signal": "SIGNAL_SIGKILL"})
 
     def feed(self, data: bytes) -> None:
-        """``write`` all of it and ``close_stdin``, while the output is read: either could wait for the other."""
+        """Write ``data`` and close the input in a thread, so that output is read meanwhile and neither side blocks."""
         self._feeder = threading.Thread(target=self._feed, args=(data,), daemon=True)
         self._feeder.start()
 
@@ -336,15 +336,15 @@ class Process:
                 self.write(data[start : start + 4 * _PIECE])
             self.close_stdin()
         except Failure as failure:
-            # It ended, or closed its input: its exit code tells what that means.
+            # The process ended or closed its input; its exit code shows whether that is an error.
             if failure.kind == INSIDE and failure.status != _TIMED_OUT:
                 return
-            # Without the rest of its input it would wait forever.
+            # The process would wait forever for the rest of its input.
             self._feed_failure = failure
             self.kill()
 
     def _stop_feeding(self) -> None:
-        """The agent answers at once when the process is gone, unless a child of it holds on to its input."""
+        """Wait for the feeder, which ends soon after the process, unless a child holds the input open."""
         if self._feeder is not None:
             self._feeder.join(2 if self.exit_code is not None else 0)
 
@@ -360,7 +360,7 @@ def _readable(sock: Any) -> bool:
 
 
 class _Nonsense(Exception):
-    """What the agent's process service never sends, in words that follow "the agent does not answer as agents do"."""
+    """A malformed response. The message completes "the agent does not answer as agents do"."""
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
@@ -380,11 +380,11 @@ def _number(digits: str) -> int:
 
 
 def _field(message: dict[str, Any], name: str, kind: type) -> Any:
-    """The field of a message, or the kind's empty value. A field of another kind is nonsense."""
+    """The field of a message, or the empty value of its type. Raises _Nonsense for a field of another type."""
     value = message.get(name)
     if value is None:
         return kind()
-    # To Python, true is an int.
+    # In Python, a bool is an int.
     if not isinstance(value, kind) or isinstance(value, bool):
         raise _Nonsense(f"its {name} is no {kind.__name__}")
     return value
@@ -398,7 +398,7 @@ def _decoded(text: str) -> bytes:
 
 
 def _exit_code(end: dict[str, Any]) -> int:
-    """As a shell has it: 128 + n for a process that signal n ended."""
+    """The exit code as in a shell: 128 + n for a process that signal n killed."""
     if end.get("exited", True):
         return _field(end, "exitCode", int)  # type: ignore[no-any-return]
     name = _field(end, "status", str).partition(": ")[2]

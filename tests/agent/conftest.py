@@ -1,4 +1,4 @@
-"""The agent as a real process on a loopback port, and a client that speaks its dialects."""
+"""Runs the agent as a real process on a loopback port, with a client for its protocols."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCE = Path(__file__).parents[2] / "gateway/src"
 
 
 class Events:
-    """A stream of process events. Iterating gives each ``event``; ``error`` is what the last frame says."""
+    """A stream of process events. Iterating yields each ``event``; ``error`` is the error of the last frame."""
 
     def __init__(self, response: http.client.HTTPResponse) -> None:
         self._response = response
@@ -43,7 +43,7 @@ class Events:
         return next(iter(self))
 
     def rest(self) -> tuple[bytes, bytes, dict[str, Any]]:
-        """Everything up to the end: stdout (or the terminal's output), stderr, the end event."""
+        """Everything until the end: stdout (or the terminal's output), stderr, the end event."""
         out, err, end = bytearray(), bytearray(), {}
         for event in self:
             data = event.get("data", {})
@@ -59,7 +59,7 @@ class Events:
 
 
 class Agent:
-    """A running agent; each call opens a connection of its own, as ``headers`` say. ``code_port``: for code."""
+    """A running agent; each call opens its own connection and sends ``headers``. ``code_port``: the interpreter's."""
 
     def __init__(self, process: subprocess.Popen[str], port: int, code_port: int) -> None:
         self.process = process
@@ -82,7 +82,7 @@ class Agent:
         return response.status, data
 
     def post(self, path: str, body: Any = None, user: str = "") -> tuple[int, Any]:
-        """POST a JSON object; the status and the JSON object of the answer."""
+        """POST a JSON object; returns the status and the JSON object of the answer."""
         headers = {"Content-Type": "application/json", **_login(user)}
         status, data = self.request("POST", path, json.dumps(body or {}), headers)
         return status, json.loads(data)
@@ -114,7 +114,7 @@ class Agent:
         return Events(response)
 
     def start(self, *argv: str, stdin: bool = False, user: str = "", **fields: Any) -> Events:
-        """Start a process; ``fields`` are of its config, save ``pty``, ``tag`` and ``input``."""
+        """Start a process; ``fields`` are fields of its config, except ``pty``, ``tag`` and ``input``."""
         outer = {key: fields.pop(key) for key in ("pty", "tag", "input") if key in fields}
         headers = {key.replace("_", "-"): fields.pop(key) for key in list(fields) if key.startswith("Connect_")}
         config = {"cmd": argv[0], "args": list(argv[1:]), **fields}
@@ -135,7 +135,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
 
 @contextmanager
 def running(argv: list[str], env: dict[str, str] | None = None) -> Iterator[Agent]:
-    """Run an agent, listening on a port of the system's choice."""
+    """Run an agent on a free port."""
     process = subprocess.Popen(
         argv, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE), **(env or {})}
     )
@@ -170,14 +170,14 @@ def _running() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def unmanaged() -> list[str]:
-    """The command of an agent that leaves this machine alone; AGENT_PYTHON names another Python to run it."""
+    """The command of an agent that leaves this machine alone; AGENT_PYTHON selects another Python to run it."""
     python = os.environ.get("AGENT_PYTHON", sys.executable)
     return [python, "-m", "sandbox_agent", "--unmanaged", "--bind", "127.0.0.1", "--port", "0"]
 
 
 @pytest.fixture(scope="module")
 def agent(unmanaged: list[str]) -> Iterator[Agent]:
-    """An agent for the tests of one module that do not give it an identity."""
+    """An agent for the tests of a module that do not give it an identity."""
     with running(unmanaged) as found:
         yield found
 
@@ -191,7 +191,7 @@ def fresh(unmanaged: list[str]) -> Iterator[Agent]:
 
 @pytest.fixture(scope="session")
 def root() -> None:
-    """Skips unless the test can be root in namespaces of its own."""
+    """Skips the test if it cannot be root in its own namespaces."""
     if os.geteuid() != 0 or not sys.platform.startswith("linux"):
         pytest.skip("needs root on Linux")
     if not all(map(shutil.which, ("unshare", "setpriv", "nsenter", "ip"))):

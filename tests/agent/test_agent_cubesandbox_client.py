@@ -1,4 +1,4 @@
-"""The published ``cubesandbox`` client, unmodified, talking to the agent: all of its files, commands and pty."""
+"""The published ``cubesandbox`` client, unmodified, against the agent: all methods of its files, commands and pty."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ cubesandbox = pytest.importorskip("cubesandbox", reason="needs the cubesandbox c
 
 @pytest.fixture(scope="module")
 def sandbox(agent):
-    # Its way to a sandbox is a fixed address and a Host header, to which the agent is indifferent.
+    # It reaches a sandbox by a fixed address and a Host header, which the agent ignores.
     config = cubesandbox.Config(api_key="key", proxy_node_ip="127.0.0.1", proxy_port=agent.port)
     return cubesandbox.Sandbox({"sandboxID": "0123456789ab", "templateID": "t", "domain": "test"}, config)
 

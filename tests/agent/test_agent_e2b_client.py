@@ -1,4 +1,4 @@
-"""The published ``e2b`` client, unmodified, talking to the agent: every method of its files, commands, pty and git."""
+"""The published ``e2b`` client, unmodified, against the agent: all methods of its files, commands, pty and git."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 e2b = pytest.importorskip("e2b", reason="needs the e2b client: pip install e2b==2.63.0")
 
 ENVD_VERSION = "0.6.4"
-"""What the agent amounts to: also metadata of files, entries in events, and watches on network mounts."""
+"""The version whose features the agent has: also metadata of files, entries in events, watches on network mounts."""
 
 
 def connected(kind, agent, token=None):
@@ -109,7 +109,7 @@ def test_files(sandbox, tmp_path):
 
 
 def test_addresses_of_files(sandbox, tmp_path):
-    """Without a token there is nothing to sign."""
+    """Without a token, the URLs have no signature."""
     import httpx
 
     url = sandbox.upload_url(f"{tmp_path}/up", user="root")
@@ -166,7 +166,7 @@ def test_a_command_outlives_its_stream(sandbox):
     with pytest.raises(e2b.CommandExitException) as ended:
         again.wait()
     assert (ended.value.stdout, ended.value.exit_code) == ("one\ntwo\n", 4)
-    # How it went can be asked later, too.
+    # The result remains available later.
     with pytest.raises(e2b.CommandExitException) as ended:
         sandbox.commands.connect(handle.pid).wait()
     assert ended.value.exit_code == 4
@@ -264,7 +264,7 @@ def test_no_space_and_what_cannot_be_kept(root, running, unmanaged, tmp_path):
 
 
 def test_entries_that_are_not_files(sandbox, tmp_path):
-    """Names that are not UTF-8 do not spoil a listing; what is neither file nor directory is not listed."""
+    """Names that are not UTF-8 do not break a listing, which omits everything except files and directories."""
     (tmp_path / os.fsdecode(b"not-\xff-utf-8")).write_text("")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "self").symlink_to(".")
@@ -277,7 +277,7 @@ def test_entries_that_are_not_files(sandbox, tmp_path):
     }
     assert listed["self"].symlink_target == str(tmp_path)
     assert sandbox.files.get_info(f"{tmp_path}/pipe").type is None
-    # Its arguments are not UTF-8 either, and the list of processes is readable all the same.
+    # Its arguments are not UTF-8 either; the list of processes is readable nevertheless.
     handle = sandbox.commands.run("exec -a $'\\xff' sleep 30.7", background=True)
     assert handle.pid in [item.pid for item in sandbox.commands.list()]
     handle.kill()
@@ -291,7 +291,7 @@ def test_metadata(sandbox, tmp_path):
         pytest.skip("needs a file system with extended attributes")
     assert files.write(path, "1", metadata={"Author": "me", "n": "1"}).metadata == {"author": "me", "n": "1"}
     assert files.get_info(path).metadata == {"author": "me", "n": "1"}
-    # What replaces a file replaces what is kept with it.
+    # Replacing a file also replaces its metadata.
     written = files.write_files([{"path": path, "data": io.BytesIO(b"2")}], metadata={"n": "2"})
     assert [item.metadata for item in written] == [{"n": "2"}]
     os.setxattr(path, "user.other", b"")
@@ -306,7 +306,7 @@ def test_metadata(sandbox, tmp_path):
 
 
 def peak(pid: int) -> int:
-    """The most memory a process has held, in KiB."""
+    """The peak memory of a process, in KiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
@@ -345,7 +345,7 @@ def test_watching(sandbox, tmp_path):
 
 
 def test_git(sandbox, tmp_path):
-    """It is commands only; the repository that is pushed to is one of this machine."""
+    """Git consists of commands only; the repository that is pushed to is on this machine."""
     if not shutil.which("git"):
         pytest.skip("needs git")
     git, work, remote = sandbox.git, f"{tmp_path}/work", f"{tmp_path}/remote.git"
@@ -404,7 +404,7 @@ def test_asynchronously(agent, tmp_path):
         assert await asyncio.wait_for(ended.get(), 20) is None
         brief = await files.watch_dir(f"{tmp_path}/d", events.put_nowait, ended.put_nowait)
         await files.remove(f"{tmp_path}/d")
-        # It ends well with its directory.
+        # The watch ends without an error when its directory is removed.
         assert await asyncio.wait_for(ended.get(), 20) is None
         await brief.stop()
         await files.write_files([{"path": f"{tmp_path}/{name}", "data": name} for name in ("a", "b")])
@@ -455,7 +455,7 @@ exec "$@"
 
 
 def test_a_sandbox_without_bash(root, running, unmanaged, tmp_path):
-    """The client asks for /bin/bash, always. Another bash will do, and the system's shell where there is none."""
+    """The client always asks for /bin/bash. Without it, the agent takes another bash or the system's shell."""
     (tmp_path / "bin").mkdir()
     shutil.copy("/bin/bash", tmp_path / "bin/bash")
     command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", BASHLESS, "sh", *unmanaged]

@@ -78,7 +78,7 @@ def test_missing_and_forbidden_commands(agent, tmp_path):
 
 
 def test_a_child_left_behind_does_not_hold_up_and_lives(agent):
-    """It writes to an output that nobody reads any more, which must not kill it."""
+    """It writes to an output that is no longer read, which must not kill it."""
     started = time.monotonic()
     _, out, _ = run(agent, "sh", "-c", "(sleep 0.3; echo late; sleep 30.3) & echo $!")
     assert time.monotonic() - started < 5

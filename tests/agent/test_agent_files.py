@@ -1,4 +1,4 @@
-"""/files: contents, both ways."""
+"""/files: upload and download of contents."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_gzip(agent, tmp_path):
 
 
 def test_a_packed_download(agent, tmp_path):
-    """For whoever asks for that alone."""
+    """Compressed only for clients that accept nothing but gzip."""
     data = b"abc" * 300_000
     (tmp_path / "plain").write_bytes(data)
     path = f"/files?path={tmp_path}/plain"
@@ -96,7 +96,7 @@ def test_several_files_by_their_names(agent, tmp_path):
 
 
 def test_a_boundary_cut_anywhere(agent, tmp_path):
-    """The body comes in pieces of every size; the boundary must be found across them."""
+    """The body arrives in pieces of every size; the boundary must be found across them."""
     body = multipart(("file", f"{tmp_path}/cut", b"a\r\n--X\r\nb"))
     for size in (1, 2, 3, 7):
         pieces = [body[start : start + size] for start in range(0, len(body), size)]
@@ -134,7 +134,7 @@ def test_errors(agent, tmp_path):
 
 
 def test_no_space_is_507(root, running, unmanaged, tmp_path):
-    """On a file system of one MiB, mounted where only its own agent sees it."""
+    """On a file system of one MiB, mounted where only this agent sees it."""
     script = 'mount -t tmpfs -o size=1m tmpfs "$1"; shift; exec "$@"'
     argv = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", str(tmp_path)]
     with running([*argv, *unmanaged]) as agent:
@@ -171,7 +171,7 @@ def test_a_file_is_not_held_in_memory(agent, tmp_path):
 
 
 def peak(pid: int) -> int:
-    """The most memory a process has held, in KiB."""
+    """The peak memory of a process, in KiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
@@ -192,7 +192,7 @@ def test_an_upload_cut_short(agent, tmp_path):
 
 
 def test_a_refused_upload_is_still_answered(agent, tmp_path):
-    """The client is in the middle of sending much more than will be read."""
+    """The client is still sending, much more than the agent will read."""
     status, answer = put(
         agent, iter([bytes(1 << 20)] * 8), headers={"Transfer-Encoding": "chunked"}, path=str(tmp_path)
     )

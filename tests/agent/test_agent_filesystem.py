@@ -140,7 +140,7 @@ def test_names_that_are_not_utf_8(agent, tmp_path):
     path.write_text("x")
     status, answer = call(agent, "ListDir", path=tmp_path)
     assert (status, [item["name"] for item in answer["entries"]]) == (200, ["a\ufffd"])
-    # Addressed as Python would.
+    # Addressed as in Python.
     assert call(agent, "Stat", path=path)[1]["entry"]["path"] == f"{tmp_path}/a\ufffd"
     assert call(agent, "Remove", path=path) == (200, {}) and not path.exists()
     status, answer = call(agent, "Stat", path=path)
@@ -159,7 +159,7 @@ def test_special_files_have_no_type(agent, tmp_path):
 
 
 def test_a_directory_deeper_than_a_path_can_be(agent, tmp_path):
-    """Listed as far as paths reach, and removed."""
+    """It is listed as far as paths reach, and removed."""
     name = "d" * 20
     here = os.open(tmp_path, os.O_RDONLY)
     for _ in range(300):
@@ -176,7 +176,8 @@ def test_a_directory_deeper_than_a_path_can_be(agent, tmp_path):
 
 def test_too_much_to_list(running, unmanaged, tmp_path):
     code = (
-        "import sys; from sandbox_agent import agent, filesystem; filesystem.MAX_ENTRIES = 5; sys.argv = sys.argv[1:]"
+        "import sys; from sandbox_agent import agent; from sandbox_agent.files import filesystem; "
+        "filesystem.MAX_ENTRIES = 5; sys.argv = sys.argv[1:]"
     )
     with running([unmanaged[0], "-c", f"{code}; sys.exit(agent.main())", *unmanaged[2:]]) as agent:
         for number in range(3):

@@ -1,4 +1,4 @@
-"""The freezer: what it asks of the system, and the thaw that comes by itself."""
+"""The freezer: its system calls, and the automatic thaw."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_agent.freezer import Freezer
-from sandbox_agent.system import FIFREEZE, FITHAW
+from sandbox_agent.machine.freezer import Freezer
+from sandbox_agent.machine.system import FIFREEZE, FITHAW
 
 SOURCE = Path(__file__).parents[2] / "gateway/src"
 
 
 class System:
-    """Stands in for the kernel: nothing of this machine may be frozen."""
+    """Stands in for the kernel: the test must not freeze anything on this machine."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -82,7 +82,7 @@ mkdir "$1/mount"
 mount -o loop "$1/image" "$1/mount"
 exec "$2" -c '
 import sys, time
-from sandbox_agent.freezer import Freezer
+from sandbox_agent.machine.freezer import Freezer
 path = sys.argv[1]
 def write():
     started = time.monotonic()
@@ -101,7 +101,7 @@ assert write() < 5
 
 
 def test_a_real_file_system(root, tmp_path):
-    """A scratch file system in a mount namespace of its own; both are gone with the process."""
+    """A scratch file system in its own mount namespace; both disappear with the process."""
     done = subprocess.run(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", SCRIPT, "sh", str(tmp_path), sys.executable],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},

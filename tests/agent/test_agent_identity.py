@@ -1,7 +1,7 @@
-"""/identity: what makes siblings differ, and who may say so.
+"""/identity: the differences between siblings, and who may set them.
 
-Tests of an agent that manages its machine run it in namespaces of its own (mounts, hostname, network), with a copy of
-/etc and without the right to set the clock, which has no namespace.
+Tests of an agent that manages its machine run it in its own namespaces (mounts, hostname, network), with a copy of /etc
+and without the right to set the clock, which has no namespace.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_the_token_guards_everything_but_health(fresh):
     assert fresh.request("GET", "/health") == (204, b"")
     fresh.headers = {"X-Access-Token": "one"}
     fresh.ok("/exec", {"args": ["true"]})
-    # It is replaced, and taken away, by who has it.
+    # A caller with the token can replace it and remove it.
     fresh.ok("/identity", {"accessToken": "two"})
     assert fresh.post("/exec", {"args": ["true"]})[0] == 401
     fresh.headers = {"X-Access-Token": "two"}
@@ -135,7 +135,7 @@ def test_freeze_of_an_unmanaged_agent_only_syncs(agent):
     assert agent.post("/freeze", {"seconds": 3600})[0] == 400
 
 
-# A network of one's own whose default gateway answers to this very machine, so that a test can come from there.
+# A separate network whose default gateway is this machine itself, so that a test can send requests from there.
 NAMESPACE = """
 set -e
 mount -t tmpfs tmpfs /run
@@ -164,7 +164,7 @@ print(response.read().decode())
 
 @pytest.fixture
 def line():
-    """The serial port to the host: ``(the host's end, path of the machine's)``."""
+    """The serial port to the host: ``(the host's end, path of the machine's end)``."""
     host, port = os.openpty()
     tty.setraw(port)
     yield host, os.ttyname(port)
@@ -175,7 +175,7 @@ def line():
 
 @pytest.fixture
 def machine(root, tmp_path, running, line):
-    """A managing agent in namespaces of its own; ``(agent, etc)``."""
+    """A managing agent in its own namespaces; ``(agent, etc)``."""
     etc = tmp_path / "etc"
     shutil.copytree("/etc", etc, symlinks=True, ignore_dangling_symlinks=True)
     for name in ("hostname", "machine-id", "resolv.conf"):
@@ -229,10 +229,10 @@ def test_a_managed_machine_gets_its_identity(machine):
     assert run(agent, "hostname; cat /etc/hostname /etc/machine-id /etc/resolv.conf; echo $GREETING") == (
         f"sibling-1\nsibling-1\n{FULL['machineID']}\nnameserver 192.0.2.1\nnameserver 2001:db8::1\nhello\n"
     )
-    # Nothing of it is on the disk.
+    # None of it is written to disk.
     for name in ("hostname", "machine-id", "resolv.conf"):
         assert (etc / name).read_text() == f"old {name}\n"
-    # A shorter content leaves nothing of a longer one behind.
+    # Shorter content leaves no rest of longer content behind.
     ask(agent, "/identity", {"hostname": "s", "dns": ["192.0.2.9"]}, token="s3cret")
     assert run(agent, "cat /etc/hostname /etc/resolv.conf") == "s\nnameserver 192.0.2.9\n"
 
@@ -247,7 +247,7 @@ def test_the_gateway_needs_no_token_for_the_identity(machine):
 
 
 def heard(host, size, seconds=10.0):
-    """What the agent says over the line, up to so many bytes."""
+    """Up to ``size`` bytes that the agent sends over the line."""
     data, until = b"", time.monotonic() + seconds
     while len(data) < size and select.select([host], [], [], max(0, until - time.monotonic()))[0]:
         data += os.read(host, size - len(data))
@@ -259,7 +259,7 @@ def question(text):
 
 
 def tell(host, body):
-    """Ask over the line who is there, and tell it who it is."""
+    """Ask over the line who is there, and send the identity."""
     name = question(os.urandom(8).hex())
     os.write(host, name)
     assert heard(host, len(name)) == name
@@ -282,7 +282,7 @@ def test_between_its_answer_and_what_it_is_told_the_agent_lets_nobody_in(machine
     asking.start()
     asking.join(0.7)
     assert asking.is_alive() and not said
-    # A fork of a machine at this very point is asked again.
+    # A fork of a machine in exactly this state is asked again.
     os.write(host, question("again"))
     assert heard(host, 17) == question("again")
     os.write(host, b'={"env": {"N": "1"}}')
@@ -335,7 +335,7 @@ def test_a_clock_that_cannot_be_set_is_said(machine):
 
 
 def test_an_agent_started_anew_keeps_token_and_mounts(machine):
-    """The first agent goes on; the second, in the same namespaces, finds what it kept."""
+    """The first agent keeps running; the second, in the same namespaces, finds the state that the first one kept."""
     agent, _ = machine
     ask(agent, "/identity", FULL)
     inside = ["nsenter", "--mount", "--uts", "--net", f"--target={agent.process.pid}", "--"]

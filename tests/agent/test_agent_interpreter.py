@@ -1,4 +1,4 @@
-"""The code interpreter as its clients see it: ``e2b_code_interpreter`` and ``cubesandbox`` read the answers."""
+"""The code interpreter as its clients ``e2b_code_interpreter`` and ``cubesandbox`` see it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 
 class Code:
-    """Runs code in an agent; each call has a connection of its own, unless it is ``kept``."""
+    """Runs code in an agent; each call has its own connection, unless it is ``kept``."""
 
     def __init__(self, agent):
         self.agent = agent
@@ -46,7 +46,7 @@ class Code:
         return data.decode().splitlines()
 
     def run(self, code, **fields):
-        """The execution, as both clients understand it."""
+        """The execution, as both clients parse it."""
         execution, other = Execution(), CubeExecution()
         for line in self.lines(textwrap.dedent(code), **fields):
             parse_output(execution, line)
@@ -63,7 +63,7 @@ class Code:
         return "".join(execution.logs.stdout)
 
     def events(self, code, **fields):
-        """What happened, but for the count: (type, text or name)."""
+        """The events except for the execution count: (type, text or name)."""
         found = [json.loads(line) for line in self.lines(textwrap.dedent(code), **fields)]
         return [(event["type"], event.get("text", event.get("name"))) for event in found[1:]]
 
@@ -83,7 +83,7 @@ class Code:
 
 @pytest.fixture(scope="module")
 def code(unmanaged, running):
-    # What "python3" is for the agent: the Python that runs it.
+    # The agent's "python3" is the Python that runs it.
     path = f"{Path(unmanaged[0]).parent}:{os.environ['PATH']}"
     with running(unmanaged, env={"PATH": path}) as agent:
         yield Code(agent)
@@ -273,7 +273,7 @@ def test_future_features_are_the_users_own(code):
 @settings(max_examples=25, deadline=None)
 @given(text=st.text(), error=st.text())
 def test_any_text_arrives_whole(code, text, error):
-    """Two clients split lines in their own way, and the pipe cuts anywhere."""
+    """The two clients split lines differently, and the pipe cuts anywhere."""
     execution = code.run(
         f"import sys\nsys.stdout.write({text!a})\nsys.stderr.write({error!a})\nraise OSError({text!a})"
     )
@@ -354,7 +354,7 @@ def test_a_directory_that_went_away(code, tmp_path):
     assert status == 400 and str(tmp_path / "d") in message
 
 
-# -- what a request asks for -----------------------------------------------------------------------------------------
+# -- options of a request --------------------------------------------------------------------------------------------
 
 
 def test_variables_of_one_execution(code):
@@ -413,7 +413,7 @@ def test_the_default_context(code):
 
 def test_refusals(code):
     for body, sentence in (
-        ({"code": "1", "language": "r"}, "there is no language 'r' here: python and bash are"),
+        ({"code": "1", "language": "r"}, "the language 'r' is not available: use python or bash"),
         ({"code": "1", "context_id": "default", "language": "bash"}, "the context default runs python, not bash"),
         ({}, "code must be a string"),
         ({"code": "\0"}, "NUL"),
@@ -465,7 +465,7 @@ def test_eval(code):
     assert code.agent.post("/eval", {})[0] == 400
 
 
-# -- a context that is busy ------------------------------------------------------------------------------------------
+# -- a busy context --------------------------------------------------------------------------------------------------
 
 
 def test_one_after_another_and_contexts_at_once(code, tmp_path):
@@ -551,7 +551,7 @@ def test_a_client_that_goes_away_interrupts(code, busy):
 
 
 def test_an_interrupt_in_time_hits_only_the_users_code(code):
-    """Whenever it comes, the kernel stays in step with its agent."""
+    """Whenever it arrives, the kernel and its agent stay in step."""
     code.run("import time; kept = 0")
     for step in range(30):
         code.run("kept += 1; time.sleep(0.002); display(kept)", timeout=0.0005 + step * 0.0002)
@@ -559,7 +559,7 @@ def test_an_interrupt_in_time_hits_only_the_users_code(code):
     assert int(code.run("kept").text) > 0
 
 
-# -- much output, and output out of turn -----------------------------------------------------------------------------
+# -- much output, and output between cells ---------------------------------------------------------------------------
 
 
 def memory(code):
@@ -583,12 +583,12 @@ def test_a_slow_client_makes_the_code_wait(code):
 def test_a_result_has_a_limit(code):
     assert len(code.run("'x' * (2 << 20)").text) == (2 << 20) + 2
     too_big = code.run("'x' * (33 << 20)")
-    assert too_big.error is None and "was left out: the most is 33554432" in too_big.text
+    assert too_big.error is None and "was left out: the limit is 33554432" in too_big.text
     assert len(code.run("raise ValueError('x' * (2 << 20))").error.value) == 1 << 20
 
 
 def test_output_between_cells_disturbs_nobody(code):
-    """More than a pipe holds, from a thread and from a process; neither is blocked by it."""
+    """More than a pipe holds, from a thread and from a process; neither of them is blocked."""
     code.run("""
         import subprocess, threading, time
         def chatter():
@@ -634,7 +634,7 @@ def test_children_of_the_kernel_leave_its_channel_alone(code):
     assert code.run("1").text == "1"
 
 
-# -- warm and lean ---------------------------------------------------------------------------------------------------
+# -- lazy loading and memory use -------------------------------------------------------------------------------------
 
 
 def test_nothing_is_loaded_before_it_is_needed(unmanaged, running):
@@ -664,7 +664,7 @@ def test_the_kernel_is_bare(code, unmanaged):
     found = code.run("import sys\nsys.path[0], sys.path[-1], sys.argv, __name__", context_id=context)
     first, last, *rest = ast.literal_eval(found.text)
     assert first and not last and rest == [[""], "__main__"]
-    # A Python's own site packages may load what they like.
+    # Python's own site packages may load anything.
     plain = subprocess.check_output(
         [unmanaged[0], "-c", "import sys; print('random' in sys.modules)"], text=True
     ).strip()

@@ -1,4 +1,4 @@
-"""The code interpreter's other language, its real client, and kernels that mean no good."""
+"""The code interpreter's other language, its real client, and malicious kernels."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from e2b_code_interpreter.models import Execution, parse_output
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_agent.answers import _event
-from sandbox_agent.kernel_protocol import HEAD
-from sandbox_agent.languages import Cell, Python, Shell
+from sandbox_agent.interpreter.answers import _parse_event
+from sandbox_agent.interpreter.kernel_protocol import HEAD
+from sandbox_agent.interpreter.languages import Cell, Python, Shell
 
 CHANNEL = """
 import os, struct, time
@@ -51,7 +51,7 @@ class Code:
         return execution
 
     def shell(self, code, **fields):
-        """(what it printed, the error's value)"""
+        """Standard output, and the error's value."""
         execution = self.run(code, "bash", **fields)
         return "".join(execution.logs.stdout), execution.error and execution.error.value
 
@@ -64,7 +64,7 @@ def code(unmanaged, running):
 
 @pytest.fixture(scope="module", params=["bash", "sh"])
 def shells(request, unmanaged, running, tmp_path_factory):
-    """Where there is bash, and where there is only sh."""
+    """One shell with bash, and one with only sh."""
     if request.param == "bash" and not shutil.which("bash"):
         pytest.fail("the tests need bash")
     path = tmp_path_factory.mktemp(request.param)
@@ -139,7 +139,7 @@ def test_what_runs_on_in_the_background(shells):
 
 @pytest.mark.parametrize("language", ["python", "bash"])
 def test_an_interrupt_that_comes_before_the_code_is_not_lost(code, language):
-    """As when the sandbox is so busy that its kernel has not even read what it is to run."""
+    """For example, the sandbox is so busy that its kernel has not yet read the code."""
     python = language == "python"
     asked = code.run("import os; kept = 1; print(os.getpid())" if python else "kept=1; echo $$", language)
     pid = int(asked.logs.stdout[0])
@@ -183,12 +183,12 @@ def test_the_published_client(code, tmp_path):
     sandbox.remove_code_context(context.id)
     with pytest.raises(NotFoundException, match=f"context {context.id} not found"):
         sandbox.run_code("1", context=context)
-    with pytest.raises(SandboxException, match="there is no language 'r' here: python and bash are"):
+    with pytest.raises(SandboxException, match="the language 'r' is not available: use python or bash"):
         sandbox.run_code("1", language="r")
     assert sandbox.run_code("echo $0", language="bash").error is None
 
 
-# -- ill will --------------------------------------------------------------------------------------------------------
+# -- malicious code --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_forged_end_ends_one_cell_early_and_no_other(code):
 
 
 def test_a_stopped_kernel_is_killed_when_time_is_up(code):
-    """As is one that does not heed an interrupt."""
+    """So is one that ignores an interrupt."""
     error = code.run("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", timeout=0.1).error
     assert error.name == "TimeoutError" and "its kernel was killed" in error.value
     assert code.run("1").execution_count == 1
@@ -254,9 +254,9 @@ def test_frames_arrive_whole_however_they_are_cut(frames, cuts):
     data = b"".join(HEAD.pack(kind.encode(), len(content)) + content for kind, content in frames)
     data += HEAD.pack(b"D", 1) + b"6" + HEAD.pack(b"D", 1) + b"7"
     python, heard, start = Python(), [], 0
-    python.ask(Cell("", {}), 7)
+    python.encode_cell(Cell("", {}), 7)
     for end in [*sorted(cuts), len(data)]:
-        heard += python.hear(data[start:end])
+        heard += python.parse(data[start:end])
         start = max(start, end)
     kinds = {"E": "event", "S": "sync"}
     assert heard == [*[(kinds[kind], content) for kind, content in frames], ("done", b"0")]
@@ -265,9 +265,9 @@ def test_frames_arrive_whole_however_they_are_cut(frames, cuts):
 @given(data=st.lists(st.binary(max_size=30)))
 def test_anything_may_be_heard(data):
     for language in (Python(), Shell()):
-        language.ask(Cell("", {}), 1)
+        language.encode_cell(Cell("", {}), 1)
         for piece in data:
-            for kind, content in language.hear(piece):
+            for kind, content in language.parse(piece):
                 assert kind in ("event", "sync", "done", "begun", "broken")
                 if kind == "done":
                     assert 0 <= int(content) <= 999
@@ -281,7 +281,7 @@ EVENTS = st.fixed_dictionaries({"type": st.sampled_from(["result", "error", "std
 
 @given(line=st.binary() | EVENTS.map(lambda event: json.dumps(event).encode()))
 def test_what_is_no_event_is_not_passed_on(line):
-    if _event(line) is not None:
+    if _parse_event(line) is not None:
         assert line.splitlines() == [line]
         execution = Execution()
         parse_output(execution, line.decode())

@@ -1,4 +1,4 @@
-"""POST /mounts: mounts are real, in a namespace of the test's own; tmpfs stands in for what a server has."""
+"""POST /mounts: mounts are real, in the test's own namespace; tmpfs stands in for network file systems."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from sandbox_agent import mounts
+from sandbox_agent.machine import mounts
 
 SOURCE = Path(__file__).parents[2] / "gateway/src"
 GATEWAY, OTHER = "192.0.2.1", "192.0.2.2"
 
-# A network of one's own whose default gateway answers to this very machine, so that a test can come from there.
+# A separate network whose default gateway is this machine itself, so that a test can send requests from there.
 NAMESPACE = """
 set -e
 mount -t tmpfs tmpfs /run
@@ -45,7 +45,7 @@ print(response.read().decode())
 
 
 class Machine:
-    """A managing agent in namespaces of its own."""
+    """A managing agent in its own namespaces."""
 
     def __init__(self, agent: Any) -> None:
         self.pid = agent.process.pid
@@ -73,7 +73,7 @@ class Machine:
         return answer["mounted"], answer["unmounted"]
 
     def mounted(self) -> dict[str, str]:
-        """Path → options, of what is mounted from a source named vol-*."""
+        """Path → options of the mounts whose source is named vol-*."""
         lines = (line.split() for line in Path(f"/proc/{self.pid}/mounts").read_text().splitlines())
         return {fields[1]: fields[3] for fields in lines if fields[0].startswith("vol-")}
 
@@ -149,7 +149,7 @@ def test_new_ones_are_mounted_all_or_none(machine):
     assert status == 400
     assert "/mnt/bad: this machine's kernel cannot mount nosuchfs" in answer["message"]
     assert list(machine.mounted()) == ["/mnt/old"]
-    # And nothing of it is remembered as ours.
+    # The agent does not remember it as its own mount either.
     machine.run("mount -t tmpfs vol-new /mnt/new")
     assert machine.agree(volume("old")) == ([], [])
     assert sorted(machine.mounted()) == ["/mnt/new", "/mnt/old"]
@@ -159,8 +159,8 @@ def test_what_cannot_be_mounted_on_is_said(machine):
     machine.run("mkdir /mnt/real; ln -s real /mnt/link; touch /mnt/file")
     for path, reason in {
         "/mnt/link/sub": "symbolic link: mount on /mnt/real/sub",
-        "/mnt/file": "/mnt/file cannot be mounted on",
-        "/mnt/file/sub": "/mnt/file/sub cannot be mounted on",
+        "/mnt/file": "cannot mount on /mnt/file: ",
+        "/mnt/file/sub": "cannot mount on /mnt/file/sub: ",
     }.items():
         status, answer = machine.post("/mounts", {"mounts": [volume("a", path)]})
         assert status == 400 and reason in answer["message"], (status, answer)
@@ -188,7 +188,7 @@ def test_what_cannot_be_mounted_on_is_said(machine):
 )
 def test_nonsense_is_refused_before_anything_is_done(wanted):
     with pytest.raises(mounts.Failure) as refused:
-        mounts._checked({"mounts": wanted})
+        mounts._check({"mounts": wanted})
     assert refused.value.status == 400
 
 
@@ -233,7 +233,7 @@ def test_an_unmanaged_agent_mounts_nothing(fresh):
 
 def test_work_that_hangs_is_given_up():
     started = time.monotonic()
-    assert mounts._bounded(lambda: time.sleep(60) or 0, 0.2) == errno.ETIMEDOUT
+    assert mounts._run_with_timeout(lambda: time.sleep(60) or 0, 0.2) == errno.ETIMEDOUT
     assert time.monotonic() - started < 5
 
 
@@ -241,12 +241,12 @@ def test_work_tells_its_error():
     def fails() -> int:
         raise OSError(errno.ESTALE, "stale")
 
-    assert mounts._bounded(fails, 10) == errno.ESTALE
-    assert mounts._bounded(lambda: 0, 10) == 0
+    assert mounts._run_with_timeout(fails, 10) == errno.ESTALE
+    assert mounts._run_with_timeout(lambda: 0, 10) == 0
 
 
 def test_it_is_loaded_by_the_first_request_only():
-    script = "import sys, sandbox_agent.agent; print('sandbox_agent.mounts' in sys.modules)"
+    script = "import sys, sandbox_agent.agent; print('sandbox_agent.machine.mounts' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},

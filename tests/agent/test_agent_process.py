@@ -1,4 +1,4 @@
-"""process.Process: commands whose events are streamed."""
+"""process.Process: commands and their streams of events."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_no_byte_is_lost(agent):
 
 
 def peak(pid: int) -> int:
-    """The most memory a process has held, in KiB."""
+    """The peak memory of a process, in KiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def test_a_slow_client_makes_the_process_wait(agent):
-    """A hundred megabytes for somebody who does not read at first: the agent holds a small part of them."""
+    """A hundred megabytes for a client that does not read at first: the agent holds only a small part of them."""
     before = peak(agent.process.pid)
     events = agent.start("sh", "-c", "head -c 100000000 /dev/zero; echo done >&2")
     time.sleep(0.5)
@@ -104,7 +104,7 @@ def test_stdin(agent):
     events = agent.start("cat", stdin=True)
     pid = events.next()["start"]["pid"]
     agent.ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"stdin": b64(b"one ")}})
-    # The stream of input is frames, the last of them empty; its answer has one message.
+    # The input stream consists of frames, the last of them empty; its answer has one message.
     messages = [{"start": {"process": {"pid": pid}}}, {"keepalive": {}}]
     messages += [{"data": {"input": {"stdin": b64(part)}}} for part in (b"two ", b"x" * 300_000)]
     streamed = agent.stream("StreamInput", *messages)
@@ -114,8 +114,11 @@ def test_stdin(agent):
 
 
 def test_input_that_pauses(running, unmanaged):
-    """Longer than a connection may be silent otherwise."""
-    code = "import sys; from sandbox_agent import agent, server; server.IDLE_SECONDS = 0.3; sys.argv = sys.argv[1:]"
+    """The pause is longer than other connections may be silent."""
+    code = (
+        "import sys; from sandbox_agent import agent; from sandbox_agent.http import server; "
+        "server.IDLE_SECONDS = 0.3; sys.argv = sys.argv[1:]"
+    )
     with running([unmanaged[0], "-c", f"{code}; sys.exit(agent.main())", *unmanaged[2:]]) as agent:
         agent.start("cat", stdin=True, tag="cat").next()
 
@@ -201,7 +204,7 @@ def test_a_client_that_goes_away_does_not_end_the_process(agent, eventually):
     assert base64.b64decode(events.next()["data"]["stdout"]) == b"a\n"
     agent.ok("/process.Process/SendInput", {"process": {"tag": "orphan"}, "input": {"stdin": b64(b"\n")}})
     assert events.rest()[0] == b"b\n"
-    # It has ended: it is listed no more, and can still be asked how it went.
+    # After its end it is not listed any more, but its result remains available.
     assert not [item for item in agent.ok("/process.Process/List")["processes"] if item.get("tag") == "orphan"]
     out, _, end = agent.stream("Connect", {"process": {"tag": "orphan"}}).rest()
     assert (out, end["exitCode"]) == (b"a\nb\n", 0)
@@ -229,7 +232,7 @@ def test_a_deadline_ends_the_process(agent, eventually):
     out, _, end = events.rest()
     assert (int(out), end, events.error["code"]) == (pid, {}, "deadline_exceeded")
     assert time.monotonic() - started < 10
-    # Whoever follows it without a deadline learns what the deadline did.
+    # A stream without a deadline shows the effect of the deadline.
     assert agent.stream("Connect", {"process": {"pid": pid}}).rest()[2]["status"] == "signal: killed"
     eventually(lambda: all(item["pid"] != pid for item in agent.ok("/process.Process/List")["processes"]))
 
@@ -273,7 +276,7 @@ def test_terminal(agent):
 
 
 def test_a_terminal_controls_its_session(agent):
-    # Not by a shell, which may lose an interrupt in what it does between two commands.
+    # Without a shell, which may lose an interrupt between two commands.
     events = agent.start("sleep", "31.2", pty={"size": {}})
     pid = events.next()["start"]["pid"]
     status, answer = agent.post("/process.Process/CloseStdin", {"process": {"pid": pid}})
@@ -308,7 +311,7 @@ def test_descriptors_and_threads_are_given_back(fresh, eventually):
 
 
 def test_arguments_that_are_not_utf_8(agent):
-    """In JSON a byte that is no character is half a surrogate pair, as Python writes it; any other half is refused."""
+    """A byte that is not UTF-8 is half a surrogate pair in JSON, as Python writes it; other halves are refused."""
     argv = ["sh", "-c", 'printf %s "$1" | od -An -tx1; sleep 0.5', "sh", "a\udcff"]
     events = agent.start(*argv, envs={"A": "\udcfe"}, tag="bytes")
     events.next()

@@ -1,4 +1,4 @@
-"""HTTP as the agent speaks it."""
+"""The agent's HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[2] / "gateway/src/sandbox_agent"
 
 
 def talk(agent, data: bytes) -> bytes:
-    """Send bytes as they are; all that comes back until the agent closes."""
+    """Send the bytes unchanged; returns everything that arrives until the agent closes."""
     with socket.create_connection(("127.0.0.1", agent.port), timeout=10) as sock:
         sock.sendall(data)
         received = b""
@@ -137,7 +137,7 @@ def test_connections_do_not_outlive_their_threads(agent, eventually):
         return threads()
 
     before = threads()
-    while (now := threads_after(0.5)) < before:  # those of connections of earlier tests are ending
+    while (now := threads_after(0.5)) < before:  # connections of earlier tests are still ending
         before = now
     sockets = [socket.create_connection(("127.0.0.1", agent.port)) for _ in range(10)]
     eventually(lambda: threads() >= before + 10)

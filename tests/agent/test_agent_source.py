@@ -1,4 +1,4 @@
-"""What the agent's source may use: the sandbox's Python can be 3.9 and bare."""
+"""Limits on the agent's source: the sandbox's Python can be 3.9 without any packages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,24 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "gateway/src/sandbox_agent"
 FILES = sorted(SOURCE.glob("**/*.py"))
 
-# Newer than Python 3.9; an attribute of that name anywhere is suspicious enough.
+# Each package, and the packages that it may import from.
+ROOMS = {
+    "failure": set(),
+    "http": {"failure"},
+    "machine": {"failure", "http"},
+    "files": {"failure", "http", "machine"},
+    "processes": {"failure", "http", "machine"},
+    "interpreter": {"failure", "http", "machine", "processes"},
+    "agent": {"failure", "http", "machine", "files", "processes", "interpreter"},
+    "__main__": {"agent"},
+    "__init__": set(),
+}
+
+# Newer than Python 3.9; any attribute of that name is suspicious.
 NEWER = {"UTC", "StrEnum", "batched", "pairwise", "setns", "unshare", "anext", "aiter", "process_group"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_python_3_9(path):
     tree = ast.parse(path.read_text(), feature_version=(3, 9))
     assert "from __future__ import annotations" in path.read_text() or path.name.startswith("__")
@@ -29,7 +42,7 @@ def test_python_3_9(path):
             assert not keywords & {"strict", "slots", "kw_only", "process_group"}, f"line {node.lineno}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_standard_library_only(path):
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -41,3 +54,18 @@ def test_standard_library_only(path):
         for name in names:
             top = name.split(".")[0]
             assert top == "sandbox_agent" or top in sys.stdlib_module_names, name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_rooms_import_one_way(path):
+    room = path.relative_to(SOURCE).with_suffix("").parts[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        for module in modules:
+            package, _, rest = module.partition(".")
+            if package == "sandbox_agent":
+                assert rest.split(".")[0] in {room} | ROOMS[room], module

@@ -1,4 +1,4 @@
-"""What only the system can do. Nothing here is done to this machine itself."""
+"""Functions that only the system can carry out. Nothing here changes this machine itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_agent import system
+from sandbox_agent.machine import system
 
 SOURCE = Path(__file__).parents[2] / "gateway/src"
 
@@ -34,20 +34,20 @@ truncate -s 64M "$1/image"
 losetup -c "$(findmnt -n -o SOURCE "$1/mount")"
 exec "$2" -c '
 import os, sys
-from sandbox_agent import system
+from sandbox_agent.machine import system
 def size():
     found = os.statvfs(sys.argv[1])
     return found.f_blocks * found.f_frsize >> 20
 before = size()
-system.grow(sys.argv[1])
+system.grow_file_system(sys.argv[1])
 assert before < 20 and size() > 50, (before, size())
-system.grow(sys.argv[1])
+system.grow_file_system(sys.argv[1])
 ' "$1/mount"
 """
 
 
 def test_grow(root, tmp_path):
-    """A scratch file system in a mount namespace of its own; both are gone with the process."""
+    """A scratch file system in its own mount namespace; both disappear with the process."""
     done = subprocess.run(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", GROW, "sh", str(tmp_path), sys.executable],
         env={**os.environ, "PYTHONPATH": str(SOURCE)},

@@ -1,4 +1,4 @@
-"""filesystem.Filesystem: watching directories, by the kernel's word and by looking again and again."""
+"""filesystem.Filesystem: watches on directories, by inotify and by repeated scans."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from pathlib import Path
 import pytest
 
 SERVICE = "/filesystem.Filesystem"
-# Both kinds; looking is quicker here, so that the tests are.
-KINDS = {"told": "", "looking": "inotify.AVAILABLE = False; scan.EVERY = 0.1; scan._SHARE = 1"}
+# By inotify and by scans. Scans are more frequent here, which makes the tests faster.
+KINDS = {"told": "", "looking": "inotify.AVAILABLE = False; scan.SCAN_SECONDS = 0.1; scan._REST_FACTOR = 1"}
 
 
 def changed(code: str) -> list[str]:
-    """The command of an agent of which some constants are others."""
+    """The command of an agent with some constants changed."""
     return [
         os.environ.get("AGENT_PYTHON", sys.executable),
         "-c",
-        f"import sys; from sandbox_agent import agent, filesystem, inotify, scan, watch; {code}\n"
+        "import sys; from sandbox_agent import agent; "
+        f"from sandbox_agent.files import filesystem, inotify, scan, watch; {code}\n"
         "sys.argv = ['agent', '--unmanaged', '--bind', '127.0.0.1', '--port', '0']; sys.exit(agent.main())",
     ]
 
@@ -45,7 +46,7 @@ def agent(running, kind):
 
 
 class Watcher:
-    """A watcher of the agent; each asking begins where the one before ended."""
+    """A watcher of the agent; each call returns the events since the previous one."""
 
     def __init__(self, agent, path, **options):
         self._agent = agent
@@ -55,7 +56,7 @@ class Watcher:
         return self._agent.post(f"{SERVICE}/GetWatcherEvents", {"watcherId": self.id})
 
     def until(self, what, name):
-        """All that happens until ``name`` was created, written, …: ["create a", …] and the last event."""
+        """All events until ``name`` was created, written, …: ["create a", …] and the last event."""
         said, deadline = [], time.monotonic() + 20
         while time.monotonic() < deadline:
             status, answer = self.take()
@@ -94,7 +95,7 @@ def test_below_as_well(agent, tmp_path):
     watcher = Watcher(agent, tmp_path, recursive=True)
     (tmp_path / "old/deep/a").write_text("")
     assert watcher.until("create", "old/deep/a") == ["create old/deep/a"]
-    # Made faster than anybody could begin to watch, and still whole.
+    # Created before the agent can watch it, and still complete.
     subprocess.run(["mkdir", "-p", tmp_path / "n/e/w"], check=True, timeout=10)
     (tmp_path / "n/e/w/b").write_text("")
     assert watcher.until("create", "n/e/w/b") == ["create n", "create n/e", "create n/e/w", "create n/e/w/b"]
@@ -115,7 +116,7 @@ def test_directories_that_leave_and_come(agent, kind, tmp_path):
     outside.mkdir()
     watcher = Watcher(agent, watched, recursive=True)
     (watched / "a").rename(outside / "a")
-    # Who looks finds it gone, and cannot know where to.
+    # A scan finds it gone and cannot know where to.
     said = watcher.until("rename" if kind == "told" else "remove", "a")
     assert set(said) <= {"rename a", "remove a/b", "remove a"}
     (outside / "a/b/unseen").write_text("")
@@ -218,7 +219,7 @@ def test_there_is_a_limit_of_watches(running, tmp_path, eventually):
         watchers = [Watcher(agent, tmp_path) for _ in range(2)]
         status, answer = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path)})
         assert (status, answer["code"]) == (429, "resource_exhausted") and "stop one" in answer["message"]
-        # Nobody asks them; they go by themselves.
+        # Unused watchers are removed after a while.
         eventually(lambda: held(agent) <= before)
         assert watchers[0].take()[0] == 404
         Watcher(agent, tmp_path)
@@ -233,14 +234,14 @@ def test_more_than_can_be_kept(running, tmp_path):
             (tmp_path / f"new/{number}").write_text("")
         time.sleep(0.3)
         status, answer = watcher.take()
-        assert (status, answer["code"]) == (500, "data_loss") and "look for yourself" in answer["message"]
+        assert (status, answer["code"]) == (500, "data_loss") and "list the directory again" in answer["message"]
         (tmp_path / "new/end").write_text("")
         assert watcher.until("create", "new/end") == ["create new/end"]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="inotify is Linux's")
 def test_more_than_the_kernel_keeps(running, tmp_path):
-    """A client that does not read: the kernel drops events, and both ways of watching say so."""
+    """A client that does not read: the kernel drops events, and both kinds of watchers report that."""
     most = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
     hold, tmp_path = tmp_path / "hold", tmp_path / "watched"
     tmp_path.mkdir()
@@ -296,7 +297,7 @@ def test_too_many_entries_to_look_at(running, tmp_path):
         assert (status, answer["code"]) == (429, "resource_exhausted") and "a part" in answer["message"]
 
 
-# Not before all is imported: Python, or the tree, may be where only root is let in.
+# Change the user after all imports: Python, or the tree, may be readable only by root.
 NOBODY = """
 import os
 build = agent.build
@@ -306,7 +307,7 @@ agent.build = lambda *given, **named: (build(*given, **named), os.setgroups([]),
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_agent_may_not_read(root, running, kind):
-    """By an agent that is nobody: the rest is watched all the same."""
+    """The agent runs as an unprivileged user and watches everything it may read."""
     place = Path(tempfile.mkdtemp(prefix="agent-test-"))
     try:
         for name in ("open", "closed"):
@@ -333,7 +334,7 @@ def none(*given):
     inotify.ctypes.set_errno(errno.ENOSYS)
     return -1
 inotify._libc.inotify_init1 = none
-scan.EVERY = 0.1
+scan.SCAN_SECONDS = 0.1
 """)
     ) as agent:
         watcher = Watcher(agent, tmp_path)
@@ -342,7 +343,7 @@ scan.EVERY = 0.1
 
 
 def descriptors(pid):
-    """What a process has open; some of it closes while it is listed."""
+    """The open files of a process; some of them are closed while they are listed."""
     found = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -352,8 +353,8 @@ def descriptors(pid):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere all are looked at")
 def test_network_file_systems_are_looked_at(running, tmp_path):
-    """As if this one were of the network: watched if one insists, and then by looking."""
-    code = "watch.NETWORK = type('All', (), {'__contains__': lambda *given: True})(); scan.EVERY = 0.1"
+    """The agent takes this file system for a network one: it is watched only on explicit request, and by scans."""
+    code = "watch.NETWORK = type('All', (), {'__contains__': lambda *given: True})(); scan.SCAN_SECONDS = 0.1"
     with running(changed(code)) as agent:
         status, answer = agent.post(f"{SERVICE}/CreateWatcher", {"path": str(tmp_path)})
         assert (status, answer["code"]) == (400, "invalid_argument") and "allowNetworkMounts" in answer["message"]
@@ -365,7 +366,7 @@ def test_network_file_systems_are_looked_at(running, tmp_path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="inotify is Linux's")
 def test_a_tree_in_turmoil_is_known_in_the_end(fresh, tmp_path):
-    """Directories made, moved and removed as fast as may be: none is watched under a name that it does not have."""
+    """Directories are made, moved and removed as fast as possible: none is watched under a wrong name."""
     watcher = Watcher(fresh, tmp_path, recursive=True)
     script = (
         "for i in $(seq 60); do mkdir -p a/b/c x/y; mv a x/y/a$i; mv x/y z$i; mv z$i/a$i n$i; mkdir n$i/b/c/d;"

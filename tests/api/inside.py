@@ -1,4 +1,4 @@
-"""Services inside machines in memory, and how a test addresses them."""
+"""Services inside machines in memory, and the headers that address them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def to(sandbox: dict[str, Any], port: int | str = AGENT_PORT, **more: str) -> di
 
 
 def at(sandbox: dict[str, Any], port: int | str = AGENT_PORT, **more: str) -> dict[str, str]:
-    """The same, by the Host header."""
+    """The same, with the Host header."""
     return {"Host": host(sandbox, port), **more}
 
 
@@ -36,12 +36,13 @@ def host(sandbox: dict[str, Any], port: int | str = AGENT_PORT) -> str:
 
 
 eventually = functools.partial(waiting.eventually, seconds=5)
-"""Sooner than what only idles is closed."""
+"""Shorter than the idle timeout of connections."""
 
 
 class Service:
-    """Listens at a machine's address, in a thread of its own. It outlives the machine: like one in a virtual machine
-    that was killed, it closes no connection."""
+    """Listens at a machine's address, in its own thread. It outlives the machine: like a service in a virtual machine
+    that was killed, it closes no connections.
+    """
 
     def __init__(self, address: str, port: int, listen: Callable[[str, int], Awaitable[Any]]) -> None:
         self._where = (address, port)
@@ -87,12 +88,12 @@ async def _cancelled(tasks: set[asyncio.Task[Any]]) -> None:
 
 
 class Raw:
-    """A service of bytes: ``answers`` are sent one after the other, each to a request; the last one again and again."""
+    """A service of bytes: each request gets the next of ``answers``, and the last one repeats."""
 
     def __init__(self, *answers: bytes, then: Handler | None = None) -> None:
         self.answers = answers or (reply(),)
         self.then = then
-        """Has the connection after an answer."""
+        """Takes over the connection after an answer."""
         self.heads: list[bytes] = []
         self.bodies: list[bytes] = []
         self.open = 0
@@ -117,7 +118,7 @@ class Raw:
                 if self.then:
                     await self.then(reader, writer)
         except (OSError, asyncio.IncompleteReadError, ValueError):
-            pass  # It went away: a ValueError is a chunk that never came.
+            pass  # The peer disconnected: a ValueError is a chunk that never arrived.
         finally:
             self.open -= 1
             writer.close()
@@ -167,7 +168,7 @@ def raw(served: Served, sandbox: dict[str, Any], *answers: bytes, port: int = PO
 
 @contextlib.contextmanager
 def line(served: Served, *pieces: bytes) -> Iterator[socket.socket]:
-    """A connection to the gateway on which ``pieces`` were sent as they are."""
+    """A connection to the gateway on which ``pieces`` were sent unchanged."""
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
         for piece in pieces:
             connection.sendall(piece)
@@ -175,13 +176,13 @@ def line(served: Served, *pieces: bytes) -> Iterator[socket.socket]:
 
 
 def head(request: str, *fields: str, **headers: str) -> bytes:
-    """A request's head: ``request`` is its first line without the version."""
+    """The head of a request: ``request`` is its first line without the version."""
     given = [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([f"{request} HTTP/1.1", *fields, *given, "", ""]).encode("latin-1")
 
 
 def status_of(connection: socket.socket) -> tuple[int, dict[str, Any]]:
-    """The status of the answer, and its body where that is JSON of ours."""
+    """The status of the answer, and its body if that is our own JSON."""
     data = b""
     while b"\r\n\r\n" not in data:
         piece = connection.recv(4096)

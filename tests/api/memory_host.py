@@ -1,9 +1,9 @@
-"""A host that keeps its machines in memory, for tests of what stands above hosts.
+"""A host that keeps its machines in memory, for tests of the layers above hosts.
 
-A machine is a small HTTP server with the agent's calls, on a loopback address of its own. Its `/exec` knows
-`write KEY VALUE`, `read KEY`, `sleep SECONDS`, `exit CODE`, and `env`; what is written is part of a capture, but for
-keys below the path of a mounted volume, which are the volume's. As on hosts of virtual machines, a volume is there
-when the agent has mounted it, and only as long as the host lets the machine have it.
+A machine is a small HTTP server with the agent's calls, on its own loopback address. Its `/exec` knows `write KEY
+VALUE`, `read KEY`, `sleep SECONDS`, `exit CODE`, and `env`. Written values are part of a capture, except for keys below
+the path of a mounted volume, which belong to the volume. As on hosts of virtual machines, a volume is available when
+the agent has mounted it, and only while the host grants the machine access to it.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ def _address() -> str:
 
 
 class Machine:
-    """One running machine: what was written in it, and its agent."""
+    """A running machine: its written values and its agent."""
 
     def __init__(self, state: dict[str, str], volumes: dict[str, dict[str, str]]) -> None:
         self.state = dict(state)
         self.volumes = volumes
         self.names: dict[str, Any] = {}
-        """Of its interpreter."""
+        """The names in its interpreter."""
         self.allowed: dict[str, bool] = {}
-        """The volumes that the host lets it have; is each read-only?"""
+        """The volumes that the host grants it access to; the value: whether it is read-only."""
         self.mounted: dict[str, str] = {}
-        """What its agent has mounted: volumes by path."""
+        """The agent's mounts: volumes by path."""
         self.address = ""
         self.identity: dict[str, Any] = {}
         self.seen: list[tuple[str, dict[str, str], bytes]] = []
-        """(request line, headers, body) of what came in that was not the engine's."""
+        """(request line, headers, body) of the requests that did not come from the engine."""
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -142,7 +142,7 @@ class Machine:
         }
 
     def _place(self, key: str) -> tuple[dict[str, str], str, bool]:
-        """Where a key is kept, as what, and whether it can be written there."""
+        """The mapping that holds a key, the key in it, and whether it is writable."""
         for path, volume in self.mounted.items():
             if key.startswith(f"{path}/"):
                 if volume not in self.allowed:
@@ -227,7 +227,8 @@ def _send(
 
 class MemoryHost:
     """Implements ``hosts.base.Host``. ``slow`` delays forks; ``failing`` names sandboxes whose fork fails, ``blocked``
-    paths that nothing can be mounted on."""
+    paths that cannot be used as mount points.
+    """
 
     kind = "memory"
     abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True)
@@ -237,14 +238,14 @@ class MemoryHost:
         self.machines: dict[str, Machine] = {}
         self.disks: dict[str, dict[str, str]] = {}
         self.mounted: dict[str, dict[str, str]] = {}
-        """What agents had mounted, by the snapshot of their memory."""
+        """The agents' mounts, by the snapshot of their memory."""
         self.names: dict[str, dict[str, Any]] = {}
-        """Of interpreters, likewise."""
+        """The names in interpreters, by the snapshot of their memory."""
         self.saved: dict[str, Sandbox] = {}
         self.volumes: dict[str, Volume] = {}
         self.volume_snapshots: dict[str, VolumeSnapshot] = {}
         self.files: dict[str, dict[str, str]] = {}
-        """What is in volumes and in snapshots of them."""
+        """The contents of volumes and of their snapshots."""
         self.slow = 0.0
         self.build_seconds = 0.0
         self.failing: set[str] = set()
@@ -261,6 +262,9 @@ class MemoryHost:
 
     async def scan(self) -> Scan:
         return Scan()
+
+    def guest_digest(self) -> str:
+        return "guest"
 
     async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
         log(f"making a file system of {len(recipe.packages)} packages")

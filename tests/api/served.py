@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 
-from sandbox_gateway.cli import serving
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.server import serving
 from tests.api.memory_host import Machine, MemoryHost
 
 ADMIN_KEY, EXEC_KEY, READ_KEY = "admin-key-0123456789", "exec-key-0123456789", "read-key-0123456789"
@@ -33,7 +33,7 @@ class Served:
 
     def __init__(self, root: Path, **sections: dict[str, Any]) -> None:
         self.root = root
-        # Socket paths are short by law; a test's own directory may be deep.
+        # Socket paths must be short; a test's own directory may be deep.
         self.run = tempfile.TemporaryDirectory(prefix="grove-api-")
         self.socket = Path(self.run.name) / "gateway.sock"
         self.port = free_port()
@@ -94,7 +94,7 @@ class Served:
         return f"unix://{self.socket}"
 
     def client(self, key: str | None = None) -> httpx.Client:
-        """With a key: over TCP. Without: over the socket."""
+        """With a key: over TCP. Without a key: over the socket."""
         if key is None:
             transport = httpx.HTTPTransport(uds=str(self.socket))
             return httpx.Client(transport=transport, base_url="http://gateway", timeout=20)
@@ -102,7 +102,7 @@ class Served:
         return httpx.Client(base_url=self.url, headers=headers, timeout=20)
 
     def machine(self, sandbox_id: str) -> Machine:
-        return self.host.machines[self.engine.sandbox(sandbox_id).instance]
+        return self.host.machines[self.engine.sandboxes.get(sandbox_id).instance]
 
     def build_template(self, name: str = "base", **recipe: Any) -> str:
         """Build a template; returns its id."""
@@ -123,6 +123,6 @@ class Served:
                 client.delete(f"/sandboxes/{sandbox['sandboxID']}").raise_for_status()
             for snapshot in client.get("/snapshots?limit=1000").json():
                 client.delete(f"/snapshots/{snapshot['snapshotID']}").raise_for_status()
-            # Newest first: a volume made from a snapshot of another one goes before that.
+            # Newest first: a volume made from a snapshot must be removed before the volume of that snapshot.
             for volume in reversed(client.get("/volumes").json()):
                 client.delete(f"/volumes/{volume['name']}?withSnapshots=true").raise_for_status()

@@ -1,4 +1,4 @@
-"""Who reaches a port inside: keys, the two tokens, signed URLs, anybody; and what is said of a sandbox that is gone."""
+"""Access to a port inside: keys, both tokens, signed URLs, nothing at all; and errors about sandboxes that are gone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx
 import pytest
 from e2b.sandbox.signature import get_signature
 
-from sandbox_gateway.api.access import inner_token, signed_query
+from sandbox_gateway.api.access.ports import inner_token, signed_query
 from sandbox_gateway.errors import Unauthorized
 from tests.api import memory_host
 from tests.api.inside import AGENT_PORT, PORT, at, eventually, host, raw, to
@@ -118,7 +118,7 @@ def test_secrets_are_in_no_log(
             told += anyone.get(target, headers=to(one, port, **headers, **upgrade, **nonce)).text
             for secret in (ADMIN_KEY, envd, envd[:-1], traffic, signature, quote(signature)):
                 assert secret not in told
-    # A refusal is noted once it was given.
+    # Refusals are logged after the answer.
     eventually(lambda: caplog.text.count("request") >= 16)
     assert "ERROR" not in caplog.text
     for secret in (ADMIN_KEY, envd[:-1], traffic, signature, quote(signature)):
@@ -159,7 +159,7 @@ def test_what_the_e2b_client_makes_of_it(served: Served, api: httpx.Client, anyo
         box.commands.run("true")
     box = e2b.Sandbox.connect(box.sandbox_id, **options)
     assert box.is_running()
-    # Its agent ends, the machine runs on.
+    # Its agent ends, but the machine keeps running.
     asyncio.run_coroutine_threadsafe(served.machine(box.sandbox_id).stop(), served.loop).result(10)
     with pytest.raises(e2b.exceptions.SandboxUnreachableException, match="port is not open"):
         box.files.read("/etc/hostname")
@@ -248,7 +248,7 @@ def test_signatures_that_are_none() -> None:
         good | {"signature": "é"},
         good | {"signature_expiration": str(NOW + 60)},
         query("read", "/a", "bob", token="6" * 64),
-        # A second one that another reader would take.
+        # A second value, which another parser might prefer.
         text + "&path=/b",
         "path=/b&" + text,
         text + "&username=root",
@@ -261,7 +261,7 @@ def test_signatures_that_are_none() -> None:
         assert checked(bad) is None, bad
     for method in ("PUT", "DELETE", "HEAD", "OPTIONS"):
         assert checked(good, method) is None
-    # Parts of the path, moved into the user's name: the same text is signed.
+    # Parts of the path, moved into the user's name: the signed text is the same.
     moved = query("read", "/a:write:root", None)
     assert checked({"path": "/a", "username": "root:read:", "signature": moved["signature"]}, "POST") is None
     assert checked(moved) == b"path=%2Fa%3Awrite%3Aroot"

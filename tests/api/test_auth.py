@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.api.auth import Keys, Permission, needed
+from sandbox_gateway.api.access.auth import Keys, Permission, required_permission
 from sandbox_gateway.errors import Invalid
 from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
 from tests.api.test_sandboxes import create
@@ -64,11 +64,11 @@ def test_a_key_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_needed() -> None:
-    assert needed("GET", "/sandboxes") is Permission.READ
-    assert needed("POST", "/sandboxes/one/exec") is Permission.EXEC
+    assert required_permission("GET", "/sandboxes") is Permission.READ
+    assert required_permission("POST", "/sandboxes/one/exec") is Permission.EXEC
     for method, path in (("POST", "/sandboxes"), ("DELETE", "/sandboxes/exec"), ("POST", "/snapshots/exec/fork")):
-        assert needed(method, path) is Permission.ADMIN
-    assert needed("POST", "/templates/x/exec") is Permission.ADMIN
+        assert required_permission(method, path) is Permission.ADMIN
+    assert required_permission("POST", "/templates/x/exec") is Permission.ADMIN
 
 
 def test_without_a_key(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request, the answer has one shape."""
+"""Errors have the same shape for every wrong request."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ def test_a_bug_is_an_incident_without_a_traceback(served: Served, api: httpx.Cli
     def broken() -> list[Any]:
         raise ZeroDivisionError("secret detail")
 
-    honest = served.engine.sandboxes
-    served.engine.sandboxes = broken  # type: ignore[method-assign]
+    honest = served.engine.sandboxes.list
+    served.engine.sandboxes.list = broken  # type: ignore[method-assign]
     try:
         message = refused(api.get("/sandboxes"), 500, "internal")
     finally:
-        served.engine.sandboxes = honest  # type: ignore[method-assign]
+        served.engine.sandboxes.list = honest  # type: ignore[method-assign]
     assert "incident" in message and "secret" not in message and "Zero" not in message
 
 

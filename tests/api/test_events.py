@@ -1,4 +1,4 @@
-"""The stream of events, and requests whose client goes away."""
+"""The stream of events, and requests whose client disconnects."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_listeners_are_forgotten(served: Served, api: httpx.Client) -> None:
     deadline = time.monotonic() + 5
     while len(served.engine.events._queues) > before and time.monotonic() < deadline:
         time.sleep(0.05)
-    # One of an earlier test may have gone meanwhile.
+    # A queue of an earlier test may have been removed meanwhile.
     assert len(served.engine.events._queues) <= before
 
 

@@ -1,4 +1,4 @@
-"""The command `forkd` and the port it serves, above a served gateway; where it can be, by the published client."""
+"""The command `forkd` and its port, above a served gateway; uses the published client where possible."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SECONDS = 20
 
 @pytest.fixture
 def target(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the port will be; the command is on PATH, and knows the gateway."""
+    """The address of the future port; the command is on PATH and configured for the gateway."""
     address = f"127.0.0.1:{free_port()}"
     forkd_command.install(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -42,7 +42,7 @@ def target(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.fixture
 def start(target: str, tmp_path: Path) -> Iterator[Start]:
-    """Start the command, with its modules changed by ``settings``; it listens when this returns."""
+    """Start the command, with its modules changed by ``settings``; returns when it listens."""
     running: list[subprocess.Popen[str]] = []
 
     def started(*args: str, settings: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -62,7 +62,7 @@ def start(target: str, tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def failing(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What the command says when it fails; here, as starting it takes longer than all it does."""
+    """The command's error message; runs in this process, because starting the command takes longer than its work."""
     monkeypatch.syspath_prepend(str(forkd_command.PACKAGE / "src"))
     from sandbox_gateway_forkd.command import main  # type: ignore[import-not-found]
 
@@ -78,7 +78,7 @@ def sandboxes(api: httpx.Client) -> list[str]:
 
 
 def talk(target: str, sent: bytes, *, half_close: bool = True) -> list[dict[str, Any]]:
-    """What is answered to ``sent``, until the other end closes."""
+    """The answers to ``sent``, until the peer closes."""
     host, _, port = target.rpartition(":")
     heard = b""
     with socket.create_connection((host, int(port)), timeout=_SECONDS) as connection:
@@ -92,7 +92,7 @@ def talk(target: str, sent: bytes, *, half_close: bool = True) -> list[dict[str,
 
 @contextlib.contextmanager
 def other_server() -> Iterator[str]:
-    """Something that answers every request with an empty object."""
+    """A server that answers every request with an empty object."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -234,7 +234,7 @@ def test_the_help_warns(target: str, failing: object, capsys: pytest.CaptureFixt
 
 
 def test_clients_that_misbehave(api: httpx.Client, start: Start, target: str) -> None:
-    """One after the other, and none of them harms the next."""
+    """One after the other; none of them affects the next."""
     start("fork", "--tag", "base", settings=("port.IDLE_SECONDS = 2", "port.MOST_CONNECTIONS = 4"))
     for line, words in (
         (b"{\xff\xfe\n", "JSON"),

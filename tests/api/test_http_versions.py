@@ -1,4 +1,4 @@
-"""The gateway speaks HTTP/1.1 alone; E2B's client offers HTTP/2 over TLS, and takes what it gets."""
+"""The gateway speaks only HTTP/1.1; E2B's client offers HTTP/2 over TLS and accepts HTTP/1.1."""
 
 from __future__ import annotations
 

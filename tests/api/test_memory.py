@@ -1,4 +1,4 @@
-"""Nothing is kept of what is gone: objects are counted after many rounds of mixed use."""
+"""Nothing stays in memory after use: objects are counted after many rounds of mixed use."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tests.api.served import Served
 
 ROUNDS = 40
 KEPT = 25
-"""Objects a round may leave by chance, as a timer that is not due. It is some twenty requests and three sandboxes, and
-what is kept of one of these is several objects."""
+"""Objects that a round may leave by chance, for example a timer that is not yet due. A round has some twenty requests
+and three sandboxes; a leak in any of these leaves several objects.
+"""
 
 
 def test_rounds_of_use_leave_nothing(served: Served) -> None:
@@ -24,9 +25,9 @@ def test_rounds_of_use_leave_nothing(served: Served) -> None:
     use.rounds(ROUNDS)
 
     def kept() -> dict[str, int]:
-        """Kinds of which each round left one, or more."""
+        """Types with at least one additional object for each round."""
         now = _objects()[0]
-        # The event loop keeps a timer that was cancelled, and its context, until it would have been due.
+        # The event loop keeps a cancelled timer and its context until the timer would have been due.
         kinds = now.keys() - {"TimerHandle", "Context"}
         return {name: now[name] - before[name] for name in kinds if now[name] - before[name] >= ROUNDS}
 
@@ -37,6 +38,6 @@ def test_rounds_of_use_leave_nothing(served: Served) -> None:
 
 
 def _objects() -> tuple[Counter[str], int]:
-    """Those that the collector knows, by kind; and how many there are of all."""
+    """Objects that the garbage collector knows, by type; and the number of all allocated blocks."""
     gc.collect()
     return Counter(type(each).__name__ for each in gc.get_objects()), sys.getallocatedblocks()

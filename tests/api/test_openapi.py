@@ -1,4 +1,4 @@
-"""The OpenAPI document, and the gateway's answers to what it allows and what it forbids."""
+"""The OpenAPI document, and the gateway's answers to valid and invalid requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from sandbox_gateway.cli.serving import document
+from sandbox_gateway.server.serving import document
 from tests.api.served import ADMIN_KEY, Served
 
 EXAMPLES = 8
@@ -26,7 +26,7 @@ REFS = ("base", "one", "vol", "nothing")
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A gateway of its own: what is tried on it may rename or remove anything."""
+    """A separate gateway: the requests may rename or remove anything on it."""
     served = Served(tmp_path_factory.mktemp("fuzzed"), limits={"sandboxes": 20})
     try:
         served.build_template("base")
@@ -39,7 +39,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def operations() -> list[Any]:
-    """Every route of the document but the one whose answer never ends."""
+    """Every route of the document except the one with an endless answer."""
     raw = document()
     del raw["paths"]["/events"]
     return [operation.ok() for operation in schemathesis.openapi.from_dict(raw).get_all_operations()]

@@ -1,4 +1,4 @@
-"""Pages stay right while things come and go."""
+"""Pages stay correct while entries are created and removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data plane: to a port inside, streamed both ways, with nothing of the gateway's own secrets."""
+"""The data plane to a port inside: streams in both directions, without the gateway's own secrets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from sandbox_gateway.api import pools, proxy
+from sandbox_gateway.api.data_plane import pools, proxy
 from tests.api.inside import (
     AGENT_PORT,
     PORT,
@@ -150,7 +150,7 @@ def test_of_many_first_requests_all_wait_for_the_one_resume(served: Served, api:
     assert served.host.forked == before + 1
 
 
-# --- requests that are read in two ways, and answers that would do harm ----------------------------------------------
+# --- ambiguous requests, and harmful answers -------------------------------------------------------------------------
 
 KEY = f"X-API-Key: {EXEC_KEY}"
 
@@ -288,7 +288,7 @@ def test_who_reads_slowly_is_waited_for(served: Served, one: dict[str, Any]) -> 
             while sent != before:
                 before = sent
                 time.sleep(0.25)
-            # What the kernel holds of three connections' ends.
+            # The kernel's buffers at the ends of three connections.
             assert sent < 32 << 20
             for _ in range(400):
                 connection.recv(65536, socket.MSG_WAITALL)
@@ -297,7 +297,7 @@ def test_who_reads_slowly_is_waited_for(served: Served, one: dict[str, Any]) -> 
 
 
 async def _idle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Takes a connection, and reads no further."""
+    """Accepts a request and then stops reading."""
     try:
         await reader.readuntil(b"\r\n\r\n")
         await asyncio.sleep(3600)
@@ -364,7 +364,7 @@ def test_a_client_that_ends_its_side_is_gone(served: Served, one: dict[str, Any]
 def test_a_connection_that_was_closed_while_it_idled_is_not_the_clients_trouble(
     served: Served, api: httpx.Client, one: dict[str, Any]
 ) -> None:
-    # The second request finds a connection that is closed at its arrival.
+    # The connection for the second request is closed when the request arrives.
     with raw(served, one, reply(), b"", reply(body=b"anew")) as service:
         assert api.get("/", headers=to(one, PORT)).text == "ok"
         assert api.get("/", headers=to(one, PORT)).text == "anew"
@@ -410,7 +410,7 @@ _ENDINGS = {
 def test_all_that_is_open_ends_with_the_machine(
     served: Served, api: httpx.Client, one: dict[str, Any], ending: str
 ) -> None:
-    """The service outlives the machine here, and closes nothing, as one in a virtual machine that was killed."""
+    """Here the service outlives the machine and closes nothing, like one in a virtual machine that was killed."""
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
     begun = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n"
     mine = f"Host: {host(one, PORT)}"
@@ -468,7 +468,7 @@ def test_idle_connections_end_with_the_machine(served: Served, api: httpx.Client
 
 
 def test_given_up_at_any_turn_it_leaves_no_connection() -> None:
-    """An agent ended with connections that idled; a request finds them closed, and is given up as it clears them up."""
+    """An agent ended and left idle connections; a request finds them closed, and is cancelled while it removes them."""
     asyncio.run(_given_up_at_each_turn())
 
 
@@ -528,6 +528,6 @@ def _errand(port: int) -> proxy.Errand:
 
 
 def _connections(port: int) -> int:
-    """Those to ``port`` that some process still holds open."""
+    """Connections to ``port`` that any process still holds open."""
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     return sum(row[2].endswith(f":{port:04X}") and row[9] != "0" for row in rows)

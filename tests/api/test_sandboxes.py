@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import base64
+import threading
+import time
 from datetime import UTC, datetime
 from typing import Any
 
 import httpx
 import pytest
 
-from sandbox_gateway.api.shapes import ENVD_VERSION
+from sandbox_gateway.api.native.shapes import ENVD_VERSION
 from tests.api.inside import eventually
 from tests.api.served import READ_KEY, Served
 
@@ -94,10 +96,14 @@ def test_what_its_creator_counts_on_is_refused_not_ignored(api: httpx.Client, bo
 def test_one_whose_end_fails_keeps_no_other_from_ending(
     served: Served, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(ref: str) -> None:
-        raise ValueError(ref)
+    expire = served.engine.sandboxes.expire
 
-    monkeypatch.setattr(served.engine, "pause", broken)
+    async def broken(ref: str) -> None:
+        if served.engine.sandboxes.get(ref).name == "stuck":
+            raise ValueError(ref)
+        await expire(ref)
+
+    monkeypatch.setattr(served.engine.sandboxes, "expire", broken)
     create(api, name="stuck", timeout=0, autoPause=True)
     create(api, name="mortal", timeout=0)
     eventually(lambda: [each["name"] for each in api.get("/sandboxes").json()] == ["stuck"])
@@ -268,3 +274,39 @@ def test_kill_and_missing(api: httpx.Client) -> None:
 def test_usage(api: httpx.Client) -> None:
     create(api, name="one")
     assert api.get("/sandboxes/one/usage").json() == {"diskBytes": 200_000, "memoryBytes": 3 << 20}
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "kind", "what"),
+    [
+        (("DELETE", "/sandboxes/box", None), 410, "gone", "deleted during the request"),
+        (("POST", "/sandboxes/box/pause", {}), 409, "conflict", "paused during the request"),
+        (("POST", "/sandboxes/box/pause", {"memory": False}), 409, "conflict", "paused during the request"),
+        (("POST", "/sandboxes/box/rollback", {"snapshot": "mark"}), 409, "conflict", "rolled back"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/sandboxes/box/exec", "/v1/sandboxes/box/exec"])
+def test_a_command_whose_sandbox_somebody_ends_says_so(
+    served: Served, api: httpx.Client, end: Any, status: int, kind: str, what: str, path: str
+) -> None:
+    api.post("/sandboxes", json={"templateID": "base", "name": "box"}).raise_for_status()
+    api.post("/sandboxes/box/snapshots", json={"name": "mark"}).raise_for_status()
+    answers: list[httpx.Response] = []
+
+    def run() -> None:
+        with served.client() as own:
+            answers.append(own.post(path, json={"args": ["sleep", "30"]}))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    machine = served.machine("box")
+    deadline = time.monotonic() + 10
+    while not machine.connections:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    method, target, body = end
+    api.request(method, target, json=body).raise_for_status()
+    thread.join(20)
+    (answer,) = answers
+    assert (answer.status_code, answer.json()["kind"]) == (status, kind), answer.text
+    assert what in answer.json()["message"]

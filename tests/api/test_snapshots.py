@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
 
@@ -11,7 +13,7 @@ from tests.support.waiting import eventually
 
 @pytest.fixture
 def taken(api: httpx.Client) -> str:
-    """A snapshot named s1 of a sandbox named one; its id."""
+    """A snapshot named s1 of a sandbox named one; returns its id."""
     create(api, name="one")
     snapshot: str = api.post("/sandboxes/one/snapshots", json={"name": "s1"}).json()["snapshotID"]
     return snapshot
@@ -64,6 +66,35 @@ def test_list_filters(api: httpx.Client, taken: str) -> None:
     assert ids(templateID="base") == ids(templateID=sandbox["templateID"]) == [taken]
     assert ids(sandboxID="other") == ids(name="other") == ids(templateID="other") == []
     assert api.get("/snapshots/base").json()["kind"] == "template"
+
+
+@pytest.mark.parametrize(
+    "route", ["/snapshots/s1/fork", "/snapshots/base/fork", "/sandboxes/one/clone", "/sandboxes/one/fork"]
+)
+def test_a_single_fork_takes_a_name(api: httpx.Client, taken: str, route: str) -> None:
+    answer = api.post(route, json={"name": "single"})
+    assert answer.status_code == 201, answer.text
+    assert len(api.get("/sandboxes", params={"name": "single"}).json()) == 1
+
+
+def test_one_of_a_count_of_one_takes_the_name(api: httpx.Client, taken: str) -> None:
+    made = api.post("/snapshots/s1/fork", json={"name": "single", "count": 1}).json()
+    assert [sandbox["name"] for sandbox in made["sandboxes"]] == ["single"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"name": "a", "count": 2}, "name is for a single sandbox and count is 2: give names"),
+        ({"name": "a", "names": ["b", "c"]}, "leave name out"),
+        ({"count": 3, "names": ["b", "c"]}, "count is 3 and there are 2 names"),
+        ({"names": ["b", "b"]}, "each can be given to one sandbox only"),
+    ],
+)
+def test_names_of_forks_that_disagree(api: httpx.Client, taken: str, body: dict[str, Any], words: str) -> None:
+    answer = api.post("/snapshots/s1/fork", json=body)
+    assert answer.status_code == 400 and words in answer.json()["message"]
+    assert len(api.get("/sandboxes").json()) == 1
 
 
 def test_delete_names_what_stands_in_the_way(api: httpx.Client, taken: str) -> None:

@@ -1,4 +1,4 @@
-"""The dialect of forkd's clients, through a served gateway and, where it says so, by the published client."""
+"""forkd's API, through a served gateway and, where a test says so, by the published client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def client(served: Served) -> forkd.Controller:
 
 @pytest.fixture
 def one(api: httpx.Client) -> str:
-    """The id of a sandbox made of the template `base`."""
+    """The id of a sandbox made from the template `base`."""
     return spawn(api)[0]["id"]
 
 
@@ -44,7 +44,7 @@ def branch(api: httpx.Client, sandbox: str, **body: Any) -> Json:
 
 
 def refused(answer: httpx.Response, status: int) -> str:
-    """The sentence of a refusal."""
+    """The error message of a refusal."""
     assert answer.status_code == status, answer.text
     sentence: str = answer.json()["error"]
     return sentence
@@ -74,7 +74,7 @@ def test_scopes(served: Served, one: str) -> None:
 
 
 def test_the_published_client(client: forkd.Controller) -> None:
-    """Its own way through everything it can ask of a daemon."""
+    """All calls of the client."""
     (first,) = client.spawn_sandboxes("base", per_child_netns=True, prewarm=True, hugepages=True)
     assert first["snapshot_tag"] == "base" and first["guest_addr"].endswith(":8888")
     assert client.get_sandbox(first["id"]) == first and client.list_sandboxes() == [first]
@@ -104,7 +104,7 @@ def test_the_published_client(client: forkd.Controller) -> None:
 
 def test_a_branch_says_what_was_taken(served: Served, api: httpx.Client, one: str) -> None:
     taken = branch(api, one, tag="cp_1")
-    id = served.engine.snapshot("cp_1").id
+    id = served.engine.snapshots.get("cp_1").id
     assert taken.pop("created_at_unix") > 1_700_000_000
     assert taken == {
         "tag": "cp_1",
@@ -177,7 +177,7 @@ def test_of_two_that_race_for_a_tag_one_gets_it(served: Served, api: httpx.Clien
 
     with ThreadPoolExecutor() as pool:
         assert sorted(pool.map(attempt, sandboxes)) == [201, 409, 409, 409]
-    assert len(served.engine.snapshots()) == 1
+    assert len(served.engine.snapshots.list()) == 1
 
 
 def test_branches_taken_at_once_have_numbers_of_their_own(served: Served, one: str) -> None:
@@ -247,7 +247,7 @@ def test_a_source_that_dies_of_it_leaves_a_good_snapshot(
 
 
 def tags_of(served: Served) -> list[str]:
-    return [name for snapshot in served.engine.snapshots() for name in snapshot.names]
+    return [name for snapshot in served.engine.snapshots.list() for name in snapshot.names]
 
 
 def test_many_at_once_or_none(served: Served, api: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,8 +278,8 @@ def test_promises_that_cannot_be_kept(api: httpx.Client) -> None:
 
 def test_a_sandbox_lives_as_long_as_it_is_told(served: Served, api: httpx.Client) -> None:
     (forever,), (mortal,) = spawn(api), spawn(api, timeout=60)
-    assert served.engine.sandbox(forever["id"]).end_at is None
-    assert served.engine.sandbox(mortal["id"]).end_at is not None
+    assert served.engine.sandboxes.get(forever["id"]).end_at is None
+    assert served.engine.sandboxes.get(mortal["id"]).end_at is not None
 
 
 def test_paused_sandboxes_have_no_address(api: httpx.Client, one: str) -> None:

@@ -1,4 +1,4 @@
-"""Routes of volumes, and what the other routes say of them."""
+"""Routes of volumes, and volumes in the answers of other routes."""
 
 from __future__ import annotations
 

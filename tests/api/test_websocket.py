@@ -15,7 +15,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed, ConnectionClosedError, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from sandbox_gateway.api import websocket
+from sandbox_gateway.api.data_plane import websocket
 from tests.api.inside import PORT, Service, address, eventually, head, host, line, raw, reply, status_of, to
 from tests.api.served import EXEC_KEY, READ_KEY, Served
 from tests.api.test_sandboxes import create
@@ -26,7 +26,7 @@ Talk = Callable[[ServerConnection], Awaitable[None]]
 
 
 class Inside:
-    """A service whose each connection is ``talk``'s, and what it saw."""
+    """A service that handles each connection with ``talk``, and records what it saw."""
 
     def __init__(self, talk: Talk, **settings: Any) -> None:
         self._talk = talk
@@ -34,7 +34,7 @@ class Inside:
         self.headers: list[tuple[str, str]] = []
         self.path = ""
         self.codes: list[int | None] = []
-        """With what each connection was closed, as the service saw it."""
+        """The close code of each connection, as the service saw it."""
 
     async def listen(self, address: str, port: int) -> Server:
         return await serve(self._serve, address, port, **self._settings)
@@ -205,7 +205,7 @@ def test_the_service_refuses(served: Served, one: dict[str, Any]) -> None:
         assert (response.status_code, response.body) == (status, body) and len(service.heads) == 1
         assert "set-cookie" not in response.headers
     elsewhere = reply("302 Found", b"", "Location: ws://127.0.0.1:1/")
-    # It is the client that does not follow it.
+    # It is the client that refuses the redirect.
     with raw(served, one, elsewhere) as service, pytest.raises(ValueError, match=r"redirect to ws://127\.0\.0\.1:1/"):
         opened(served, one)
     for answer in (reply(), b"SSH-2.0-OpenSSH_9.2\r\n\r\n", b"", b"HTTP/1.1 101 Switching Protocols\r\n\r\n"):
@@ -304,7 +304,7 @@ def test_a_client_that_leaves_before_the_service_has_answered(served: Served, on
 
 
 async def _pings(connection: ServerConnection) -> None:
-    """Have it answer pings for ever, and read none of the answers."""
+    """Make the service answer pings forever, without reading the answers."""
     connection.transport.pause_reading()
     frame = b"\x89\x7d" + b"x" * 125
     for _ in range(1 << 20):
@@ -324,7 +324,7 @@ def test_who_has_pings_answered_and_reads_no_answer_is_cut_off(
 
 
 def test_fragments_pass_as_they_come(served: Served, one: dict[str, Any]) -> None:
-    """Also a large frame is begun with before it is there as a whole."""
+    """A large frame is also forwarded before all of it has arrived."""
     seen: list[str | bytes] = []
 
     async def stream(connection: ServerConnection) -> None:
@@ -344,7 +344,7 @@ def test_fragments_pass_as_they_come(served: Served, one: dict[str, Any]) -> Non
 
 
 def test_messages_sent_before_leaving_arrive(served: Served, one: dict[str, Any]) -> None:
-    """Though only one fragment is parsed at a time."""
+    """Although only one fragment is parsed at a time."""
     seen: list[str | bytes] = []
 
     async def keep(connection: ServerConnection) -> None:

@@ -1,4 +1,4 @@
-"""What running `sandboxctl` in this process gave."""
+"""The result of running `sandboxctl` in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sandbox-gateway`: starting, refusing to start, stopping."""
+"""`sandbox-gateway`: start, failures at start, stop."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from typing import Any
 import httpx
 import pytest
 
-from sandbox_gateway.cli import config_docs, serving
 from sandbox_gateway.config import Config, Server
 from sandbox_gateway.errors import Invalid
+from sandbox_gateway.server import config_docs, serving
 from tests.api.served import ADMIN_KEY, Served
 
-DAEMON = [sys.executable, "-m", "sandbox_gateway.cli.daemon"]
+DAEMON = [sys.executable, "-m", "sandbox_gateway.server.daemon"]
 STAND_IN = """
 import asyncio, sys
 from pathlib import Path
-from sandbox_gateway.cli import serving
+from sandbox_gateway.server import serving
 from sandbox_gateway.config import load
 from tests.api.memory_host import MemoryHost
 serving.make_host = lambda config: MemoryHost()
 asyncio.run(serving.run(load(Path(sys.argv[1]))))
 """
-"""The daemon's own way from its configuration on, above a host in memory."""
+"""The daemon's own start from its configuration, above a host in memory."""
 
 
 def server(tmp_path: Path, **more: Any) -> Server:
@@ -101,12 +101,12 @@ def test_sockets(tmp_path: Path) -> None:
     with serving.unix_socket(path, group):
         assert path.stat().st_mode & 0o777 == 0o660 and path.group() == group
     path.write_text("mine")
-    with pytest.raises(Invalid, match="something else"), serving.unix_socket(path, ""):
+    with pytest.raises(Invalid, match="is not a socket"), serving.unix_socket(path, ""):
         pass
     assert path.read_text() == "mine"
     with pytest.raises(Invalid, match="groupadd"), serving.unix_socket(tmp_path / "x.sock", "no-such-group"):
         pass
-    with pytest.raises(Invalid, match="cannot be made"), serving.unix_socket(tmp_path / ("x" * 200), ""):
+    with pytest.raises(Invalid, match="cannot be created"), serving.unix_socket(tmp_path / ("x" * 200), ""):
         pass
 
 

@@ -1,4 +1,4 @@
-"""`sandboxctl` against a served gateway, in this process: what is printed where, and the exit codes."""
+"""`sandboxctl` against a served gateway, in this process: its two outputs and the exit codes."""
 
 from __future__ import annotations
 
@@ -190,9 +190,9 @@ def test_every_page_of_a_long_list(run: Run, monkeypatch: pytest.MonkeyPatch) ->
 
     run("create", "base", "--name", "one")
     run("clone", "one", "-n", "4")
-    honest = client._present
+    honest = client._without_empty
     monkeypatch.setattr(
-        client, "_present", lambda params: honest({**params, "limit": 2} if "limit" in params else params)
+        client, "_without_empty", lambda params: honest({**params, "limit": 2} if "limit" in params else params)
     )
     assert len(done(run("list", "--json")).json) == 5
 

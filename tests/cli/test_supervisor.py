@@ -1,4 +1,4 @@
-"""What a service manager is told, by the daemon as a process."""
+"""Notifications to a service manager, from the daemon as a process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 ALIVE = b"WATCHDOG=1"
-# Told by a signal, its event loop does nothing for three seconds; its host takes as long to open as it is told.
+# On a signal, its event loop blocks for three seconds; its host takes as long to open as its argument says.
 STAND_IN = """
 import asyncio, signal, sys, time
 from pathlib import Path
-from sandbox_gateway.cli import serving, supervisor
+from sandbox_gateway.server import serving, supervisor
 from sandbox_gateway.config import load
 from tests.api.memory_host import MemoryHost
 
@@ -29,14 +29,14 @@ class Slow(MemoryHost):
         await asyncio.sleep(float(sys.argv[2]))
 
 signal.signal(signal.SIGUSR1, lambda *_: time.sleep(3))
-supervisor._START_EVERY = 0.2
+supervisor._START_INTERVAL = 0.2
 serving.make_host = lambda config: Slow()
 asyncio.run(serving.run(load(Path(sys.argv[1]))))
 """
 
 
 class Manager:
-    """Starts the daemon, and hears what it says."""
+    """Starts the daemon and receives its notifications."""
 
     def __init__(self, run: Path, environment: dict[str, str], opens_in: float) -> None:
         config, where = run / "config.toml", run / "notify.sock"
@@ -55,14 +55,14 @@ class Manager:
         return self.socket.recv(100)
 
     def hear_until(self, state: bytes) -> list[bytes]:
-        """What was said before ``state``."""
+        """The notifications before ``state``."""
         heard: list[bytes] = []
         while (said := self.hear()) != state:
             heard.append(said)
         return heard
 
     def end(self, number: signal.Signals) -> str:
-        """Send a signal; what it wrote to standard error."""
+        """Send a signal; returns the daemon's standard error."""
         self.process.send_signal(number)
         try:
             return self.process.communicate(timeout=60)[1].decode()
@@ -75,7 +75,7 @@ class Manager:
 
 @pytest.fixture
 def run() -> Iterator[Path]:
-    # Socket paths are short by law.
+    # Socket paths must be short.
     with tempfile.TemporaryDirectory(prefix="grove-notify-") as directory:
         yield Path(directory)
 

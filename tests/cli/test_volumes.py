@@ -1,4 +1,4 @@
-"""`sandboxctl volume`, and the options of other commands that are about volumes."""
+"""`sandboxctl volume`, and the volume options of other commands."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.cli import words
-from sandbox_gateway.cli.failure import Failure, refused
+from sandbox_gateway.cli import formats
+from sandbox_gateway.cli.failure import Failure, failure_from_answer
 from tests.api.served import READ_KEY, Served
 from tests.cli.running import Run, done
 
@@ -69,7 +69,7 @@ def test_captured_and_forked_along(run: Run) -> None:
 
     def mounts(*args: str) -> Any:
         made = done(run(*args, "--json")).json["sandboxes"]
-        return [words.mounted(mount) for mount in made[0]["volumeMounts"]]
+        return [formats.format_mount(mount) for mount in made[0]["volumeMounts"]]
 
     as_it_was = ["data:/srv/data", "lib:/srv/lib:ro"]
     assert mounts("snapshot", "fork", "s1") == mounts("clone", "one") == as_it_was
@@ -94,7 +94,7 @@ def test_captured_and_forked_along(run: Run) -> None:
         (("volume", "create", "data"), 4, "choose another name"),
         (("volume", "attach", "one", "data:/srv/other"), 4, "already"),
         (("volume", "delete", "data"), 4, "volume detach SANDBOX VOLUME` unmounts it; --with-snapshots removes"),
-        (("volume", "rollback", "data", "monday"), 4, "--force does it all the same"),
+        (("volume", "rollback", "data", "monday"), 4, "--force does it anyway"),
         (("volume", "delete", "held", "--with-snapshots"), 4, "`sandboxctl snapshot delete SNAPSHOT` removes"),
         (("volume", "grow", "data", "512M"), 2, "shrink"),
         (("volume", "grow", "data", "much"), 2, "not a size"),
@@ -122,8 +122,8 @@ def test_what_goes_wrong(run: Run, args: tuple[str, ...], code: int, sentence: s
 
 
 def test_a_volume_in_a_snapshots_way_is_deleted_and_not_killed() -> None:
-    message = "snapshot 41f4b8565126 is in use: 1 volume was made from what it holds (copy); remove them first"
-    failure = refused(409, {"kind": "in_use", "message": message, "blockers": ["e2d0ad307996"]})
+    message = "snapshot '41f4b8565126' is in use by 1 cloned volume (copy). Delete them first, or pass when=unused"
+    failure = failure_from_answer(409, {"kind": "in_use", "message": message, "blockers": ["e2d0ad307996"]})
     assert failure.code == 4 and "sandboxctl volume delete VOLUME" in failure.hint
 
 
@@ -158,10 +158,10 @@ def test_a_key_that_reads(served: Served, run: Run) -> None:
 )
 def test_mounts_written(text: str, path: str, flags: str) -> None:
     wanted = {"name": "data", "path": path, "readOnly": "ro" in flags.split(), "clone": "clone" in flags}
-    assert words.mount(text) == wanted
+    assert formats.parse_mount(text) == wanted
 
 
 @pytest.mark.parametrize("text", ["", "data", ":/srv", "data:", "data:srv", "data::ro", "/srv:data", "ro"])
 def test_what_is_no_mount(text: str) -> None:
     with pytest.raises(Failure, match="is not a volume and a path"):
-        words.mount(text)
+        formats.parse_mount(text)

@@ -1,5 +1,5 @@
-"""A real gateway above real agents: each sandbox is an agent's process on a loopback address, with this machine's
-files and users. What goes through the data plane is as with any host; there is no machine around it.
+"""A real gateway above real agents: each sandbox is an agent's process on a loopback address, with this machine's files
+and users. The data plane works as on any host; there is no machine around the agent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _START_SECONDS = 20
 
 
 class AgentMachine(Machine):
-    """``kill`` ends the agent as a machine's end would."""
+    """``kill`` ends the agent as the end of a machine would."""
 
     process: asyncio.subprocess.Process | None = None
 
@@ -58,7 +58,7 @@ class AgentMachine(Machine):
 
 @contextmanager
 def serve(root: Path, **sections: dict[str, Any]) -> Iterator[Served]:
-    """A gateway with the template `base`; ``sections`` are of its configuration."""
+    """A gateway with the template `base`; ``sections`` are sections of its configuration."""
     with mock.patch.object(memory_host, "Machine", AgentMachine):
         gateway = Served(root, **sections)
         try:

@@ -1,4 +1,4 @@
-"""The collection awx.awx, without Galaxy: taken out of the package ``ansible`` of PyPI, once for each test state."""
+"""The collection awx.awx, without Galaxy: extracted from PyPI's package ``ansible``, once for each test state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DOWNLOAD_SECONDS = 300
 
 @cache
 def collections_path() -> Path:
-    """A collections path with awx.awx alone (1 MB of a package of 54 MB)."""
+    """A collections path that holds only awx.awx (1 MB of a package of 54 MB)."""
     place = session.cache_dir() / f"awx-{_PIN.version}"
     if not place.exists():
         with tempfile.TemporaryDirectory(dir=session.cache_dir()) as scratch:
@@ -32,7 +32,7 @@ def collections_path() -> Path:
             unpacked = Path(scratch) / "unpacked"
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(unpacked, [name for name in archive.namelist() if name.startswith(_PREFIX)])
-            # Whole or not at all: the directory's name is the stamp.
+            # Atomic: the directory exists only if it is complete.
             unpacked.rename(place)
     return place
 
@@ -51,7 +51,7 @@ def _download(into: Path) -> None:
 
 @cache
 def options(module: str) -> dict[str, dict[str, Any]]:
-    """The options of a module of awx.awx, as its documentation has them."""
+    """The options of a module of awx.awx, from its documentation."""
     source = collections_path() / _PREFIX / "plugins" / "modules" / f"{module}.py"
     _, _, rest = source.read_text().partition("DOCUMENTATION = '''")
     found: dict[str, dict[str, Any]] = yaml.safe_load(rest.partition("'''")[0])["options"]

@@ -1,8 +1,8 @@
 """A small AWX: ``/api/v2`` with state, as far as the collection's declaration and the launch of its jobs need it.
 
-It is no yes-man. It takes the fields that the modules of awx.awx have options for and no others, of their types and
-choices; what is named has to exist, names are taken once, surveys and types of credentials obey AWX's rules, a project
-has the playbooks of a directory and no others, and secrets are not shown again.
+It rejects wrong requests. It accepts only fields that the modules of awx.awx have options for, with their types and
+choices; referenced objects must exist, names are unique, surveys and types of credentials obey AWX's rules, a project
+has exactly the playbooks of a directory, and secrets are not shown again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ NAMED = {
     "inventory": "inventories",
     "unified_job_template": "job_templates",
 }
-"""Fields that are the id of something."""
+"""Fields that hold the id of another object."""
 REQUIRED = {
     "organizations": ("name",),
     "execution_environments": ("name", "image"),
@@ -73,9 +73,9 @@ REQUIRED = {
     "schedules": ("name", "rrule", "unified_job_template"),
 }
 NULLABLE = {"host_filter"}
-"""Texts that are null where they are not set; others are empty."""
+"""Texts that are null if they are not set; others are empty."""
 SPACES = ("organization", "inventory", "credential_type", "unified_job_template")
-"""Beside the name, what tells two things apart."""
+"""Fields that, together with the name, identify an object."""
 AS_TEXT = ("variables", "extra_vars", "source_vars")
 """Mappings that are written as text, in JSON or YAML."""
 NIGHT = re.compile(r"DTSTART:\d{8}T\d{6}Z RRULE:FREQ=(MINUTELY|HOURLY|DAILY|WEEKLY|MONTHLY|YEARLY)(;\w+=[\w,+-]+)+")
@@ -104,7 +104,7 @@ def wrong(field: str, message: str) -> Refused:
 
 
 class Awx:
-    """``tree``: what a project has, whatever its URL. ``writes``: what changed the state, as (method, path)."""
+    """``tree``: the content of each project, whatever its URL. ``writes``: changes of the state, as (method, path)."""
 
     def __init__(self, tree: Path) -> None:
         self.tree = tree
@@ -113,11 +113,11 @@ class Awx:
         self.attached: dict[int, list[int]] = {}
         """Credentials of job templates."""
         self.updates: dict[int, int] = {}
-        """Project → how often its update was asked after."""
+        """Project → how often clients asked for its update."""
         self.writes: list[tuple[str, str]] = []
         self._ids = itertools.count(1)
         self._lock = threading.RLock()
-        # What a fresh AWX has, and a credential that somebody made by hand.
+        # The content of a fresh AWX, and a credential that somebody created by hand.
         self._put("organizations", {"name": "Default"})
         machine = self._put(
             "credential_types", {"name": "Machine", "kind": "ssh", "managed": True, "inputs": {"fields": []}}
@@ -192,10 +192,10 @@ class Awx:
             shown["inputs"] = {key: HIDDEN if key in secret else value for key, value in item["inputs"].items()}
         return shown
 
-    # What is written
+    # Writable fields
 
     def fields(self, endpoint: str) -> dict[str, dict[str, Any]]:
-        """What may be written, and how each is typed: the options of the module, but for those that are no fields."""
+        """The writable fields with their types: the options of the module, except those that are not fields."""
         found = {
             name: option
             for name, option in awx_collection.options(MODULES[endpoint]).items()
@@ -342,14 +342,14 @@ class Awx:
         self.updates[project] += 1
         return {"id": project, "status": "successful" if self.updates[project] > 1 else "running"}
 
-    # What AWX does at a launch
+    # The launch of jobs
 
     def named(self, endpoint: str, name: str) -> dict[str, Any]:
         (found,) = [item for item in self.tables[endpoint].values() if item["name"] == name]
         return found
 
     def launch(self, name: str, answers: dict[str, Any]) -> dict[str, Any]:
-        """``{playbook, extra_vars, env, inventory}`` of a job. Raises Refused if its survey refuses an answer."""
+        """``{playbook, extra_vars, env, inventory}`` of a job. Raises Refused if its survey rejects an answer."""
         template = self.named("job_templates", name)
         problems = self._wrong_answers(template["id"], answers)
         if problems:
@@ -396,12 +396,12 @@ class _Handler(BaseHTTPRequestHandler):
         return "client"
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextlib.contextmanager
 def serve(awx: Awx) -> Iterator[str]:
-    """Serve it on a loopback port; gives its URL."""
+    """Serve it on a loopback port; yields its URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"awx": awx}))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()

@@ -1,4 +1,4 @@
-"""What AWX 24 says of a survey, and of its answers: the checks of its views and of its launch, in the same order."""
+"""AWX 24's checks of surveys and of their answers, in the order of its views and of its launch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = {
 
 
 def problem(survey: Any) -> str:
-    """What is wrong with a survey; empty if it is one."""
+    """The error in a survey; empty if it is valid."""
     if not isinstance(survey, dict) or survey.keys() != {"name", "description", "spec"}:
         return "a survey has a name, a description and a spec"
     if not isinstance(survey["spec"], list) or not survey["spec"]:
@@ -54,7 +54,7 @@ def _wrong_question(question: dict[str, Any]) -> str:
 
 
 def wrong_answers(survey: dict[str, Any], answers: dict[str, Any], *, others: bool) -> list[str]:
-    """What is wrong with the answers; ``others``: whether variables that nobody asked for are allowed."""
+    """The errors in the answers; ``others``: whether variables outside the survey are allowed."""
     found = []
     for question in survey["spec"]:
         name = question["variable"]

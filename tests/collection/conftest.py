@@ -1,4 +1,4 @@
-"""Gateways for the collection's tests: a stand-in with a state in memory, and a real one."""
+"""Gateways for the collection's tests: above a host in memory, with faults, and above a host of virtual machines."""
 
 from __future__ import annotations
 
@@ -10,55 +10,52 @@ from typing import Any
 
 import pytest
 
-from tests.collection.double_gateway import DoubleGateway, serve
 from tests.collection.runner import Target
+from tests.support import faulty_gateway
+from tests.support.faulty_gateway import TEMPLATE, FaultyGateway
 
-TEMPLATE = "base"
 
-
-def seeded(**options: str) -> DoubleGateway:
-    """A stand-in that has a template."""
-    gateway = DoubleGateway(**options)
-    _, started, _ = gateway.answer("POST", "/templates", {"name": TEMPLATE}, gateway.token)
-    for _ in range(2):
-        gateway.answer("GET", f"/templates/x/builds/{started['buildID']}/status", None, gateway.token)
-    return gateway
+@pytest.fixture(scope="session")
+def _faulty() -> Iterator[FaultyGateway]:
+    with faulty_gateway.serve() as gateway:
+        yield gateway
 
 
 @pytest.fixture
-def double() -> DoubleGateway:
-    return seeded()
+def faulty(_faulty: FaultyGateway) -> Iterator[FaultyGateway]:
+    """A gateway above a host in memory with a template and nothing else; tests set its faults."""
+    yield _faulty
+    _faulty.reset()
 
 
 @pytest.fixture
-def doubled(double: DoubleGateway, tmp_path: Path) -> Iterator[Target]:
-    """A target whose state the test can reach into, as ``double``."""
-    with serve(double) as url:
-        yield Target(url, tmp_path, template=TEMPLATE)
+def in_memory(faulty: FaultyGateway, tmp_path: Path) -> Target:
+    """``faulty`` as a target."""
+    return Target(faulty.url, tmp_path, template=TEMPLATE)
 
 
 _WAYS: dict[str, dict[str, Any]] = {"in process": {}, "as a module": {"environment": {"ANY": "thing"}}}
 
 each_way = pytest.mark.parametrize(
-    ("target", "way"), [("double", "in process"), ("double", "as a module"), ("real", "in process")], indirect=True
+    ("target", "way"), [("memory", "in process"), ("memory", "as a module"), ("real", "in process")], indirect=True
 )
-"""For tests of what both ways do alike: they run the same functions, so one of them is enough for the real gateway."""
+"""For behaviour that does not depend on the way: both run the same functions, so one is enough for the real gateway."""
 
 
 @pytest.fixture(params=_WAYS)
 def way(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Keywords of a play: by the action plugin alone, or (``environment`` needs it) by the module."""
+    """Keywords of a play: by the action plugin, or by the module (because of ``environment``)."""
     return _WAYS[request.param]
 
 
-@pytest.fixture(params=["double", "real"])
+@pytest.fixture(params=["memory", "real"])
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
-    """The stand-in, then a real gateway: the one SANDBOX_GATEWAY_URL names, or else one of this run's own.
+    """A gateway above a host in memory, then one with machines: SANDBOX_GATEWAY_URL, or a gateway of this run.
 
     SANDBOX_TEST_TEMPLATE names the template to use there.
     """
-    if request.param == "double":
-        yield request.getfixturevalue("doubled")
+    if request.param == "memory":
+        yield request.getfixturevalue("in_memory")
         return
     prefix = f"ct{secrets.token_hex(3)}-"
     if url := os.environ.get("SANDBOX_GATEWAY_URL"):
@@ -72,7 +69,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
     for kind, ident in (("sandboxes", "sandboxID"), ("snapshots", "snapshotID"), ("templates", "templateID")):
         for thing in list(real.client.pages(f"/{kind}")):
             names = [thing.get("name"), *(thing.get("names") or [])]
-            # What is listed as a template may be a build that failed.
+            # The list of templates may contain failed builds.
             if thing.get("buildStatus", "ready") == "ready" and any(name and name.startswith(prefix) for name in names):
                 real.client.delete(f"/{kind}/{thing[ident]}")
     for volume in list(real.client.pages("/volumes")):

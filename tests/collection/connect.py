@@ -1,8 +1,8 @@
-"""Makes calls of the connection plugin in a process of its own, as Ansible would, and says how they went.
+"""Calls the connection plugin in a separate process, as Ansible would, and returns the results.
 
 `python connect.py COLLECTIONS` reads ``{variables, remember, become, calls: [[method, argument…]…]}`` as JSON and
-writes ``{results: [{value} | {error, message}…], growth}``; bytes are base64, ``growth`` is by how much the process
-became larger, in KiB, from the first call on.
+writes ``{results: [{value} | {error, message}…], growth}``; bytes are base64, ``growth`` is the growth of the process
+in KiB since the first call.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def as_of_an_inventory(connection: Any, variables: dict[str, Any]) -> None:
         host.set_variable(name, value)
     manager = VariableManager(loader, inventory)
     HostVars(inventory, manager, loader)
-    # As the process of a worker has it.
+    # As in a worker process.
     multiprocessing.current_process()._host = host  # type: ignore[attr-defined]
     connection.set_options(var_options=variables)
     connection.update_vars(manager.get_vars(host=host))

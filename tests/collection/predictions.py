@@ -1,6 +1,6 @@
-"""What the collection is asked for in test_predictions.py, case by case: the rows of docs/predictions.md.
+"""The cases of test_predictions.py, which become the rows of docs/predictions.md.
 
-In names ``%`` stands for a prefix of the case's own. Nothing here runs anything.
+In names, ``%`` stands for a prefix that differs for each case. Nothing here runs anything.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ THINGS: dict[str, Any] = {
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One row. ``before``: tasks that make what it finds; ``meanwhile``: what happens to it then, (what, to whom).
+    """One row. ``before``: tasks that set up the case; ``meanwhile``: later changes to the setup, (action, target).
 
-    ``again``: what a second run does and why, where that is not nothing; ``unforeseen``: what the run is refused with
-    and check mode cannot know; ``fails``: the word for what both are refused with.
+    ``again``: the actions of a second run and their reason, if there are any; ``unforeseen``: the error of a run that
+    check mode cannot predict; ``fails``: the error code if both fail.
     """
 
     module: str
@@ -55,7 +55,7 @@ class Case:
     unforeseen: str = ""
 
     def covers(self) -> set[tuple[str, str, str]]:
-        """(module, "state", the state) and (module, "option", its name) for all that it gives, or leaves as it is."""
+        """(module, "state", the state) and (module, "option", its name) for this case's options and default state."""
         spec = THINGS[self.module].ARGUMENTS
         found = {(self.module, "option", name) for name in self.options}
         if "state" in spec and "choices" in spec["state"] and spec["state"]["type"] == "str":
@@ -64,7 +64,7 @@ class Case:
 
 
 def wanted() -> set[tuple[str, str, str]]:
-    """What ``covers`` must find of every module's argument spec, all cases together."""
+    """All values that ``covers`` of all cases together must contain, from every module's argument spec."""
     found: set[tuple[str, str, str]] = set()
     for module, thing in THINGS.items():
         spec = thing.ARGUMENTS
@@ -79,7 +79,7 @@ def task(module: str, options: Mapping[str, Any], prefix: str) -> Task:
 
 
 def named(value: Any, prefix: str) -> Any:
-    """``value`` with the prefix where ``%`` stands for it."""
+    """``value`` with the prefix in place of ``%``."""
     if isinstance(value, str):
         return value.replace("%", prefix)
     if isinstance(value, dict):
@@ -121,14 +121,14 @@ SANDBOX = (
     Case("sandbox", "network", {"name": "%box", "network": {"allow_internet": False, "allow_out": ["10.0.0.9/24"]}},
          (BOX,)),
     Case("sandbox", "volumes", {"name": "%box", "volumes": [MOUNT]}, (DATA, BOX)),
-    Case("sandbox", "env, which is given at creation only", {"name": "%box", "template": "base", "env": {"A": "b"}}),
+    Case("sandbox", "env, set only at creation", {"name": "%box", "template": "base", "env": {"A": "b"}}),
     Case("sandbox", "cpus, memory_mb and disk_mb of a new one, cold_start",
          {"name": "%box", "template": "base", "cpus": 2, "memory_mb": 512, "disk_mb": 4096, "cold_start": True}),
     Case("sandbox", "other memory_mb", {"name": "%box", "template": "base", "memory_mb": 512}, (BOX,),
          fails="conflict"),
     Case("sandbox", "other memory_mb, recreate",
          {"name": "%box", "template": "base", "memory_mb": 512, "cold_start": True, "recreate": True}, (BOX,)),
-    Case("sandbox", "continue_on_error, where one of three cannot be",
+    Case("sandbox", "continue_on_error, one of three refused",
          {"name": ["%a", "%box", "%c"], "template": "base", "cpus": 2, "cold_start": True, "continue_on_error": True},
          (BOX,), fails="conflict"),
 )  # fmt: skip
@@ -147,12 +147,12 @@ TEMPLATE = (
     Case("sandbox_template", "from: debootstrap, suite and mirror",
          {"name": "%web", "from": "debootstrap", "suite": "trixie", "mirror": "http://mirror.example/debian"}),
     Case("sandbox_template", "from: rootfs", {"name": "%web", "from": "rootfs", "path": TARBALL}),
-    Case("sandbox_template", "from: rootfs, of a path that is not there",
+    Case("sandbox_template", "from: rootfs, with a missing path",
          {"name": "%web", "from": "rootfs", "path": "/nowhere/rootfs.tar"}, unforeseen="invalid"),
     Case("sandbox_template", "a recipe whose build fails", {"name": "%web", "setup": ["fail"]},
          unforeseen="backend_failed"),
     Case("sandbox_template", "wait_timeout", {"name": "%web", "wait_timeout": 60}),
-    Case("sandbox_template", "continue_on_error, where one of two cannot be",
+    Case("sandbox_template", "continue_on_error, one of two refused",
          {"name": ["%box", "%web"], "continue_on_error": True}, (BOX,), fails="name_taken"),
 )  # fmt: skip
 
@@ -167,17 +167,17 @@ SNAPSHOT = (
          (BOX, ("sandbox", {"name": "%b", "template": "base"}))),
     Case("sandbox_snapshot", "description, memory: none",
          {"name": "%golden", "sandbox": "%box", "description": "a fork point", "memory": "none"}, (BOX,)),
-    Case("sandbox_snapshot", "another description of one that is there",
+    Case("sandbox_snapshot", "another description of an existing one",
          {"name": "%golden", "sandbox": "%box", "description": "another"}, (BOX, GOLDEN), fails="conflict"),
     Case("sandbox_snapshot", "volumes", {"name": "%golden", "sandbox": "%box", "volumes": ["%data"]}, (DATA, MOUNTED)),
     Case("sandbox_snapshot", "expires_in, retention",
          {"name": "%golden", "sandbox": "%box", "expires_in": 86400, "retention": {"keep_last": 3, "max_age": 864000}},
          (BOX,)),
-    Case("sandbox_snapshot", "when_changed, of a sandbox that has changed",
+    Case("sandbox_snapshot", "when_changed, of a changed sandbox",
          {"name": "%new", "sandbox": "%box", "when_changed": True}, (BOX, GOLDEN), WRITTEN),
-    Case("sandbox_snapshot", "when_changed, of a sandbox that has not",
+    Case("sandbox_snapshot", "when_changed, of an unchanged sandbox",
          {"name": "%new", "sandbox": "%box", "when_changed": True}, (BOX, GOLDEN)),
-    Case("sandbox_snapshot", "continue_on_error, where one of two cannot be",
+    Case("sandbox_snapshot", "continue_on_error, one of two refused",
          {"name": ["%one", "%two"], "sandbox": ["%box", "%b"], "continue_on_error": True},
          (BOX, ("sandbox", {"name": "%b", "template": "base", "state": "paused"})), fails="conflict"),
 )  # fmt: skip
@@ -198,6 +198,8 @@ FORK = (
     Case("sandbox_fork", "metadata, paused",
          {"snapshot": "%golden", "count": 3, "name_prefix": "%ci", "metadata": {"run": 7}, "paused": True},
          (BOX, GOLDEN, THREE)),
+    Case("sandbox_fork", "timeout, with one that is missing",
+         {"snapshot": "%golden", "count": 4, "name_prefix": "%ci", "timeout": 3600}, (BOX, GOLDEN, THREE)),
     Case("sandbox_fork", "concurrency, atomic: false",
          {"snapshot": "%golden", "names": ["%a", "%b"], "concurrency": 1, "atomic": False}, (BOX, GOLDEN)),
     Case("sandbox_fork", "cpus and memory_mb, cold_start",
@@ -207,11 +209,11 @@ FORK = (
          (DATA, MOUNTED, HOLDING)),
     Case("sandbox_fork", "volumes, clone", {"snapshot": "%golden", "names": ["%own"],
                                             "volumes": [{**MOUNT, "clone": True}]}, (DATA, MOUNTED, HOLDING)),
-    Case("sandbox_fork", "a name that something else has", {"snapshot": "%golden", "names": ["%box"]}, (BOX, GOLDEN),
+    Case("sandbox_fork", "a name that is taken", {"snapshot": "%golden", "names": ["%box"]}, (BOX, GOLDEN),
          fails="conflict"),
-    Case("sandbox_fork", "a name that something else has, recreate",
+    Case("sandbox_fork", "a name that is taken, recreate",
          {"snapshot": "%golden", "names": ["%box"], "recreate": True}, (BOX, GOLDEN)),
-    Case("sandbox_fork", "continue_on_error, where one of two cannot be",
+    Case("sandbox_fork", "continue_on_error, one of two refused",
          {"snapshot": "%golden", "names": ["%a", "%box"], "continue_on_error": True}, (BOX, GOLDEN), fails="conflict"),
 )  # fmt: skip
 
@@ -230,7 +232,7 @@ VOLUME = (
          (DATA, MOUNTED, ("sandbox", {"name": "%b", "template": "base"}))),
     Case("sandbox_volume", "snapshots", {"name": "%data", "snapshots": ["monday", "tuesday"]}, (MONDAY,)),
     Case("sandbox_volume", "snapshots, purge", {"name": "%data", "snapshots": [], "purge": True}, (MONDAY,)),
-    Case("sandbox_volume", "snapshots, purge, on a jail host, of one that a volume was made from",
+    Case("sandbox_volume", "snapshots, purge, on a jail host, of the origin of another volume",
          {"name": "%data", "snapshots": [], "purge": True},
          (MONDAY, ("sandbox_volume", {"name": "%copy", "from_snapshot": "%data@monday"})), (("keep", "%data"),),
          unforeseen="in_use"),
@@ -242,21 +244,21 @@ VOLUME = (
     Case("sandbox_volume", "rollback_to, while a sandbox writes, force",
          {"name": "%data", "rollback_to": "monday", "force": True}, (MONDAY, MOUNTED),
          again="nothing tells whether a volume was written to since"),
-    Case("sandbox_volume", "continue_on_error, where one of two cannot be",
+    Case("sandbox_volume", "continue_on_error, one of two refused",
          {"name": ["%data", "%new"], "size_mb": 64, "continue_on_error": True},
          (("sandbox_volume", {"name": "%data", "size_mb": 128}),), fails="conflict"),
 )  # fmt: skip
 
 ROLLBACK = (
-    Case("sandbox_rollback", "of a sandbox that has changed", {"sandbox": "%box", "snapshot": "%golden"},
+    Case("sandbox_rollback", "of a changed sandbox", {"sandbox": "%box", "snapshot": "%golden"},
          (BOX, GOLDEN), WRITTEN),
-    Case("sandbox_rollback", "of a sandbox that has not", {"sandbox": "%box", "snapshot": "%golden"}, (BOX, GOLDEN)),
+    Case("sandbox_rollback", "of an unchanged sandbox", {"sandbox": "%box", "snapshot": "%golden"}, (BOX, GOLDEN)),
     Case("sandbox_rollback", "backup_name",
          {"sandbox": "%box", "snapshot": "%golden", "backup_name": "%backup"}, (BOX, GOLDEN), WRITTEN),
     Case("sandbox_rollback", "unless_clean: false",
          {"sandbox": "%box", "snapshot": "%golden", "unless_clean": False}, (BOX, GOLDEN),
          again="that is what it is for"),
-    Case("sandbox_rollback", "continue_on_error, where one of two is not there",
+    Case("sandbox_rollback", "continue_on_error, one of two missing",
          {"sandbox": ["%lost", "%box"], "snapshot": "%golden", "continue_on_error": True}, (BOX, GOLDEN), WRITTEN,
          fails="not_found"),
 )  # fmt: skip

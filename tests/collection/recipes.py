@@ -1,4 +1,4 @@
-"""Running the playbooks that docs/recipes.md and docs/awx.md are about, by themselves or through the plays there."""
+"""Runs the playbooks that docs/recipes.md and docs/awx.md describe, directly or through the plays on those pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Played:
 
     @property
     def changed(self) -> int:
-        """How many tasks changed something, on all hosts."""
+        """The number of tasks that changed something, on all hosts."""
         return sum(map(int, re.findall(r" changed=(\d+) ", self.output)))
 
 
@@ -47,7 +47,7 @@ class Player:
         self.scratch, self.url, self.inventory = scratch, url, inventory
 
     def page(self, name: str, *options: str, **variables: Any) -> Played:
-        """The pages' play with ``grove.sandbox.<name>``; ``variables`` stand beside its own, or in their place."""
+        """The page's play with ``grove.sandbox.<name>``; ``variables`` extend or override its own."""
         play = plays()[f"grove.sandbox.{name}"]
         book = self.scratch / f"{name}.yml"
         book.write_text(json.dumps([{**play, "vars": {**play["vars"], **variables}}]))
@@ -61,7 +61,7 @@ class Player:
 
 
 def run_playbook(scratch: Path, *words: str, **variables: str) -> Played:
-    """``ansible-playbook`` in ``scratch``; ``variables`` of its environment, as far as they differ."""
+    """``ansible-playbook`` in ``scratch``; ``variables`` override environment variables."""
     done = subprocess.run(
         [ansible_playbook(), *words],
         env={**environment(scratch), "ANSIBLE_PIPELINING": "1", **variables},

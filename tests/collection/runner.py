@@ -1,4 +1,4 @@
-"""Real ``ansible-playbook`` runs, and what they returned."""
+"""Real ``ansible-playbook`` runs and their results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ansible_playbook() -> str:
 
 
 class Target:
-    """A gateway and how to speak to it: by playbooks (``play``, ``prove``), and directly (``client``)."""
+    """A gateway and its clients: playbooks (``play``, ``prove``) and direct requests (``client``)."""
 
     def __init__(self, url: str, scratch: Path, *, token: str = "", template: str = "", prefix: str = "") -> None:
         self.url = url
@@ -50,7 +50,7 @@ class Target:
         environment: dict[str, str] | None = None,
         keywords: dict[str, Any] | None = None,
     ) -> list[Result]:
-        """The results of ``tasks``, in one play on one host; a failure ends none but is in its result."""
+        """The results of ``tasks`` in one play on one host; a failure does not end the play."""
         play = {
             "hosts": "all",
             "gather_facts": False,
@@ -91,7 +91,7 @@ class Target:
         }
 
     def prove(self, *tasks: Task, **more: Any) -> list[Result]:
-        """Each task in check mode, then for real, then again: what was said is done, and done once.
+        """Check that check mode predicts each task's run and that a second run changes nothing.
 
         Returns the results of the real runs.
         """
@@ -114,7 +114,7 @@ LISTS = ("sandboxes", "snapshots", "templates", "volumes", "backups")
 
 
 def foretold(said: Result, done: Result) -> None:
-    """What check mode said is what was done: the same changes, and the same things but for what was not known."""
+    """The prediction matches the run: the same changes and objects, except for values that were not yet known."""
     assert said["changed"] == done["changed"]
     assert said["diff"] == done["diff"]
     assert said["outcomes"] == done["outcomes"]
@@ -130,7 +130,7 @@ def foretold(said: Result, done: Result) -> None:
 
 
 def matches(expected: Any, found: Any) -> None:
-    """``found`` is ``expected``; None stands for what was not known, a mapping may know less."""
+    """``found`` is ``expected``; None stands for an unknown value, and ``expected`` may lack keys of a mapping."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for key, value in expected.items():
             if value is not None:

@@ -1,4 +1,4 @@
-"""`ansible-test units` and `ansible-test integration`, run from a place in a repository as ansible-test wants it."""
+"""`ansible-test units` and `ansible-test integration`, run from the directory layout that ansible-test requires."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.collection.conftest import TEMPLATE, seeded
-from tests.collection.double_gateway import serve
-from tests.support import session
+from tests.support import faulty_gateway, session
+from tests.support.faulty_gateway import TEMPLATE
 from tests.support.roles import environment
 
 _BIN = Path(sys.executable).parent
@@ -24,7 +23,7 @@ _TARGETS = session.REPOSITORY / "tests" / "integration" / "targets"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the repository tracks, in a repository of its own, where a collection has to be."""
+    """The tracked files in a new repository, at the path where a collection has to be."""
     place = tmp_path_factory.mktemp("collections") / "ansible_collections" / "grove" / "sandbox"
     listed = subprocess.run(
         ["git", "-C", str(session.REPOSITORY), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -43,7 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gateway(place: Path) -> Iterator[str]:
-    """Configure the targets for the gateway that SANDBOX_GATEWAY_URL names, or else a stand-in. Gives its URL."""
+    """Configure the targets for the gateway of SANDBOX_GATEWAY_URL, or else for one above a host in memory."""
     config = place / "tests" / "integration" / "integration_config.yml"
     template = os.environ.get("SANDBOX_TEST_TEMPLATE", TEMPLATE)
     if url := os.environ.get("SANDBOX_GATEWAY_URL"):
@@ -51,14 +50,14 @@ def gateway(place: Path) -> Iterator[str]:
         config.write_text(json.dumps({"gateway_url": url, "gateway_token": token, "gateway_template": template}))
         yield url
         return
-    double = seeded(token="of-the-targets")
-    with serve(double) as url:
-        settings = {"gateway_url": url, "gateway_token": double.token, "gateway_template": TEMPLATE}
+    with faulty_gateway.serve() as faulty:
+        faulty.token = "of-the-targets"
+        settings = {"gateway_url": faulty.url, "gateway_token": faulty.token, "gateway_template": TEMPLATE}
         config.write_text(json.dumps(settings))
-        yield url
-    captured = [each["names"] for each in double.snapshots.values()]
-    assert captured == [[TEMPLATE]], "the targets remove what they captured and built"
-    assert not double.sandboxes and not double.volumes, "the targets remove what they made"
+        yield faulty.url
+        left = {kind: faulty.names(kind) for kind in ("sandboxes", "snapshots", "templates", "volumes")}
+        wanted = {"sandboxes": [], "snapshots": [], "templates": [TEMPLATE], "volumes": []}
+        assert left == wanted, "the targets remove what they made, captured and built"
 
 
 def test_units(place: Path) -> None:

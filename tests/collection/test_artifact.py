@@ -1,4 +1,4 @@
-"""The collection as its users get it: built, installed into an empty place, and the demo run from there."""
+"""The collection as users get it: built, installed into an empty place, and the demo run from there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FORKS = [f"fork-{number}" for number in range(1, 5)]
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from what the repository tracks: what lies about in a developer's tree must not be what makes it work."""
+    """Built from tracked files only, so that it cannot depend on untracked files of a developer's tree."""
     place = tmp_path_factory.mktemp("artifact")
     source = place / "source"
     listed = _run("git", "-C", session.REPOSITORY, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
@@ -37,10 +37,10 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(artifact: Path) -> Path:
-    """A collections path that holds this collection alone."""
+    """A collections path that holds only this collection."""
     path = artifact.parent / "collections"
     argv = (_BIN / "ansible-galaxy", "collection", "install", artifact, "--offline", "--collections-path", path)
-    _run(*argv, collections=path)  # Where it sees the one of the repository, it installs none.
+    _run(*argv, collections=path)  # With the repository's own collection on the path, it installs none.
     return path
 
 
@@ -48,6 +48,8 @@ def test_the_artifact_carries_the_gateway_and_nothing_of_the_workshop(artifact: 
     with tarfile.open(artifact) as archive:
         names = set(archive.getnames())
     assert {"gateway/pyproject.toml", "gateway/src/sandbox_agent/__main__.py", "meta/runtime.yml", "README.md"} <= names
+    guest = "gateway/src/sandbox_gateway/hosts/kvm_xfs/template/guest"
+    assert {f"{guest}/{name}" for name in ("packages.txt", "initramfs-tools/hooks/sandbox", "network.sh")} <= names
     assert {f"gateway/{name}" for name in ("requirements.txt", "requirements-build.txt", "sbom.cdx.json")} <= names
     workshop = ("tests", "benchmarks", "requirements", "molecule", "dev", ".ci", ".git", ".venv", ".cache")
     assert not [name for name in names if name.split("/")[0] in workshop or "__pycache__" in name]
@@ -63,7 +65,7 @@ def test_every_plugin_of_the_artifact_is_documented(installed: Path) -> None:
 
 @pytest.fixture
 def demo_state() -> Iterator[Path]:
-    """With the packages that other tests have fetched: they are the same."""
+    """With the packages that other tests have fetched, since they are the same."""
     state = session.run_dir() / "demo"
     (state / "cache").mkdir(parents=True)
     for fetched in session.cache_dir().glob("rootfs-*.tar"):

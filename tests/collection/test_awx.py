@@ -1,4 +1,4 @@
-"""playbooks/awx: the declaration against a small AWX, and what that AWX then starts, by ansible-runner."""
+"""playbooks/awx: the declaration against a small AWX, and the jobs that this AWX then starts, by ansible-runner."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = {template["playbook"]: template["name"] for template in TEMPLATES}
 
 @dataclass
 class Declared:
-    """The small AWX, and how to declare all in it, by the play of docs/awx.md. ``said``: what the first run said."""
+    """The small AWX, and the play of docs/awx.md that declares everything. ``said``: the output of the first run."""
 
     awx: Awx
     url: str
@@ -43,7 +43,7 @@ class Declared:
     said: str = ""
 
     def declare(self, *options: str, **variables: Any) -> tuple[bool, str]:
-        """Whether it failed, and what was said."""
+        """Whether it failed, and its output."""
         play = plays()["grove.sandbox.awx.declare"]
         told = {
             **play["vars"],
@@ -126,7 +126,7 @@ def test_what_it_is_not_told(declared: Declared, missing: str) -> None:
     assert declared.awx.writes == []
 
 
-# --- the small AWX is no yes-man -------------------------------------------------------------------------------------
+# --- the small AWX rejects wrong requests ----------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "unknown field": ("POST", "organizations", {"name": "a", "colour": "red"}),
@@ -214,7 +214,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "roll_back": {"rollback_sandbox": "web", "rollback_snapshot": "before"},
     "fork_and_test": {"fork_source": "web"},
 }
-"""The answers without which no job starts."""
+"""The answers that every job needs to start."""
 WRONG = [
     ("install_host", {"install_kind": "cloud"}, "one of the choices"),
     ("install_host", {"kvm_xfs_host_loop_size_mb": "64 GB"}, "to be integer"),
@@ -250,7 +250,7 @@ Launch = Callable[..., str]
 
 @pytest.fixture
 def launch(declared: Declared, tmp_path: Path) -> Iterator[Launch]:
-    """``launch(playbook, answers…)`` starts the job as AWX would, by ansible-runner, and returns what it said."""
+    """``launch(playbook, answers…)`` starts the job as AWX would, by ansible-runner, and returns its output."""
 
     def launch(playbook: str, *options: str, inside: tuple[str, ...] = (), **answers: Any) -> str:
         job = declared.awx.launch(NAMES[playbook], {**ANSWERS[playbook], **answers})
@@ -320,7 +320,7 @@ def test_the_job_that_builds(declared: Declared, launch: Launch) -> None:
 
 
 def test_the_jobs_of_a_night_and_a_morning(declared: Declared, launch: Launch) -> None:
-    """The schedule's own answers; the next job is checked before it is run."""
+    """With the schedule's own answers; the next job runs in check mode first."""
     make(declared, "web", team="blue")
     make(declared, "other")
     answers = declared.awx.named("schedules", "Every night")["extra_data"]
@@ -349,7 +349,7 @@ def test_the_job_that_tries_ways(declared: Declared, launch: Launch, tmp_path: P
 
 
 class Host:
-    """Where a host is installed; the program is one for both kinds."""
+    """The directory of an installation; both kinds of hosts use the same program."""
 
     def __init__(self, root: Path, kind: str) -> None:
         self.root, self.network = root / kind, session.network()
@@ -376,7 +376,7 @@ class Host:
         return tomllib.loads((self.root / "etc" / "config.toml").read_text())
 
     def remove(self, role: str, **options: Any) -> None:
-        """``options``: of the role gateway, and ``inside`` as ``play`` has it."""
+        """``options``: options of the role gateway; ``inside``: see ``play``."""
         inside = options.pop("inside", ())
         for each in ("gateway", role):
             absent = {f"{each}_state": "absent", f"{each}_remove_data": True}
@@ -408,7 +408,7 @@ def linux(root: Path) -> Iterator[Host]:
 
 
 def test_a_host_of_virtual_machines(linux: Host, launch: Launch, tmp_path: Path) -> None:
-    """By the play of docs/recipes.md; and the job with the same answers finds that all is done."""
+    """Installed by the play of docs/recipes.md; the job with the same answers then finds nothing to do."""
     inventory = tmp_path / "hosts.yml"
     here = {"ansible_connection": "local", "ansible_python_interpreter": "/usr/bin/python3"}
     inventory.write_text(json.dumps({"sandbox_hosts": {"hosts": {"here": here}}}))
@@ -429,7 +429,7 @@ def test_a_host_of_virtual_machines(linux: Host, launch: Launch, tmp_path: Path)
 
 @pytest.fixture
 def freebsd(linux: Host, root: Path, tmp_path: Path) -> Iterator[tuple[Host, tuple[str, ...]]]:
-    """A host whose commands are doubles, and how a program gets there. It has the other host's program."""
+    """A host whose commands are doubles, and the command prefix that enters it. It uses the other host's program."""
     with pools.pool(f"t{session.run_id()}i", session.run_dir()) as pool, shim_in(tmp_path) as shim:
         host = Host(root, "jail_zfs")
         path = f"{shim.environ['PATH']}:{Path(sys.executable).parent}"
@@ -447,7 +447,7 @@ def freebsd(linux: Host, root: Path, tmp_path: Path) -> Iterator[tuple[Host, tup
 
 
 def test_the_job_that_makes_the_other_kind_of_host(freebsd: tuple[Host, tuple[str, ...]], launch: Launch) -> None:
-    """Jails on ZFS. It follows the test above: from where its commands are, no package can be fetched."""
+    """Jails on ZFS. Needs the test above: from inside the doubles' environment, packages cannot be fetched."""
     host, inside = freebsd
     cache = {"install_gateway_config": {"host": {"cache_root": str(session.cache_dir())}, "network": {"pool": 1}}}
     options = {**host.variables, **cache, "install_kind": "jail_zfs"}

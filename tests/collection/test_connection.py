@@ -51,7 +51,7 @@ def web(gateway: Served) -> Iterator[str]:
 
 
 def calls(*asked: list[Any], variables: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """What the plugin did of each call: see connect.py."""
+    """The results of the plugin's calls: see connect.py."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.collection.connect", str(session.COLLECTIONS)],
         input=json.dumps({"variables": variables, "calls": asked, **more}),
@@ -274,13 +274,15 @@ def test_who_may(gateway: Served, web: str, tmp_path: Path) -> None:
     keys = tmp_path / "key"
     keys.write_text(f"{EXEC_KEY}\n")
     tcp = {"ansible_host": web, "ansible_sandbox_gateway_url": gateway.url}
-    elsewhere = {"ansible_sandbox_gateway_url": "http://192.0.2.1:1", "ansible_sandbox_validate_certs": "false"}
     right: list[dict[str, Any]] = [
         {"variables": {**tcp, "ansible_sandbox_gateway_token": ADMIN_KEY}},
         {"variables": {**tcp, "ansible_sandbox_gateway_token_file": str(keys)}},
         {"variables": tcp, "remember": {web: {"url": gateway.url, "token": EXEC_KEY}}},
-        # What the inventory found goes before whatever a fact pretends.
-        {"variables": {**tcp, **elsewhere}, "remember": {web: {"url": gateway.url, "token_file": str(keys)}}},
+        # Values from the inventory plugin override other variables of the host.
+        {
+            "variables": {**tcp, "ansible_sandbox_validate_certs": "false"},
+            "remember": {web: {"url": gateway.url, "token_file": str(keys)}},
+        },
         {
             "variables": {**tcp, "ansible_sandbox_gateway_token": EXEC_KEY},
             "remember": {web: {"url": gateway.url, "token": READ_KEY}},
@@ -288,6 +290,10 @@ def test_who_may(gateway: Served, web: str, tmp_path: Path) -> None:
     ]
     for asked in right:
         assert ran(calls(["exec_command", "true"], **asked)["results"][0])[0] == 0, asked
+    # An entry of another gateway under the same id does not apply to this one.
+    other = {web: {"url": "http://192.0.2.1:1", "token": EXEC_KEY}}
+    (result,) = calls(["exec_command", "true"], variables=tcp, remember=other)["results"]
+    assert result["error"] == "AnsibleConnectionFailure" and "does not accept" in result["message"]
     for key, says in ((READ_KEY, "has scope read"), ("x" * 20, "does not accept the key"), ("", "does not accept")):
         (result,) = calls(["exec_command", "true"], variables={**tcp, "ansible_sandbox_gateway_token": key})["results"]
         assert result["error"] == "AnsibleConnectionFailure" and says in result["message"]
@@ -308,7 +314,7 @@ def test_what_cannot_be_reached(gateway: Served, web: str, tmp_path: Path) -> No
     for url, says in (
         (f"unix://{tmp_path}/none.sock", "is sandbox-gateway started"),
         ("http://127.0.0.1:9", "nothing listens"),
-        ("ftp://x", "is no address of a gateway"),
+        ("ftp://x", "is not an address of a gateway"),
     ):
         (result,) = calls(asked[0], variables={**over, "ansible_sandbox_gateway_url": url})["results"]
         assert result["error"] == "AnsibleConnectionFailure" and says in result["message"], result
@@ -466,7 +472,7 @@ def test_a_paused_sandbox_is_unreachable_in_a_sentence(gateway: Served, web: str
 
 
 def test_a_play_in_a_fork_of_a_real_machine(shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
-    """Inventory and connection at once, on a virtual machine that was forked as it ran; users of its own, su."""
+    """Inventory and connection together, on a virtual machine that was forked while it ran; several users, su."""
     api = shared_gateway
     source = api.call("POST", "/sandboxes", {"templateID": template, "name": "plugins"})["sandboxID"]
     try:
@@ -507,7 +513,7 @@ def test_a_play_in_a_fork_of_a_real_machine(shared_gateway: Gateway, template: s
 
 
 def _play_of_a_fork(scratch: Path) -> dict[str, Any]:
-    """Modules are slow in a machine that is emulated: few of them."""
+    """Few modules, because they are slow in an emulated machine."""
     return {
         "hosts": "head_plugins_golden:&metadata_role_a_b",
         "gather_facts": False,

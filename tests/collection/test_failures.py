@@ -1,4 +1,4 @@
-"""What goes wrong is said in a sentence, has a word for it, and changes nothing it should not."""
+"""Failures have a message and a code, and do not change more than they should."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.collection.conftest import TEMPLATE, seeded
-from tests.collection.double_gateway import DoubleGateway, serve
 from tests.collection.runner import Target, Task
+from tests.support.faulty_gateway import TEMPLATE, FaultyGateway
 
 KEY = "a-key-nobody-should-see"
 
@@ -30,7 +29,7 @@ def failed(result: dict[str, Any], kind: str, *words: str) -> None:
         assert word in result["msg"]
 
 
-def test_no_gateway_a_wrong_key_something_else_and_one_too_old(tmp_path: Path, way: Any) -> None:
+def test_no_gateway_a_wrong_key_something_else_and_one_too_old(tmp_path: Path, faulty: FaultyGateway, way: Any) -> None:
     there = Target(f"unix://{tmp_path}/gateway.sock", tmp_path)
     down, port, odd = there.play(
         sandbox(name="box", template="base"),
@@ -41,34 +40,33 @@ def test_no_gateway_a_wrong_key_something_else_and_one_too_old(tmp_path: Path, w
     failed(down, "unreachable", "gateway.sock", "sandbox-gateway started")
     failed(port, "unreachable", "http://127.0.0.1:9", "nothing listens")
     failed(odd, "invalid", "gateway_url", "unix:///path/to/gateway.sock")
-    locked, outdated = seeded(token=KEY), seeded(version="0.0.9")
-    with serve(locked) as url:
-        wrong, listed = Target(url, tmp_path, token="another-key-altogether").play(
-            sandbox(name="box", template="base"), {"grove.sandbox.sandbox_info": {}}, keywords=way
-        )
+    faulty.token = KEY
+    wrong, listed = Target(faulty.url, tmp_path, token="another-key-altogether").play(
+        sandbox(name="box", template="base"), {"grove.sandbox.sandbox_info": {}}, keywords=way
+    )
     for result in (wrong, listed):
-        failed(result, "unauthorized", url, "gateway_token")
+        failed(result, "unauthorized", faulty.url, "gateway_token")
         assert result["failure"]["status"] == 401
-    with serve(outdated) as url:
-        said, old = Target(url, tmp_path).play(
-            {**sandbox(name="box", template="base"), "check_mode": True},
-            sandbox(name="box", template="base"),
-            keywords=way,
-        )
+    faulty.token, faulty.version = "", "0.0.9"
+    said, old = Target(faulty.url, tmp_path).play(
+        {**sandbox(name="box", template="base"), "check_mode": True},
+        sandbox(name="box", template="base"),
+        keywords=way,
+    )
     failed(said, "too_old", "0.0.9", "0.1.0 or newer")
     failed(old, "too_old", "0.0.9", "0.1.0 or newer", "role grove.sandbox.gateway")
-    assert not old["changed"] and not locked.sandboxes and not outdated.sandboxes
+    assert not old["changed"] and not faulty.things("sandboxes")
 
 
-def test_over_a_unix_socket(tmp_path: Path, double: DoubleGateway, way: Any) -> None:
+def test_over_a_unix_socket(tmp_path: Path, faulty: FaultyGateway, way: Any) -> None:
     socket = tmp_path / "gateway.sock"
-    with serve(double, socket) as url:
+    with faulty.listening(socket) as url:
         (made,) = Target(url, tmp_path).prove(sandbox(name="box", template="base"), keywords=way)
     assert made["sandbox"]["name"] == "box"
 
 
-def test_what_is_asked_for_badly(doubled: Target, double: DoubleGateway, way: Any) -> None:
-    count, name, twice, size, life, both, nothing, unknown, word = doubled.play(
+def test_what_is_asked_for_badly(in_memory: Target, faulty: FaultyGateway, way: Any) -> None:
+    count, name, twice, size, life, both, nothing, unknown, word = in_memory.play(
         fork(count=-1, name_prefix="ci"),
         sandbox(name="n" * 10_000, template=TEMPLATE),
         sandbox(name=["a", "a"], template=TEMPLATE),
@@ -90,11 +88,11 @@ def test_what_is_asked_for_badly(doubled: Target, double: DoubleGateway, way: An
     failed(nothing, "not_found", "'template' or 'snapshot'")
     failed(unknown, "invalid", "Unsupported parameters for (grove.sandbox.sandbox) module: colour", "cold_start")
     failed(word, "invalid", "cpus", "many")
-    assert not double.sandboxes
+    assert not faulty.things("sandboxes")
 
 
-def test_unknown_sources(doubled: Target) -> None:
-    template, snapshot, lost = doubled.play(
+def test_unknown_sources(in_memory: Target) -> None:
+    template, snapshot, lost = in_memory.play(
         sandbox(name="box", template="none-such"),
         sandbox(name="box", snapshot="none-such"),
         {"grove.sandbox.sandbox_rollback": {"sandbox": "none-such", "snapshot": TEMPLATE}},
@@ -104,8 +102,8 @@ def test_unknown_sources(doubled: Target) -> None:
     failed(lost, "not_found", "sandbox 'none-such' not found")
 
 
-def test_a_name_that_another_kind_of_thing_has(doubled: Target, double: DoubleGateway) -> None:
-    said, done, capture = doubled.play(
+def test_a_name_that_another_kind_of_thing_has(in_memory: Target, faulty: FaultyGateway) -> None:
+    said, done, capture = in_memory.play(
         {**sandbox(name=TEMPLATE, template=TEMPLATE), "check_mode": True},
         sandbox(name=TEMPLATE, template=TEMPLATE),
         {"grove.sandbox.sandbox_template": {"name": "other"}},
@@ -113,12 +111,14 @@ def test_a_name_that_another_kind_of_thing_has(doubled: Target, double: DoubleGa
     failed(said, "name_taken", "taken by a template")
     assert said["msg"] == done["msg"]
     assert capture["changed"]
-    assert not double.sandboxes
+    assert not faulty.things("sandboxes")
 
 
-def test_a_fork_that_fails_leaves_none_or_with_atomic_false_the_others(doubled: Target, double: DoubleGateway) -> None:
-    double.fail_at = "ci-3"
-    none, some = doubled.play(
+def test_a_fork_that_fails_leaves_none_or_with_atomic_false_the_others(
+    in_memory: Target, faulty: FaultyGateway
+) -> None:
+    faulty.failing = {"ci-3"}
+    none, some = in_memory.play(
         fork(count=5, name_prefix="ci"),
         fork(count=5, name_prefix="ci", atomic=False),
     )
@@ -127,15 +127,15 @@ def test_a_fork_that_fails_leaves_none_or_with_atomic_false_the_others(doubled: 
     failed(some, "backend_failed", "'ci-3' did not answer")
     assert some["changed"] and [box["name"] for box in some["sandboxes"]] == ["ci-1", "ci-2", "ci-4", "ci-5"]
     assert [outcome["name"] for outcome in some["outcomes"] if outcome["failed"]] == ["ci-3"]
-    double.fail_at = ""
-    (mended,) = doubled.prove(fork(count=5, name_prefix="ci"))
+    faulty.failing = set()
+    (mended,) = in_memory.prove(fork(count=5, name_prefix="ci"))
     assert [outcome["name"] for outcome in mended["outcomes"] if outcome["changed"]] == ["ci-3"]
 
 
-def test_one_refusal_stops_all_unless_told_to_go_on(doubled: Target, double: DoubleGateway) -> None:
-    doubled.play(sandbox(name="b", template=TEMPLATE))
+def test_one_refusal_stops_all_unless_told_to_go_on(in_memory: Target, faulty: FaultyGateway) -> None:
+    in_memory.play(sandbox(name="b", template=TEMPLATE))
     wanted = {"name": ["a", "b", "c"], "template": TEMPLATE, "cpus": 4, "cold_start": True}
-    stopped, went_on = doubled.play(sandbox(**wanted), sandbox(**wanted, continue_on_error=True))
+    stopped, went_on = in_memory.play(sandbox(**wanted), sandbox(**wanted, continue_on_error=True))
     failed(stopped, "conflict", "'b' has cpus 1, not 4")
     assert not stopped["changed"] and stopped["sandboxes"][0]["name"] == "b"
     failed(went_on, "conflict", "'b' has cpus 1, not 4")
@@ -147,36 +147,39 @@ def test_one_refusal_stops_all_unless_told_to_go_on(doubled: Target, double: Dou
     ]
 
 
-def test_dead_siblings_are_replaced_and_foreign_ones_refused(doubled: Target, double: DoubleGateway) -> None:
-    doubled.prove(fork(count=2, name_prefix="ci"), {"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "ci-2"}})
-    dead = next(box for box in double.sandboxes.values() if box["name"] == "ci-1")
-    dead.update(state="paused", reason="its machine ended")
-    (alive,) = doubled.prove(fork(count=2, name_prefix="ci"))
-    assert alive["sandboxes"][0]["id"] != dead["id"] and dead["id"] not in double.sandboxes
+def test_dead_siblings_are_replaced_and_foreign_ones_refused(in_memory: Target, faulty: FaultyGateway) -> None:
+    in_memory.prove(
+        fork(count=2, name_prefix="ci"), {"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "ci-2"}}
+    )
+    (dead,) = (box["sandboxID"] for box in faulty.things("sandboxes") if box["name"] == "ci-1")
+    faulty.end_machine("ci-1")
+    (alive,) = in_memory.prove(fork(count=2, name_prefix="ci"))
+    assert alive["sandboxes"][0]["id"] != dead
+    assert dead not in [box["sandboxID"] for box in faulty.things("sandboxes")]
     task = {"grove.sandbox.sandbox_fork": {"snapshot": "s", "names": ["ci-1", "x"]}}
-    (foreign,) = doubled.play(task)
+    (foreign,) = in_memory.play(task)
     failed(foreign, "conflict", "'ci-1' exists and is no fork of snapshot 's'", "recreate: true")
     assert not foreign["changed"]
     task["grove.sandbox.sandbox_fork"]["recreate"] = True
-    (replaced,) = doubled.prove(task)
+    (replaced,) = in_memory.prove(task)
     assert {box["forked_from"] for box in replaced["sandboxes"]} == {
-        snapshot["id"] for snapshot in double.snapshots.values() if "s" in snapshot["names"]
+        snapshot["snapshotID"] for snapshot in faulty.things("snapshots") if "s" in snapshot["names"]
     }
 
 
-def test_the_old_one_keeps_its_name_where_its_successor_fails(doubled: Target, double: DoubleGateway) -> None:
-    (first,) = doubled.play(sandbox(name="box", template=TEMPLATE))
-    double.fail_at = "box"
-    (broken,) = doubled.play(sandbox(name="box", template=TEMPLATE, memory_mb=512, cold_start=True, recreate=True))
+def test_the_old_one_keeps_its_name_where_its_successor_fails(in_memory: Target, faulty: FaultyGateway) -> None:
+    (first,) = in_memory.play(sandbox(name="box", template=TEMPLATE))
+    faulty.failing = {"box"}
+    (broken,) = in_memory.play(sandbox(name="box", template=TEMPLATE, memory_mb=512, cold_start=True, recreate=True))
     failed(broken, "backend_failed", "did not answer")
-    assert [(box["id"], box["name"]) for box in double.sandboxes.values()] == [(first["sandbox"]["id"], "box")]
+    assert [(box["sandboxID"], box["name"]) for box in faulty.things("sandboxes")] == [(first["sandbox"]["id"], "box")]
 
 
-def boxed(gateway: DoubleGateway, *, snapshot: bool = True) -> None:
-    """A sandbox `box`, and a snapshot `s` of it."""
-    gateway.answer("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "box"})
+def boxed(gateway: FaultyGateway, *, snapshot: bool = True) -> None:
+    """A sandbox `box` and a snapshot `s` of it."""
+    gateway.request("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "box"})
     if snapshot:
-        gateway.answer("POST", "/sandboxes/box/snapshots", {"name": "s"})
+        gateway.request("POST", "/sandboxes/box/snapshots", {"name": "s"})
 
 
 @pytest.mark.parametrize(
@@ -191,70 +194,74 @@ def boxed(gateway: DoubleGateway, *, snapshot: bool = True) -> None:
     ids=["fork", "replace", "create", "roll back", "roll back with a backup"],
 )
 def test_a_snapshot_that_vanishes_between_plan_and_apply(
-    doubled: Target, double: DoubleGateway, task: Task, way: Any
+    in_memory: Target, faulty: FaultyGateway, task: Task, way: Any
 ) -> None:
-    boxed(double)
-    double.vanish = {snapshot["id"] for snapshot in double.snapshots.values() if "s" in snapshot["names"]}
-    (box,) = double.sandboxes.values()
-    box["diverged"] = True
-    before = dict(box)
-    (lost,) = doubled.play(task, keywords=way)
+    boxed(faulty)
+    faulty.vanish = {snapshot["snapshotID"] for snapshot in faulty.things("snapshots")}
+    faulty.write("box")
+    before = faulty.things("sandboxes")
+    (lost,) = in_memory.play(task, keywords=way)
     failed(lost, "not_found", "snapshot 's' was there when this task began", "make it again, or name another")
-    assert not lost["changed"] and list(double.sandboxes.values()) == [before]
-    assert [snapshot["names"] for snapshot in double.snapshots.values()] == [[TEMPLATE]]
+    # A deleted snapshot leaves its place as head to its parent.
+    (template,) = (each["templateID"] for each in faulty.things("templates"))
+    assert not lost["changed"] and faulty.things("sandboxes") == [{**each, "snapshotID": template} for each in before]
+    assert faulty.names("snapshots") == [] and faulty.names("templates") == [TEMPLATE]
 
 
-def test_a_sandbox_that_vanishes_between_plan_and_apply(doubled: Target, double: DoubleGateway) -> None:
-    boxed(double, snapshot=False)
-    double.vanish = set(double.sandboxes)
-    (lost,) = doubled.play({"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "box"}})
+def test_a_sandbox_that_vanishes_between_plan_and_apply(in_memory: Target, faulty: FaultyGateway) -> None:
+    boxed(faulty, snapshot=False)
+    faulty.vanish = {box["sandboxID"] for box in faulty.things("sandboxes")}
+    (lost,) = in_memory.play({"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "box"}})
     failed(lost, "not_found", "sandbox 'box' was there when this task began")
-    assert not lost["changed"] and [each["names"] for each in double.snapshots.values()] == [[TEMPLATE]]
+    assert not lost["changed"]
+    assert faulty.names("snapshots") == [] and faulty.names("templates") == [TEMPLATE]
 
 
-def test_a_backup_goes_where_the_rollback_fails(doubled: Target, double: DoubleGateway) -> None:
-    boxed(double)
+def test_a_backup_goes_where_the_rollback_fails(in_memory: Target, faulty: FaultyGateway) -> None:
+    boxed(faulty)
     task = {"grove.sandbox.sandbox_rollback": {"sandbox": "box", "snapshot": "s", "backup_name": "b"}}
-    next(iter(double.sandboxes.values()))["diverged"] = True
-    double.fail_at = "rollback"
-    (broken,) = doubled.play(task)
+    faulty.write("box")
+    faulty.failing = {"box"}
+    (broken,) = in_memory.play(task)
     failed(broken, "backend_failed", "did not answer")
     assert not broken["changed"] and broken["backups"] == []
-    double.fail_at = ""
-    (back,) = doubled.prove(task)
+    faulty.failing = set()
+    (back,) = in_memory.prove(task)
     assert back["backups"][0]["name"] == "b"
 
 
-def test_a_build_that_fails_shows_the_end_of_its_log(doubled: Target, double: DoubleGateway) -> None:
-    task = {"grove.sandbox.sandbox_template": {"name": "broken", "setup": ["false # on purpose"]}}
-    (broken,) = doubled.play(task)
+def test_a_build_that_fails_shows_the_end_of_its_log(in_memory: Target, faulty: FaultyGateway) -> None:
+    task = {"grove.sandbox.sandbox_template": {"name": "broken", "setup": ["fail"]}}
+    (broken,) = in_memory.play(task)
     failed(broken, "backend_failed", "the build of template 'broken' failed", "set-up command", "exit code 1")
-    assert "building the file system" in broken["msg"]
-    double.build_polls = 1000
-    (slow,) = doubled.play({"grove.sandbox.sandbox_template": {"name": "slow", "wait_timeout": 1}})
+    assert "making a file system" in broken["msg"] and "ran fail" in broken["msg"]
+    faulty.holding = True
+    (slow,) = in_memory.play({"grove.sandbox.sandbox_template": {"name": "slow", "wait_timeout": 1}})
     failed(slow, "timeout", "still being built after 1 s")
 
 
-def test_a_busy_gateway_is_asked_again(doubled: Target, double: DoubleGateway) -> None:
-    double.busy = 2
-    (made,) = doubled.play(sandbox(name="box", template=TEMPLATE))
+def test_a_busy_gateway_is_asked_again(in_memory: Target, faulty: FaultyGateway) -> None:
+    faulty.busy = 2
+    (made,) = in_memory.play(sandbox(name="box", template=TEMPLATE))
     assert made["changed"], made
-    double.busy = 1000
-    (busy,) = doubled.play(sandbox(name="other", template=TEMPLATE, gateway_timeout=1))
+    faulty.busy = 1000
+    (busy,) = in_memory.play(sandbox(name="other", template=TEMPLATE, gateway_timeout=1))
     failed(busy, "busy")
 
 
-def test_no_secret_is_shown(tmp_path: Path, way: Any) -> None:
+def test_no_secret_is_shown(tmp_path: Path, faulty: FaultyGateway, way: Any) -> None:
     secret = "hunter2-and-then-some"
-    with serve(seeded(token=KEY)) as url:
-        there = Target(url, tmp_path, token=KEY)
-        made, refused = there.play(
-            sandbox(name="box", template=TEMPLATE, env={"PASSWORD": secret, "DEBUG": "1"}),
-            sandbox(name="other", template="none-such", env={"PASSWORD": secret}),
-            options=("-vvv", "--diff"),
-            keywords=way,
-        )
+    faulty.token = KEY
+    there = Target(faulty.url, tmp_path, token=KEY)
+    made, refused = there.play(
+        sandbox(name="box", template=TEMPLATE, env={"PASSWORD": secret, "DEBUG": "1"}),
+        sandbox(name="other", template="none-such", env={"PASSWORD": secret}),
+        options=("-vvv", "--diff"),
+        keywords=way,
+    )
     assert made["changed"] and refused["failed"]
     assert made["sandbox"]["cpus"] == 1
     shown = there.output + str(made) + str(refused)
-    assert KEY not in shown and secret not in shown and "nobody-should-see" not in shown
+    assert KEY not in shown and secret not in shown
+    detail = faulty.request("GET", "/sandboxes/box")
+    assert len(detail["envdAccessToken"]) > 8 and detail["envdAccessToken"] not in shown

@@ -1,4 +1,4 @@
-"""playbooks/fork_and_test.yml: variants in forks, the best promoted, nothing left."""
+"""playbooks/fork_and_test.yml: variants in forks, promotion of the best one, no leftovers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def fork_and_test(scratch: Path, url: str, **variables: Any) -> subprocess.Compl
 
 
 def variants(scratch: Path, *commands: str) -> dict[str, Any]:
-    """One for each command; what it writes to its standard output is its score."""
+    """One variant for each command; its standard output is the score."""
     named = [
         {"name": f"v{number}", "command": f"sh -c '({command}) > {scratch}/v{number}'"}
         for number, command in enumerate(commands)
@@ -68,7 +68,7 @@ def test_the_best_is_promoted_and_nothing_is_left(
     failing = tmp_path / "failing.yml"
     failing.write_text(json.dumps([{"name": "Fail", "ansible.builtin.command": "false"}]))
     with gateway.client() as api:
-        head = api.get("/sandboxes/web").json()["snapshotID"]
+        machine = gateway.machine(web)
         for _ in range(2):
             asked = variants(tmp_path, "echo 10.5", "echo 9", "echo 100", "exit 3", "echo no number", "")
             asked["fork_variants"][5] = {"name": "v5", "tasks": str(failing)}
@@ -78,17 +78,17 @@ def test_the_best_is_promoted_and_nothing_is_left(
             for out in ("v3 is out at Run its command", "v4 is out at Test what became of it", "v5 is out at Fail"):
                 assert out in run.stdout
             (left,) = api.get("/sandboxes").json()
-            assert left["sandboxID"] == web and left["snapshotID"] != head
+            assert left["sandboxID"] == web and gateway.machine(web) is not machine
             assert api.get("/snapshots").json() == []
-            head = left["snapshotID"]
+            machine = gateway.machine(web)
 
 
 def test_nobody_wins(gateway: Served, web: str, tmp_path: Path) -> None:
     with gateway.client() as api:
-        before = gateway.machine(web).identity
+        before = gateway.machine(web)
         run = fork_and_test(tmp_path, gateway.unix_url, **variants(tmp_path, "exit 1", "exit 2"))
         assert run.returncode != 0 and "No variant got through its test" in run.stdout
-        assert gateway.machine(web).identity == before, "it is the machine it was"
+        assert gateway.machine(web) is before, "it is the machine it was"
         assert [each["name"] for each in api.get("/sandboxes").json()] == ["web"]
         assert api.get("/snapshots").json() == []
 
@@ -99,7 +99,7 @@ def test_what_it_is_not_told(tmp_path: Path) -> None:
 
 
 def test_ten_ways_as_they_stand(gateway: Served, web: str, tmp_path: Path) -> None:
-    """The playbook's own variants; agents here share their files, so each needs a place of its own."""
+    """The playbook's own variants; the agents here share their files, so each variant needs its own directory."""
     with gateway.client() as api:
         run = fork_and_test(tmp_path, gateway.unix_url, fork_packed=f"{tmp_path}/{{{{ inventory_hostname }}}}")
         assert run.returncode == 0, run.stdout + run.stderr
@@ -112,7 +112,7 @@ def test_ten_ways_as_they_stand(gateway: Served, web: str, tmp_path: Path) -> No
 
 
 def test_on_machines(shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
-    """On virtual machines: what the winner did is in the source, which keeps its id and its memory."""
+    """On virtual machines: the winner's changes are in the source, which keeps its id and its memory."""
     api = shared_gateway
     made = api.call("POST", "/sandboxes", {"templateID": template, "name": "ab"})["sandboxID"]
     asked = [

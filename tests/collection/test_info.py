@@ -1,4 +1,4 @@
-"""What the ``*_info`` modules list, and that the documentation names all of what any module returns."""
+"""The lists of the ``*_info`` modules; and that the documentation names every return value of each module."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ansible_collections.grove.sandbox.plugins.module_utils._fork import SHOWN
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import KEYS
 
 from tests.collection.conftest import each_way
-from tests.collection.double_gateway import DoubleGateway
 from tests.collection.runner import Target, Task
+from tests.support.faulty_gateway import FaultyGateway
 from tests.support.session import REPOSITORY
 
 MODULES = sorted((REPOSITORY / "plugins" / "modules").glob("*.py"))
@@ -58,11 +58,11 @@ def test_lists_are_what_the_declaring_modules_return(target: Target, way: dict[s
     assert not any(result["changed"] for result in (sandboxes, one, snapshots, templates, volumes))
 
 
-def test_filters(doubled: Target, double: DoubleGateway) -> None:
+def test_filters(in_memory: Target, faulty: FaultyGateway) -> None:
     def names(result: dict[str, Any], key: str = "sandboxes") -> list[str]:
         return [each["name"] for each in result[key]]
 
-    doubled.play(
+    in_memory.play(
         {"grove.sandbox.sandbox_template": {"name": "web"}},
         {"grove.sandbox.sandbox": {"name": ["a", "b", "c", "d"], "template": "base"}},
         {"grove.sandbox.sandbox": {"name": "e", "template": "web", "state": "paused"}},
@@ -70,7 +70,7 @@ def test_filters(doubled: Target, double: DoubleGateway) -> None:
         {"grove.sandbox.sandbox_snapshot": {"name": "s1", "sandbox": "a"}},
         {"grove.sandbox.sandbox_fork": {"snapshot": "s1", "names": ["f"]}},
     )
-    everyone, paused, both, web, forks, some, nobody, later, of_a, bad = doubled.play(
+    everyone, paused, both, web, forks, some, nobody, later, of_a, bad = in_memory.play(
         info("sandbox"),
         info("sandbox", state=["paused"]),
         info("sandbox", state=["paused", "running"]),
@@ -89,7 +89,7 @@ def test_filters(doubled: Target, double: DoubleGateway) -> None:
     assert names(nobody) == names(later) == []
     assert names(of_a, "snapshots") == ["s1"]
     assert bad["failed"] and bad["failure"]["kind"] == "invalid"
-    assert {method for method, _ in double.calls[-12:]} == {"GET"}
+    assert {method for method, _ in faulty.calls[-12:]} == {"GET"}
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.stem)
@@ -98,14 +98,14 @@ def test_the_documentation_names_what_is_returned(module: Path) -> None:
     lists = {key: entry for key, entry in returned.items() if key in KINDS}
     assert lists, module.stem
     for key, entry in lists.items():
-        shown = SHOWN if module.stem == "sandbox_fork" else KEYS[KINDS[key]]
+        shown = SHOWN[key] if module.stem == "sandbox_fork" else KEYS[KINDS[key]]
         assert list(entry["contains"]) == list(shown), (module.stem, key)
 
 
-def test_every_module_is_in_the_action_group_and_has_an_action_plugin() -> None:
+def test_every_module_is_in_both_action_groups_and_has_an_action_plugin() -> None:
     names = [module.stem for module in MODULES]
     runtime = yaml.safe_load((REPOSITORY / "meta" / "runtime.yml").read_text())
-    assert runtime["action_groups"]["all"] == names
+    assert runtime["action_groups"] == {"all": names, "gateway": names}
     assert sorted(plugin.stem for plugin in (REPOSITORY / "plugins" / "action").glob("*.py")) == names
 
 

@@ -55,7 +55,7 @@ def make(gateway: Served, name: str, template: str = "base", **more: Any) -> str
 
 
 class Inventory:
-    """An inventory file in a directory of its own; ``output`` is all that the last run printed."""
+    """An inventory file in its own directory; ``output`` is the output of the last run."""
 
     def __init__(self, folder: Path, **content: Any) -> None:
         self.folder = folder
@@ -89,10 +89,10 @@ class Inventory:
         return run
 
     def hosts(self, **environment: str) -> dict[str, dict[str, Any]]:
-        """The variables of each host, the names of its groups as ``groups``."""
+        """The variables of each host; ``groups`` holds the names of its groups."""
         run = self.run("ansible-inventory", "--list", **environment)
         assert run.returncode == 0, self.output
-        # Since 2.19 every text that is no template is listed so.
+        # Since ansible-core 2.19, every text that is not a template is listed like this.
         listed = json.loads(run.stdout, object_hook=lambda entry: entry.get("__ansible_unsafe", entry))
         found: dict[str, dict[str, Any]] = {
             host: {**variables, "groups": []} for host, variables in listed["_meta"]["hostvars"].items()
@@ -103,7 +103,7 @@ class Inventory:
         return found
 
     def play(self, *tasks: dict[str, Any], hosts: str = "all", **environment: str) -> str:
-        """What a play printed; it has to succeed."""
+        """The output of a play, which must succeed."""
         book = self.folder / "book.yml"
         book.write_text(json.dumps([{"hosts": hosts, "gather_facts": False, "tasks": tasks}]))
         run = self.run("ansible-playbook", str(book), **environment)
@@ -207,7 +207,7 @@ def test_no_sandbox_takes_what_is_meant_for_others(east: Served, tmp_path: Path,
     )
     hosts = inventory.hosts()
     assert hosts.keys() == {ident} and "high" in hosts[ident]["groups"]
-    # The control node is still the control node.
+    # Tasks for localhost still run on the control node.
     assert inventory.play({"ansible.builtin.debug": {"msg": "{{ ansible_connection }}"}}, hosts="localhost").count(
         '"local"'
     )
@@ -232,7 +232,7 @@ def test_several_gateways(east: Served, west: Served, tmp_path: Path) -> None:
     assert "gateway_west" in hosts["db.west"]["groups"]
     assert EXEC_KEY not in inventory.output
     assert hosts["db.west"]["ansible_sandbox_gateway_token_file"] == str(key)
-    # Each task gets to its own gateway, with a key that is in no variable.
+    # Each task reaches its own gateway, with a key that is not in any variable.
     said = {
         "ansible.builtin.copy": {"content": "{{ ansible_host }}", "dest": f"{tmp_path}/at-{{{{ inventory_hostname }}}}"}
     }
@@ -257,7 +257,7 @@ def test_gateways_that_cannot_be_asked(east: Served, tmp_path: Path) -> None:
         ({"name": "bad", "url": east.url, "token": "not-a-known-key-0000"}, "does not accept the key"),
         ({"name": "bad", "url": f"unix://{tmp_path}/x.sock"}, "is sandbox-gateway started"),
         ({"name": "bad", "url": east.url, "token_file": "/nowhere/key"}, "the key file /nowhere/key cannot be read"),
-        ({"name": "bad", "url": "gopher://x"}, "is no address of a gateway"),
+        ({"name": "bad", "url": "gopher://x"}, "is not an address of a gateway"),
     ]
     inventory = Inventory(tmp_path)
     for entry, says in bad:
@@ -291,12 +291,12 @@ def test_the_cache(east: Served, tmp_path: Path) -> None:
     assert "web" in json.dumps(plain) and "team" in json.dumps(plain)
     make(east, "late")
     assert inventory.hosts() == first
-    # The key comes from the file, not from the cache: tasks run all the same.
+    # The key comes from the file, not from the cache: tasks still run.
     inventory.play({"ansible.builtin.raw": "true"})
     assert inventory.run("ansible-inventory", "--list", "--flush-cache").returncode == 0
     assert '"late"' in inventory.output
     assert inventory.hosts().keys() == {"web", "late"}
-    # A gateway that could not be asked is asked again.
+    # A gateway that did not answer is asked again.
     inventory.write(gateways=[{**gateway, "url": "http://127.0.0.1:9"}], **cached)
     assert inventory.hosts() == {}
     inventory.write(gateways=[gateway], **cached)
@@ -313,7 +313,7 @@ def test_the_gateway_of_the_environment(east: Served, tmp_path: Path) -> None:
 
 
 def test_a_sandbox_cannot_send_its_tasks_elsewhere(east: Served, tmp_path: Path) -> None:
-    """Facts go before an inventory's variables, and a hostile sandbox has the say over its facts."""
+    """Facts take precedence over an inventory's variables, and a hostile sandbox controls its facts."""
     make(east, "web")
     victim = make(east, "victim")
     inventory = Inventory(tmp_path, gateways=[{"url": east.url, "token": EXEC_KEY}], python_interpreter=PYTHON)
@@ -365,7 +365,7 @@ def documented() -> list[Any]:
 
 @pytest.mark.parametrize("content", documented())
 def test_the_documented_files(east: Served, tmp_path: Path, content: dict[str, Any]) -> None:
-    """As they stand, but for the addresses of gateways that are not here, and keys and certificates."""
+    """Unchanged, except for the addresses of gateways, keys and certificates."""
     make(east, "web", metadata={"team": "blue", "user": "nobody"})
     for gateway in content.get("gateways", []):
         gateway.update(url=east.url, token=EXEC_KEY)

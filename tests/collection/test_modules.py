@@ -1,4 +1,4 @@
-"""Every module and state: check mode says what a run does, and a second run does nothing."""
+"""Every module and state: check mode predicts the run, and a second run changes nothing."""
 
 from __future__ import annotations
 
@@ -88,12 +88,14 @@ def test_a_sandbox_is_replaced_only_when_asked(target: Target) -> None:
 def test_snapshot_fork_more_fork_fewer_clone_and_remove(target: Target, way: dict[str, Any]) -> None:
     golden, prefix = target.name("golden"), target.name("ci")
     target.prove(sandbox(target, "box", template=target.template), keywords=way)
-    taken, three, more, fewer, marked, rest = target.prove(
+    taken, three, more, fewer, marked, limited, endless, rest = target.prove(
         snapshot(name=golden, sandbox=target.name("box"), description="a fork point"),
         fork(snapshot=golden, count=3, name_prefix=prefix),
         fork(snapshot=golden, count=5, name_prefix=prefix, exact=True, concurrency=2),
         fork(snapshot=golden, count=2, name_prefix=prefix, exact=True),
         fork(snapshot=golden, count=2, name_prefix=prefix, metadata={"run": "7"}, paused=True),
+        fork(snapshot=golden, count=3, name_prefix=prefix, paused=True, timeout=3600),
+        fork(snapshot=golden, count=3, name_prefix=prefix, paused=True, timeout=-1),
         fork(snapshot=golden, name_prefix=prefix, state="absent"),
         keywords=way,
     )
@@ -105,7 +107,12 @@ def test_snapshot_fork_more_fork_fewer_clone_and_remove(target: Target, way: dic
         f"{prefix}-{number}" for number in (3, 4, 5)
     ]
     assert all(box["state"] == "paused" for box in marked["sandboxes"])
-    assert rest["sandboxes"] == [] and len(rest["outcomes"]) == 2
+    names = [f"{prefix}-{number}" for number in (1, 2, 3)]
+    verbs = {outcome["name"]: outcome["actions"] for outcome in limited["outcomes"]}
+    assert verbs == dict(zip(names, [["set_timeout"], ["set_timeout"], ["fork"]], strict=True))
+    assert {view["timeout"] for view in limited["diff"]["after"].values()} == {3600}
+    assert {view["timeout"] for view in endless["diff"]["after"].values()} == {-1}
+    assert rest["sandboxes"] == [] and len(rest["outcomes"]) == 3
 
 
 def test_clones_of_a_sandbox_and_forks_of_its_snapshots_are_told_apart(target: Target) -> None:
@@ -171,21 +178,21 @@ def test_a_snapshot_in_use_is_refused_with_its_users_or_hidden(target: Target) -
     target.prove(snapshot(name=golden, state="absent", when_unused=True), sandbox(target, "twin", state="absent"))
 
 
-def test_check_mode_changes_nothing(doubled: Target, double: Any) -> None:
-    doubled.play(
+def test_check_mode_changes_nothing(in_memory: Target, faulty: Any) -> None:
+    in_memory.play(
         {"grove.sandbox.sandbox_template": {"name": "other", "packages": ["curl"]}},
-        sandbox(doubled, "box", template="base"),
+        sandbox(in_memory, "box", template="base"),
         fork(snapshot="base", count=3, name_prefix="ci"),
         options=("--check",),
     )
-    assert {method for method, _ in double.calls[3:]} == {"GET"}
+    assert {method for method, _ in faulty.calls} == {"GET"}
 
 
-def test_a_template_is_built_kept_rebuilt_and_removed(doubled: Target, way: dict[str, Any]) -> None:
+def test_a_template_is_built_kept_rebuilt_and_removed(in_memory: Target, way: dict[str, Any]) -> None:
     def template(**options: Any) -> Task:
         return {"grove.sandbox.sandbox_template": {"name": "web", **options}}
 
-    built, rebuilt, gone = doubled.prove(
+    built, rebuilt, gone = in_memory.prove(
         template(packages=["curl", "nginx", "curl"], start_command="nginx", memory_mb=512),
         template(packages=["nginx", "curl"], setup=["echo hello"], memory_mb=512),
         template(state="absent"),

@@ -1,4 +1,4 @@
-"""The playbooks of docs/recipes.md: the plays on that page as they stand, what they refuse, and a real gateway."""
+"""The playbooks of docs/recipes.md: the unchanged plays of that page, their errors, and a real gateway."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def create(gateway: Served, name: str, **metadata: str) -> str:
 
 
 def change(gateway: Served, sandbox: str) -> None:
-    """What a write to its disk is on a host in memory."""
+    """Change the sandbox's state in memory, as a write to its disk would."""
     gateway.machine(sandbox).state["written"] = secrets.token_hex(4)
 
 
@@ -60,20 +60,20 @@ def snapshots(gateway: Served) -> list[str]:
 # --- build_template --------------------------------------------------------------------------------------------------
 
 
-def test_build_template(doubled: Target) -> None:
-    """On the stand-in, which runs nothing of what a recipe says."""
-    player = Player(doubled.scratch, doubled.url)
+def test_build_template(in_memory: Target) -> None:
+    """On a host in memory, which runs none of a recipe's commands."""
+    player = Player(in_memory.scratch, in_memory.url)
     assert "web would be built" in succeeds(player.page("build_template", "--check"), 1)
     assert "web was built" in succeeds(player.page("build_template"), 1)
     assert "web is built from this recipe already" in succeeds(player.page("build_template"), 0)
-    recipe = doubled.client.get("/templates/web")["recipe"]
+    recipe = in_memory.client.get("/templates/web")["recipe"]
     assert recipe["packages"] == ["curl", "nginx-light"]
     assert recipe["readyProbe"] == "curl -fs http://localhost/"
-    # The same words, as a list and as a text, and what a survey leaves empty.
+    # The same values as a list and as text, and the empty values of a survey.
     others = {"build_packages": ["nginx-light", "curl"], "build_setup": "echo hello > /var/www/html/index.html\n"}
     succeeds(player.page("build_template", **others, build_path="", build_suite="", build_cpus=""), 0)
-    refuses(player.page("build_template", build_setup="true\n\nfalse\n"), "command 'false' ended with exit code 1")
-    assert doubled.client.get("/templates/web")["recipe"] == recipe
+    refuses(player.page("build_template", build_setup="true\n\nfalse\n"), "command 'false' failed with exit code 1")
+    assert in_memory.client.get("/templates/web")["recipe"] == recipe
     refuses(player.run("build_template"), "Give build_name")
 
 
@@ -100,11 +100,11 @@ def test_nightly_snapshots(player: Player, gateway: Served) -> None:
     said = succeeds(player.page("nightly_snapshots", **first), 0)
     assert re.search(r'"nothing_new": \[[^]]*"web-2026-01-01"', said), said
 
-    # The next night only what changed is captured, whatever else; a text says the same as a mapping.
+    # The next night captures only the changed sandbox, whatever the other options; metadata as text equals a mapping.
     change(gateway, boxes[1])
     rule = {"nightly_keep_daily": "", "nightly_keep_last": 1, "nightly_metadata": "team=blue"}
     succeeds(player.page("nightly_snapshots", nightly_stamp="2026-01-02", **rule), 1)
-    # The one before it is given up, a moment later.
+    # The previous one is removed a moment later.
     eventually(lambda: sorted(snapshots(gateway))[:2] == ["db-2026-01-02", "web-2026-01-01"])
     everything = {**rule, "nightly_metadata": "", "nightly_when_changed": "no", "nightly_stamp": "2026-01-03"}
     succeeds(player.page("nightly_snapshots", **everything), 1)
@@ -130,7 +130,7 @@ def test_nightly_snapshots_is_told_too_little(player: Player) -> None:
 
 
 def test_roll_back(player: Player, gateway: Served, tmp_path: Path) -> None:
-    """Without a probe: what changed since the snapshot is broken. Agents here share this machine's files."""
+    """Without a probe: any change since the snapshot counts as broken. The agents here share this machine's files."""
     web = create(gateway, "web")
     capture(gateway, web, "web-2026-11-21")
     options = {"rollback_probe": "", "rollback_backup_name": "kept"}
@@ -143,7 +143,7 @@ def test_roll_back(player: Player, gateway: Served, tmp_path: Path) -> None:
     succeeds(player.page("roll_back", **options), 1)
     assert gateway.machine(web).state != changed and set(snapshots(gateway)) == {"web-2026-11-21", "kept"}
     succeeds(player.page("roll_back", **options), 0)
-    # A name is taken once, and nothing is rolled back without it.
+    # The name is already in use, and nothing is rolled back without a backup.
     change(gateway, web)
     refuses(player.page("roll_back", **options), "kept")
     assert "written" in gateway.machine(web).state
@@ -167,7 +167,7 @@ def test_roll_back_by_a_probe(player: Player, gateway: Served, tmp_path: Path) -
     )
     (kept,) = set(snapshots(gateway)) - {"web-2026-11-21"}
     assert re.fullmatch(r"web-broken-\d{8}-\d{6}", kept)
-    # It fails once and then succeeds, in a sandbox that is clean: what is wrong may be in memory alone.
+    # It fails once and then succeeds, in an unchanged sandbox: the fault may be in memory only.
     flag = tmp_path / "flag"
     probe = f"test -e {flag} || ! touch {flag}"
     succeeds(player.page("roll_back", rollback_probe=probe, rollback_backup_name="again"), 1)
@@ -205,7 +205,7 @@ def test_fork_and_test_with_variants_that_are_a_text(player: Player, gateway: Se
 
 
 def test_a_night_and_a_morning_on_machines(shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
-    """Captured by night, broken by day, rolled back with its memory; what it was is kept."""
+    """Captured by night, broken by day, rolled back with its memory; the broken state is kept."""
     api, player = shared_gateway, Player(tmp_path, shared_gateway.url)
     made = api.call("POST", "/sandboxes", {"templateID": template, "name": "night", "metadata": {"team": "night"}})
     box = made["sandboxID"]

@@ -1,8 +1,8 @@
-"""Every module, state and option: check mode says what a run does, a second run does nothing, the diff can be read.
+"""Every module, state and option: check mode predicts the run, a second run changes nothing, the diff is readable.
 
-The gateway and its engine are real, the machines are in memory (tests/api/memory_host.py): what is predicted is the
-engine's doing, and the same modules are proved above real machines in test_modules.py and test_volumes.py.
-docs/predictions.md is what came of it; ``GROVE_WRITE_DOCS=1`` writes it anew.
+The gateway and its engine are real, the machines are in memory (tests/api/memory_host.py): the predictions concern the
+engine, and test_modules.py and test_volumes.py check the same modules above real machines. docs/predictions.md holds
+the results; ``GROVE_WRITE_DOCS=1`` writes it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tests.support.session import REPOSITORY
 PAGE = REPOSITORY / "docs" / "predictions.md"
 COMMAND = "GROVE_WRITE_DOCS=1 ./dev test tests/collection/test_predictions.py"
 LONGEST = 60
-"""Lines that a diff of a case may have."""
+"""The most lines that the diff of a case may have."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What came of a case: check mode, the run, a second run."""
+    """The results of a case: check mode, the run, a second run."""
 
     case: Case
     prefix: str
@@ -46,7 +46,7 @@ class Found:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Found]]:
-    """All cases in two plays: one makes what they find, the other runs each three times."""
+    """All cases in two plays: one sets them up, the other runs each task three times."""
     root = tmp_path_factory.mktemp("predictions")
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(memory_host, "Machine", ShellMachine)
@@ -101,13 +101,13 @@ def meanwhile(gateway: Served, target: Target, what: str, whom: str) -> None:
 
 
 async def end_machine(gateway: Served, name: str) -> None:
-    instance = gateway.engine.sandbox(name).instance
+    instance = gateway.engine.sandboxes.get(name).instance
     await gateway.host.machines.pop(instance).stop()
     gateway.host._exit(instance)
 
 
 def keep_snapshots(gateway: Served, name: str) -> None:
-    """The words are those of ZfsStorage; that it uses them is tested in tests/jail_zfs/test_volume_storage.py."""
+    """The error has the words of ZfsStorage; tests/jail_zfs/test_volume_storage.py checks that it uses them."""
     kept, remove = gateway.engine.index.volume(name).id, gateway.host.remove_volume_snapshot
 
     async def refuse(snapshot: VolumeSnapshot) -> None:
@@ -168,24 +168,22 @@ def test_the_page_is_what_was_found(found: dict[Case, Found]) -> None:
 
 # The page
 
-HEAD = f"""# What check mode says, and what a run does
+HEAD = f"""# Check mode and runs
 
-Every state and option of every module, asked for three times by
-[tests/collection/test_predictions.py](../tests/collection/test_predictions.py): in check mode, for real, and for real
-again. *Check mode* and *run* show the actions that the result lists (`outcomes`); where both say the same, the
-prediction held, not only for the actions but for the diff and for every value that is known before. *Again* is the
-second run. `-` alone is nothing. Refusals are shown by their `failure.kind`; with `continue_on_error` the other names
-go on.
+[tests/collection/test_predictions.py](../tests/collection/test_predictions.py) asks for every state and option of every
+module three times: in check mode, for real, and for real again. *Check mode* and *run* show the actions that the result
+lists (`outcomes`); if both are the same, the prediction was right, not only for the actions but also for the diff and
+for every value that is known in advance. *Again* is the second run. `-` alone means nothing. A refusal is shown by its
+`failure.kind`; with `continue_on_error` the other names continue.
 
 In the diffs `…` stands for an id.
 
-What is not as one would wish is shown as well. Two modules are idempotent in part: `sandbox_volume` with `rollback_to`
-and `sandbox_rollback` with `unless_clean: false` change something every time. And there is what only the host can tell,
-so that check mode does not know it: whether there is anything at the `path` of a template, whether a build succeeds,
-and that a jail host keeps a snapshot of a volume as long as another volume made from it is there. The run is refused
-then, and what was there before is there still.
+The page also shows imperfect results. Two modules are only partly idempotent: `sandbox_volume` with `rollback_to` and
+`sandbox_rollback` with `unless_clean: false` change something every time. And check mode cannot know what only the host
+can tell: whether the `path` of a template exists, whether a build succeeds, and that a jail host keeps a snapshot of a
+volume as long as another volume made from it exists. In these cases the run is refused and changes nothing.
 
-This page is written by that test: `{COMMAND}`. A run that finds something else fails.
+That test writes this page: `{COMMAND}`. It fails if it finds something else.
 """
 
 
@@ -208,7 +206,7 @@ def row(each: Found) -> str:
 
 
 def actions(result: Result, prefix: str) -> str:
-    """By what was done: to whom."""
+    """The names by action."""
     did: dict[str, list[str]] = {}
     for outcome in result.get("outcomes", []):
         if outcome["actions"]:
@@ -235,7 +233,7 @@ def diff(each: Found) -> str:
 
 
 def differences(before: Any, after: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Each leaf that is another: where, what it was, what it is; None for what is not there."""
+    """Each leaf that differs: its path, the old and the new value; None for a missing one."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in [*before, *(key for key in after if key not in before)]:
             yield from differences(before.get(key), after.get(key), f"{place}.{key}" if place else key)
@@ -252,5 +250,5 @@ def plain(value: Any) -> str:
 
 
 def clean(text: str, prefix: str) -> str:
-    """Without what another run would have otherwise: the case's prefix, and ids."""
+    """Remove the parts that differ between runs: the case's prefix, and ids."""
     return re.sub(r"\b[0-9a-f]{12}\b", "…", text.replace(prefix, ""))

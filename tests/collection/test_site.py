@@ -1,4 +1,4 @@
-"""`./dev docs` makes one site of the guides and of the reference."""
+"""`./dev docs` builds one site from the guides and the reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REFERENCE = [
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build it; a warning (a link that leads nowhere, say) is an error."""
+    """Build it; a warning (for example about a broken link) is an error."""
     path = tmp_path_factory.mktemp("docs") / "site"
     argv = [str(session.REPOSITORY / "dev"), "docs", str(path)]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600, check=False)

@@ -1,4 +1,4 @@
-"""The playbooks about volumes, on a live gateway: each twice, and the second time nothing changes."""
+"""The playbooks about volumes, on a live gateway: each runs twice, and the second run changes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.roles import environment
 
 
 def play(name: str, gateway: Gateway, template: str, scratch: Path) -> tuple[str, int]:
-    """What it said, and how many tasks changed something."""
+    """Its output, and the number of tasks that changed something."""
     options = ["-e", f"volumes_socket={gateway.socket}", "-e", f"volumes_template={template}"]
     done = subprocess.run(
         [ansible_playbook(), f"grove.sandbox.{name}", *options],

@@ -1,12 +1,12 @@
-"""Volumes: check mode says what a run does, a second run does nothing, and what stands in the way is named."""
+"""Volumes: check mode predicts the run, a second run changes nothing, and errors name the obstacle."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tests.collection.conftest import each_way
-from tests.collection.double_gateway import DoubleGateway
 from tests.collection.runner import Result, Target, Task, foretold
+from tests.support.faulty_gateway import FaultyGateway
 
 
 def volume(**options: Any) -> Task:
@@ -252,24 +252,25 @@ def test_one_refusal_leaves_the_others_with_continue_on_error(target: Target) ->
     assert [outcome["failed"] for outcome in went_on["outcomes"]] == [False, True, False]
 
 
-def test_a_fork_whose_inherited_volume_is_gone_says_so(doubled: Target, double: DoubleGateway) -> None:
-    doubled.play(
+def test_a_fork_whose_inherited_volume_is_gone_says_so(in_memory: Target, faulty: FaultyGateway) -> None:
+    in_memory.play(
         volume(name="data"),
         sandbox(name="box", template="base", volumes=[at("/srv/data", "data")]),
         snapshot(name="golden", sandbox="box"),
         volume(name="data", state="absent", attachments=[]),
     )
-    assert not double.volumes
-    (refused,) = doubled.play(fork(snapshot="golden", names=["x"]))
+    assert not faulty.things("volumes")
+    (refused,) = in_memory.play(fork(snapshot="golden", names=["x"]))
     failed(refused, "conflict", "there no more", "[] is nothing")
     assert refused["failure"]["status"] is None
-    (made,) = doubled.prove(fork(snapshot="golden", names=["x"], volumes=[]))
+    (made,) = in_memory.prove(fork(snapshot="golden", names=["x"], volumes=[]))
     assert made["sandbox"]["volumes"] == []
 
 
-def test_the_token_of_a_volume_is_not_shown(doubled: Target) -> None:
-    results = doubled.play(
+def test_the_token_of_a_volume_is_not_shown(in_memory: Target, faulty: FaultyGateway) -> None:
+    results = in_memory.play(
         volume(name="data", snapshots=["one"]), {"grove.sandbox.sandbox_volume_info": {}}, options=("-vvv", "--diff")
     )
     assert all(not result.get("failed") for result in results)
-    assert "nobody-should-see" not in doubled.output + str(results)
+    token = faulty.request("GET", "/volumes/data")["token"]
+    assert len(token) > 8 and token not in in_memory.output + str(results)

@@ -1,4 +1,4 @@
-"""Which way a task goes: in the process of the control node, or by the module on the managed host."""
+"""Where a task runs: in the control node's process, or by the module on the managed host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TASK: Task = {"grove.sandbox.sandbox": {"name": "box", "template": "base"}}
 
 
 def by_module(result: dict[str, Any]) -> bool:
-    """Only a module says how it was invoked."""
+    """Only a module reports its invocation."""
     return "invocation" in result
 
 
@@ -26,30 +26,39 @@ def by_module(result: dict[str, Any]) -> bool:
     ids=["local", "environment", "not local"],
 )
 def test_a_loopback_address_is_the_managed_hosts(
-    doubled: Target, keywords: dict[str, Any], options: tuple[str, ...], module: bool
+    in_memory: Target, keywords: dict[str, Any], options: tuple[str, ...], module: bool
 ) -> None:
-    (made,) = doubled.play({**TASK, "diff": True}, keywords=keywords, options=options)
+    (made,) = in_memory.play({**TASK, "diff": True}, keywords=keywords, options=options)
     assert made["changed"], made
     assert by_module(made) is module
-    (again,) = doubled.play(TASK, keywords=keywords, options=options)
+    (again,) = in_memory.play(TASK, keywords=keywords, options=options)
     assert not again["changed"]
 
 
-def test_another_address_is_reached_from_the_control_node(doubled: Target) -> None:
-    # Nobody is at that address of the documentation's; a module would have said how it was invoked.
+def test_another_address_is_reached_from_the_control_node(in_memory: Target) -> None:
+    # The address is reserved for documentation and does not answer; a module would have reported its invocation.
     task = {"grove.sandbox.sandbox": {**TASK["grove.sandbox.sandbox"], "gateway_url": "http://192.0.2.1:1"}}
-    (result,) = doubled.play({**task, "timeout": 5}, options=("-e", "ansible_connection=elsewhere"))
+    (result,) = in_memory.play({**task, "timeout": 5}, options=("-e", "ansible_connection=elsewhere"))
     assert result["failed"] and not by_module(result)
 
 
-def test_asynchronously(doubled: Target) -> None:
-    (made,) = doubled.play({**TASK, "async": 60, "poll": 1})
+def test_asynchronously(in_memory: Target) -> None:
+    (made,) = in_memory.play({**TASK, "async": 60, "poll": 1})
     assert made["changed"] and made["sandbox"]["name"] == "box"
 
 
-def test_variables_of_the_environment_stand_in(doubled: Target) -> None:
+def test_variables_of_the_environment_stand_in(in_memory: Target) -> None:
     task = {"grove.sandbox.sandbox": {"name": "box", "template": "base"}}
-    variables = {"SANDBOX_GATEWAY_URL": doubled.url, "SANDBOX_GATEWAY_TOKEN": ""}
+    variables = {"SANDBOX_GATEWAY_URL": in_memory.url, "SANDBOX_GATEWAY_TOKEN": ""}
     for options in ((), ("-e", "ansible_connection=elsewhere")):
-        results = doubled.play(task, options=options, environment=variables, keywords={"module_defaults": {}})
+        results = in_memory.play(task, options=options, environment=variables, keywords={"module_defaults": {}})
         assert not results[0].get("failed"), results
+
+
+@pytest.mark.parametrize("group", ["all", "gateway"])
+def test_common_options_of_a_group(in_memory: Target, group: str) -> None:
+    defaults = {f"group/grove.sandbox.{group}": {"gateway_url": in_memory.url, "gateway_token": ""}}
+    made, listed = in_memory.play(
+        TASK, {"grove.sandbox.sandbox_info": {"name": ["box"]}}, keywords={"module_defaults": defaults}
+    )
+    assert made["changed"] and listed["sandboxes"] == [made["sandbox"]]

@@ -1,4 +1,4 @@
-"""The engine's suite runs on every kind of host: what a host cannot do it declares in ``abilities``."""
+"""The engine's suite runs on every kind of host, which declares its features in ``abilities``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _shared(world: World) -> Iterator[Live]:
 
 @pytest.fixture
 def live(_shared: Live, world: World) -> Iterator[Live]:
-    """The engine that tests share, empty before and after each; what a test leaves on the machine fails it."""
+    """The engine that tests share, empty before and after each; a test fails if it leaves anything on the machine."""
     before = world.traces(_shared.config)
     yield _shared
     _shared.empty()
@@ -39,7 +39,7 @@ def live(_shared: Live, world: World) -> Iterator[Live]:
 
 @pytest.fixture
 def fresh(world: World) -> Iterator[Callable[..., Live]]:
-    """``fresh(limits={…})`` opens an engine with a state of its own; ``fresh(config=config)`` opens a state again."""
+    """``fresh(limits={…})`` opens an engine with its own state; ``fresh(config=config)`` reopens a state."""
     made: list[Live] = []
 
     def start(config: Any = None, **sections: dict[str, Any]) -> Live:

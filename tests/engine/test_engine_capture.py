@@ -1,4 +1,4 @@
-"""Capture: snapshots that stand by themselves."""
+"""Capture: snapshots that do not depend on their source."""
 
 from __future__ import annotations
 
@@ -15,117 +15,117 @@ from tests.support.worlds import TEMPLATE, World
 
 @pytest.fixture
 def source(live: Live) -> str:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     return "source"
 
 
 def test_snapshot_says_where_it_comes_from(live: Live, source: str, world: World) -> None:
     sandbox = live.sandbox(source)
-    first = live.do(live.engine.capture(source, name="one", description="the first"))
-    second = live.do(live.engine.capture(source, name="two"))
+    first = live.do(live.engine.snapshots.create(source, name="one", description="the first"))
+    second = live.do(live.engine.snapshots.create(source, name="two"))
     assert first.source_sandbox == second.source_sandbox == sandbox.id
     assert (first.parent, second.parent) == (sandbox.template_id, first.id)
     assert first.origin == second.origin == sandbox.template_id
     assert live.sandbox(source).head == second.id
     assert (first.memory is not Memory.NONE) == world.abilities.memory
-    assert live.engine.snapshot("one").description == "the first"
+    assert live.engine.snapshots.get("one").description == "the first"
 
 
 @pytest.mark.usefixtures("with_memory")
 def test_only_the_pages_written_are_stored(live: Live, source: str) -> None:
     live.shell(source, "head -c 4000000 /dev/urandom >/run/blob")
-    snapshot = live.do(live.engine.capture(source))
+    snapshot = live.do(live.engine.snapshots.create(source))
     assert snapshot.memory is Memory.INCREMENTAL
     assert 4_000_000 < snapshot.memory_bytes_written < 60_000_000
     assert 0 < snapshot.pause_ms < 5000
 
 
 def test_taken_name_is_refused_with_no_side_effect(live: Live, source: str, world: World) -> None:
-    live.do(live.engine.capture(source, name="taken"))
+    live.do(live.engine.snapshots.create(source, name="taken"))
     before = world.traces(live.config)
     for name in ("taken", source, TEMPLATE):
         with pytest.raises(NameTaken):
-            live.do(live.engine.capture(source, name=name))
+            live.do(live.engine.snapshots.create(source, name=name))
     assert world.traces(live.config) == before
 
 
 def test_snapshot_outlives_its_source(live: Live, source: str) -> None:
     live.shell(source, "echo kept >/root/kept")
-    live.do(live.engine.capture(source, name="legacy"))
-    live.do(live.engine.kill(source))
-    fork = live.do(live.engine.create("legacy", ForkSpec()))
+    live.do(live.engine.snapshots.create(source, name="legacy"))
+    live.do(live.engine.sandboxes.delete(source))
+    fork = live.do(live.engine.forks.create("legacy", ForkSpec()))
     assert live.shell(fork.id, "cat /root/kept").strip() == "kept"
 
 
 def test_five_generations_and_the_middle_ones_deleted(live: Live, world: World) -> None:
-    ref = live.do(live.engine.create(TEMPLATE, ForkSpec(names=["g0"]))).id
+    ref = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["g0"]))).id
     if world.abilities.memory:
         live.shell(ref, START_COUNTER)
     for generation in range(1, 6):
         live.shell(ref, f"echo {generation} >>/root/generations")
-        live.do(live.engine.capture(ref, name=f"s{generation}"))
-        ref = live.do(live.engine.create(f"s{generation}", ForkSpec(names=[f"g{generation}"]))).id
+        live.do(live.engine.snapshots.create(ref, name=f"s{generation}"))
+        ref = live.do(live.engine.forks.create(f"s{generation}", ForkSpec(names=[f"g{generation}"]))).id
     for generation in range(1, 5):
-        live.do(live.engine.kill(f"g{generation}"))
+        live.do(live.engine.sandboxes.delete(f"g{generation}"))
     for generation in range(1, 5):
-        live.do(live.engine.delete_snapshot(f"s{generation}"))
-    deepest = live.do(live.engine.create("s5", ForkSpec(names=["deepest"])))
+        live.do(live.engine.snapshots.delete(f"s{generation}"))
+    deepest = live.do(live.engine.forks.create("s5", ForkSpec(names=["deepest"])))
     assert live.shell(deepest.id, "cat /root/generations").split() == list("12345")
     if world.abilities.memory:
         first = counter(live, deepest.id)
         assert counter(live, deepest.id) >= first > 0
-    assert deepest.template_id == live.engine.template(TEMPLATE).id
+    assert deepest.template_id == live.engine.templates.get(TEMPLATE).id
 
 
 def test_deleting_what_is_in_use_names_the_users(live: Live, source: str) -> None:
-    live.do(live.engine.capture(source, name="used"))
-    forks = live.do(live.engine.fork("used", ForkSpec(names=["f1", "f2"])))
+    live.do(live.engine.snapshots.create(source, name="used"))
+    forks = live.do(live.engine.forks.fork("used", ForkSpec(names=["f1", "f2"])))
     with pytest.raises(InUse, match=r"2 sandboxes .*f1, f2") as refusal:
-        live.do(live.engine.delete_snapshot("used"))
+        live.do(live.engine.snapshots.delete("used"))
     assert set(refusal.value.blockers) == {fork.id for fork in forks}
-    live.do(live.engine.kill("f1"))
-    live.do(live.engine.kill("f2"))
-    assert live.do(live.engine.delete_snapshot("used"))
+    live.do(live.engine.sandboxes.delete("f1"))
+    live.do(live.engine.sandboxes.delete("f2"))
+    assert live.do(live.engine.snapshots.delete("used"))
     with pytest.raises(NotFound):
-        live.engine.snapshot("used")
+        live.engine.snapshots.get("used")
 
 
 def test_when_unused_hides_now_and_removes_with_the_last_user(live: Live, source: str, world: World) -> None:
     before = world.traces(live.config)["snapshots"]
-    live.do(live.engine.capture(source, name="going"))
-    live.do(live.engine.create("going", ForkSpec(names=["user"])))
-    assert not live.do(live.engine.delete_snapshot("going", when_unused=True))
+    live.do(live.engine.snapshots.create(source, name="going"))
+    live.do(live.engine.forks.create("going", ForkSpec(names=["user"])))
+    assert not live.do(live.engine.snapshots.delete("going", when_unused=True))
     with pytest.raises(NotFound):
-        live.engine.snapshot("going")
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["going"])))
-    live.do(live.engine.kill("user"))
-    live.do(live.engine.kill(source))
+        live.engine.snapshots.get("going")
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["going"])))
+    live.do(live.engine.sandboxes.delete("user"))
+    live.do(live.engine.sandboxes.delete(source))
     assert world.traces(live.config)["snapshots"] == before
 
 
 def test_template_in_use_cannot_be_deleted(live: Live, source: str) -> None:
     with pytest.raises(InUse, match="template"):
-        live.do(live.engine.delete_snapshot(TEMPLATE))
+        live.do(live.engine.snapshots.delete(TEMPLATE))
 
 
 def test_disk_only_snapshot_starts_cold_with_what_was_written(live: Live, source: str) -> None:
     live.shell(source, "echo unsynced >/root/unsynced")
-    snapshot = live.do(live.engine.capture(source, name="disk", memory="none"))
+    snapshot = live.do(live.engine.snapshots.create(source, name="disk", memory="none"))
     assert snapshot.memory is Memory.NONE
     assert live.shell(source, "echo thawed >/root/thawed && cat /root/thawed").strip() == "thawed"
-    fork = live.do(live.engine.create("disk", ForkSpec()))
+    fork = live.do(live.engine.forks.create("disk", ForkSpec()))
     assert live.shell(fork.id, "cat /root/unsynced").strip() == "unsynced"
 
 
 def test_unknown_memory_wish_is_refused(live: Live, source: str) -> None:
     with pytest.raises(Invalid, match="auto"):
-        live.do(live.engine.capture(source, memory="sometimes"))
+        live.do(live.engine.snapshots.create(source, memory="sometimes"))
 
 
 def test_paused_sandbox_cannot_be_captured(live: Live, source: str) -> None:
-    live.do(live.engine.pause(source))
+    live.do(live.engine.sandboxes.pause(source))
     with pytest.raises(Conflict, match="resume it first"):
-        live.do(live.engine.capture(source))
+        live.do(live.engine.snapshots.create(source))
 
 
 def test_failed_capture_leaves_the_source_running_and_no_trace(
@@ -135,37 +135,41 @@ def test_failed_capture_leaves_the_source_running_and_no_trace(
     before = world.traces(live.config)
     world.break_capture(live.engine.host, monkeypatch)
     with pytest.raises(BackendFailed, match="forced"):
-        live.do(live.engine.capture(source, name="broken"))
+        live.do(live.engine.snapshots.create(source, name="broken"))
     monkeypatch.undo()
     assert world.traces(live.config) == before
     assert live.sandbox(source).head == head
     assert live.shell(source, "echo alive").strip() == "alive"
-    live.do(live.engine.capture(source, name="broken"))
+    live.do(live.engine.snapshots.create(source, name="broken"))
 
 
 def test_expired_snapshot_goes_unless_it_has_forks(live: Live, source: str) -> None:
-    live.do(live.engine.capture(source, name="short", expires_in=0.5))
-    live.do(live.engine.capture(source, name="kept", expires_in=0.5))
-    live.do(live.engine.create("kept", ForkSpec(names=["user"])))
-    eventually(lambda: all("short" not in snapshot.names for snapshot in live.engine.snapshots()), 20)
-    assert live.engine.snapshot("kept").names == ["kept"]
+    live.do(live.engine.snapshots.create(source, name="short", expires_in=0.5))
+    live.do(live.engine.snapshots.create(source, name="kept", expires_in=0.5))
+    live.do(live.engine.forks.create("kept", ForkSpec(names=["user"])))
+    eventually(lambda: all("short" not in snapshot.names for snapshot in live.engine.snapshots.list()), 20)
+    assert live.engine.snapshots.get("kept").names == ["kept"]
 
 
 def test_a_rule_gives_up_old_snapshots_but_none_that_is_in_use(live: Live, source: str) -> None:
     rule = Retention(keep_last=1)
-    live.do(live.engine.capture(source, name="by-hand"))
-    live.do(live.engine.capture(source, name="forked", retention=Retention(keep_last=3)))
-    live.do(live.engine.create("forked", ForkSpec(names=["user"])))
-    live.do(live.engine.capture(source, name="old", retention=Retention(keep_last=3)))
-    live.do(live.engine.capture(source, name="new", retention=rule))
-    eventually(lambda: all("old" not in snapshot.names for snapshot in live.engine.snapshots()), 20)
-    assert {name for snapshot in live.engine.snapshots() for name in snapshot.names} == {"by-hand", "forked", "new"}
+    live.do(live.engine.snapshots.create(source, name="by-hand"))
+    live.do(live.engine.snapshots.create(source, name="forked", retention=Retention(keep_last=3)))
+    live.do(live.engine.forks.create("forked", ForkSpec(names=["user"])))
+    live.do(live.engine.snapshots.create(source, name="old", retention=Retention(keep_last=3)))
+    live.do(live.engine.snapshots.create(source, name="new", retention=rule))
+    eventually(lambda: all("old" not in snapshot.names for snapshot in live.engine.snapshots.list()), 20)
+    assert {name for snapshot in live.engine.snapshots.list() for name in snapshot.names} == {
+        "by-hand",
+        "forked",
+        "new",
+    }
 
 
 def test_lineage_hangs_each_thing_where_it_came_from(live: Live, source: str) -> None:
-    live.do(live.engine.capture(source, name="fork-point"))
-    live.do(live.engine.create("fork-point", ForkSpec(names=["child"])))
-    (tree,) = live.engine.lineage(TEMPLATE)
+    live.do(live.engine.snapshots.create(source, name="fork-point"))
+    live.do(live.engine.forks.create("fork-point", ForkSpec(names=["child"])))
+    (tree,) = live.engine.snapshots.lineage(TEMPLATE)
     sandbox = next(node for node in tree["children"] if node["names"] == ["source"])
     (snapshot,) = sandbox["children"]
     assert snapshot["names"] == ["fork-point"]

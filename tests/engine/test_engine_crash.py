@@ -1,11 +1,12 @@
-"""The gateway killed in the middle of each verb: afterwards each thing is whole or was never there.
+"""The gateway is killed in the middle of each verb: afterwards each object is complete or does not exist.
 
-By default a handful of moments, spread over each verb; GROVE_CRASH_POINTS=all tries every one.
+By default it is killed at a few steps, spread over each verb; GROVE_CRASH_POINTS=all tries every step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,10 +22,12 @@ from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
 
 POINTS = os.environ.get("GROVE_CRASH_POINTS", "3")
+QMP_VERBS = {"capture", "capture-with-volumes", "pause"}
+"""They stop a machine whose memory a snapshot holds."""
 
 
 class Scene:
-    """A state that all verbs find as it was settled; no gateway runs, but those that are opened."""
+    """A settled state that all verbs start from; no gateway runs except those that are opened explicitly."""
 
     def __init__(self, world: World, settle: Callable[[Live], None]) -> None:
         self.world = world
@@ -34,7 +37,7 @@ class Scene:
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
-        """For a verb, which brings back what it changes; where it fails to, the next one's state is made anew."""
+        """Provides the state to a verb, which must restore it; after a failure, the state is created again."""
         try:
             if self._config is None:
                 self._config = self.world.config()
@@ -63,7 +66,7 @@ class Scene:
             self._config = None
 
     def run(self, verb: str, fatal: int, path: Path) -> tuple[int, str]:
-        """How the verb ended that was killed at the step, 0: at none, and what it said."""
+        """The result of a verb that is killed at a step (0: not killed), and its output."""
         assert self._config is not None
         return self._runner.run(self._config, verb, fatal, path), path.read_text()
 
@@ -76,24 +79,34 @@ def _scene(world: World, settle: Callable[[Live], None]) -> Iterator[Scene]:
 
 @pytest.fixture(scope="module")
 def settled(world: World) -> Iterator[Scene]:
-    """A running source and its snapshot, a sleeping sandbox, and things to spare."""
+    """A running source and its snapshot, a paused sandbox, and spare objects."""
     yield from _scene(world, settle)
 
 
 def settle(live: Live) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", "echo kept >/root/kept")
-    live.do(live.engine.capture("source", name="mark"))
-    live.do(live.engine.capture("source", name="spare-mark"))
-    live.do(live.engine.fork(TEMPLATE, ForkSpec(names=["spare", "sleeper"])))
-    live.do(live.engine.pause("sleeper"))
+    live.do(live.engine.snapshots.create("source", name="mark"))
+    live.do(live.engine.snapshots.create("source", name="spare-mark"))
+    live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["spare", "sleeper"])))
+    live.do(live.engine.sandboxes.pause("sleeper"))
 
 
-def moments() -> Iterator[float]:
-    """Shares of the way through a verb."""
+def check_lineage(live: Live, when: str) -> None:
+    """Every parent of a snapshot or sandbox exists."""
+    snapshots, sandboxes = live.engine.index.snapshots, live.engine.index.sandboxes
+    parents = {each.parent for each in snapshots.values() if each.parent}
+    assert parents | {each.head for each in sandboxes.values()} <= snapshots.keys(), when
+
+
+def chosen(steps: int, qmp: list[int]) -> list[int]:
+    """POINTS steps spread over a verb; a command to QEMU, if there is one, replaces the nearest of these steps."""
     count = int(POINTS)
-    for point in range(count):
-        yield (point + 0.5) / count
+    spread = {1 + int((point + 0.5) / count * steps) for point in range(count)}
+    if qmp and not spread & {*qmp}:
+        command, near = min(((each, step) for each in qmp for step in spread), key=lambda pair: abs(pair[0] - pair[1]))
+        spread = spread - {near} | {command}
+    return sorted(spread)
 
 
 Check = Callable[[Live, World, str], None]
@@ -107,9 +120,10 @@ def test_killed_in_the_middle(verb: str, settled: Scene, tmp_path: Path) -> None
 
 def kill_everywhere(verb: str, scene: Scene, path: Path, check: Check, restore: Restore) -> None:
     with scene.settled():
-        steps = rehearsed(verb, scene, path, restore)
+        steps, qmp = rehearsed(verb, scene, path, restore)
         assert steps > 0, "nothing was counted, so nothing would be killed"
-        wanted = range(1, steps + 1) if POINTS == "all" else sorted({1 + int(share * steps) for share in moments()})
+        assert bool(qmp) == (scene.world.abilities.memory and verb in QMP_VERBS), f"{verb}: {qmp} of {steps} are QMP's"
+        wanted = range(1, steps + 1) if POINTS == "all" else chosen(steps, qmp)
         killed = 0
         for fatal in wanted:
             code, said = scene.run(verb, fatal, path)
@@ -121,51 +135,53 @@ def kill_everywhere(verb: str, scene: Scene, path: Path, check: Check, restore: 
         assert killed > 0, f"{verb} was never killed: it ended before each of the steps {list(wanted)}"
 
 
-def rehearsed(verb: str, scene: Scene, path: Path, restore: Restore) -> int:
-    """How many steps the verb takes when nobody kills it; the state is brought back afterwards."""
+def rehearsed(verb: str, scene: Scene, path: Path, restore: Restore) -> tuple[int, list[int]]:
+    """The number of steps of an undisturbed verb, and which are QMP commands; the state is restored."""
     code, said = scene.run(verb, 0, path)
     assert code == 0, said[-3000:]
     with scene.opened() as live:
         restore(live)
-    return int(said.split()[-1])
+    found = json.loads(said.splitlines()[-1])
+    return found["steps"], found["qmp"]
 
 
 def check(live: Live, world: World, when: str) -> None:
-    """Everything that was promised to stay is there; what is new is whole; nothing is there that nobody knows."""
-    sandboxes = {sandbox.name: sandbox for sandbox in live.engine.sandboxes()}
+    """Everything that must remain is there; new objects are complete; there is nothing unknown."""
+    sandboxes = {sandbox.name: sandbox for sandbox in live.engine.sandboxes.list()}
     assert {"source", "sleeper"} <= sandboxes.keys(), when
-    snapshots = {name for snapshot in live.engine.snapshots() for name in snapshot.names}
+    snapshots = {name for snapshot in live.engine.snapshots.list() for name in snapshot.names}
     assert "mark" in snapshots, when
     for sandbox in sandboxes.values():
         if sandbox.state is SandboxState.RUNNING:
             assert live.shell(sandbox.id, "hostname").strip() == sandbox.name, when
     if sandboxes["source"].state is SandboxState.PAUSED:
-        live.do(live.engine.resume("source"))
+        live.do(live.engine.sandboxes.resume("source"))
     assert live.shell("source", "cat /root/kept").strip() == "kept", when
     if "new" in snapshots:
-        fork = live.do(live.engine.create("new", ForkSpec()))
+        fork = live.do(live.engine.forks.create("new", ForkSpec()))
         assert live.shell(fork.id, "cat /root/kept").strip() == "kept", when
-        live.do(live.engine.kill(fork.id))
+        live.do(live.engine.sandboxes.delete(fork.id))
+    check_lineage(live, when)
     live.settle(world.check_no_strays, live.engine, live.config, when)
 
 
 def restore(live: Live) -> None:
-    """Make the state what it was before the verb."""
+    """Restore the state from before the verb."""
     engine = live.engine
-    present = {sandbox.name for sandbox in engine.sandboxes()}
+    present = {sandbox.name for sandbox in engine.sandboxes.list()}
     for name in {"new", "new2"} & present:
-        live.do(engine.kill(name))
-    for snapshot in engine.snapshots():
+        live.do(engine.sandboxes.delete(name))
+    for snapshot in engine.snapshots.list():
         if "new" in snapshot.names:
-            live.do(engine.delete_snapshot(snapshot.id))
+            live.do(engine.snapshots.delete(snapshot.id))
     if live.sandbox("source").state is SandboxState.PAUSED:
-        live.do(engine.resume("source"))
+        live.do(engine.sandboxes.resume("source"))
     if "spare" not in present:
-        live.do(engine.create(TEMPLATE, ForkSpec(names=["spare"])))
+        live.do(engine.forks.create(TEMPLATE, ForkSpec(names=["spare"])))
     if live.sandbox("sleeper").state is SandboxState.RUNNING:
-        live.do(engine.pause("sleeper"))
-    if not any("spare-mark" in snapshot.names for snapshot in engine.snapshots()):
-        live.do(engine.capture("source", name="spare-mark"))
+        live.do(engine.sandboxes.pause("sleeper"))
+    if not any("spare-mark" in snapshot.names for snapshot in engine.snapshots.list()):
+        live.do(engine.snapshots.create("source", name="spare-mark"))
 
 
 # -- volumes -----------------------------------------------------------------------------------------------------------
@@ -173,19 +189,21 @@ def restore(live: Live) -> None:
 
 @pytest.fixture(scope="module")
 def settled_volumes(world: World) -> Iterator[Scene]:
-    """A running source with two volumes, a snapshot that holds one of them, and two volumes that nobody mounts."""
+    """A running source with two volumes, a snapshot that holds one of them, and two unused volumes."""
     yield from _scene(world, settle_volumes)
 
 
 def settle_volumes(live: Live) -> None:
     for name in ("one", "two", "idle", "spare"):
-        live.do(live.engine.create_volume(name, 64))
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"], mounts=[MountSpec(n, f"/{n}") for n in MOUNTED])))
+        live.do(live.engine.volumes.create(name, 64))
+    live.do(
+        live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"], mounts=[MountSpec(n, f"/{n}") for n in MOUNTED]))
+    )
     for name in MOUNTED:
         live.shell("source", f"echo {name} >/{name}/kept && sync")
-    live.do(live.engine.capture("source", name="mark", volumes=["one"]))
+    live.do(live.engine.snapshots.create("source", name="mark", volumes=["one"]))
     fill_idle(live)
-    live.do(live.engine.snapshot_volume("spare", "before"))
+    live.do(live.engine.volumes.snapshot("spare", "before"))
 
 
 MOUNTED = ("one", "two")
@@ -193,12 +211,12 @@ MOUNTED = ("one", "two")
 
 def fill_idle(live: Live) -> None:
     """A volume that holds "after", and a snapshot of it that holds "before"."""
-    live.do(live.engine.attach("source", MountSpec("idle", "/idle")))
-    if not live.engine.volume_snapshots("idle"):
+    live.do(live.engine.attachments.attach("source", MountSpec("idle", "/idle")))
+    if not live.engine.volumes.list_snapshots("idle"):
         live.shell("source", "echo before >/idle/kept && sync")
-        live.do(live.engine.snapshot_volume("idle", "before"))
+        live.do(live.engine.volumes.snapshot("idle", "before"))
     live.shell("source", "echo after >/idle/kept && sync")
-    live.do(live.engine.detach("source", "idle"))
+    live.do(live.engine.attachments.detach("source", "idle"))
 
 
 @pytest.mark.parametrize("verb", VOLUME_VERBS)
@@ -207,9 +225,9 @@ def test_killed_in_the_middle_of_a_verb_of_volumes(verb: str, settled_volumes: S
 
 
 def check_volumes(live: Live, world: World, when: str) -> None:
-    """What the records say is mounted is mounted, and nothing else; each volume and snapshot is whole or not there."""
+    """The mounts match the records exactly; each volume and snapshot is complete or does not exist."""
     engine = live.engine
-    volumes = {each.name: each for each in engine.volumes()}
+    volumes = {each.name: each for each in engine.volumes.list()}
     by_id = {each.id: each for each in volumes.values()}
     assert {*MOUNTED, "idle"} <= volumes.keys(), when
     assert live.sandbox("source").state is SandboxState.RUNNING, when
@@ -230,20 +248,20 @@ def check_volumes(live: Live, world: World, when: str) -> None:
     if "new" in volumes and volumes["new"].from_snapshot:
         assert content(live, "new") == "before", when
     assert content(live, "idle") in ("before", "after"), when
-    assert [each.name for each in engine.volume_snapshots("idle")] == ["before"], when
+    assert [each.name for each in engine.volumes.list_snapshots("idle")] == ["before"], when
     if "spare" in volumes:
-        assert [each.name for each in engine.volume_snapshots("spare")] == ["before"], when
-    for each in engine.volume_snapshots("one"):
+        assert [each.name for each in engine.volumes.list_snapshots("spare")] == ["before"], when
+    for each in engine.volumes.list_snapshots("one"):
         if each.name == "new":
-            engine_made = live.do(engine.create_volume("probe", from_snapshot=each.id))
+            engine_made = live.do(engine.volumes.create("probe", from_snapshot=each.id))
             assert content(live, engine_made.name) == "one", when
-            live.do(engine.delete_volume("probe"))
-    snapshots = {each.id: each for each in engine.snapshots()}
-    captures = {each.id for name in MOUNTED for each in engine.volume_snapshots(name) if each.sandbox_snapshot}
+            live.do(engine.volumes.delete("probe"))
+    snapshots = {each.id: each for each in engine.snapshots.list()}
+    captures = {each.id for name in MOUNTED for each in engine.volumes.list_snapshots(name) if each.sandbox_snapshot}
     assert captures == {capture.snapshot for each in snapshots.values() for capture in each.volumes}, when
     assert all(len(each.volumes) == (1 if each.names == ["mark"] else 2) for each in snapshots.values()), when
     owners = {each.owner for each in volumes.values() if each.owner}
-    forks = {each.id: each for each in engine.sandboxes() if each.name.startswith("fork")}
+    forks = {each.id: each for each in engine.sandboxes.list() if each.name.startswith("fork")}
     assert owners == forks.keys(), when
     for fork in forks.values():
         assert kept(live, fork.id, "/one") == "one", when
@@ -255,37 +273,37 @@ def kept(live: Live, ref: str, place: str) -> str:
 
 
 def content(live: Live, name: str) -> str:
-    """What a volume holds, mounted where it is or for this moment."""
-    volume = live.engine.volume(name)
-    for sandbox, mount in live.engine.mounts_of(volume):
+    """The content of a volume, read from a sandbox that has it mounted, or from a temporary mount."""
+    volume = live.engine.volumes.get(name)
+    for sandbox, mount in live.engine.volumes.mounts_of(volume):
         return kept(live, sandbox.id, mount.path)
-    live.do(live.engine.attach("source", MountSpec(name, "/probe", read_only=True)))
+    live.do(live.engine.attachments.attach("source", MountSpec(name, "/probe", read_only=True)))
     found = kept(live, "source", "/probe")
-    live.do(live.engine.detach("source", name))
+    live.do(live.engine.attachments.detach("source", name))
     return found
 
 
 def restore_volumes(live: Live) -> None:
-    """Make the state what it was before the verb."""
+    """Restore the state from before the verb."""
     engine = live.engine
-    for sandbox in engine.sandboxes():
+    for sandbox in engine.sandboxes.list():
         if sandbox.name.startswith("fork"):
-            live.do(engine.kill(sandbox.id))
-    for snapshot in engine.snapshots():
+            live.do(engine.sandboxes.delete(sandbox.id))
+    for snapshot in engine.snapshots.list():
         if "new-mark" in snapshot.names:
-            live.do(engine.delete_snapshot(snapshot.id))
-    for each in engine.volume_snapshots("one"):
+            live.do(engine.snapshots.delete(snapshot.id))
+    for each in engine.volumes.list_snapshots("one"):
         if each.name == "new":
-            live.do(engine.delete_volume_snapshot("one", each.id))
-    present = {each.name for each in engine.volumes()}
+            live.do(engine.volumes.delete_snapshot("one", each.id))
+    present = {each.name for each in engine.volumes.list()}
     if "new" in present:
-        live.do(engine.delete_volume("new"))
+        live.do(engine.volumes.delete("new"))
     if "spare" not in present:
-        live.do(engine.create_volume("spare", 64))
-        live.do(engine.snapshot_volume("spare", "before"))
-    mounted = {engine.volume(mount.volume).name for mount in live.sandbox("source").mounts}
+        live.do(engine.volumes.create("spare", 64))
+        live.do(engine.volumes.snapshot("spare", "before"))
+    mounted = {engine.volumes.get(mount.volume).name for mount in live.sandbox("source").mounts}
     if "idle" in mounted:
-        live.do(engine.detach("source", "idle"))
+        live.do(engine.attachments.detach("source", "idle"))
     if "two" not in mounted:
-        live.do(engine.attach("source", MountSpec("two", "/two")))
+        live.do(engine.attachments.attach("source", MountSpec("two", "/two")))
     fill_idle(live)

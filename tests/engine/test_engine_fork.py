@@ -14,7 +14,7 @@ from sandbox_gateway.records import SandboxState
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE, World
 
-# One process that counts in its memory and tells on request: cheap, where every instruction is emulated.
+# A process that counts in memory and reports on request: cheap, since every instruction is emulated on some machines.
 COUNTER = """
 import os, time
 count = 0
@@ -33,27 +33,27 @@ def counter(live: Live, ref: str) -> int:
 
 
 def test_created_sandbox_answers_under_its_name(live: Live) -> None:
-    sandbox = live.do(live.engine.create(TEMPLATE, ForkSpec(names=["first"], metadata={"team": "a"})))
+    sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["first"], metadata={"team": "a"})))
     assert live.shell("first", "hostname").strip() == "first"
     assert live.shell(sandbox.id, "id -u").strip() == "0"
     assert live.sandbox("first").metadata == {"team": "a"}
-    assert live.sandbox("first").template_id == live.engine.template(TEMPLATE).id
+    assert live.sandbox("first").template_id == live.engine.templates.get(TEMPLATE).id
 
 
 def test_name_defaults_to_the_id(live: Live) -> None:
-    sandbox = live.do(live.engine.create(TEMPLATE, ForkSpec()))
+    sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
     assert sandbox.name == sandbox.id
 
 
 @pytest.mark.usefixtures("with_memory")
 def test_forks_go_on_from_the_source_s_memory_and_the_source_never_stops(live: Live) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", START_COUNTER)
     before = counter(live, "source")
-    live.do(live.engine.capture("source", name="mark"))
+    live.do(live.engine.snapshots.create("source", name="mark"))
     at_capture = counter(live, "source")
     time.sleep(1)
-    forks = live.do(live.engine.fork("mark", ForkSpec(count=3)))
+    forks = live.do(live.engine.forks.fork("mark", ForkSpec(count=3)))
     assert counter(live, "source") > at_capture
     for fork in forks:
         assert before <= counter(live, fork.id)
@@ -63,7 +63,7 @@ def test_forks_go_on_from_the_source_s_memory_and_the_source_never_stops(live: L
 
 
 def test_siblings_differ_where_they_must(live: Live) -> None:
-    forks = live.do(live.engine.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
+    forks = live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
     for command in ("hostname", "cat /etc/machine-id", "head -c 16 /dev/urandom | od -An -tx1"):
         one, other = (live.shell(fork.id, command) for fork in forks)
         assert one != other, command
@@ -71,24 +71,24 @@ def test_siblings_differ_where_they_must(live: Live) -> None:
 
 
 def test_a_file_written_in_one_fork_is_in_no_other(live: Live) -> None:
-    live.do(live.engine.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
+    live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
     live.shell("a", "echo mine >/root/mine && sync")
     assert live.shell("b", "ls /root/mine 2>/dev/null || echo absent").strip() == "absent"
-    assert live.do(live.engine.diverged("a"))
-    assert not live.do(live.engine.diverged("b"))
+    assert live.do(live.engine.sandboxes.has_diverged("a"))
+    assert not live.do(live.engine.sandboxes.has_diverged("b"))
 
 
 def test_environment_is_given_to_every_command(live: Live) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["e"], env={"COLOUR": "green"})))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["e"], env={"COLOUR": "green"})))
     assert live.shell("e", "echo $COLOUR").strip() == "green"
 
 
 def test_paused_sandbox_starts_when_it_is_resumed(live: Live) -> None:
-    sandbox = live.do(live.engine.create(TEMPLATE, ForkSpec(names=["later"], paused=True)))
+    sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["later"], paused=True)))
     assert sandbox.state is SandboxState.PAUSED
     with pytest.raises(Conflict, match="resume it first"):
         live.shell("later", "true")
-    live.do(live.engine.resume("later"))
+    live.do(live.engine.sandboxes.resume("later"))
     assert live.shell("later", "hostname").strip() == "later"
 
 
@@ -97,8 +97,12 @@ def test_other_resources_need_a_cold_start(live: Live, world: World) -> None:
     if world.abilities.resize_on_fork:
         pytest.skip(f"{world.kind} declares that forks may have other resources")
     with pytest.raises(Unsupported, match="coldStart"):
-        live.do(live.engine.create(TEMPLATE, ForkSpec(cpus=2)))
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["big"], cpus=2, memory_mb=320, disk_mb=2500, cold_start=True)))
+        live.do(live.engine.forks.create(TEMPLATE, ForkSpec(cpus=2)))
+    live.do(
+        live.engine.forks.create(
+            TEMPLATE, ForkSpec(names=["big"], cpus=2, memory_mb=320, disk_mb=2500, cold_start=True)
+        )
+    )
     assert live.shell("big", "nproc").strip() == "2"
     assert int(live.shell("big", "awk '/MemTotal/ {print $2}' /proc/meminfo")) > 256 * 1024
     assert int(live.shell("big", "df -m --output=size / | tail -1")) > 2100
@@ -106,50 +110,50 @@ def test_other_resources_need_a_cold_start(live: Live, world: World) -> None:
 
 def test_smaller_disk_is_refused(live: Live) -> None:
     with pytest.raises(Invalid, match="smaller"):
-        live.do(live.engine.create(TEMPLATE, ForkSpec(disk_mb=100, cold_start=True)))
+        live.do(live.engine.forks.create(TEMPLATE, ForkSpec(disk_mb=100, cold_start=True)))
 
 
 @pytest.mark.parametrize("count", [0, -1, 1001])
 def test_impossible_counts_are_refused(live: Live, count: int) -> None:
     with pytest.raises(Invalid, match="1 to 1000"):
-        live.do(live.engine.fork(TEMPLATE, ForkSpec(count=count)))
+        live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(count=count)))
 
 
 @pytest.mark.parametrize("name", ["", "-a", "a b", "ü", "x" * 65, "x" * 10_000, "a/b", "../a"])
 def test_impossible_names_are_refused(live: Live, name: str) -> None:
     with pytest.raises(Invalid, match="is not allowed") as refusal:
-        live.do(live.engine.fork(TEMPLATE, ForkSpec(names=[name])))
+        live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=[name])))
     assert len(refusal.value.message) < 300
 
 
 def test_taken_names_are_refused_before_any_work(live: Live) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["taken"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["taken"])))
     for names in (["taken"], ["new", "taken"], ["twin", "twin"], [TEMPLATE]):
         with pytest.raises(NameTaken):
-            live.do(live.engine.fork(TEMPLATE, ForkSpec(count=len(names), names=names)))
-    assert [sandbox.name for sandbox in live.engine.sandboxes()] == ["taken"]
+            live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(count=len(names), names=names)))
+    assert [sandbox.name for sandbox in live.engine.sandboxes.list()] == ["taken"]
 
 
 def test_missing_template_is_said_to_be_missing(live: Live) -> None:
     with pytest.raises(NotFound, match="not found"):
-        live.do(live.engine.create("nowhere", ForkSpec()))
+        live.do(live.engine.forks.create("nowhere", ForkSpec()))
 
 
 def test_idempotency_key_makes_one_sandbox(live: Live) -> None:
-    one = live.do(live.engine.create(TEMPLATE, ForkSpec(idempotency_key="k1")))
-    two = live.do(live.engine.create(TEMPLATE, ForkSpec(idempotency_key="k1")))
+    one = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(idempotency_key="k1")))
+    two = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(idempotency_key="k1")))
     assert one.id == two.id
 
 
 def test_a_cap_on_sandboxes_is_kept(fresh: Any) -> None:
     live = fresh(limits={"sandboxes": 2})
-    live.do(live.engine.fork(TEMPLATE, ForkSpec(count=2)))
+    live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(count=2)))
     with pytest.raises(OverQuota, match="at most 2"):
-        live.do(live.engine.create(TEMPLATE, ForkSpec()))
+        live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
 
 
 def fail_on(live: Live, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the host's n-th fork fail after it has made its machine."""
+    """Let the host's n-th fork fail after it has started its machine."""
     real = live.engine.host.fork
     calls = 0
 
@@ -167,49 +171,49 @@ def fail_on(live: Live, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_clone_of_ten_with_a_failure_in_the_seventh_leaves_nothing(
     live: Live, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     before = world.traces(live.config)
     fail_on(live, 7, monkeypatch)
     with pytest.raises(BackendFailed, match="forced"):
-        live.do(live.engine.clone("source", ForkSpec(count=10)))
-    live.do(live.engine.collect())
-    assert [sandbox.name for sandbox in live.engine.sandboxes()] == ["source"]
+        live.do(live.engine.forks.clone("source", ForkSpec(count=10)))
+    live.do(live.engine.collector.collect())
+    assert [sandbox.name for sandbox in live.engine.sandboxes.list()] == ["source"]
     assert world.traces(live.config) == before
     assert live.shell("source", "echo alive").strip() == "alive"
 
 
 def test_best_effort_gives_what_could_be_made(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_on(live, 2, monkeypatch)
-    answers = live.do(live.engine.fork(TEMPLATE, ForkSpec(count=3, atomic=False)))
+    answers = live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(count=3, atomic=False)))
     assert sum(isinstance(answer, BackendFailed) for answer in answers) == 1
-    assert len(live.engine.sandboxes()) == 2
+    assert len(live.engine.sandboxes.list()) == 2
 
 
 def test_cancelled_fork_leaves_nothing(live: Live, world: World) -> None:
     before = world.traces(live.config)
 
     async def give_up() -> None:
-        task = asyncio.create_task(live.engine.fork(TEMPLATE, ForkSpec(count=4)))
+        task = asyncio.create_task(live.engine.forks.fork(TEMPLATE, ForkSpec(count=4)))
         await asyncio.sleep(0.15)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     live.do(give_up())
-    assert live.engine.sandboxes() == []
+    assert live.engine.sandboxes.list() == []
     assert world.traces(live.config) == before
 
 
 def test_clone_shares_the_present_and_its_capture_goes_with_the_last_clone(live: Live, world: World) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", "echo now >/root/now")
     snapshots = world.traces(live.config)["snapshots"]
-    clones = live.do(live.engine.clone("source", ForkSpec(count=2)))
+    clones = live.do(live.engine.forks.clone("source", ForkSpec(count=2)))
     assert [live.shell(clone.id, "cat /root/now").strip() for clone in clones] == ["now", "now"]
     assert {clone.parent_sandbox for clone in clones} == {live.sandbox("source").id}
-    live.do(live.engine.kill("source"))
+    live.do(live.engine.sandboxes.delete("source"))
     for clone in clones:
-        live.do(live.engine.kill(clone.id))
+        live.do(live.engine.sandboxes.delete(clone.id))
     assert world.traces(live.config)["snapshots"] == snapshots
 
 
@@ -217,7 +221,7 @@ def test_progress_is_told(live: Live) -> None:
     async def watch() -> list[int]:
         told = []
         with live.engine.events.subscribed() as events:
-            fork = asyncio.create_task(live.engine.fork(TEMPLATE, ForkSpec(count=2, operation="abc")))
+            fork = asyncio.create_task(live.engine.forks.fork(TEMPLATE, ForkSpec(count=2, operation="abc")))
             while len(told) < 2:
                 event = await events.get()
                 if event.type == "fork.progress" and event.data["operation"] == "abc":

@@ -1,4 +1,4 @@
-"""Another machine under the same identity: rollback, promote, pause, resume, timeouts."""
+"""A new machine under the same identity: rollback, promote, pause, resume, timeouts."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from tests.support.worlds import TEMPLATE, World
 
 @pytest.fixture
 def source(live: Live) -> str:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     return "source"
 
 
 def test_rollback_brings_files_back_under_the_same_id(live: Live, source: str) -> None:
     id = live.sandbox(source).id
     live.shell(source, "echo good >/root/state")
-    live.do(live.engine.capture(source, name="good"))
-    assert not live.do(live.engine.diverged(source))
+    live.do(live.engine.snapshots.create(source, name="good"))
+    assert not live.do(live.engine.sandboxes.has_diverged(source))
     live.shell(source, "echo bad >/root/state")
-    assert live.do(live.engine.diverged(source))
-    rolled = live.do(live.engine.rollback(source, "good"))
+    assert live.do(live.engine.sandboxes.has_diverged(source))
+    rolled = live.do(live.engine.sandboxes.rollback(source, "good"))
     assert rolled.id == id
     assert live.shell(source, "cat /root/state").strip() == "good"
     assert live.shell(source, "hostname").strip() == source
-    assert live.sandbox(source).head == live.engine.snapshot("good").id
-    assert not live.do(live.engine.diverged(source))
+    assert live.sandbox(source).head == live.engine.snapshots.get("good").id
+    assert not live.do(live.engine.sandboxes.has_diverged(source))
 
 
 def test_one_that_goes_while_it_is_looked_at_is_no_bug(live: Live, source: str) -> None:
     engine, seen = live.engine, live.sandbox(source)
-    live.do(engine.kill(source))
-    for question in (engine.host.diverged(seen, engine.snapshot(seen.head)), engine.host.usage(seen)):
+    live.do(engine.sandboxes.delete(source))
+    for question in (engine.host.diverged(seen, engine.snapshots.get(seen.head)), engine.host.usage(seen)):
         with pytest.raises(GatewayError):
             live.do(question)
 
@@ -48,57 +48,57 @@ def test_one_that_goes_while_it_is_looked_at_is_no_bug(live: Live, source: str) 
 @pytest.mark.usefixtures("with_memory")
 def test_rollback_brings_memory_back(live: Live, source: str) -> None:
     live.shell(source, START_COUNTER)
-    live.do(live.engine.capture(source, name="early"))
+    live.do(live.engine.snapshots.create(source, name="early"))
     at_capture = counter(live, source)
     time.sleep(2)
     late = counter(live, source)
-    live.do(live.engine.rollback(source, "early"))
+    live.do(live.engine.sandboxes.rollback(source, "early"))
     assert counter(live, source) < late
     assert counter(live, source) >= at_capture - 20
 
 
 def test_rollback_to_an_older_snapshot_keeps_the_newer_ones(live: Live, source: str) -> None:
     live.shell(source, "echo 1 >/root/n")
-    live.do(live.engine.capture(source, name="old"))
+    live.do(live.engine.snapshots.create(source, name="old"))
     live.shell(source, "echo 2 >/root/n")
-    live.do(live.engine.capture(source, name="new"))
-    live.do(live.engine.rollback(source, "old"))
+    live.do(live.engine.snapshots.create(source, name="new"))
+    live.do(live.engine.sandboxes.rollback(source, "old"))
     assert live.shell(source, "cat /root/n").strip() == "1"
-    live.do(live.engine.rollback(source, "new"))
+    live.do(live.engine.sandboxes.rollback(source, "new"))
     assert live.shell(source, "cat /root/n").strip() == "2"
-    live.do(live.engine.rollback(source, "old"))
-    live.do(live.engine.capture(source, name="again"))
-    assert live.engine.snapshot("again").parent == live.engine.snapshot("old").id
+    live.do(live.engine.sandboxes.rollback(source, "old"))
+    live.do(live.engine.snapshots.create(source, name="again"))
+    assert live.engine.snapshots.get("again").parent == live.engine.snapshots.get("old").id
 
 
 def test_rollback_to_another_sandbox_s_snapshot(live: Live, source: str) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["other"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["other"])))
     live.shell("other", "echo theirs >/root/theirs")
-    live.do(live.engine.capture("other", name="theirs"))
-    live.do(live.engine.rollback(source, "theirs"))
+    live.do(live.engine.snapshots.create("other", name="theirs"))
+    live.do(live.engine.sandboxes.rollback(source, "theirs"))
     assert live.shell(source, "cat /root/theirs; hostname").split() == ["theirs", source]
 
 
 def test_rollback_to_nothing_says_so_and_changes_nothing(live: Live, source: str) -> None:
     with pytest.raises(NotFound, match="not found"):
-        live.do(live.engine.rollback(source, "nowhere"))
+        live.do(live.engine.sandboxes.rollback(source, "nowhere"))
     assert live.shell(source, "echo alive").strip() == "alive"
 
 
 def test_failed_rollback_leaves_the_old_machine_running(
     live: Live, source: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live.do(live.engine.capture(source, name="mark"))
+    live.do(live.engine.snapshots.create(source, name="mark"))
     live.shell(source, "echo later >/root/later")
     before = world.traces(live.config)
 
     async def refuse(*args: Any, **kwargs: Any) -> None:
         raise BackendFailed("forced")
 
-    for step, owner in (("identify", live.engine), ("save", live.engine.host)):
+    for step, owner in (("identify", live.engine.agents), ("save", live.engine.host)):
         monkeypatch.setattr(owner, step, refuse)
         with pytest.raises(BackendFailed, match="forced"):
-            live.do(live.engine.rollback(source, "mark"))
+            live.do(live.engine.sandboxes.rollback(source, "mark"))
         monkeypatch.undo()
         assert live.shell(source, "cat /root/later").strip() == "later"
         assert world.traces(live.config) == before
@@ -106,9 +106,9 @@ def test_failed_rollback_leaves_the_old_machine_running(
 
 def test_promote_makes_the_source_what_its_fork_became(live: Live, source: str) -> None:
     id = live.sandbox(source).id
-    (fork,) = live.do(live.engine.clone(source, ForkSpec(names=["winner"])))
+    (fork,) = live.do(live.engine.forks.clone(source, ForkSpec(names=["winner"])))
     live.shell(fork.id, "echo won >/root/result")
-    promoted = live.do(live.engine.promote("winner"))
+    promoted = live.do(live.engine.sandboxes.promote("winner"))
     assert promoted.id == id
     assert live.shell(source, "cat /root/result; hostname").split() == ["won", source]
     assert live.shell("winner", "cat /root/result").strip() == "won"
@@ -116,60 +116,60 @@ def test_promote_makes_the_source_what_its_fork_became(live: Live, source: str) 
 
 def test_promote_over_itself_is_refused(live: Live, source: str) -> None:
     with pytest.raises(Invalid, match="itself"):
-        live.do(live.engine.promote(source, source))
+        live.do(live.engine.sandboxes.promote(source, source))
 
 
 def test_pause_and_resume(live: Live, source: str, world: World) -> None:
     live.shell(source, "echo kept >/root/kept")
     if world.abilities.memory:
         live.shell(source, START_COUNTER)
-    live.do(live.engine.pause(source))
+    live.do(live.engine.sandboxes.pause(source))
     assert live.sandbox(source).state is SandboxState.PAUSED
     with pytest.raises(Conflict):
-        live.do(live.engine.pause(source))
+        live.do(live.engine.sandboxes.pause(source))
     assert not world.traces(live.config)["processes"]
-    live.do(live.engine.resume(source))
+    live.do(live.engine.sandboxes.resume(source))
     assert live.shell(source, "cat /root/kept").strip() == "kept"
     if world.abilities.memory:
         assert counter(live, source) > 0
     with pytest.raises(Conflict, match="running already"):
-        live.do(live.engine.resume(source))
+        live.do(live.engine.sandboxes.resume(source))
 
 
 def test_pause_without_memory_boots_from_the_disk(live: Live, source: str) -> None:
     live.shell(source, "echo kept >/root/kept")
-    live.do(live.engine.pause(source, memory=False))
-    live.do(live.engine.resume(source))
+    live.do(live.engine.sandboxes.pause(source, memory=False))
+    live.do(live.engine.sandboxes.resume(source))
     assert live.shell(source, "cat /root/kept").strip() == "kept"
 
 
 def test_killing_a_paused_sandbox_removes_what_it_would_resume_from(live: Live, source: str, world: World) -> None:
     before = world.traces(live.config)["snapshots"]
-    live.do(live.engine.pause(source))
-    live.do(live.engine.kill(source))
+    live.do(live.engine.sandboxes.pause(source))
+    live.do(live.engine.sandboxes.delete(source))
     assert world.traces(live.config)["snapshots"] == before
 
 
 def test_timeout_kills_or_pauses(live: Live) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["dies"], timeout=1)))
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["sleeps"], timeout=1, on_timeout=OnTimeout.PAUSE)))
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["stays"], timeout=1)))
-    live.do(live.engine.set_timeout("stays", None))
-    eventually(lambda: {each.name for each in live.engine.sandboxes()} == {"sleeps", "stays"})
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["dies"], timeout=1)))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["sleeps"], timeout=1, on_timeout=OnTimeout.PAUSE)))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["stays"], timeout=1)))
+    live.do(live.engine.sandboxes.set_timeout("stays", None))
+    eventually(lambda: {each.name for each in live.engine.sandboxes.list()} == {"sleeps", "stays"})
     eventually(lambda: live.sandbox("sleeps").state is SandboxState.PAUSED)
-    assert live.do(live.engine.resume("sleeps")).end_at is not None, "it has its second again"
+    assert live.do(live.engine.sandboxes.resume("sleeps")).end_at is not None, "it has its second again"
     eventually(lambda: live.sandbox("sleeps").state is SandboxState.PAUSED)
-    live.do(live.engine.resume("sleeps", timeout=None))
+    live.do(live.engine.sandboxes.resume("sleeps", timeout=None))
     assert live.shell("sleeps", "hostname").strip() == "sleeps"
 
 
 def test_negative_timeout_is_refused(live: Live) -> None:
     with pytest.raises(Invalid, match="timeout"):
-        live.do(live.engine.create(TEMPLATE, ForkSpec(timeout=-5)))
+        live.do(live.engine.forks.create(TEMPLATE, ForkSpec(timeout=-5)))
 
 
 def test_rename_and_metadata(live: Live, source: str) -> None:
-    live.do(live.engine.update(source, name="renamed", metadata={"a": "b"}))
+    live.do(live.engine.sandboxes.update(source, name="renamed", metadata={"a": "b"}))
     assert live.sandbox("renamed").metadata == {"a": "b"}
     with pytest.raises(NotFound):
         live.sandbox(source)
@@ -182,19 +182,19 @@ def test_machine_that_ends_by_itself_is_kept_and_starts_again_from_its_disk(
     live.shell(source, f"(sleep 0.2; {world.halt}) >/dev/null 2>&1 &")
     eventually(lambda: live.sandbox(source).state is SandboxState.PAUSED)
     assert "ended" in live.sandbox(source).state_reason
-    live.do(live.engine.resume(source))
+    live.do(live.engine.sandboxes.resume(source))
     assert live.shell(source, "cat /root/kept").strip() == "kept"
 
 
 def test_command_ends_with_its_machine(live: Live, source: str, world: World) -> None:
     begun = time.monotonic()
     with pytest.raises(BackendFailed, match=r"stopped during the command|went away|cannot be reached"):
-        live.do(live.engine.exec(source, ["sh", "-c", f"{world.halt}; sleep 100"], timeout=120))
+        live.do(live.engine.commands.exec(source, ["sh", "-c", f"{world.halt}; sleep 100"], timeout=120))
     assert time.monotonic() - begun < 60
 
 
 def test_network_policy_is_kept_over_a_rollback(live: Live, source: str) -> None:
-    live.do(live.engine.capture(source, name="mark"))
-    live.do(live.engine.set_network(source, NetworkPolicy(allow_internet=False)))
-    live.do(live.engine.rollback(source, "mark"))
+    live.do(live.engine.snapshots.create(source, name="mark"))
+    live.do(live.engine.sandboxes.set_network(source, NetworkPolicy(allow_internet=False)))
+    live.do(live.engine.sandboxes.rollback(source, "mark"))
     assert not live.sandbox(source).network.allow_internet

@@ -1,4 +1,4 @@
-"""What a restart finds: running machines adopted, what a crash left finished or gone."""
+"""A restart: running machines are adopted, operations that a crash interrupted are finished or undone."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from tests.support.worlds import TEMPLATE, World
 
 def test_running_sandboxes_are_adopted_with_names_and_lineage(fresh: Any, world: World) -> None:
     live = fresh()
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"], metadata={"k": "v"}, timeout=3600)))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"], metadata={"k": "v"}, timeout=3600)))
     if world.abilities.memory:
         live.shell("source", START_COUNTER)
-    live.do(live.engine.capture("source", name="mark"))
-    live.do(live.engine.fork("mark", ForkSpec(names=["f1", "f2"])))
-    live.do(live.engine.pause("f2"))
-    sandboxes, tree = live.engine.sandboxes(), live.engine.lineage()
+    live.do(live.engine.snapshots.create("source", name="mark"))
+    live.do(live.engine.forks.fork("mark", ForkSpec(names=["f1", "f2"])))
+    live.do(live.engine.sandboxes.pause("f2"))
+    sandboxes, tree = live.engine.sandboxes.list(), live.engine.snapshots.lineage()
     before = world.traces(live.config)
     live.close()
 
     again = fresh(config=live.config)
-    assert again.engine.sandboxes() == sandboxes
-    assert again.engine.lineage() == tree
+    assert again.engine.sandboxes.list() == sandboxes
+    assert again.engine.snapshots.lineage() == tree
     assert world.traces(again.config) == before
     assert again.shell("f1", "hostname").strip() == "f1"
     if world.abilities.memory:
         assert counter(again, "source") > 0
-    again.do(again.engine.capture("f1", name="after"))
-    again.do(again.engine.resume("f2"))
+    again.do(again.engine.snapshots.create("f1", name="after"))
+    again.do(again.engine.sandboxes.resume("f2"))
     assert again.shell("f2", "hostname").strip() == "f2"
 
 
@@ -42,13 +42,13 @@ def test_a_second_gateway_on_the_same_state_is_refused(fresh: Any) -> None:
     live = fresh()
     with pytest.raises(Conflict, match="another gateway"):
         fresh(config=live.config)
-    assert live.engine.template(TEMPLATE)
+    assert live.engine.templates.get(TEMPLATE)
 
 
 @pytest.mark.parametrize("policy", ["start", "stay"])
 def test_sandbox_whose_machine_went_with_the_host(fresh: Any, world: World, policy: str) -> None:
     live = fresh(restart=policy)
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["victim"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["victim"])))
     live.shell("victim", "echo kept >/root/kept && sync")
     live.close()
     world.power_cut(live.config)
@@ -58,41 +58,41 @@ def test_sandbox_whose_machine_went_with_the_host(fresh: Any, world: World, poli
     else:
         assert again.sandbox("victim").state is SandboxState.PAUSED
         assert "host went down" in again.sandbox("victim").state_reason
-        again.do(again.engine.resume("victim"))
+        again.do(again.engine.sandboxes.resume("victim"))
     assert again.shell("victim", "cat /root/kept").strip() == "kept"
 
 
 def test_damage_is_put_aside_and_start_up_goes_on(fresh: Any, world: World) -> None:
     live = fresh()
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["fine"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["fine"])))
     for name in ("good", "torn", "short", "empty"):
-        live.do(live.engine.capture("fine", name=name))
-    ids = {name: live.engine.snapshot(name).id for name in ("good", "torn", "short", "empty")}
+        live.do(live.engine.snapshots.create("fine", name=name))
+    ids = {name: live.engine.snapshots.get(name).id for name in ("good", "torn", "short", "empty")}
     live.close()
     world.damage(live.config, **{name: ids[name] for name in ("torn", "short", "empty")})
     again = fresh(config=live.config)
-    assert [snapshot.names for snapshot in again.engine.snapshots()] == [["good"]]
+    assert [snapshot.names for snapshot in again.engine.snapshots.list()] == [["good"]]
     assert again.shell("fine", "echo alive").strip() == "alive"
-    again.do(again.engine.create("good", ForkSpec()))
+    again.do(again.engine.forks.create("good", ForkSpec()))
 
 
 def test_name_taken_twice_stays_with_the_older(fresh: Any, world: World) -> None:
     live = fresh()
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
-    older = live.do(live.engine.capture("source", name="older"))
-    newer = live.do(live.engine.capture("source", name="newer"))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    older = live.do(live.engine.snapshots.create("source", name="older"))
+    newer = live.do(live.engine.snapshots.create("source", name="newer"))
     live.close()
     world.rewrite(live.config, newer, names=["older"])
     again = fresh(config=live.config)
-    assert again.engine.snapshot("older").id == older.id
-    assert again.engine.snapshot(newer.id).names == []
+    assert again.engine.snapshots.get("older").id == older.id
+    assert again.engine.snapshots.get(newer.id).names == []
 
 
 def test_records_from_a_newer_gateway_are_understood(fresh: Any, world: World) -> None:
     live = fresh()
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
-    snapshot = live.do(live.engine.capture("source", name="mark"))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    snapshot = live.do(live.engine.snapshots.create("source", name="mark"))
     live.close()
     world.rewrite(live.config, snapshot, a_field_of_the_future={"x": 1})
     again = fresh(config=live.config)
-    assert again.engine.snapshot("mark").id == snapshot.id
+    assert again.engine.snapshots.get("mark").id == snapshot.id

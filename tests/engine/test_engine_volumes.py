@@ -1,4 +1,4 @@
-"""Volumes: shared, limited, captured with a sandbox, cloned for a fork, and held by all who mount them."""
+"""Volumes: shared, limited, captured with a sandbox, cloned for a fork, and in use by all sandboxes that mount them."""
 
 from __future__ import annotations
 
@@ -24,43 +24,43 @@ from tests.support.worlds import TEMPLATE, World
 
 MB = 1 << 20
 SMALL = 64
-"""MiB: the smallest volume there is."""
+"""MiB: the smallest possible volume."""
 SOON = 30
-"""Seconds until every sandbox has seen what one has written, at the latest."""
+"""Seconds until every sandbox has seen another one's writes, at the latest."""
 REFUSED = ("Read-only file system", "Permission denied")
 FULL = ("No space left on device", "Disk quota exceeded")
 
 
 def create(live: Live, name: str, *mounts: MountSpec, template: str = TEMPLATE, **more: Any) -> Sandbox:
-    return live.do(live.engine.create(template, ForkSpec(names=[name], mounts=list(mounts), **more)))
+    return live.do(live.engine.forks.create(template, ForkSpec(names=[name], mounts=list(mounts), **more)))
 
 
 def volume(live: Live, name: str, **more: Any) -> str:
-    return live.do(live.engine.create_volume(name, **{"size_mb": SMALL} | more)).name
+    return live.do(live.engine.volumes.create(name, **{"size_mb": SMALL} | more)).name
 
 
 def mounts(live: Live, ref: str) -> dict[str, str]:
     """The names of a sandbox's volumes, by path."""
-    return {mount.path: live.engine.volume(mount.volume).name for mount in live.sandbox(ref).mounts}
+    return {mount.path: live.engine.volumes.get(mount.volume).name for mount in live.sandbox(ref).mounts}
 
 
 def read(live: Live, ref: str, path: str) -> str:
-    """What a file holds; empty where there is none."""
+    """The content of a file; empty if it does not exist."""
     return live.shell(ref, f"cat {path} 2>/dev/null || true").strip()
 
 
 def volume_names(live: Live) -> set[str]:
-    return {each.name for each in live.engine.volumes()}
+    return {each.name for each in live.engine.volumes.list()}
 
 
 def start(live: Live, ref: str, program: str) -> None:
-    """Let a Python program run on in a sandbox until it has made /run/begun."""
+    """Start a Python program in the background of a sandbox; returns when it has created /run/begun."""
     live.shell(ref, "rm -f /run/begun")
     live.shell(ref, f"python3 -c '{program}' </dev/null >/run/said 2>&1 &")
     eventually(lambda: live.shell(ref, "test -e /run/begun && echo yes || true").strip() == "yes")
 
 
-# -- where -------------------------------------------------------------------------------------------------------------
+# -- mount paths -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,11 @@ def test_scan_that_found_a_name_twice_and_a_mount_of_nothing() -> None:
     assert [mount.path for mount in sandbox.mounts] == ["/data", "/lost"], "its record may be restored"
 
 
-# -- volumes by themselves ---------------------------------------------------------------------------------------------
+# -- volumes without sandboxes -----------------------------------------------------------------------------------------
 
 
 def test_volumes_share_the_namespace(live: Live) -> None:
-    assert live.do(live.engine.create_volume("data")).size_mb == 1024
+    assert live.do(live.engine.volumes.create("data")).size_mb == 1024
     create(live, "box")
     for taken in ("data", "box", TEMPLATE):
         with pytest.raises(NameTaken, match=taken):
@@ -133,46 +133,46 @@ def test_volumes_share_the_namespace(live: Live) -> None:
     with pytest.raises(NameTaken, match="data"):
         create(live, "data")
     with pytest.raises(NotFound, match="nowhere"):
-        live.engine.volume("nowhere")
+        live.engine.volumes.get("nowhere")
 
 
 @pytest.mark.parametrize("size", [-1, 0, 63, (1 << 26) + 1])
 def test_impossible_size_is_refused(live: Live, size: int) -> None:
     with pytest.raises(Invalid, match="MiB"):
         volume(live, "data", size_mb=size)
-    assert not live.engine.volumes()
+    assert not live.engine.volumes.list()
 
 
 def test_volume_never_shrinks(live: Live) -> None:
     volume(live, "data", size_mb=96)
     with pytest.raises(Invalid, match="cannot shrink"):
-        live.do(live.engine.grow_volume("data", 80))
-    assert live.do(live.engine.grow_volume("data", 96)).size_mb == 96
+        live.do(live.engine.volumes.grow("data", 80))
+    assert live.do(live.engine.volumes.grow("data", 96)).size_mb == 96
 
 
 def test_snapshots_of_a_volume_are_independent_of_what_is_written_later(live: Live) -> None:
     volume(live, "data", size_mb=96)
     create(live, "box", MountSpec("data", "/data"))
     live.shell("box", "echo first >/data/file && sync")
-    taken = live.do(live.engine.snapshot_volume("data", "early"))
+    taken = live.do(live.engine.volumes.snapshot("data", "early"))
     with pytest.raises(NameTaken, match="early"):
-        live.do(live.engine.snapshot_volume("data", "early"))
+        live.do(live.engine.volumes.snapshot("data", "early"))
     live.shell("box", "echo second >/data/file && sync")
-    assert [each.name for each in live.engine.volume_snapshots("data")] == ["early"]
+    assert [each.name for each in live.engine.volumes.list_snapshots("data")] == ["early"]
     for name, source in (("by-name", "data@early"), ("by-id", taken.id)):
-        assert live.do(live.engine.create_volume(name, from_snapshot=source)).size_mb == 96
-        live.do(live.engine.attach("box", MountSpec(name, f"/{name}")))
+        assert live.do(live.engine.volumes.create(name, from_snapshot=source)).size_mb == 96
+        live.do(live.engine.attachments.attach("box", MountSpec(name, f"/{name}")))
         assert read(live, "box", f"/{name}/file") == "first"
     assert read(live, "box", "/data/file") == "second"
     with pytest.raises(Invalid, match="less than"):
-        live.do(live.engine.create_volume("less", SMALL, "data@early"))
+        live.do(live.engine.volumes.create("less", SMALL, "data@early"))
     with pytest.raises(NotFound, match="late"):
-        live.do(live.engine.create_volume("late", from_snapshot="data@late"))
+        live.do(live.engine.volumes.create("late", from_snapshot="data@late"))
 
 
 def test_volume_made_larger_than_its_snapshot_holds_more(live: Live) -> None:
     volume(live, "data")
-    live.do(live.engine.snapshot_volume("data", "empty"))
+    live.do(live.engine.volumes.snapshot("data", "empty"))
     volume(live, "large", size_mb=160, from_snapshot="data@empty")
     create(live, "box", MountSpec("large", "/data"))
     live.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync")
@@ -182,76 +182,76 @@ def test_rollback_of_a_volume(live: Live) -> None:
     volume(live, "data")
     create(live, "writer", MountSpec("data", "/data"))
     live.shell("writer", "echo before >/data/file && sync")
-    live.do(live.engine.snapshot_volume("data", "mark"))
+    live.do(live.engine.volumes.snapshot("data", "mark"))
     live.shell("writer", "echo after >/data/file && sync")
-    live.do(live.engine.grow_volume("data", 96))
-    with pytest.raises(InUse, match="read-write by writer") as refusal:
-        live.do(live.engine.rollback_volume("data", "mark"))
+    live.do(live.engine.volumes.grow("data", 96))
+    with pytest.raises(InUse, match=r"1 read-write mount \(writer\)") as refusal:
+        live.do(live.engine.volumes.rollback("data", "mark"))
     assert refusal.value.blockers == [live.sandbox("writer").id]
-    live.do(live.engine.pause("writer"))
-    with pytest.raises(InUse, match="read-write by writer"):
-        live.do(live.engine.rollback_volume("data", "mark"))
-    live.do(live.engine.kill("writer"))
+    live.do(live.engine.sandboxes.pause("writer"))
+    with pytest.raises(InUse, match=r"1 read-write mount \(writer\)"):
+        live.do(live.engine.volumes.rollback("data", "mark"))
+    live.do(live.engine.sandboxes.delete("writer"))
     create(live, "reader", MountSpec("data", "/data", read_only=True))
     assert read(live, "reader", "/data/file") == "after"
-    live.do(live.engine.rollback_volume("data", "mark"))
+    live.do(live.engine.volumes.rollback("data", "mark"))
     eventually(lambda: read(live, "reader", "/data/file") == "before", SOON)
-    live.do(live.engine.attach(create(live, "other").id, MountSpec("data", "/data")))
+    live.do(live.engine.attachments.attach(create(live, "other").id, MountSpec("data", "/data")))
     live.shell("other", "echo again >/data/file && sync")
-    live.do(live.engine.rollback_volume("data", "mark", force=True))
+    live.do(live.engine.volumes.rollback("data", "mark", force=True))
     eventually(lambda: read(live, "other", "/data/file") == "before", SOON)
-    assert live.engine.volume("data").size_mb == 96
+    assert live.engine.volumes.get("data").size_mb == 96
 
 
-# -- who holds what ----------------------------------------------------------------------------------------------------
+# -- volumes in use ----------------------------------------------------------------------------------------------------
 
 
 def test_delete_names_every_blocker(live: Live) -> None:
-    data = live.engine.volume(volume(live, "data"))
+    data = live.engine.volumes.get(volume(live, "data"))
     create(live, "runs", MountSpec("data", "/data"))
     create(live, "sleeps", MountSpec("data", "/data", read_only=True))
-    live.do(live.engine.pause("sleeps"))
-    held = live.do(live.engine.capture("runs", name="mark", volumes=["data"]))
-    own = live.do(live.engine.snapshot_volume("data", "own"))
+    live.do(live.engine.sandboxes.pause("sleeps"))
+    held = live.do(live.engine.snapshots.create("runs", name="mark", volumes=["data"]))
+    own = live.do(live.engine.volumes.snapshot("data", "own"))
     boxes = [live.sandbox(name).id for name in ("runs", "sleeps")]
     with pytest.raises(
-        InUse, match=r"2 mounts \(runs, sleeps\), 1 sandbox snapshot \(mark\), 1 snapshot \(own\)"
+        InUse, match=r"2 mounts \(runs, sleeps\), 1 sandbox snapshot \(mark\) and 1 snapshot \(own\)"
     ) as all_of_it:
-        live.do(live.engine.delete_volume("data"))
+        live.do(live.engine.volumes.delete("data"))
     assert set(all_of_it.value.blockers) == {*boxes, held.id, own.id}
-    assert {sandbox.name for sandbox, _ in live.engine.mounts_of(data)} == {"runs", "sleeps"}
-    live.do(live.engine.detach("sleeps", "data"))
-    live.do(live.engine.kill("runs"))
+    assert {sandbox.name for sandbox, _ in live.engine.volumes.mounts_of(data)} == {"runs", "sleeps"}
+    live.do(live.engine.attachments.detach("sleeps", "data"))
+    live.do(live.engine.sandboxes.delete("runs"))
     with pytest.raises(InUse, match=r"1 sandbox snapshot \(mark\)") as capture:
-        live.do(live.engine.delete_volume("data", with_snapshots=True))
+        live.do(live.engine.volumes.delete("data", with_snapshots=True))
     assert capture.value.blockers == [held.id]
-    (captured,) = (each for each in live.engine.volume_snapshots("data") if each.sandbox_snapshot)
+    (captured,) = (each for each in live.engine.volumes.list_snapshots("data") if each.sandbox_snapshot)
     with pytest.raises(InUse, match=r"1 sandbox snapshot \(mark\)"):
-        live.do(live.engine.delete_volume_snapshot("data", captured.id))
-    live.do(live.engine.delete_snapshot("mark"))
-    assert [each.name for each in live.engine.volume_snapshots("data")] == ["own"]
+        live.do(live.engine.volumes.delete_snapshot("data", captured.id))
+    live.do(live.engine.snapshots.delete("mark"))
+    assert [each.name for each in live.engine.volumes.list_snapshots("data")] == ["own"]
     with pytest.raises(InUse, match=r"1 snapshot \(own\)"):
-        live.do(live.engine.delete_volume("data"))
-    live.do(live.engine.delete_volume("data", with_snapshots=True))
-    assert not live.engine.volumes()
+        live.do(live.engine.volumes.delete("data"))
+    live.do(live.engine.volumes.delete("data", with_snapshots=True))
+    assert not live.engine.volumes.list()
 
 
 def test_volume_is_not_removed_or_rolled_back_while_it_is_being_mounted(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     volume(live, "data")
-    live.do(live.engine.snapshot_volume("data", "mark"))
-    engine, identify = live.engine, live.engine.identify
+    live.do(live.engine.volumes.snapshot("data", "mark"))
+    engine, identify = live.engine, live.engine.agents.identify
     refused = []
 
     async def meanwhile(*args: Any, **kwargs: Any) -> None:
-        for work in (engine.delete_volume("data", True), engine.rollback_volume("data", "mark", force=True)):
+        for work in (engine.volumes.delete("data", True), engine.volumes.rollback("data", "mark", force=True)):
             with pytest.raises(InUse, match="just now"):
                 await work
             refused.append(1)
         await identify(*args, **kwargs)
 
-    monkeypatch.setattr(engine, "identify", meanwhile)
+    monkeypatch.setattr(engine.agents, "identify", meanwhile)
     create(live, "box", MountSpec("data", "/data"))
     assert len(refused) == 2
 
@@ -260,21 +260,21 @@ def test_what_mounts_a_volume_waits_until_a_change_of_it_is_done(live: Live, mon
     volume(live, "data")
     create(live, "writer", MountSpec("data", "/data"))
     live.shell("writer", "echo before >/data/file && sync")
-    live.do(live.engine.snapshot_volume("data", "mark"))
+    live.do(live.engine.volumes.snapshot("data", "mark"))
     live.shell("writer", "echo after >/data/file && sync")
-    live.do(live.engine.kill("writer"))
+    live.do(live.engine.sandboxes.delete("writer"))
     create(live, "late")
     engine, rollback = live.engine, live.engine.host.rollback_volume
     waiting: list[asyncio.Future[Any]] = []
 
     async def slow(*args: Any) -> None:
-        waiting.append(asyncio.ensure_future(engine.attach("late", MountSpec("data", "/data"))))
+        waiting.append(asyncio.ensure_future(engine.attachments.attach("late", MountSpec("data", "/data"))))
         await asyncio.sleep(0.3)
-        assert not waiting[0].done() and engine.sandbox("late").mounts == []
+        assert not waiting[0].done() and engine.sandboxes.get("late").mounts == []
         await rollback(*args)
 
     monkeypatch.setattr(engine.host, "rollback_volume", slow)
-    live.do(engine.rollback_volume("data", "mark"))
+    live.do(engine.volumes.rollback("data", "mark"))
     eventually(lambda: waiting[0].done())
     assert read(live, "late", "/data/file") == "before"
 
@@ -289,16 +289,16 @@ def test_events_tell_of_every_change(live: Live, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(live.engine.events, "publish", note)
     volume(live, "data")
-    live.do(live.engine.attach("box", MountSpec("data", "/data")))
-    live.do(live.engine.grow_volume("data", 96))
-    live.do(live.engine.capture("box", name="mark", volumes=["data"]))
+    live.do(live.engine.attachments.attach("box", MountSpec("data", "/data")))
+    live.do(live.engine.volumes.grow("data", 96))
+    live.do(live.engine.snapshots.create("box", name="mark", volumes=["data"]))
     create(live, "fork", MountSpec("data", "/data", clone=True), template="mark")
-    live.do(live.engine.kill("fork"))
-    live.do(live.engine.detach("box", "data"))
-    captured = live.engine.volume_snapshots("data")[0]
-    live.do(live.engine.rollback_volume("data", captured.id))
-    live.do(live.engine.delete_snapshot("mark"))
-    live.do(live.engine.delete_volume("data"))
+    live.do(live.engine.sandboxes.delete("fork"))
+    live.do(live.engine.attachments.detach("box", "data"))
+    captured = live.engine.volumes.list_snapshots("data")[0]
+    live.do(live.engine.volumes.rollback("data", captured.id))
+    live.do(live.engine.snapshots.delete("mark"))
+    live.do(live.engine.volumes.delete("data"))
     assert told == [
         ("created", "data"),
         ("attached", "data"),
@@ -314,13 +314,13 @@ def test_events_tell_of_every_change(live: Live, monkeypatch: pytest.MonkeyPatch
 
 def test_what_a_volume_was_made_from_stays_where_snapshots_are_not_independent(live: Live, world: World) -> None:
     volume(live, "data")
-    live.do(live.engine.snapshot_volume("data", "mark"))
+    live.do(live.engine.volumes.snapshot("data", "mark"))
     volume(live, "made", from_snapshot="data@mark")
     if world.abilities.independent_snapshots:
-        live.do(live.engine.delete_volume_snapshot("data", "mark"))
-        live.do(live.engine.delete_volume("data"))
+        live.do(live.engine.volumes.delete_snapshot("data", "mark"))
+        live.do(live.engine.volumes.delete("data"))
     else:
-        for work in (live.engine.delete_volume_snapshot("data", "mark"), live.engine.delete_volume("data", True)):
+        for work in (live.engine.volumes.delete_snapshot("data", "mark"), live.engine.volumes.delete("data", True)):
             with pytest.raises(InUse, match=r"1 clone \(made\)"):
                 live.do(work)
     create(live, "box", MountSpec("made", "/data"))
@@ -331,7 +331,7 @@ def test_volume_outlives_who_mounted_it(live: Live) -> None:
     volume(live, "data")
     create(live, "first", MountSpec("data", "/data"))
     live.shell("first", "echo kept >/data/file")
-    live.do(live.engine.kill("first"))
+    live.do(live.engine.sandboxes.delete("first"))
     create(live, "second", MountSpec("data", "/else/where"))
     assert read(live, "second", "/else/where/file") == "kept"
 
@@ -341,9 +341,9 @@ def test_kill_is_never_kept_by_who_holds_a_file_of_a_volume(live: Live) -> None:
     create(live, "box", MountSpec("data", "/data"))
     live.shell("box", "cd /data && (exec sleep 1000 >open) </dev/null 2>&1 &")
     begun = time.monotonic()
-    live.do(live.engine.kill("box"))
+    live.do(live.engine.sandboxes.delete("box"))
     assert time.monotonic() - begun < 20
-    live.do(live.engine.delete_volume("data"))
+    live.do(live.engine.volumes.delete("data"))
 
 
 # -- attach and detach -------------------------------------------------------------------------------------------------
@@ -353,23 +353,23 @@ def test_attach_and_detach_while_it_runs(live: Live) -> None:
     volume(live, "data")
     volume(live, "more")
     create(live, "box")
-    live.do(live.engine.attach("box", MountSpec("data", "/data")))
+    live.do(live.engine.attachments.attach("box", MountSpec("data", "/data")))
     live.shell("box", "echo kept >/data/file")
     for spec, error, words in (
         (MountSpec("data", "/other"), Conflict, "already"),
         (MountSpec("more", "/data/below"), Invalid, "overlap"),
         (MountSpec("more", "/etc"), Invalid, "cannot be mounted"),
-        (MountSpec("more", "/more", clone=True), Invalid, "as it is"),
+        (MountSpec("more", "/more", clone=True), Invalid, "a clone cannot be attached to a running sandbox"),
         (MountSpec("nothing", "/more"), NotFound, "nothing"),
     ):
         with pytest.raises(error, match=words):
-            live.do(live.engine.attach("box", spec))
+            live.do(live.engine.attachments.attach("box", spec))
     assert mounts(live, "box") == {"/data": "data"}
-    live.do(live.engine.detach("box", "data"))
+    live.do(live.engine.attachments.detach("box", "data"))
     assert read(live, "box", "/data/file") == ""
     with pytest.raises(NotFound, match="data"):
-        live.do(live.engine.detach("box", "data"))
-    live.do(live.engine.attach("box", MountSpec("data", "/other", read_only=True)))
+        live.do(live.engine.attachments.detach("box", "data"))
+    live.do(live.engine.attachments.attach("box", MountSpec("data", "/other", read_only=True)))
     assert read(live, "box", "/other/file") == "kept"
     assert mounts(live, "box") == {"/other": "data"}
 
@@ -378,9 +378,9 @@ def test_detach_does_not_ask_the_sandbox_s_leave(live: Live) -> None:
     volume(live, "data")
     create(live, "box", MountSpec("data", "/data"))
     live.shell("box", "cd /data && (exec sleep 1000 >open) </dev/null 2>&1 &")
-    live.do(live.engine.detach("box", "data"))
+    live.do(live.engine.attachments.detach("box", "data"))
     assert read(live, "box", "/data/open") == ""
-    live.do(live.engine.delete_volume("data"))
+    live.do(live.engine.volumes.delete("data"))
     assert live.shell("box", "echo alive").strip() == "alive"
 
 
@@ -389,14 +389,14 @@ def test_paused_sandbox_is_given_nothing_but_can_be_freed(live: Live) -> None:
     volume(live, "more")
     create(live, "box", MountSpec("data", "/data"))
     live.shell("box", "echo kept >/data/file")
-    live.do(live.engine.pause("box"))
+    live.do(live.engine.sandboxes.pause("box"))
     with pytest.raises(Conflict, match="resume it first"):
-        live.do(live.engine.attach("box", MountSpec("more", "/more")))
-    live.do(live.engine.detach("box", "data"))
-    live.do(live.engine.delete_volume("data"))
-    live.do(live.engine.resume("box"))
+        live.do(live.engine.attachments.attach("box", MountSpec("more", "/more")))
+    live.do(live.engine.attachments.detach("box", "data"))
+    live.do(live.engine.volumes.delete("data"))
+    live.do(live.engine.sandboxes.resume("box"))
     assert read(live, "box", "/data/file") == ""
-    live.do(live.engine.attach("box", MountSpec("more", "/data")))
+    live.do(live.engine.attachments.attach("box", MountSpec("more", "/data")))
     live.shell("box", "echo new >/data/file")
 
 
@@ -406,21 +406,21 @@ def test_attach_that_fails_leaves_nothing(live: Live, world: World, monkeypatch:
     live.shell("box", "touch /root/file")
     before = world.traces(live.config)
     with pytest.raises(GatewayError):
-        live.do(live.engine.attach("box", MountSpec("data", "/root/file/below")))
+        live.do(live.engine.attachments.attach("box", MountSpec("data", "/root/file/below")))
     assert live.sandbox("box").mounts == []
     eventually(lambda: world.traces(live.config) == before)
 
     async def refuse(*args: Any, **kwargs: Any) -> None:
         raise BackendFailed("forced")
 
-    for step, owner in (("mount_inside", live.engine), ("attach", live.engine.host)):
+    for step, owner in (("mount_inside", live.engine.attachments), ("attach", live.engine.host)):
         monkeypatch.setattr(owner, step, refuse)
         with pytest.raises(BackendFailed, match="forced"):
-            live.do(live.engine.attach("box", MountSpec("data", "/data")))
+            live.do(live.engine.attachments.attach("box", MountSpec("data", "/data")))
         monkeypatch.undo()
         assert live.sandbox("box").mounts == []
         eventually(lambda: world.traces(live.config) == before)
-    live.do(live.engine.attach("box", MountSpec("data", "/data")))
+    live.do(live.engine.attachments.attach("box", MountSpec("data", "/data")))
     live.shell("box", "echo works >/data/file")
 
 
@@ -432,8 +432,8 @@ def test_fork_mounts_what_its_source_did_unless_it_is_told(live: Live) -> None:
     volume(live, "other")
     create(live, "source", MountSpec("data", "/data"))
     live.shell("source", "echo shared >/data/file && sync")
-    live.do(live.engine.capture("source", name="mark"))
-    live.do(live.engine.create("mark", ForkSpec(names=["same"])))
+    live.do(live.engine.snapshots.create("source", name="mark"))
+    live.do(live.engine.forks.create("mark", ForkSpec(names=["same"])))
     create(live, "none", template="mark")
     create(live, "else", MountSpec("other", "/data"), template="mark")
     assert [mounts(live, name) for name in ("same", "none", "else")] == [{"/data": "data"}, {}, {"/data": "other"}]
@@ -441,10 +441,10 @@ def test_fork_mounts_what_its_source_did_unless_it_is_told(live: Live) -> None:
     live.shell("else", "echo mine >/data/file && sync")
     assert read(live, "source", "/data/file") == "shared"
     for name in ("source", "same"):
-        live.do(live.engine.kill(name))
-    live.do(live.engine.delete_volume("data"))
+        live.do(live.engine.sandboxes.delete(name))
+    live.do(live.engine.volumes.delete("data"))
     with pytest.raises(Conflict, match="volumeMounts"):
-        live.do(live.engine.create("mark", ForkSpec()))
+        live.do(live.engine.forks.create("mark", ForkSpec()))
     create(live, "late", template="mark")
 
 
@@ -452,11 +452,11 @@ def test_a_mount_that_fails_fails_the_fork(live: Live, world: World) -> None:
     volume(live, "data")
     create(live, "source")
     live.shell("source", "touch /root/file && sync")
-    live.do(live.engine.capture("source", name="mark"))
+    live.do(live.engine.snapshots.create("source", name="mark"))
     before = world.traces(live.config)
     spec = ForkSpec(names=["a", "b"], mounts=[MountSpec("data", "/root/file/below")])
     with pytest.raises(GatewayError):
-        live.do(live.engine.fork("mark", spec))
+        live.do(live.engine.forks.fork("mark", spec))
     eventually(lambda: world.traces(live.config) == before)
     for wrong, error in (
         ([MountSpec("data", "/a"), MountSpec("data", "/b")], Invalid),
@@ -465,29 +465,29 @@ def test_a_mount_that_fails_fails_the_fork(live: Live, world: World) -> None:
         ([MountSpec("data", "/a", clone=True)], Invalid),
     ):
         with pytest.raises(error):
-            live.do(live.engine.fork("mark", ForkSpec(mounts=wrong)))
-    assert {sandbox.name for sandbox in live.engine.sandboxes()} == {"source"}
+            live.do(live.engine.forks.fork("mark", ForkSpec(mounts=wrong)))
+    assert {sandbox.name for sandbox in live.engine.sandboxes.list()} == {"source"}
 
 
 def test_each_fork_has_its_own_clone(live: Live) -> None:
     volume(live, "data")
     create(live, "source", MountSpec("data", "/data"))
     live.shell("source", "echo common >/data/file && sync")
-    live.do(live.engine.capture("source", name="mark", volumes=["data"]))
+    live.do(live.engine.snapshots.create("source", name="mark", volumes=["data"]))
     live.shell("source", "echo later >/data/file && sync")
     spec = ForkSpec(names=["one", "two"], mounts=[MountSpec("data", "/data", clone=True)])
-    live.do(live.engine.fork("mark", spec))
+    live.do(live.engine.forks.fork("mark", spec))
     assert volume_names(live) == {"data", "one-data", "two-data"}
-    assert live.engine.volume("one-data").owner == live.sandbox("one").id
+    assert live.engine.volumes.get("one-data").owner == live.sandbox("one").id
     assert [read(live, name, "/data/file") for name in ("one", "two", "source")] == ["common", "common", "later"]
     live.shell("one", "echo own >/data/file && sync")
     assert [read(live, name, "/data/file") for name in ("one", "two", "source")] == ["own", "common", "later"]
-    live.do(live.engine.kill("two"))
+    live.do(live.engine.sandboxes.delete("two"))
     assert volume_names(live) == {"data", "one-data"}
-    live.do(live.engine.attach("source", MountSpec("one-data", "/theirs")))
-    live.do(live.engine.kill("one"))
+    live.do(live.engine.attachments.attach("source", MountSpec("one-data", "/theirs")))
+    live.do(live.engine.sandboxes.delete("one"))
     assert read(live, "source", "/theirs/file") == "own"
-    live.do(live.engine.detach("source", "one-data"))
+    live.do(live.engine.attachments.detach("source", "one-data"))
     assert volume_names(live) == {"data"}
 
 
@@ -498,24 +498,25 @@ def test_clone_with_own_clones_keeps_nothing_of_them_and_names_may_be_taken(live
     create(live, "source", MountSpec("data", "/data"))
     live.shell("source", "echo common >/data/file && sync")
     spec = ForkSpec(names=["child", long], mounts=[MountSpec("data", "/data", clone=True)])
-    children = live.do(live.engine.clone("source", spec))
+    children = live.do(live.engine.forks.clone("source", spec))
     for child in children:
         assert isinstance(child, Sandbox)
-        own = live.engine.volume(child.mounts[0].volume)
+        own = live.engine.volumes.get(child.mounts[0].volume)
         assert own.name.endswith(own.id)
         assert read(live, child.id, "/data/file") == "common"
-        live.do(live.engine.kill(child.id))
+        live.do(live.engine.sandboxes.delete(child.id))
     assert volume_names(live) == {"data", "child-data"}
-    assert live.engine.volume_snapshots("data") == []
+    assert live.engine.volumes.list_snapshots("data") == []
 
 
 def test_failed_fork_leaves_no_clone(live: Live, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     volume(live, "data")
     create(live, "source", MountSpec("data", "/data"))
-    live.do(live.engine.capture("source", name="mark", volumes=["data"]))
+    live.do(live.engine.snapshots.create("source", name="mark", volumes=["data"]))
     before = world.traces(live.config)
     clone = [MountSpec("data", "/data", clone=True)]
-    genuine = {name: getattr(live.engine, name) for name in ("identify", "make_clones")}
+    owners = {"identify": live.engine.agents, "create_clones": live.engine.mounts}
+    genuine = {name: getattr(owner, name) for name, owner in owners.items()}
 
     def failing(step: str) -> Any:
         seen = []
@@ -529,16 +530,16 @@ def test_failed_fork_leaves_no_clone(live: Live, world: World, monkeypatch: pyte
         return second_fails
 
     for step in genuine:
-        monkeypatch.setattr(live.engine, step, failing(step))
+        monkeypatch.setattr(owners[step], step, failing(step))
         with pytest.raises(BackendFailed, match="forced"):
-            live.do(live.engine.fork("mark", ForkSpec(count=2, mounts=clone)))
+            live.do(live.engine.forks.fork("mark", ForkSpec(count=2, mounts=clone)))
         assert volume_names(live) == {"data"}, step
         eventually(lambda: world.traces(live.config) == before)
-        monkeypatch.setattr(live.engine, step, failing(step))
-        answers = live.do(live.engine.fork("mark", ForkSpec(count=2, mounts=clone, atomic=False)))
+        monkeypatch.setattr(owners[step], step, failing(step))
+        answers = live.do(live.engine.forks.fork("mark", ForkSpec(count=2, mounts=clone, atomic=False)))
         (made,) = (answer for answer in answers if isinstance(answer, Sandbox))
         assert volume_names(live) == {"data", f"{made.name}-data"}, step
-        live.do(live.engine.kill(made.id))
+        live.do(live.engine.sandboxes.delete(made.id))
         monkeypatch.undo()
     assert volume_names(live) == {"data"}
 
@@ -548,29 +549,29 @@ def test_rollback_mounts_what_the_snapshot_s_source_did(live: Live) -> None:
         volume(live, name)
     create(live, "box", MountSpec("kept", "/kept"), MountSpec("gone", "/gone"))
     live.shell("box", "echo early >/kept/file && sync")
-    live.do(live.engine.capture("box", name="mark"))
-    live.do(live.engine.detach("box", "gone"))
-    live.do(live.engine.delete_volume("gone"))
-    live.do(live.engine.attach("box", MountSpec("late", "/late")))
+    live.do(live.engine.snapshots.create("box", name="mark"))
+    live.do(live.engine.attachments.detach("box", "gone"))
+    live.do(live.engine.volumes.delete("gone"))
+    live.do(live.engine.attachments.attach("box", MountSpec("late", "/late")))
     live.shell("box", "echo later >/kept/file; echo x >/late/file; sync")
-    live.do(live.engine.rollback("box", "mark"))
+    live.do(live.engine.sandboxes.rollback("box", "mark"))
     assert mounts(live, "box") == {"/kept": "kept"}
     assert read(live, "box", "/kept/file") == "later"
     assert read(live, "box", "/late/file") == ""
-    live.do(live.engine.delete_volume("late"))
+    live.do(live.engine.volumes.delete("late"))
 
 
 def test_promote_hands_the_clone_over(live: Live) -> None:
     volume(live, "data")
     create(live, "source", MountSpec("data", "/data"))
     live.shell("source", "echo old >/data/file && sync")
-    live.do(live.engine.clone("source", ForkSpec(names=["try"], mounts=[MountSpec("data", "/data", clone=True)])))
+    live.do(live.engine.forks.clone("source", ForkSpec(names=["try"], mounts=[MountSpec("data", "/data", clone=True)])))
     live.shell("try", "echo won >/data/file && sync")
-    live.do(live.engine.promote("try", "source"))
-    live.do(live.engine.kill("try"))
+    live.do(live.engine.sandboxes.promote("try", "source"))
+    live.do(live.engine.sandboxes.delete("try"))
     assert mounts(live, "source") == {"/data": "try-data"}
     assert read(live, "source", "/data/file") == "won"
-    live.do(live.engine.kill("source"))
+    live.do(live.engine.sandboxes.delete("source"))
     assert volume_names(live) == {"data"}
 
 
@@ -579,22 +580,24 @@ def test_paused_sandbox_keeps_its_volumes(live: Live, memory: bool) -> None:
     volume(live, "data")
     create(live, "box", MountSpec("data", "/data"))
     live.shell("box", "echo kept >/data/file && sync")
-    live.do(live.engine.pause("box", memory=memory))
+    live.do(live.engine.sandboxes.pause("box", memory=memory))
     with pytest.raises(InUse, match=r"1 mount \(box\)"):
-        live.do(live.engine.delete_volume("data"))
-    live.do(live.engine.resume("box"))
+        live.do(live.engine.volumes.delete("data"))
+    live.do(live.engine.sandboxes.resume("box"))
     assert read(live, "box", "/data/file") == "kept"
     live.shell("box", "echo more >/data/file")
 
 
-# -- what must be true of sharing --------------------------------------------------------------------------------------
+# -- guarantees of sharing ---------------------------------------------------------------------------------------------
 
 
 def test_one_writer_and_eight_readers(live: Live) -> None:
     volume(live, "data")
     create(live, "writer", MountSpec("data", "/data"))
     names = [f"reader{n}" for n in range(8)]
-    live.do(live.engine.fork(TEMPLATE, ForkSpec(names=names, mounts=[MountSpec("data", "/data", read_only=True)])))
+    live.do(
+        live.engine.forks.fork(TEMPLATE, ForkSpec(names=names, mounts=[MountSpec("data", "/data", read_only=True)]))
+    )
     for said in ("one", "two"):
         live.shell("writer", f"echo {said} >/data/file.new && mv /data/file.new /data/file && sync")
         for name in names:
@@ -637,7 +640,7 @@ print(json.dumps([len(shared), wrong, own, log]))
 
 def test_three_writers_at_once_lose_no_byte(live: Live, world: World) -> None:
     volume(live, "data")
-    live.do(live.engine.fork(TEMPLATE, ForkSpec(names=["w0", "w1", "w2"], mounts=[MountSpec("data", "/data")])))
+    live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["w0", "w1", "w2"], mounts=[MountSpec("data", "/data")])))
     mode = "append" if world.abilities.atomic_append else "apart"
     for me in range(3):
         live.shell(f"w{me}", f"(python3 -c '{WRITE}' {me} {mode} && touch /run/done) </dev/null >/run/said 2>&1 &")
@@ -655,7 +658,7 @@ def test_locks_hold_between_sandboxes(live: Live, world: World) -> None:
     if not world.abilities.atomic_append:
         pytest.skip(f"{world.kind} declares that locks hold inside one sandbox only")
     volume(live, "data")
-    live.do(live.engine.fork(TEMPLATE, ForkSpec(names=["a", "b"], mounts=[MountSpec("data", "/data")])))
+    live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"], mounts=[MountSpec("data", "/data")])))
     holder = live.shell("a", "flock --close /data/lock sleep 1000 </dev/null >/dev/null 2>&1 & echo $!").strip()
     eventually(lambda: live.shell("b", "flock --nonblock /data/lock true || echo held").strip() == "held")
     live.shell("a", f"kill {holder}")
@@ -668,15 +671,15 @@ def test_a_full_volume_says_so_inside_and_grows_while_it_is_mounted(live: Live) 
     create(live, "other", MountSpec("data", "/data"))
     said = live.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync 2>&1 || true")
     assert any(word in said for word in FULL), said
-    assert 32 * MB < live.do(live.engine.volume_state("data")).used_bytes < (SMALL + 1) * MB
-    assert live.do(live.engine.grow_volume("data", 160)).size_mb == 160
+    assert 32 * MB < live.do(live.engine.volumes.state("data")).used_bytes < (SMALL + 1) * MB
+    assert live.do(live.engine.volumes.grow("data", 160)).size_mb == 160
     live.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync")
     said = live.shell("other", "dd if=/dev/zero of=/data/more bs=1M count=100 conv=fsync 2>&1 || true")
     assert any(word in said for word in FULL), said
     live.shell("other", "rm /data/more && echo room >/data/small && sync")
 
 
-# -- state with volumes in it ------------------------------------------------------------------------------------------
+# -- state with volumes ------------------------------------------------------------------------------------------------
 
 KEEP_OPEN = """
 import os, time
@@ -701,8 +704,8 @@ def test_fork_of_a_machine_that_has_a_file_open_on_a_volume(live: Live) -> None:
     volume(live, "data")
     create(live, "source", MountSpec("data", "/data"))
     start(live, "source", KEEP_OPEN)
-    live.do(live.engine.capture("source", name="mark"))
-    live.do(live.engine.create("mark", ForkSpec(names=["copy"])))
+    live.do(live.engine.snapshots.create("source", name="mark"))
+    live.do(live.engine.forks.create("mark", ForkSpec(names=["copy"])))
     create(live, "judge", MountSpec("data", "/data", read_only=True))
 
     def counts() -> list[int]:
@@ -736,15 +739,15 @@ def test_disk_and_two_volumes_are_captured_at_one_instant(live: Live) -> None:
         volume(live, name)
     create(live, "source", MountSpec("a", "/a"), MountSpec("b", "/b"))
     start(live, "source", IN_TURN)
-    # What was in memory would write on: what is seen is the disk and the volumes, as they were.
-    live.do(live.engine.capture("source", name="mark", memory="none", volumes=["a", "b"]))
+    # A fork with memory would continue to write: without it, the test sees disk and volumes as they were captured.
+    live.do(live.engine.snapshots.create("source", name="mark", memory="none", volumes=["a", "b"]))
     fork = create(live, "fork", MountSpec("a", "/a", clone=True), MountSpec("b", "/b", clone=True), template="mark")
     disk, one, other = (int(read(live, fork.id, f"{place}/turn")) for place in ("/root", "/a", "/b"))
     assert disk >= one >= other >= disk - 1, (disk, one, other)
     assert int(read(live, "source", "/root/turn")) > disk, "it stood still"
-    live.do(live.engine.kill(fork.id))
-    live.do(live.engine.delete_snapshot("mark"))
-    assert not live.engine.volume_snapshots("a") and not live.engine.volume_snapshots("b")
+    live.do(live.engine.sandboxes.delete(fork.id))
+    live.do(live.engine.snapshots.delete("mark"))
+    assert not live.engine.volumes.list_snapshots("a") and not live.engine.volumes.list_snapshots("b")
 
 
 def test_capture_whose_second_volume_fails_leaves_nothing(
@@ -754,42 +757,42 @@ def test_capture_whose_second_volume_fails_leaves_nothing(
         volume(live, name)
     create(live, "source", MountSpec("a", "/a"), MountSpec("b", "/b"))
     with pytest.raises(Invalid, match="not mounted"):
-        live.do(live.engine.capture("source", volumes=["a", "c"]))
+        live.do(live.engine.snapshots.create("source", volumes=["a", "c"]))
     with pytest.raises(NotFound, match="nothing"):
-        live.do(live.engine.capture("source", volumes=["a", "nothing"]))
+        live.do(live.engine.snapshots.create("source", volumes=["a", "nothing"]))
     before = world.traces(live.config)
     world.break_volume_capture(live.engine.host, monkeypatch)
     with pytest.raises(BackendFailed, match="forced"):
-        live.do(live.engine.capture("source", name="mark", volumes=["a", "b"]))
+        live.do(live.engine.snapshots.create("source", name="mark", volumes=["a", "b"]))
     monkeypatch.undo()
     assert world.traces(live.config) == before
-    assert not live.engine.volume_snapshots("a") and not live.engine.snapshots()
+    assert not live.engine.volumes.list_snapshots("a") and not live.engine.snapshots.list()
     live.shell("source", "echo on >/a/file && echo on >/b/file && sync")
-    live.do(live.engine.capture("source", name="mark", volumes=["a", "b"]))
-    (held,) = live.engine.snapshots()
+    live.do(live.engine.snapshots.create("source", name="mark", volumes=["a", "b"]))
+    (held,) = live.engine.snapshots.list()
     assert {capture.snapshot for capture in held.volumes} == {
-        each.id for name in ("a", "b") for each in live.engine.volume_snapshots(name)
+        each.id for name in ("a", "b") for each in live.engine.volumes.list_snapshots(name)
     }
 
 
-# -- a sandbox that means harm -----------------------------------------------------------------------------------------
+# -- a malicious sandbox -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("link", ["/data", "/srv/data"])
 def test_symlinks_at_and_above_the_path_lead_nowhere_outside(live: Live, world: World, link: str) -> None:
-    """Whether it is refused or mounted inside: nothing is mounted, or written, anywhere but in the sandbox."""
-    data = live.engine.volume(volume(live, "data")).id
+    """Either an error, or mounted inside: nothing is mounted or written outside the sandbox."""
+    data = live.engine.volumes.get(volume(live, "data")).id
     path = "/srv/data/below" if link == "/srv/data" else link
     place = world.territory(live.config)
     for target in ("/etc", "../../../../../../../../etc", str(place)):
         create(live, "box")
         live.shell("box", f"rm -rf {link} && mkdir -p $(dirname {link}) && ln -s {target} {link} && sync")
-        live.do(live.engine.capture("box", name="mark"))
+        live.do(live.engine.snapshots.create("box", name="mark"))
         spec = ForkSpec(names=["fork"], mounts=[MountSpec("data", path)])
         mounted = []
         for ref, work in (
-            ("fork", live.engine.create("mark", spec)),
-            ("box", live.engine.attach("box", MountSpec("data", path))),
+            ("fork", live.engine.forks.create("mark", spec)),
+            ("box", live.engine.attachments.attach("box", MountSpec("data", path))),
         ):
             with contextlib.suppress(GatewayError):
                 live.do(work)
@@ -799,14 +802,14 @@ def test_symlinks_at_and_above_the_path_lead_nowhere_outside(live: Live, world: 
         create(live, "judge", MountSpec("data", "/volume"))
         assert live.shell("judge", "ls /volume").split() == (["proof"] if mounted else [])
         live.shell("judge", "rm -f /volume/proof && sync")
-        for sandbox in live.engine.sandboxes():
-            live.do(live.engine.kill(sandbox.id))
-        live.do(live.engine.delete_snapshot("mark"))
+        for sandbox in live.engine.sandboxes.list():
+            live.do(live.engine.sandboxes.delete(sandbox.id))
+        live.do(live.engine.snapshots.delete("mark"))
         assert not outside(data, place), target
 
 
 def outside(volume_id: str, place: Path) -> list[str]:
-    """Where on the host the volume is mounted or was written, but for the gateway's own place."""
+    """Places on the host where the volume is mounted or was written, except for the gateway's own directories."""
     lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines() if volume_id in line]
     mounted = [line[4] for line in lines if not line[4].startswith(f"{place}/")]
     return mounted + [str(proof) for proof in (Path("/etc/proof"), place / "proof") if proof.exists()]
@@ -820,11 +823,11 @@ def test_mounts_that_the_record_has_are_made_so_by_a_restart(fresh: Any, world: 
     volume(live, "data")
     create(live, "box", MountSpec("data", "/data"))
     live.shell("box", "echo kept >/data/file && sync")
-    live.do(live.engine.pause(create(live, "sleeps", MountSpec("data", "/data", read_only=True)).id))
+    live.do(live.engine.sandboxes.pause(create(live, "sleeps", MountSpec("data", "/data", read_only=True)).id))
     live.close()
     again = fresh(config=live.config)
     assert read(again, "box", "/data/file") == "kept"
-    again.do(again.engine.resume("sleeps"))
+    again.do(again.engine.sandboxes.resume("sleeps"))
     assert read(again, "sleeps", "/data/file") == "kept"
 
 
@@ -855,9 +858,9 @@ def test_kill_9_with_five_volumes_in_ten_sandboxes(fresh: Any, world: World, tmp
     eventually(lambda: read(again, "box4", "/mine/on") == "on", SOON)
     for n in range(5):
         with pytest.raises(InUse, match=r"\d+ mounts? \(box"):
-            again.do(again.engine.delete_volume(f"v{n}"))
+            again.do(again.engine.volumes.delete(f"v{n}"))
     for n in range(10):
-        again.do(again.engine.kill(f"box{n}"))
+        again.do(again.engine.sandboxes.delete(f"box{n}"))
     for n in range(5):
-        again.do(again.engine.delete_volume(f"v{n}"))
+        again.do(again.engine.volumes.delete(f"v{n}"))
     again.settle(world.check_no_strays, again.engine, again.config, "after kill -9")

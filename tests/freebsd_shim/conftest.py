@@ -1,4 +1,4 @@
-"""A shim of its own for each test."""
+"""A separate shim for each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FreeBSD's commands for a test: in a network namespace, with a state directory and a jail's root of its own."""
+"""FreeBSD's commands for a test: in a network namespace, with a separate state directory and jail root."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEEDED = ["/usr/bin/nsenter", "/usr/bin/unshare", "/usr/bin/python3", "/usr/sbin
 
 @dataclass
 class Shim:
-    """FreeBSD's commands in a network namespace of their own."""
+    """FreeBSD's commands in their own network namespace."""
 
     state: Path
     root: Path
@@ -33,13 +33,13 @@ class Shim:
         return subprocess.run(command, input=input, capture_output=True, text=True, timeout=timeout, env=env)
 
     def ok(self, *words: str, input: str | None = None, **environ: str) -> str:
-        """Run ``words``, which must succeed without a complaint; returns what they print."""
+        """Run ``words``, which must succeed with empty standard error; returns the output."""
         done = self(*words, input=input, **environ)
         assert (done.returncode, done.stderr) == (0, ""), (words, done)
         return done.stdout
 
     def fails(self, code: int, stderr: str, *words: str, input: str | None = None, **environ: str) -> None:
-        """``words`` must end with ``code`` after saying exactly ``stderr``, and nothing to stdout."""
+        """Run ``words``, which must exit with ``code`` and print exactly ``stderr``, and nothing to stdout."""
         done = self(*words, input=input, **environ)
         assert (done.returncode, done.stderr.rstrip("\n"), done.stdout) == (code, stderr, ""), done
 
@@ -48,7 +48,7 @@ class Shim:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.environ)
 
     def jail(self, name: str = "sx1", *more: str) -> str:
-        """A jail as the contract page makes it; returns the jid."""
+        """Create a jail as on the contract page; returns the jid."""
         words = ["jail", "-i", "-c", f"name={name}", f"path={self.root}", "persist", "vnet=new"]
         words += [f"host.hostname={name}-host", "mount.devfs", "devfs_ruleset=4", "enforce_statfs=2", "securelevel=2"]
         words += ["children.max=0", "allow.noset_hostname", "allow.noraw_sockets", "stop.timeout=10", *more]
@@ -56,13 +56,13 @@ class Shim:
 
 
 def able() -> bool:
-    """Can the shim run here?"""
+    """Whether the shim can run here."""
     return os.geteuid() == 0 and all(os.access(path, os.X_OK) for path in NEEDED)
 
 
 @contextmanager
 def shim_in(where: Path) -> Iterator[Shim]:
-    """A shim with everything below ``where``; nothing of it touches the machine's own network, and all is put back."""
+    """A shim with everything below ``where``; it leaves the machine's own network alone, and everything is restored."""
     holder = subprocess.Popen(["/usr/bin/unshare", "-n", "sleep", "infinity"])
     while os.readlink(f"/proc/{holder.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
         assert holder.poll() is None

@@ -1,4 +1,4 @@
-"""fstat: who has files open on a file system."""
+"""fstat: the processes that have files open on a file system."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADER = "USER     CMD          PID   FD MOUNT      INUM MODE         SZ|DV R/W"
 
 @pytest.fixture
 def place(shim: Shim, tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own."""
+    """A separate file system."""
     place = tmp_path / "place"
     place.mkdir()
     subprocess.run(["/usr/bin/mount", "-t", "tmpfs", "own", str(place)], check=True, timeout=30)
@@ -27,7 +27,7 @@ def place(shim: Shim, tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def standing_in(place: Path, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has its working directory there."""
+    """A process with its working directory there."""
     with subprocess.Popen(["sleep", "infinity"], cwd=place, **more) as holder:
         try:
             yield holder

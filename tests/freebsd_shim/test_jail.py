@@ -1,4 +1,4 @@
-"""jail, jls, jexec, pkill: the contract page's samples, errors, and that a jail is one."""
+"""jail, jls, jexec, pkill: the contract page's samples, errors, and the jail's isolation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_errors_of_create(shim: Shim) -> None:
         "jail: vnet jails cannot have IP address restrictions",
         *("jail", "-c", "name=a", path, "persist", "vnet", "ip4.addr=10.0.0.1"),
     )
-    # meta came with 15.0
+    # meta exists since 15.0
     shim.fails(1, "jail: unknown parameter: meta.id", "jail", "-c", "name=a", path, "persist", "meta.id=5")
     shim.ok("freebsd-shim", "set", "kern.osreldate", "1500068")
     shim.ok("jail", "-c", "name=a", path, "persist", "meta.id=5")
@@ -73,7 +73,7 @@ def test_unknown_options_fail(shim: Shim) -> None:
     for words in ("jail -X", "jexec -X", "jls -X", "pkill -@", "umount -X /", "mount -X", "rctl -X", "pfctl -X"):
         done = shim(*words.split())
         assert done.returncode in (1, 2) and "illegal option -- " in done.stderr and "usage: " in done.stderr
-    assert shim("jail", "-c", "-r", "x").returncode == 70  # FreeBSD has it, the shim has not: told apart
+    assert shim("jail", "-c", "-r", "x").returncode == 70  # FreeBSD has it, but the shim does not: a distinct exit code
 
 
 def test_mount_devfs_wants_a_directory_without_links(shim: Shim) -> None:
@@ -114,7 +114,7 @@ def test_exec_start_runs_inside_and_a_background_command_stays(shim: Shim) -> No
 
 
 def test_a_last_ampersand_is_background_without_a_shell(shim: Shim) -> None:
-    """The command has jail's own output: whoever reads that to its end waits for the command, as on FreeBSD."""
+    """The command inherits jail's own output: reading that to its end waits for the command, as on FreeBSD."""
     going = shim.start("jail", "-i", "-c", "name=a", f"path={shim.root}", "persist", "exec.start=sleep 1000 &")
     assert going.stdout is not None and going.stdout.readline() == "1\n"
     assert going.wait(10) == 0
@@ -171,7 +171,7 @@ def test_exit_status_and_signals_pass_through(shim: Shim) -> None:
     assert going.stdout is not None and going.stdout.readline() == "up\n"
     going.send_signal(signal.SIGTERM)
     assert going.communicate(timeout=10)[0] == "got\n" and going.returncode == 9
-    # the command goes with a jexec that is killed, as it is the same process on FreeBSD
+    # a killed jexec ends the command, because it is the same process on FreeBSD
     going = shim.start("jexec", "sx1", "sleep", "1000")
     while not shim("pgrep", "-j", "sx1", "sleep").stdout:
         time.sleep(0.02)
@@ -269,7 +269,7 @@ def test_dying(shim: Shim) -> None:
     shim.fails(1, "jls: jail 1 is dying", "jls", "-j", "1", "jid")
     shim.ok("jail", "-R", "sx1")  # again: no complaint
     shim.ok("umount", f"{shim.root}/dev")
-    assert shim.jail() == "2"  # its name is free
+    assert shim.jail() == "2"  # the jail's name is free again
     shim.ok("freebsd-shim", "set", "dying", "0")
     assert [each["jid"] for each in jails(shim, "-d")] == ["2"]
     shim.ok("freebsd-shim", "set", "dying", "0.3")

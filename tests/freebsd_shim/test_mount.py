@@ -1,4 +1,4 @@
-"""mount, umount: nullfs and devfs as FreeBSD's mount table has them."""
+"""mount, umount: nullfs and devfs as in FreeBSD's mount table."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_options_hold(shim: Shim, places: tuple[Path, Path]) -> None:
 
 
 def test_a_mount_takes_nothing_over_from_one_that_is_gone(shim: Shim, places: tuple[Path, Path]) -> None:
-    """Linux gives the number of a mount that is gone, and its device, to the next one."""
+    """Linux reuses the number of a removed mount, and its device, for the next one."""
     gone, place = places
     shim.ok("mount", "-t", "devfs", "-o", "ruleset=4", "devfs", str(gone))
     shim.ok("umount", str(gone))
@@ -83,7 +83,7 @@ def test_nocover_and_stacking(shim: Shim, places: tuple[Path, Path]) -> None:
 
 
 def test_links_are_resolved(shim: Shim, places: tuple[Path, Path], tmp_path: Path) -> None:
-    """The danger the host must see: a link in the target's way takes the mount elsewhere, and the table says where."""
+    """The danger for the host: a link in the target's path redirects the mount, but the table shows the real place."""
     source, target = places
     (tmp_path / "link").symlink_to(target)
     shim.ok("mount", "-t", "nullfs", "-o", "ro", str(source), str(tmp_path / "link"))
@@ -93,7 +93,7 @@ def test_links_are_resolved(shim: Shim, places: tuple[Path, Path], tmp_path: Pat
 def test_a_link_put_in_the_way_in_the_last_moment_is_followed_and_told(
     shim: Shim, places: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Whatever the table says is where the mount is, though somebody swaps the target all the time."""
+    """The table shows the mount's real place, although the target is swapped all the time."""
     source, target = places
     outside, target = tmp_path / "outside", target / "swapped"
     outside.mkdir()
@@ -121,7 +121,7 @@ def test_a_link_put_in_the_way_in_the_last_moment_is_followed_and_told(
             assert [row["node"] for row in rows] in ([], [str(outside)], [str(target)], [str(tmp_path / "aside")])
             assert len(rows) == (done.returncode == 0), (done, rows)
             for row in rows:
-                # What is mounted on goes on being moved about between these two while we look.
+                # The mount point is still moved between these two during the check.
                 moved = (str(target), str(tmp_path / "aside"))
                 nodes = moved if row["node"] in moved else (str(row["node"]),)
                 deadline = time.monotonic() + 10

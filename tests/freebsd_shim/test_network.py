@@ -16,7 +16,7 @@ CLIENT = "import socket, sys; print(socket.create_connection((sys.argv[1], 7000)
 
 
 def connect(shim: Shim, name: str, number: int) -> None:
-    """Jail ``name`` on bridge sxbr0 as 10.213.0.<number>, as the contract page says."""
+    """Connect jail ``name`` to bridge sxbr0 as 10.213.0.<number>, as on the contract page."""
     if "sxbr0" not in shim.ok("ifconfig", "-l").split():
         assert shim.ok("ifconfig", "bridge", "create", "name", "sxbr0") == "sxbr0\n"
         shim.ok("ifconfig", "sxbr0", "ether", "58:9c:fc:00:00:01")
@@ -73,7 +73,7 @@ def test_teardown_in_the_contracts_order(shim: Shim) -> None:
     assert "sx1b" in shim.ok("ifconfig", "-l").split()
     shim.ok("jail", "-R", "sx1")
     shim.ok("ifconfig", "sx1a", "destroy")
-    assert "sx1b" not in shim.ok("ifconfig", "-l").split()  # both ends go
+    assert "sx1b" not in shim.ok("ifconfig", "-l").split()  # both ends are removed
     shim.ok("umount", f"{shim.root}/dev")
     shim.ok("ifconfig", "sxbr0", "destroy")
     assert shim.ok("ifconfig", "-l") == before
@@ -103,7 +103,7 @@ def test_units_and_names(shim: Shim) -> None:
     assert shim.ok("ifconfig", "epair", "create") == "epair0a\n"
     shim.ok("ifconfig", "epair0a", "name", "one")
     shim.ok("ifconfig", "epair0b", "name", "two")
-    assert shim.ok("ifconfig", "epair", "create") == "epair1a\n"  # the unit stays taken
+    assert shim.ok("ifconfig", "epair", "create") == "epair1a\n"  # the unit stays in use
     shim.fails(1, "ifconfig: interface epair1a already exists", "ifconfig", "epair1a", "create")
     assert shim.ok("ifconfig", "bridge7", "create") == ""
     failed = "ifconfig: ioctl SIOCSIFNAME (set name): "
@@ -144,7 +144,7 @@ def test_addresses(shim: Shim) -> None:
     shim.ok("ifconfig", "epair0a", "inet", "10.1.0.1/24")
     assert "flags=1008843<UP," in shim.ok("ifconfig", "epair0a") or "flags=8843<UP," in shim.ok("ifconfig", "epair0a")
     shim.ok("ifconfig", "epair0a", "inet", "10.2.0.1/24", "alias")
-    shim.ok("ifconfig", "epair0a", "inet", "10.3.0.1/24")  # without alias: in the first one's place
+    shim.ok("ifconfig", "epair0a", "inet", "10.3.0.1/24")  # without alias: replaces the first address
     listed = shim.ok("ifconfig", "epair0a", "inet")
     assert "10.1.0.1" not in listed and "10.2.0.1" in listed and "10.3.0.1" in listed
     shim.ok("ifconfig", "epair0a", "inet", "10.2.0.1", "-alias")
@@ -217,7 +217,7 @@ def test_pf_filters_and_translates_real_packets(shim: Shim) -> None:
     rdr = "rdr pass on outa inet proto tcp from any to 10.214.0.1 port 7000 -> 10.213.0.5 port 7000\n"
     shim.ok("pfctl", "-a", "sbx/1", "-f", "-", input=nat + rdr)
     assert shim.ok("jexec", "out", *client, "10.214.0.1") == "10.214.0.9\n"
-    # rules of an anchor that the main ruleset does not call do nothing
+    # without a call in the main ruleset, rules of an anchor have no effect
     shim.ok("pfctl", "-a", "other/1", "-f", "-", input="block drop quick all\n")
     assert shim.ok("jexec", "sx1", *client, "10.214.0.9") == "10.214.0.1\n"
     assert shim("pfctl", "-a", "sbx/1", "-F", "all").stderr == "rules cleared\nnat cleared\n0 tables deleted.\n"

@@ -1,4 +1,4 @@
-"""pfctl: what is read, what is refused, what is shown."""
+"""pfctl: accepted and rejected rules, and its listings."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_states_are_killed_by_their_ends(shim: Shim) -> None:
     "rule",
     [
         "block drop quick in from any to any",  # direction before quick
-        "pass from 10.0.0.1",  # from without an end is well; see below
+        "pass from 10.0.0.1",  # valid, although "to" is missing; see below
         "blok drop",
         "pass in inet on em0 from any to any",
         "nat on em0 from any to any",

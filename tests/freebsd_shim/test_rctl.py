@@ -1,4 +1,4 @@
-"""rctl and sysctl: rules, words, and limits that hold."""
+"""rctl and sysctl: rules, messages, and the enforcement of limits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_rules(shim: Shim) -> None:
         "jail:sx1:maxproc:deny=100\njail:sx1:vmemoryuse:deny=1073741824\njail:sx1:pcpu:deny=50\n"
     )
     assert "jail:sx1:vmemoryuse:deny=1.0G\n" in shim.ok("rctl", "-h", "jail:sx1")
-    shim.ok("rctl", "-a", "jail:sx1:maxproc:deny=7")  # replaces what differs in the amount only
+    shim.ok("rctl", "-a", "jail:sx1:maxproc:deny=7")  # replaces a rule that differs only in the amount
     assert shim.ok("rctl", "jail:sx1:maxproc") == "jail:sx1:maxproc:deny=7\n"
     shim.ok("jail", "-R", "sx1")
     assert shim.ok("rctl").count("jail:sx1:") == 3  # rules outlive the jail
@@ -69,7 +69,7 @@ def test_disabled(shim: Shim) -> None:
 
 
 def test_maxproc_holds_and_is_given_back(shim: Shim) -> None:
-    shim.ok("rctl", "-a", "jail:sx1:maxproc:deny=6")  # before the jail is there
+    shim.ok("rctl", "-a", "jail:sx1:maxproc:deny=6")  # before the jail exists
     shim.jail()
     assert shim.ok("jexec", "sx1", "/usr/bin/python3", "-c", FORKS).split() == ["11", "5"]  # EAGAIN at the 7th process
     shim.ok("rctl", "-r", "jail:sx1")

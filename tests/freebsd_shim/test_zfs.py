@@ -1,4 +1,4 @@
-"""Jails on clones of real ZFS: they keep their dataset while they live, and no longer."""
+"""Jails on clones of real ZFS: they keep their dataset in use exactly as long as they exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pool(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def destroy(dataset: str) -> None:
-    """As the host does: zfs-fuse says "busy" once for what is mounted."""
+    """As the host does: zfs-fuse says "busy" once for a mounted dataset."""
     for _ in range(20):
         if pools.run("zfs", "destroy", dataset, check=False).returncode == 0:
             return

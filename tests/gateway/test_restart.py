@@ -42,7 +42,7 @@ def ten(gateway: Callable[..., Gateway]) -> Gateway:
 
 
 def picture(gateway: Gateway) -> Any:
-    """Everything a restart must not change."""
+    """Everything that a restart must not change."""
     sandboxes = gateway.call("GET", "/sandboxes?limit=1000")
     keys = ("sandboxID", "name", "state", "templateID", "forkedFrom", "snapshotID", "metadata", "endAt")
     described = sorted([{key: each.get(key) for key in keys} for each in sandboxes], key=lambda each: each["sandboxID"])
@@ -83,7 +83,7 @@ def test_kill_9_during_a_snapshot_leaves_it_whole_or_not_at_all(ten: Gateway) ->
 def snapshot(url: str, name: str) -> None:
     transport = httpx.HTTPTransport(uds=url.removeprefix("unix://"))
     client = httpx.Client(transport=transport, base_url="http://gateway", timeout=30)
-    with client, contextlib.suppress(httpx.HTTPError):  # the gateway is killed meanwhile: that is the test
+    with client, contextlib.suppress(httpx.HTTPError):  # the gateway is killed meanwhile, on purpose
         client.post("/sandboxes/source/snapshots", json={"name": name})
 
 

@@ -1,7 +1,7 @@
-"""`python -m tests.jail_zfs.alone STORY DIRECTORY`, as root in namespaces of mounts and processes of its own: a
-zfs-fuse daemon that nobody else sees, to be killed at will.
+"""`python -m tests.jail_zfs.alone STORY DIRECTORY`, as root in its own mount and process namespaces: a private zfs-fuse
+daemon that can be killed at any time.
 
-Stories: `dead` (no daemon answers), `killed` (it is killed while things are being made, and comes back).
+Stories: `dead` (no daemon answers), `killed` (the daemon is killed while objects are created, and restarted).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from sandbox_gateway import zfs
 from sandbox_gateway.errors import BackendFailed, GatewayError
-from sandbox_gateway.hosts.jail_zfs import zfs
-from sandbox_gateway.hosts.jail_zfs.storage import ZfsStorage
+from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Sandbox, Snapshot
 from tests.jail_zfs import pools
 
@@ -27,7 +27,7 @@ _POOL = "alone"
 
 
 def _hide() -> None:
-    """Neither the machine's daemon nor its mounts are seen from here on (mounts that are seen are pinned)."""
+    """Hide the machine's daemon and its mounts from here on (visible mounts would be pinned)."""
     for directory in ("/run/zfs", "/run/lock/zfs", "/var/lib/zfs"):
         Path(directory).mkdir(parents=True, exist_ok=True)
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", directory], check=True, timeout=10)
@@ -77,19 +77,19 @@ def dead(directory: Path) -> None:
     with _pool(directory) as pid_file:
         storage = ZfsStorage(_POOL, lock_directory=locks)
         storage.open()
-        base = storage.create_base(Snapshot(), lambda path: (path / "file").touch() or None)
+        base = storage.snapshots.create_base(Snapshot(), lambda path: (path / "file").touch() or None)
         sandbox = Sandbox(name="web")
-        storage.clone(base.id, sandbox.instance)
-        storage.save(sandbox)
+        storage.instances.clone(base.id, sandbox.instance)
+        storage.instances.save(sandbox)
         _kill(pid_file)
         for use in (
-            lambda: storage.clone(base.id, "0" * 12),
-            lambda: storage.save(sandbox),
-            lambda: storage.snapshot(sandbox.instance, Snapshot()),
-            lambda: storage.diverged(sandbox.instance, base.id),
-            lambda: storage.discard(sandbox.instance),
-            lambda: storage.destroy_snapshot(base.id),
-            lambda: storage.usage(sandbox.instance),
+            lambda: storage.instances.clone(base.id, "0" * 12),
+            lambda: storage.instances.save(sandbox),
+            lambda: storage.snapshots.take(sandbox.instance, Snapshot()),
+            lambda: storage.instances.has_diverged(sandbox.instance, base.id),
+            lambda: storage.instances.discard(sandbox.instance),
+            lambda: storage.snapshots.destroy(base.id),
+            lambda: storage.instances.usage(sandbox.instance),
             storage.scan,
         ):
             try:
@@ -104,19 +104,19 @@ def dead(directory: Path) -> None:
         again.open()
         found = again.scan()
         assert ([s.id for s in found.sandboxes], [s.id for s in found.snapshots]) == ([sandbox.id], [base.id]), found
-        again.mount(sandbox.instance)
-        assert (again.instance_root(sandbox.instance) / "file").exists()
+        again.instances.mount(sandbox.instance)
+        assert (again.instances.path(sandbox.instance) / "file").exists()
         again.close()
 
 
 def killed(directory: Path) -> None:
-    """Whatever was answered is there, whatever was not is whole or was never there."""
+    """Every acknowledged object is there; every other one is complete or does not exist."""
     locks = directory / "locks"
     dice = random.Random(int(os.environ.get("GROVE_TEST_SEED", "7")))
     with _pool(directory) as pid_file:
         storage = ZfsStorage(_POOL, lock_directory=locks)
         storage.open()
-        base = storage.create_base(Snapshot(), lambda path: (path / "file").touch() or None)
+        base = storage.snapshots.create_base(Snapshot(), lambda path: (path / "file").touch() or None)
         storage.close()
         answered: dict[str, str] = {}
         for _ in range(5):
@@ -138,12 +138,12 @@ def _make_until_it_fails(storage: ZfsStorage, base: str, answered: dict[str, str
     with contextlib.suppress(GatewayError):
         while True:
             sandbox = Sandbox(name="web", metadata={"text": "x" * 5000})
-            storage.clone(base, sandbox.instance)
-            storage.save(sandbox)
+            storage.instances.clone(base, sandbox.instance)
+            storage.instances.save(sandbox)
             answered[sandbox.id] = "sandbox"
-            snapshot = storage.snapshot(sandbox.instance, Snapshot(recipe={"text": "y" * 20_000}))
+            snapshot = storage.snapshots.take(sandbox.instance, Snapshot(recipe={"text": "y" * 20_000}))
             answered[snapshot.id] = "snapshot"
-            storage.save_snapshot(snapshot)
+            storage.snapshots.save(snapshot)
 
 
 def _check(locks: Path, answered: dict[str, str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts.jail_zfs.storage import ZfsStorage
+from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from tests.jail_zfs import pools
 from tests.support import session
 
@@ -23,7 +23,7 @@ def zpool(need_root: None) -> Iterator[pools.Pool]:
 
 @pytest.fixture
 def root(zpool: pools.Pool) -> Iterator[str]:
-    """A dataset to work in, mounted; gone with all below it after the test."""
+    """A mounted dataset for the test; removed afterwards with everything below it."""
     name = f"{zpool.name}/r{next(_numbers)}"
     pools.run("zfs", "create", name)
     yield name

@@ -1,5 +1,5 @@
-"""`python -m tests.jail_zfs.host_alone DIRECTORY`, as root in namespaces of mounts, network and processes of its own:
-a jail host whose zfs-fuse daemon nobody else sees is killed while a sandbox runs. Prints ``"well"`` at the end.
+"""`python -m tests.jail_zfs.host_alone DIRECTORY`, as root in its own mount, network and process namespaces: the
+private zfs-fuse daemon of a jail host is killed while a sandbox runs. Prints ``"well"`` at the end.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ def refused(live: Live, work: Coroutine[Any, Any, Any]) -> None:
 def story(world: JailZfsWorld, pid_file: Path) -> None:
     config = world.config()
     live = Live(world.host(config), config)
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["one"])))
-    live.do(live.engine.capture("one", name="mark"))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+    live.do(live.engine.snapshots.create("one", name="mark"))
     before = outside_zfs(world, live)
     _kill(pid_file)
-    refused(live, live.engine.create(TEMPLATE, ForkSpec(names=["two"])))
-    refused(live, live.engine.fork("mark", ForkSpec(count=2)))
-    refused(live, live.engine.rollback("one", "mark"))
-    refused(live, live.engine.delete_snapshot("mark"))
+    refused(live, live.engine.forks.create(TEMPLATE, ForkSpec(names=["two"])))
+    refused(live, live.engine.forks.fork("mark", ForkSpec(count=2)))
+    refused(live, live.engine.sandboxes.rollback("one", "mark"))
+    refused(live, live.engine.snapshots.delete("mark"))
     assert outside_zfs(world, live) == before
-    assert [sandbox.name for sandbox in live.engine.sandboxes()] == ["one"]
+    assert [sandbox.name for sandbox in live.engine.sandboxes.list()] == ["one"]
     live.close()
-    # As after the machine went down: what ran there is gone.
+    # As after a crash of the machine: its processes are gone.
     shim("freebsd-shim", "purge")
     shim("pfctl", "-q", "-f", "-", input=PF)
     _revive(pid_file, pid_file.parent)
     again = Live(world.host(config), config)
-    names = [name for snapshot in again.engine.snapshots() for name in snapshot.names]
+    names = [name for snapshot in again.engine.snapshots.list() for name in snapshot.names]
     assert names == ["mark"], names
-    fork = again.do(again.engine.create("mark", ForkSpec()))
+    fork = again.do(again.engine.forks.create("mark", ForkSpec()))
     assert again.shell(fork.id, "echo alive").strip() == "alive"
     again.empty()
     again.close()

@@ -1,4 +1,4 @@
-"""Pools of one's own on real ZFS: zfs-fuse's daemon is started if none runs, and ended if no pool is left."""
+"""Private pools on real ZFS: starts zfs-fuse's daemon if none runs, and ends it when no pool is left."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandbox_gateway.hosts.jail_zfs.zfs_command import mount_turn
+from sandbox_gateway.zfs.command import mount_lock
 from tests.support import session
 from tests.support.waiting import eventually
 
-# the daemon is one for the machine, so these are, too
+# the machine has only one daemon, so it has only one lock, too
 _LOCK = Path("/var/run/grove-test-zfs-fuse.lock")
 _PID_FILE = Path("/var/run/grove-test-zfs-fuse.pid")
 
@@ -30,9 +30,9 @@ class Pool:
 
 
 def run(*argv: str, check: bool = True, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    """``zfs`` or ``zpool``, as a person would call them."""
+    """Run ``zfs`` or ``zpool``, as a person would."""
     env = {**os.environ, "LC_ALL": "C", "PATH": f"{os.environ['PATH']}:/sbin:/usr/sbin"}
-    turn = mount_turn(argv[1], timeout, None) if argv[1] in ("create", "mount") else contextlib.nullcontext()
+    turn = mount_lock(argv[1], timeout, None) if argv[1] in ("create", "mount") else contextlib.nullcontext()
     with turn:
         done = subprocess.run(
             argv, capture_output=True, text=True, errors="replace", timeout=timeout, env=env, check=False
@@ -46,8 +46,9 @@ def daemon_answers() -> bool:
 
 
 def start_daemon(pid_file: Path) -> None:
-    """Start zfs-fuse. It refuses to start where its pid file exists. It may outlive this run, so it does not bear
-    this run's mark."""
+    """Start zfs-fuse, which refuses to start if its pid file exists. It may outlive this run, so it lacks the run's
+    mark.
+    """
     env = {key: value for key, value in os.environ.items() if key != session.MARK}
     program = shutil.which("zfs-fuse", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
     assert program, "neither does ZFS answer, nor is zfs-fuse installed"
@@ -56,7 +57,7 @@ def start_daemon(pid_file: Path) -> None:
         assert time.monotonic() < deadline, "zfs-fuse does not start"
         if pid_file.exists() and not _lives(int(pid_file.read_text() or 0)):
             pid_file.unlink()
-        # it also refuses for a moment after another has ended
+        # it also refuses for a moment after another daemon has ended
         argv = [program, "--no-kstat-mount", "-p", str(pid_file)]
         subprocess.run(argv, stdin=subprocess.DEVNULL, env=env, timeout=30, check=False)
         time.sleep(0.2)
@@ -77,7 +78,7 @@ def stop_daemon(pid_file: Path) -> None:
 
 
 def _lives(pid: int) -> bool:
-    """Is it zfs-fuse (a stale pid file may name any other process), and has it not ended?"""
+    """Whether the pid is a running zfs-fuse; a stale pid file may name any other process."""
     try:
         name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
         return name.endswith("(zfs-fuse") and rest.split()[0] != "Z"
@@ -86,8 +87,9 @@ def _lives(pid: int) -> bool:
 
 
 def destroy_all(dataset: str) -> None:
-    """The dataset and everything below it. zfs-fuse says "busy" once for each that is mounted, and for
-    as long as a mount namespace made meanwhile (somebody else's test) holds one."""
+    """Destroy the dataset and everything below it. zfs-fuse says "busy" once for each mounted dataset, and also while a
+    new mount namespace (of another test) holds one.
+    """
     deadline = time.monotonic() + 60
     while (done := run("zfs", "destroy", "-R", dataset, check=False)).returncode != 0:
         if "does not exist" in done.stderr:
@@ -98,7 +100,7 @@ def destroy_all(dataset: str) -> None:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[Path]:
-    """Runs that start and end the daemon take turns, whatever their state directories; yields where its pid is."""
+    """A lock on starting and ending the daemon, shared by all state directories; yields the path of its pid file."""
     with _LOCK.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield _PID_FILE
@@ -106,7 +108,7 @@ def _alone() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def pool(name: str, directory: Path, *, megabytes: int = 1024) -> Iterator[Pool]:
-    """A pool on a sparse file in ``directory``, mounted there; destroyed at the end, with all that is in it."""
+    """A pool on a sparse file in ``directory``, mounted there; destroyed at the end with all its content."""
     image, mount_point = directory / f"{name}.img", directory / name
     with _alone() as pid_file:
         if not daemon_answers():
@@ -126,7 +128,7 @@ def pool(name: str, directory: Path, *, megabytes: int = 1024) -> Iterator[Pool]
 
 
 def destroy_left(names: Iterable[str]) -> None:
-    """Pools of runs that were killed."""
+    """Destroy the pools of runs that were killed."""
     with _alone() as pid_file:
         for name in names:
             _destroy(name)
@@ -141,11 +143,11 @@ def _rest(pid_file: Path) -> None:
 
 @contextlib.contextmanager
 def _kicked(mount_point: Path) -> Iterator[None]:
-    """Inside this zfs-fuse does not fall asleep.
+    """Keep this zfs-fuse awake inside the context.
 
-    Its one listener polls all file systems and then reads, blocking, from one that has a request. If the kernel takes
-    that request back in between, because who made it was stopped or killed, no request for any file system is read
-    until that one has another.
+    Its only listener polls all file systems and then does a blocking read from one with a request. If the kernel
+    withdraws that request in between, because its process was stopped or killed, zfs-fuse reads no request for any file
+    system until this one has another.
     """
     over = threading.Event()
 
@@ -169,7 +171,7 @@ def _mounted_below(mount_point: Path) -> list[Path]:
 
 
 def _answered(mounts: list[Path], seconds: float) -> bool:
-    """Ask each file system for its size; did all answer in time? Who does not keeps its thread waiting, not us."""
+    """Ask each file system for its size; returns whether all answered in time. Hung requests block only threads."""
 
     def ask(mount: Path) -> None:
         with contextlib.suppress(OSError):
@@ -186,9 +188,10 @@ def _answered(mounts: list[Path], seconds: float) -> bool:
 
 @contextlib.contextmanager
 def pinned() -> Iterator[None]:
-    """What is mounted now stays in use inside this, unmounted or not: a mount namespace made now has it, too.
+    """Keep current mounts in use inside the context, even if they are unmounted: a new mount namespace holds them, too.
 
-    Somebody else's tests make such namespaces all the time. On FreeBSD it may be a forced unmount that has not ended.
+    Other tests create such namespaces all the time. On FreeBSD, a forced unmount that has not ended has the same
+    effect.
     """
     holder = subprocess.Popen(["unshare", "--mount", "--propagation", "private", "sleep", "infinity"])
     own = Path("/proc/self/ns/mnt").readlink()
@@ -201,13 +204,13 @@ def pinned() -> Iterator[None]:
 
 
 def mount_ids(below: Path) -> dict[str, str]:
-    """The kernel's number of each mount below a directory: another one, if it was unmounted and mounted again."""
+    """The kernel's ids of the mounts below a directory; a mount that is unmounted and mounted again has a new id."""
     rows = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     return {row[4]: row[0] for row in rows if Path(row[4]).is_relative_to(below)}
 
 
 def _destroy(name: str) -> None:
-    """A mount namespace that another test has made meanwhile holds its mounts."""
+    """Tries repeatedly: new mount namespaces of other tests hold the pool's mounts."""
     deadline = time.monotonic() + 180
     while (done := run("zpool", "destroy", "-f", name, check=False)).returncode != 0:
         if "no such pool" in done.stderr:

@@ -1,4 +1,4 @@
-"""Commands that hang in the kernel, as those of a ZFS or an NFS that does not answer."""
+"""Commands that hang in the kernel, as on a ZFS or NFS that does not answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.xfs import LoopXfs
 
 @pytest.fixture
 def frozen(need_root: None, tmp_path: Path) -> Iterator[Path]:
-    """A directory in which whoever writes waits, and dies of no signal."""
+    """A directory in which every writer hangs and ignores all signals."""
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320) as xfs:
         subprocess.run(["fsfreeze", "--freeze", str(xfs.mount_point)], check=True, timeout=30)
         try:
@@ -28,7 +28,7 @@ def frozen(need_root: None, tmp_path: Path) -> Iterator[Path]:
 
 
 def thaw(frozen: Path) -> None:
-    """Return when the command has ended, and its event loop has had time to see that."""
+    """Return when the command has ended and its event loop has had time to notice."""
     subprocess.run(["fsfreeze", "--unfreeze", str(frozen)], check=True, timeout=30)
     eventually(lambda: not any(path.read_text() for path in Path("/proc/self/task").glob("*/children")))
     time.sleep(0.2)

@@ -1,5 +1,5 @@
-"""Durable snapshots on a jail/ZFS host, from outside: the five endpoints, and the command line's family, against the
-daemon as a process with real ZFS below it; and what happened to the pool behind its back.
+"""Durable snapshots on a jail/ZFS host, from outside: the five endpoints and the commands, against the daemon as a
+process with real ZFS below it; and changes to the pool behind the daemon's back.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from sandbox_gateway import zfs
 from sandbox_gateway.config import Config
-from sandbox_gateway.hosts.jail_zfs import zfs
-from sandbox_gateway.hosts.jail_zfs.zfs_owner import OWNER
-from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD, QUARANTINE
+from sandbox_gateway.hosts.jail_zfs.storage.ownership import OWNER
+from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE
 from tests.jail_zfs import pools
 from tests.support.gateway import Gateway
 from tests.support.jail_world import JailZfsWorld, environment
@@ -26,7 +26,7 @@ _WORD = "/root/word"
 
 
 class JailGateway(Gateway):
-    """A daemon on a jail/ZFS host; it finds FreeBSD's commands where the tests have them."""
+    """A daemon on a jail/ZFS host; finds FreeBSD's commands in the tests' shim."""
 
     def __init__(self, scratch: Path, settings: Config) -> None:
         network = {"prefix": settings.network.prefix, "subnet": settings.network.subnet}
@@ -48,13 +48,13 @@ class JailGateway(Gateway):
             super().start(seconds=seconds)
 
     def names(self, **params: Any) -> list[str]:
-        """Of the snapshots in the list."""
+        """Names of the snapshots in the list."""
         return [name for item in self.call("GET", "/snapshots", params=params) for name in item["names"]]
 
     def in_zfs(self) -> set[str]:
-        """Ids of the snapshots that ZFS has, but for the template's."""
+        """Ids of ZFS's snapshots, except for the template's."""
         rows = zfs.get_tree(self.dataset, ("defer_destroy",))
-        alive = {name for name, facts in rows.items() if "@" in name and not facts["defer_destroy"].yes}
+        alive = {name for name, facts in rows.items() if "@" in name and not facts["defer_destroy"].is_on}
         return {name.partition("@")[2] for name in alive if not name.endswith("@base")}
 
     def ctl(self, *args: str) -> subprocess.CompletedProcess[str]:
@@ -64,7 +64,7 @@ class JailGateway(Gateway):
 
 @pytest.fixture
 def source(jail_zfs_world: JailZfsWorld, tmp_path: Path) -> Iterator[JailGateway]:
-    """A gateway on a dataset of its own, with a sandbox `source` that has a word in a file: first."""
+    """A gateway on its own dataset, with a sandbox `source` whose file contains the word: first."""
     settings = jail_zfs_world.config()
     gateway = JailGateway(tmp_path, settings)
     try:

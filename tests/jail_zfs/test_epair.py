@@ -1,4 +1,4 @@
-"""The bridge and its cables."""
+"""The bridge and its epairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.jail_zfs.commands import Commands
-from sandbox_gateway.hosts.jail_zfs.epair import Bridge, parse_inet
+from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, parse_inet
 from tests.support import session
 from tests.support.jail_world import JailZfsWorld, environment, shim
 
@@ -55,34 +55,34 @@ def test_bridge_with_another_address_is_left_alone(bridge: Bridge) -> None:
 
 def test_cable_is_whole_or_not_there(bridge: Bridge) -> None:
     do(bridge.open())
-    cable = bridge.cable(5)
-    do(bridge.plug(cable))
-    assert f"ether {cable.mac}" in shim("ifconfig", cable.inner)
-    assert re.search(rf"member: {cable.outer} .*PRIVATE", shim("ifconfig", bridge.name))
+    epair = bridge.epair(5)
+    do(bridge.create(epair))
+    assert f"ether {epair.mac}" in shim("ifconfig", epair.inner)
+    assert re.search(rf"member: {epair.outer} .*PRIVATE", shim("ifconfig", bridge.name))
     with pytest.raises(BackendFailed, match="File exists"):
-        do(bridge.plug(cable))  # its number is taken twice: whose it is, nobody knows
-    do(bridge.unplug(cable))
-    do(bridge.unplug(cable))
-    assert shim("ifconfig", "-g", f"{cable.outer.rpartition('-')[0]}-epair", check=False) == ""
+        do(bridge.create(epair))  # its number is already in use, and its owner is unknown
+    do(bridge.destroy(epair))
+    do(bridge.destroy(epair))
+    assert shim("ifconfig", "-g", f"{epair.outer.rpartition('-')[0]}-epair", check=False) == ""
 
 
 def test_cables_that_nobody_knows_are_swept(bridge: Bridge) -> None:
     do(bridge.open())
     for number in (2, 3):
-        do(bridge.plug(bridge.cable(number)))
-    stray = shim("ifconfig", "epair", "create", "group", f"{bridge.cable(2).outer.rpartition('-')[0]}-epair").strip()
-    assert set(do(bridge.sweep({2}))) == {bridge.cable(3).outer, stray}
+        do(bridge.create(bridge.epair(number)))
+    stray = shim("ifconfig", "epair", "create", "group", f"{bridge.epair(2).outer.rpartition('-')[0]}-epair").strip()
+    assert set(do(bridge.sweep({2}))) == {bridge.epair(3).outer, stray}
     assert do(bridge.sweep({2})) == []
-    assert bridge.cable(2).inner in shim("ifconfig", "-l").split()
+    assert bridge.epair(2).inner in shim("ifconfig", "-l").split()
 
 
 @given(st.integers(2, 65_533), st.from_regex(r"[a-z][a-z0-9]{0,5}", fullmatch=True))
 def test_names_fit_and_addresses_differ(number: int, prefix: str) -> None:
     bridge = Bridge(Commands(), name="b", prefix=prefix, subnet="10.231.0.0/16")
-    cable = bridge.cable(number)
-    assert len(cable.outer) <= 15 and len(f"{prefix}-epair") <= 15
-    assert cable.address != bridge.gateway and cable != bridge.cable(number + 1)
-    assert int(cable.mac[:2], 16) & 3 == 2  # its own, and of one station
+    epair = bridge.epair(number)
+    assert len(epair.outer) <= 15 and len(f"{prefix}-epair") <= 15
+    assert epair.address != bridge.gateway and epair != bridge.epair(number + 1)
+    assert int(epair.mac[:2], 16) & 3 == 2  # locally administered, and unicast
 
 
 @given(st.text())

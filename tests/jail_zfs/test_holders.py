@@ -1,4 +1,4 @@
-"""Reading `fstat`, in which programs of a sandbox have names that they chose themselves."""
+"""Parsing of `fstat`, where programs of a sandbox choose their own names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts.jail_zfs.holders import parse_fstat
+from sandbox_gateway.hosts.jail_zfs.jail.holders import parse_fstat
 
 HEADER = "USER     CMD          PID   FD MOUNT      INUM MODE         SZ|DV R/W"
 ROOT = Path("/p/sandboxes/x")

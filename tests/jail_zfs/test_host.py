@@ -1,4 +1,4 @@
-"""What is particular to the jail/ZFS host: its jails' confinement, its snapshots in ZFS, its bad days."""
+"""Behaviour that only the jail/ZFS host has: its jails' confinement, its snapshots in ZFS, its failures."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from sandbox_gateway import zfs
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Unsupported
-from sandbox_gateway.hosts.jail_zfs import zfs, zfs_command
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources
+from sandbox_gateway.zfs import command as zfs_command
+from sandbox_gateway.zfs.causes import Cause
 from tests.jail_zfs import pools
 from tests.support import session
 from tests.support.jail_world import JailZfsWorld, debian, shim
@@ -27,7 +29,7 @@ from tests.support.worlds import TEMPLATE
 
 @pytest.fixture
 def fresh(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
-    """``fresh(section={…})`` opens an engine with a state of its own, ``fresh(config=config)`` opens a state again."""
+    """``fresh(section={…})`` opens an engine with its own state, ``fresh(config=config)`` reopens a state."""
     made: list[Live] = []
 
     def start(config: Any = None, **sections: Any) -> Live:
@@ -51,7 +53,7 @@ def live(fresh: Callable[..., Live]) -> Live:
 
 @pytest.fixture
 def knob() -> Iterator[Callable[[str, str], None]]:
-    """Set a knob of the shim; as it was after the test."""
+    """Set a knob of the shim; the test's end restores it."""
     usual = {"dying": "0", "kern.racct.enable": "1"}
 
     def turn(name: str, value: str) -> None:
@@ -64,29 +66,29 @@ def knob() -> Iterator[Callable[[str, str], None]]:
 
 
 def test_sixty_sandboxes_leave_nothing(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["bystander"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["bystander"])))
     before = jail_zfs_world.traces(live.config)
     for count in (30, 30):
-        forks = live.do(live.engine.fork(TEMPLATE, ForkSpec(count=count, concurrency=6)), timeout=300)
+        forks = live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(count=count, concurrency=6)), timeout=300)
         assert len(jail_zfs_world.traces(live.config)["jails"]) == count + 1
         for fork in forks:
-            live.do(live.engine.kill(fork.id))
+            live.do(live.engine.sandboxes.delete(fork.id))
     assert jail_zfs_world.traces(live.config) == before
 
 
 def test_jail_is_confined(live: Live) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["one"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     name = live.sandbox("one").host["jail"]
     shown = shim("jls", "-j", name, "-n", "securelevel", "enforce_statfs", "children.max", "vnet", "allow.raw_sockets")
     assert shown.split() == ["securelevel=2", "enforce_statfs=2", "children.max=0", "vnet=new", "allow.noraw_sockets"]
-    refused = live.do(live.engine.exec("one", ["mount", "-t", "tmpfs", "tmpfs", "/mnt"]))
+    refused = live.do(live.engine.commands.exec("one", ["mount", "-t", "tmpfs", "tmpfs", "/mnt"]))
     assert refused.exit_code != 0
     assert live.shell("one", "env | grep -c GROVE || true").strip() == "0"
-    assert live.do(live.engine.exec("one", ["touch", "/run/sandbox/file"])).exit_code != 0
+    assert live.do(live.engine.commands.exec("one", ["touch", "/run/sandbox/file"])).exit_code != 0
 
 
 def test_limits_hold_and_go_with_the_sandbox(live: Live) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["small"], memory_mb=64, cpus=2)))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["small"], memory_mb=64, cpus=2)))
     name = live.sandbox("small").host["jail"]
     rules = {line for line in shim("rctl").split() if f":{name}:" in line}
     assert rules == {
@@ -94,10 +96,10 @@ def test_limits_hold_and_go_with_the_sandbox(live: Live) -> None:
         f"jail:{name}:vmemoryuse:deny={64 << 20}",
         f"jail:{name}:pcpu:deny=200",
     }
-    hungry = live.do(live.engine.exec("small", ["python3", "-c", "x = bytearray(200 << 20)"]))
+    hungry = live.do(live.engine.commands.exec("small", ["python3", "-c", "x = bytearray(200 << 20)"]))
     assert hungry.exit_code != 0
-    assert live.do(live.engine.usage("small")).memory_bytes > 1 << 20
-    live.do(live.engine.kill("small"))
+    assert live.do(live.engine.sandboxes.usage("small")).memory_bytes > 1 << 20
+    live.do(live.engine.sandboxes.delete("small"))
     assert name not in shim("rctl")
 
 
@@ -106,47 +108,47 @@ def test_without_racct_there_are_no_limits_and_that_is_said(
 ) -> None:
     knob("kern.racct.enable", "0")
     live = fresh()
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["free"])))
-    assert live.do(live.engine.usage("free")).memory_bytes == 0
-    live.do(live.engine.kill("free"))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["free"])))
+    assert live.do(live.engine.sandboxes.usage("free")).memory_bytes == 0
+    live.do(live.engine.sandboxes.delete("free"))
     live.close()
 
 
 def test_disk_is_a_quota_that_a_fork_may_raise(live: Live) -> None:
-    have = live.engine.template(TEMPLATE).resources.disk_mb
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["big"], disk_mb=have + 512)))
+    have = live.engine.templates.get(TEMPLATE).resources.disk_mb
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["big"], disk_mb=have + 512)))
     dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{live.sandbox('big').instance}"
     assert zfs.get_props([dataset], ["refquota"])[dataset]["refquota"].number == (have + 512) << 20
 
 
 def test_snapshot_names_its_zfs_snapshot_and_outlives_its_sandbox(fresh: Callable[..., Live]) -> None:
     live = fresh()
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", "echo kept >/root/kept")
-    snapshot = live.do(live.engine.capture("source", name="mark"))
+    snapshot = live.do(live.engine.snapshots.create("source", name="mark"))
     assert zfs.lzc_exists(snapshot.host["zfsSnapshot"])
-    live.do(live.engine.kill("source"))
-    assert zfs.lzc_exists(live.engine.snapshot("mark").host["zfsSnapshot"])
+    live.do(live.engine.sandboxes.delete("source"))
+    assert zfs.lzc_exists(live.engine.snapshots.get("mark").host["zfsSnapshot"])
     live.close()
     again = fresh(config=live.config)
-    assert zfs.lzc_exists(again.engine.snapshot("mark").host["zfsSnapshot"])
-    fork = again.do(again.engine.create("mark", ForkSpec()))
+    assert zfs.lzc_exists(again.engine.snapshots.get("mark").host["zfsSnapshot"])
+    fork = again.do(again.engine.forks.create("mark", ForkSpec()))
     assert again.shell(fork.id, "cat /root/kept").strip() == "kept"
 
 
 def test_snapshot_destroyed_by_hand_is_gone_at_the_next_start(fresh: Callable[..., Live]) -> None:
     live = fresh()
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     for name in ("kept", "lost", "also-lost"):
-        live.do(live.engine.capture("source", name=name))
+        live.do(live.engine.snapshots.create("source", name=name))
     for name in ("lost", "also-lost"):
-        zfs.lzc_destroy_snaps([live.engine.snapshot(name).host["zfsSnapshot"]], False)
-    assert live.do(live.engine.delete_snapshot("also-lost"))
+        zfs.lzc_destroy_snaps([live.engine.snapshots.get(name).host["zfsSnapshot"]], False)
+    assert live.do(live.engine.snapshots.delete("also-lost"))
     with pytest.raises(GatewayError, match="not found"):
-        live.do(live.engine.create("lost", ForkSpec()))
+        live.do(live.engine.forks.create("lost", ForkSpec()))
     live.close()
     again = fresh(config=live.config)
-    assert [snapshot.names for snapshot in again.engine.snapshots()] == [["kept"]]
+    assert [snapshot.names for snapshot in again.engine.snapshots.list()] == [["kept"]]
     assert again.shell("source", "echo alive").strip() == "alive"
 
 
@@ -154,14 +156,14 @@ def test_rollback_to_what_does_not_start_leaves_the_old_one_running(
     fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld
 ) -> None:
     live = fresh()
-    live.do(live.engine.fork(TEMPLATE, ForkSpec(names=["victim", "broken"])))
+    live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["victim", "broken"])))
     live.shell("victim", "echo now >/root/now")
     live.shell("broken", "rm -r /opt/sandbox_agent")
-    live.do(live.engine.capture("broken", name="no-agent"))
+    live.do(live.engine.snapshots.create("broken", name="no-agent"))
     instance, before = live.sandbox("victim").instance, jail_zfs_world.traces(live.config)
     started = time.monotonic()
     with pytest.raises(BackendFailed, match="its jail ended with the agent in it"):
-        live.do(live.engine.rollback("victim", "no-agent"))
+        live.do(live.engine.sandboxes.rollback("victim", "no-agent"))
     assert time.monotonic() - started < 10
     assert live.sandbox("victim").instance == instance
     assert live.shell("victim", "cat /root/now").strip() == "now"
@@ -169,18 +171,18 @@ def test_rollback_to_what_does_not_start_leaves_the_old_one_running(
 
 
 def test_jail_removed_by_hand_is_noticed(live: Live) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["gone"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["gone"])))
     name = live.sandbox("gone").host["jail"]
     shim("pkill", "-KILL", "-j", name)
     eventually(lambda: live.sandbox("gone").state_reason != "", 20)
     assert "its jail ended" in live.sandbox("gone").state_reason
-    live.do(live.engine.resume("gone"))
+    live.do(live.engine.sandboxes.resume("gone"))
     assert live.shell("gone", "hostname").strip() == "gone"
 
 
 def test_a_jail_that_outlives_its_agent_is_ended(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["headless"])))
-    time.sleep(6)  # it was seen with its agent
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["headless"])))
+    time.sleep(6)  # the agent has been seen by then
     with pytest.raises(BackendFailed, match=r"hung up|cannot be reached|went away"):
         live.shell("headless", "kill -KILL -1; sleep 100")
     eventually(lambda: live.sandbox("headless").state_reason != "", 20)
@@ -191,12 +193,12 @@ def test_a_jail_left_dying_never_blocks_a_kill(
     live: Live, jail_zfs_world: JailZfsWorld, knob: Callable[[str, str], None]
 ) -> None:
     before = jail_zfs_world.traces(live.config)
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["slow"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["slow"])))
     knob("dying", "forever")
     started = time.monotonic()
-    live.do(live.engine.kill("slow"))
+    live.do(live.engine.sandboxes.delete("slow"))
     assert time.monotonic() - started < 10
-    assert live.engine.sandboxes() == []
+    assert live.engine.sandboxes.list() == []
     knob("dying", "0")
     eventually(lambda: jail_zfs_world.traces(live.config) == before, 20)
 
@@ -205,12 +207,12 @@ def test_a_sandbox_whose_jail_is_left_dying_starts_in_another(
     fresh: Callable[..., Live], knob: Callable[[str, str], None]
 ) -> None:
     live = fresh(jail_zfs={"dying_seconds": 0.3})
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["slow"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["slow"])))
     first = live.sandbox("slow").host["jail"]
     live.shell("slow", "echo kept >/root/kept")
     knob("dying", "forever")
-    live.do(live.engine.pause("slow"))
-    live.do(live.engine.resume("slow"))
+    live.do(live.engine.sandboxes.pause("slow"))
+    live.do(live.engine.sandboxes.resume("slow"))
     assert live.shell("slow", "cat /root/kept").strip() == "kept"
     assert live.sandbox("slow").host["jail"] == f"{first}-2"
     live.close()
@@ -220,20 +222,21 @@ def test_a_sandbox_whose_jail_is_left_dying_starts_in_another(
 
 
 def test_a_restart_unmounts_no_paused_sandbox(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
-    """What a rollback left behind is put away at each start: `zfs rename`, which by itself unmounts the clones of what
-    it renames. While a mount namespace of somebody else's holds them, they cannot be mounted again."""
+    """Each start removes leftovers of rollbacks with `zfs rename`, which by itself unmounts the clones of the renamed
+    dataset. While a foreign mount namespace holds them, they cannot be mounted again.
+    """
     live = fresh()
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
-    live.do(live.engine.capture("source", name="mark"))
-    live.do(live.engine.rollback("source", "mark"))
-    live.do(live.engine.pause("source"))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    live.do(live.engine.snapshots.create("source", name="mark"))
+    live.do(live.engine.sandboxes.rollback("source", "mark"))
+    live.do(live.engine.sandboxes.pause("source"))
     live.close()
     root = str(jail_zfs_world.place(live.config) / "sandboxes" / live.sandbox("source").instance)
     before = pools.mount_ids(jail_zfs_world.place(live.config))[root]
     with pools.pinned():
         again = fresh(config=live.config)
         assert pools.mount_ids(jail_zfs_world.place(live.config))[root] == before
-        again.do(again.engine.resume("source"))
+        again.do(again.engine.sandboxes.resume("source"))
     assert again.shell("source", "hostname").strip() == "source"
 
 
@@ -243,28 +246,28 @@ def test_what_cannot_be_mounted_says_what_holds_it(
     knob: Callable[[str, str], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(zfs_command._PATIENCE, zfs.exceptions.Cause.MOUNT_BUSY, 0.5)
+    monkeypatch.setitem(zfs_command._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
     live = fresh(jail_zfs={"dying_seconds": 0.3})
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["held"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["held"])))
     sandbox = live.sandbox("held")
     dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{sandbox.instance}"
     knob("dying", "forever")
-    live.do(live.engine.pause("held"))
+    live.do(live.engine.sandboxes.pause("held"))
     shim("umount", "-f", str(jail_zfs_world.place(live.config) / "sandboxes" / sandbox.instance))
     with pytest.raises(Busy) as caught:
-        live.do(live.engine.resume("held"))
+        live.do(live.engine.sandboxes.resume("held"))
     assert f"({dataset}) cannot be mounted: held by the dying jail {sandbox.host['jail']}." in caught.value.message
     knob("dying", "0")
     monkeypatch.undo()
-    live.do(live.engine.resume("held"))
-    live.do(live.engine.pause("held"))
-    monkeypatch.setitem(zfs_command._PATIENCE, zfs.exceptions.Cause.MOUNT_BUSY, 0.5)
+    live.do(live.engine.sandboxes.resume("held"))
+    live.do(live.engine.sandboxes.pause("held"))
+    monkeypatch.setitem(zfs_command._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
     with pools.pinned():
         zfs.unmount(dataset)
-        with pytest.raises(Busy, match=r"no jail, mount or open file that holds it was found\. End"):
-            live.do(live.engine.resume("held"))
+        with pytest.raises(Busy, match=r"no jail, mount or open file was found that holds it\. End"):
+            live.do(live.engine.sandboxes.resume("held"))
     monkeypatch.undo()
-    live.do(live.engine.resume("held"))
+    live.do(live.engine.sandboxes.resume("held"))
     assert live.shell("held", "hostname").strip() == "held"
 
 
@@ -272,10 +275,10 @@ def test_what_cannot_be_removed_yet_says_what_holds_it(
     live: Live, jail_zfs_world: JailZfsWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = jail_zfs_world.traces(live.config)
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["held"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["held"])))
     root = jail_zfs_world.place(live.config) / "sandboxes" / live.sandbox("held").instance
     with subprocess.Popen(["sleep", "infinity"], cwd=root) as holder:
-        live.do(live.engine.kill("held"))
+        live.do(live.engine.sandboxes.delete("held"))
         holder.kill()
     fields = [record.fields for record in caplog.records if record.getMessage() == "still in use, removed later"]
     assert [each["holders"] for each in fields] == [f"held by the process sleep (pid {holder.pid})"]
@@ -283,16 +286,16 @@ def test_what_cannot_be_removed_yet_says_what_holds_it(
 
 
 def test_half_of_a_jail_is_swept_at_start_up(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
-    """What a gateway leaves that dies at any step of making a jail: a cable, limits, rules, a clone, mounts."""
+    """The leftovers of a gateway that dies while it creates a jail: an epair, limits, rules, a clone, mounts."""
     live = fresh()
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["fine"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["fine"])))
     before = jail_zfs_world.traces(live.config)
     live.close()
     prefix, root = live.config.network.prefix, live.config.jail_zfs.dataset
     shim("ifconfig", "epair", "create", "group", f"{prefix}-epair")
     shim("rctl", "-a", f"jail:{prefix}-0123456789ab:maxproc:deny=9")
     shim("pfctl", "-q", "-a", f"sbx/{prefix}-0123456789ab", "-f", "-", input="block drop quick from 10.0.0.5 to any\n")
-    zfs.lzc_clone(f"{root}/sandboxes/0123456789ab", live.engine.template(TEMPLATE).host["zfsSnapshot"])
+    zfs.lzc_clone(f"{root}/sandboxes/0123456789ab", live.engine.templates.get(TEMPLATE).host["zfsSnapshot"])
     place = jail_zfs_world.place(live.config) / "sandboxes/0123456789ab"
     shim("mount", "-t", "devfs", "-oruleset=4", "devfs", str(place / "dev"))
     shim("jail", "-c", f"name={prefix}-0123456789ab", f"path={place}", "persist", "vnet=new")
@@ -303,8 +306,8 @@ def test_half_of_a_jail_is_swept_at_start_up(fresh: Callable[..., Live], jail_zf
 
 
 def test_memory_is_refused_with_a_sentence(live: Live) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["one"])))
-    snapshot = live.do(live.engine.capture("one", name="files"))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+    snapshot = live.do(live.engine.snapshots.create("one", name="files"))
     for work in (
         live.engine.host.fork(snapshot, live.sandbox("one"), with_memory=True),
         live.engine.host.capture(live.sandbox("one"), snapshot, memory=True),
@@ -314,7 +317,7 @@ def test_memory_is_refused_with_a_sentence(live: Live) -> None:
 
 
 def built(live: Live, recipe: Recipe) -> Any:
-    build = live.do(live.engine.build_template("other", recipe))
+    build = live.do(live.engine.templates.build("other", recipe))
 
     async def end() -> None:
         async for _ in build.follow():
@@ -340,11 +343,11 @@ def test_template_from_a_directory_with_set_up(live: Live, tmp_path: Path) -> No
         source="rootfs", path=str(tmp_path), setup=["echo done >/root/set-up"], resources=Resources(disk_mb=1024)
     )
     assert built(live, recipe).status == "ready"
-    live.do(live.engine.create("other", ForkSpec(names=["made"])))
+    live.do(live.engine.forks.create("other", ForkSpec(names=["made"])))
     assert live.shell("made", "cat /root/set-up").strip() == "done"
     assert live.shell("made", "id -u user; ls -d /home/user").split() == ["1000", "/home/user"]
-    live.do(live.engine.kill("made"))
-    assert live.do(live.engine.delete_snapshot("other"))
+    live.do(live.engine.sandboxes.delete("made"))
+    assert live.do(live.engine.snapshots.delete("other"))
 
 
 @pytest.mark.parametrize(
@@ -365,15 +368,15 @@ def test_tree_that_cannot_be_a_sandbox_is_refused_and_leaves_nothing(
 
 def test_planted_links_lead_nowhere(live: Live, tmp_path: Path) -> None:
     """A sandbox's root replaces the directory that the host mounts over: it starts again, and nothing is mounted."""
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["sly"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["sly"])))
     live.shell("sly", "mkdir /root/other && cp -a /run/sandbox /root/copy; mv /run /run.old && ln -s /etc /run")
-    live.do(live.engine.pause("sly"))
-    live.do(live.engine.resume("sly"))
+    live.do(live.engine.sandboxes.pause("sly"))
+    live.do(live.engine.sandboxes.resume("sly"))
     assert live.shell("sly", "ls /etc/sandbox 2>/dev/null || echo none").strip() == "none"
 
 
 def test_zfs_dead_is_said_and_nothing_is_half_made() -> None:
-    """In namespaces of its own, where the daemon is nobody else's."""
+    """In its own namespaces, with a daemon that nothing else uses."""
     tarball, directory = debian(), session.run_dir() / "host-alone"
     directory.mkdir()
     (directory / "cache").mkdir()

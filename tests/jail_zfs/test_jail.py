@@ -1,4 +1,4 @@
-"""Jails as the commands tell of them, and as they are made: what is odd is said, and nothing is left."""
+"""Parsing of the jail commands and creation of jails: unexpected output is an error, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.commands import Commands, together
-from sandbox_gateway.hosts.jail_zfs.jail import Jail, Jails, Mounted, parse_jails, parse_mounts
-from sandbox_gateway.hosts.jail_zfs.rctl import parse_usage, rules
+from sandbox_gateway.hosts.jail_zfs.commands import Commands, finish_all
+from sandbox_gateway.hosts.jail_zfs.jail.jails import Jail, Jails, parse_jails
+from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted, MountTable, parse_mounts
+from sandbox_gateway.hosts.jail_zfs.jail.rctl import parse_usage, rules
 from sandbox_gateway.records import Resources
 from tests.support.jail_world import JailZfsWorld, environment, shim
 
@@ -37,7 +38,7 @@ def test_the_list_of_jails() -> None:
 
 @given(st.integers(0, len(SAMPLE) - 1))
 def test_a_list_cut_in_the_middle_is_no_list(length: int) -> None:
-    with pytest.raises(BackendFailed, match="no list of jails"):
+    with pytest.raises(BackendFailed, match="not a list of jails"):
         parse_jails(SAMPLE[:length])
 
 
@@ -76,7 +77,7 @@ def test_the_mount_table() -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"mount": []}', '{"mount": {"mounted": [{"special": "x"}]}}', "{"])
 def test_what_is_no_table_of_mounts_is_said(text: str) -> None:
-    with pytest.raises(BackendFailed, match="no table of mounts"):
+    with pytest.raises(BackendFailed, match="not a table of mounts"):
         parse_mounts(text)
 
 
@@ -94,23 +95,28 @@ def jails(jail_zfs_world: JailZfsWorld) -> Jails:
     return Jails(Commands(environment()))
 
 
-def test_what_is_not_there_can_be_ended(jails: Jails, tmp_path: Path) -> None:
-    do(jails.end("nowhere", "nowhere-b"))
-    do(jails.unmount(Mounted("", str(tmp_path), "nullfs")))
-    do(jails.unmount(Mounted("", str(tmp_path / "missing"), "nullfs")))
-    do(jails.unmount(Mounted("", "", "nullfs", "00ff00ff00ff00ff")))
+@pytest.fixture
+def table(jail_zfs_world: JailZfsWorld) -> MountTable:
+    return MountTable(Commands(environment()))
+
+
+def test_what_is_not_there_can_be_ended(jails: Jails, table: MountTable, tmp_path: Path) -> None:
+    do(jails.remove("nowhere", "nowhere-b"))
+    do(table.unmount(Mounted("", str(tmp_path), "nullfs")))
+    do(table.unmount(Mounted("", str(tmp_path / "missing"), "nullfs")))
+    do(table.unmount(Mounted("", "", "nullfs", "00ff00ff00ff00ff")))
     do(jails.signal("nowhere", "STOP"))
-    assert do(jails.mounts(tmp_path)) == []
+    assert do(table.list_below(tmp_path)) == []
 
 
-def test_a_jail_that_cannot_be_made_leaves_nothing(jails: Jails, tmp_path: Path) -> None:
+def test_a_jail_that_cannot_be_made_leaves_nothing(jails: Jails, table: MountTable, tmp_path: Path) -> None:
     for name in ("dev", "bin"):
         (tmp_path / name).mkdir()
     with pytest.raises(BackendFailed, match="interface missing-b does not exist"):
         do(jails.create("odd", tmp_path, hostname="odd", identity=None, interface="missing-b"))
     with pytest.raises(BackendFailed, match="No such file or directory"):
         do(jails.create("odd", tmp_path / "nowhere", hostname="odd", identity=None, interface="missing-b"))
-    assert do(jails.mounts(tmp_path)) == []
+    assert do(table.list_below(tmp_path)) == []
     assert "odd" not in shim("jls", "-d", "name").split()
 
 
@@ -125,11 +131,11 @@ def test_the_first_error_comes_when_all_have_ended() -> None:
         return name
 
     async def story() -> None:
-        assert await together(work("a", 0.02), work("b", 0.01)) == ["a", "b"]
+        assert await finish_all(work("a", 0.02), work("b", 0.01)) == ["a", "b"]
         with pytest.raises(BackendFailed, match="one"):
-            await together(work("c", 0.01, BackendFailed("one")), work("d", 0.05))
+            await finish_all(work("c", 0.01, BackendFailed("one")), work("d", 0.05))
         assert done[-2:] == ["c", "d"]
-        task = asyncio.create_task(together(work("e", 0.05)))  # type: ignore[arg-type]
+        task = asyncio.create_task(finish_all(work("e", 0.05)))  # type: ignore[arg-type]
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""tests.leaks: what a run that was killed left behind is taken away by the next."""
+"""tests.leaks: a run removes the leftovers of an earlier run that was killed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_what_a_killed_run_left_is_swept(need_root: None, tmp_path: Path, monkey
     temporary.mkdir()
     monkeypatch.setenv("GROVE_TEST_STATE", str(tmp_path / "state"))
     said = tmp_path / "said"
-    # To a file: what goes on would keep a pipe open.
+    # To a file: processes that keep running would keep a pipe open.
     with (tmp_path / "errors").open("w") as errors:
         subprocess.run(
             [sys.executable, "-c", RUN, str(temporary), str(said), ADDRESS],
@@ -73,7 +73,7 @@ def test_what_a_killed_run_left_is_swept(need_root: None, tmp_path: Path, monkey
 
 
 def _left(mark: str, prefix: str, place: Path) -> dict[str, list[str]]:
-    """What is of that run alone: others are under way."""
+    """Leftovers of that run alone, since others may be under way."""
     now = leaks.inventory()
     return {
         "processes": list(leaks._processes(place / "state" / f"run-{mark}", mark).values()),

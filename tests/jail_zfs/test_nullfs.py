@@ -1,4 +1,4 @@
-"""The way to a mount point in a jail: without links, made where it is missing, left alone where it cannot be."""
+"""The path to a mount point in a jail: without links, created if missing, unchanged if it cannot be created."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.errors import BackendFailed, Invalid
-from sandbox_gateway.hosts.jail_zfs.nullfs import prepare
+from sandbox_gateway.hosts.jail_zfs.jail.mount_point import prepare
 
 
 def tree(root: Path) -> set[str]:
@@ -34,8 +34,8 @@ def test_what_is_missing_is_made_for_all_to_enter(tmp_path: Path) -> None:
         ("/link/new", "/link is a symbolic link"),
         ("/dir/inner/new", "/dir/inner is a symbolic link"),
         ("/loop/new", "/loop is a symbolic link"),
-        ("/file", "/file is no directory"),
-        ("/file/new", "/file is no directory"),
+        ("/file", "/file is not a directory"),
+        ("/file/new", "/file is not a directory"),
         (f"/new/{'x' * 300}", "File name too long"),
         ("/" + "/".join(["x" * 200] * 6), "too long for a mount point"),
     ],

@@ -1,4 +1,4 @@
-"""What sandboxes may reach: real packets between jails, the host, and a jail that stands for the internet."""
+"""The reach of sandboxes: real packets between jails, the host, and a jail that simulates the internet."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Invalid
 from sandbox_gateway.hosts.jail_zfs.commands import Commands
-from sandbox_gateway.hosts.jail_zfs.epair import Bridge
-from sandbox_gateway.hosts.jail_zfs.pf import bridge_rules, jail_rules
+from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
+from sandbox_gateway.hosts.jail_zfs.network.pf import bridge_rules, jail_rules
 from sandbox_gateway.records import NetworkPolicy
 from tests.support import session
 from tests.support.jail_world import PF, JailZfsWorld, environment, shim
@@ -50,7 +50,7 @@ ECHO = (
 
 
 class Outside:
-    """A jail beyond the host, on a network of its own, with a server on port 7000."""
+    """A jail beyond the host, on its own network, with a server on port 7000."""
 
     def __init__(self, root: Path) -> None:
         network = ipaddress.IPv4Network(session.network()["subnet"])
@@ -104,13 +104,13 @@ def live(jail_zfs_world: JailZfsWorld, outside: Outside) -> Iterator[Live]:
 
 
 def reaches(live: Live, ref: str, address: str) -> str:
-    """What the server there says; empty if it is not reached."""
-    done = live.do(live.engine.exec(ref, ["python3", "-c", CLIENT, address]))
+    """The answer of the server there; empty if it cannot be reached."""
+    done = live.do(live.engine.commands.exec(ref, ["python3", "-c", CLIENT, address]))
     return done.stdout.decode().strip() if done.exit_code == 0 else ""
 
 
 def test_sandboxes_reach_the_internet_and_neither_each_other_nor_the_host(live: Live, outside: Outside) -> None:
-    live.do(live.engine.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
+    live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
     other = live.sandbox("b").host["address"]
     gateway = str(ipaddress.IPv4Network(live.config.network.subnet).network_address + 1)
     live.shell("b", f'python3 -c "{SERVER}" </dev/null >/dev/null 2>&1 &')
@@ -127,24 +127,24 @@ def test_sandboxes_reach_the_internet_and_neither_each_other_nor_the_host(live: 
 
 def test_policy_decides_and_holds_for_open_connections(live: Live, outside: Outside) -> None:
     closed = NetworkPolicy(allow_internet=False)
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["shut"], network=closed)))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["shut"], network=closed)))
     assert not reaches(live, "shut", outside.address)
     assert live.shell("shut", "cat /etc/resolv.conf") == ""
-    live.do(live.engine.set_network("shut", NetworkPolicy(allow_internet=False, allow_out=[outside.address])))
+    live.do(live.engine.sandboxes.set_network("shut", NetworkPolicy(allow_internet=False, allow_out=[outside.address])))
     assert reaches(live, "shut", outside.address)
     assert live.shell("shut", "cat /etc/resolv.conf") == "nameserver 9.9.9.9\n"
-    live.do(live.engine.set_network("shut", NetworkPolicy(deny_out=[f"{outside.address}/24"])))
+    live.do(live.engine.sandboxes.set_network("shut", NetworkPolicy(deny_out=[f"{outside.address}/24"])))
     assert not reaches(live, "shut", outside.address)
-    live.do(live.engine.set_network("shut", NetworkPolicy()))
+    live.do(live.engine.sandboxes.set_network("shut", NetworkPolicy()))
     live.shell("shut", f'python3 -c "{HOLD}" {outside.address} </dev/null >/dev/null 2>&1 &')
     live.shell("shut", "while ! [ -s /root/beats ]; do sleep 0.05; done")
-    live.do(live.engine.set_network("shut", closed))
+    live.do(live.engine.sandboxes.set_network("shut", closed))
     first, later = (live.shell("shut", "sleep 0.5; cat /root/beats") for _ in range(2))
     assert first == later, "the connection that was open goes on"
 
 
 def test_an_address_that_is_not_its_own_gets_nowhere(live: Live, outside: Outside) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["liar"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["liar"])))
     number, inner = (
         live.sandbox("liar").host["number"],
         f"{live.config.network.prefix}-{live.sandbox('liar').host['number']}b",
@@ -153,13 +153,13 @@ def test_an_address_that_is_not_its_own_gets_nowhere(live: Live, outside: Outsid
     live.shell("liar", f"ip address add {network.network_address + number + 50}/32 dev {inner}")
     connect = CLIENT.replace("7000), 2)", f"7000), 2, ('{network.network_address + number + 50}', 0))")
     assert reaches(live, "liar", outside.address)
-    assert live.do(live.engine.exec("liar", ["python3", "-c", connect, outside.address])).exit_code != 0
+    assert live.do(live.engine.commands.exec("liar", ["python3", "-c", connect, outside.address])).exit_code != 0
 
 
 def test_an_address_that_is_none_is_refused(live: Live) -> None:
     with pytest.raises(Invalid, match="allow_out: 'nowhere'"):
-        live.do(live.engine.create(TEMPLATE, ForkSpec(network=NetworkPolicy(allow_out=["nowhere"]))))
-    assert live.engine.sandboxes() == []
+        live.do(live.engine.forks.create(TEMPLATE, ForkSpec(network=NetworkPolicy(allow_out=["nowhere"]))))
+    assert live.engine.sandboxes.list() == []
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_rules_as_they_are_written() -> None:
     )
     assert bridge_rules(bridge, "") == "block drop on sbxbr all\n"
     policy = NetworkPolicy(allow_out=["192.0.2.1"], deny_out=["10.0.0.0/9", "10.128.0.0/9"])
-    rules = jail_rules(bridge, bridge.cable(7), policy, ["9.9.9.9"]).splitlines()
+    rules = jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"]).splitlines()
     assert rules == [
         "block drop in quick on sbx-7a inet from ! 10.231.0.7 to any",
         "block drop in quick on sbx-7a inet6 all",
@@ -211,6 +211,6 @@ def test_rules_as_they_are_written() -> None:
         "block return in quick on sbxbr inet from 10.231.0.7 to 10.0.0.0/8",
         "pass in quick on sbxbr inet from 10.231.0.7 to any",
     ]
-    shut = jail_rules(bridge, bridge.cable(7), NetworkPolicy(allow_internet=False), ["9.9.9.9"]).splitlines()
+    shut = jail_rules(bridge, bridge.epair(7), NetworkPolicy(allow_internet=False), ["9.9.9.9"]).splitlines()
     assert shut[-1] == "block return in quick on sbxbr inet from 10.231.0.7 to any"
     assert not any("port 53" in rule for rule in shut)

@@ -1,4 +1,4 @@
-"""What the datasets of volumes mean, without ZFS."""
+"""How a scan interprets the datasets of volumes, without ZFS."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.hosts.jail_zfs.volume_scan import DOOMED, VOLUME_FACTS, VolumeFindings, interpret_volumes
-from sandbox_gateway.hosts.jail_zfs.zfs_parse import Property
-from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD, QUARANTINE, encode, volume_snapshot_head
+from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE, encode, volume_snapshot_head
+from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import DOOMED, VOLUME_FACTS, VolumeFindings, interpret_volumes
 from sandbox_gateway.records import Volume, VolumeSnapshot
+from sandbox_gateway.zfs.parse import Property
 
 ROOT = "tank/g"
 ONE = Volume(name="one", size_mb=64)
@@ -21,7 +21,7 @@ def place(volume: Volume, number: int = 0) -> str:
 
 
 class Tree:
-    """Datasets and snapshots as ZFS would tell of them."""
+    """Datasets and snapshots as ZFS would list them."""
 
     def __init__(self) -> None:
         self.facts: dict[str, dict[str, Property]] = {}
@@ -61,7 +61,7 @@ def test_volumes_and_their_snapshots() -> None:
 
 
 def test_the_last_record_of_a_volume_counts() -> None:
-    """A rollback that was cut off after its commit; what it was before is retired with its snapshots."""
+    """A rollback that was interrupted after its commit; the old dataset is retired with its snapshots."""
     tree = Tree().volume(ONE, generation=3).volume(ONE, 1, generation=4).snapshot(MARK, place(ONE))
     found = tree.read()
     assert (found.datasets, found.leftover) == ({ONE.id: place(ONE, 1)}, [place(ONE)])
@@ -72,7 +72,7 @@ def test_the_last_record_of_a_volume_counts() -> None:
 def test_what_is_left_of_a_rollback(retired: bool) -> None:
     tree = Tree().volume(ONE, 2)
     tree.add(place(ONE), canmount="noauto" if retired else "on").snapshot(MARK, place(ONE))
-    tree.add(place(ONE, 3))  # would have become it
+    tree.add(place(ONE, 3))  # was about to become the volume
     found = tree.read()
     assert found.leftover == [place(ONE, 3)] if retired else [place(ONE), place(ONE, 3)]
     assert (found.snapshots, found.uncommitted, found.quarantined) == ([MARK], [], {})
@@ -124,12 +124,12 @@ def test_part_of_a_sandbox_s_snapshot_is_nothing_without_it() -> None:
     tree = Tree().volume(ONE)
     for record in (with_it, without, hidden):
         tree.snapshot(record, place(ONE))
-    # a damaged record of it is a record: it may be mended
+    # a damaged record still counts as a record, since it may be repaired
     tree.add(f"{ROOT}/sandboxes/{'a' * 12}@{'0' * 12}", {HEAD: "{not json"})
     tree.add(f"{ROOT}/sandboxes/{'a' * 12}@{'2' * 12}", defer_destroy="on")
     found = tree.read()
     assert found.snapshots == [with_it]
-    assert found.unfounded == [without.id, hidden.id]
+    assert found.orphaned == [without.id, hidden.id]
 
 
 def test_what_is_not_as_its_record_says() -> None:
@@ -138,7 +138,7 @@ def test_what_is_not_as_its_record_says() -> None:
 
 
 def test_each_snapshot_of_one_command_has_its_own_record() -> None:
-    """`zfs snapshot` sets all properties on all."""
+    """`zfs snapshot` sets all properties on all snapshots."""
     other = Volume(name="other", size_mb=64)
     records = [MARK, VolumeSnapshot(name="more", volume=other.id, size_mb=64)]
     every = {volume_snapshot_head(record.id): encode(record, 1)[HEAD] for record in records}

@@ -1,4 +1,4 @@
-"""Volumes on real ZFS: made, grown, captured, cloned, rolled back, removed, and found again wherever it was cut off."""
+"""Volumes on real ZFS: created, grown, captured, cloned, rolled back, removed, and found after any interruption."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ from pathlib import Path
 
 import pytest
 
+from sandbox_gateway import zfs
 from sandbox_gateway.errors import GatewayError, InUse, NotFound, OverQuota
-from sandbox_gateway.hosts.jail_zfs import zfs
-from sandbox_gateway.hosts.jail_zfs.storage import ZfsStorage
-from sandbox_gateway.hosts.jail_zfs.storage_volumes import VolumeStorage
-from sandbox_gateway.hosts.jail_zfs.volume_scan import DOOMED
-from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD, QUARANTINE
+from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE
+from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
+from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
+from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import DOOMED
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+from sandbox_gateway.zfs import snapshots
+from sandbox_gateway.zfs.capabilities import openzfs
+from sandbox_gateway.zfs.outcome import Outcome
 from tests.jail_zfs import pools
 
 
 def names(storage: ZfsStorage, types: str = "filesystem,snapshot") -> list[str]:
-    prefix = f"{storage.root}/volumes/"
-    return [name.removeprefix(prefix) for name in zfs.list_datasets(storage.root, types=types) if prefix in name]
+    prefix = f"{storage.root.dataset}/volumes/"
+    return [
+        name.removeprefix(prefix) for name in zfs.list_datasets(storage.root.dataset, types=types) if prefix in name
+    ]
 
 
 def again(storage: ZfsStorage) -> ZfsStorage:
-    """The storage as a gateway that was just started finds it."""
+    """The storage as a freshly started gateway finds it."""
     storage.close()
     storage.open()
     return storage
@@ -32,23 +37,23 @@ def again(storage: ZfsStorage) -> ZfsStorage:
 
 def made(storage: ZfsStorage, name: str = "data", *, source: VolumeSnapshot | None = None) -> Volume:
     volume = Volume(name=name, size_mb=64, from_snapshot=source.id if source else "")
-    storage.create_volume(volume, source.id if source else None)
+    storage.volumes.create(volume, source.id if source else None)
     return volume
 
 
 def taken(storage: ZfsStorage, volume: Volume, name: str, **more: str) -> VolumeSnapshot:
     snapshot = VolumeSnapshot(name=name, volume=volume.id, size_mb=volume.size_mb, **more)
-    storage.snapshot_volume(snapshot)
+    storage.volume_snapshots.take(snapshot)
     return snapshot
 
 
 def file(storage: ZfsStorage, volume: Volume) -> Path:
-    return storage.volume_root(volume.id) / "file"
+    return storage.volumes.mount(volume.id) / "file"
 
 
 def roll_back(storage: ZfsStorage, volume: Volume, snapshot: VolumeSnapshot) -> None:
-    storage.commit_rollback(volume, storage.begin_rollback(volume, snapshot.id))
-    storage.settle_volume(volume.id)
+    storage.volumes.commit_rollback(volume, storage.volumes.begin_rollback(volume, snapshot.id))
+    storage.volumes.settle(volume.id)
 
 
 def fill(path: Path, megabytes: int) -> None:
@@ -60,14 +65,14 @@ def fill(path: Path, megabytes: int) -> None:
 
 def test_a_volume_is_open_to_all_in_it_and_to_nobody_outside(storage: ZfsStorage) -> None:
     volume = made(storage)
-    root = storage.volume_root(volume.id)
+    root = storage.volumes.mount(volume.id)
     assert (root.stat().st_mode & 0o7777, root.stat().st_uid) == (0o777, 0)
     assert root.parent.stat().st_mode & 0o7777 == 0o700
-    assert volume.host == {"dataset": f"{storage.root}/volumes/{volume.id}"}
+    assert volume.host == {"dataset": f"{storage.root.dataset}/volumes/{volume.id}"}
     found = again(storage).scan()
-    assert (found.volumes, found.repaired, storage.sweep_volumes()) == ([volume], [], [])
-    storage.doom_volume(volume.id)
-    storage.finish_removal(volume.id)
+    assert (found.volumes, found.repaired, storage.volumes.sweep()) == ([volume], [], [])
+    storage.volumes.doom(volume.id)
+    storage.volumes.finish_removal(volume.id)
     assert names(storage) == [] and list(root.parent.iterdir()) == []
 
 
@@ -77,10 +82,10 @@ def test_its_size_holds_and_grows_while_it_is_used(storage: ZfsStorage) -> None:
     with pytest.raises(OSError, match="quota"):
         fill(path, 80)
     path.unlink()
-    storage.grow_volume(volume, 128)
+    storage.volumes.grow(volume, 128)
     fill(path, 100)
     zfs.sync(volume.host["dataset"])
-    assert 100 << 20 <= storage.volume_used(volume.id) < 128 << 20
+    assert 100 << 20 <= storage.volumes.used_bytes(volume.id) < 128 << 20
     assert again(storage).scan().volumes == [volume.model_copy(update={"size_mb": 128})]
 
 
@@ -89,7 +94,7 @@ def test_a_growth_that_was_cut_off_is_put_back(storage: ZfsStorage) -> None:
     zfs.lzc_set_prop(volume.host["dataset"], "refquota", 500 << 20)
     found = again(storage).scan()
     assert found.volumes == [volume]
-    assert found.repaired == [f"{volume.host['dataset']}: it is as large as its record says again"]
+    assert found.repaired == [f"{volume.host['dataset']}: its size is that of its record again"]
     assert zfs.get_props([volume.host["dataset"]], ["refquota"])[volume.host["dataset"]]["refquota"].number == 64 << 20
 
 
@@ -102,7 +107,7 @@ def test_clone_is_of_its_own_and_holds_what_it_was_made_from(storage: ZfsStorage
     assert [file(storage, each).read_text() for each in clones] == ["first", "first"]
     file(storage, clones[0]).write_text("third")
     assert file(storage, volume).read_text() == "second"
-    for refused in (lambda: storage.destroy_volume_snapshot(mark.id), lambda: storage.doom_volume(volume.id)):
+    for refused in (lambda: storage.volume_snapshots.destroy(mark.id), lambda: storage.volumes.doom(volume.id)):
         with pytest.raises(InUse, match=r"2 volumes were made from it \(clone\d, clone\d\)") as error:
             refused()
         assert set(error.value.blockers) == {each.id for each in clones}
@@ -112,21 +117,21 @@ def test_clone_is_of_its_own_and_holds_what_it_was_made_from(storage: ZfsStorage
         [mark],
     )
     for each in clones:
-        storage.doom_volume(each.id)
-        storage.finish_removal(each.id)
-    storage.destroy_volume_snapshot(mark.id)
+        storage.volumes.doom(each.id)
+        storage.volumes.finish_removal(each.id)
+    storage.volume_snapshots.destroy(mark.id)
     with pytest.raises(NotFound):
-        storage.create_volume(Volume(name="late"), mark.id)
+        storage.volumes.create(Volume(name="late"), mark.id)
     assert names(storage) == [volume.id]
 
 
 def test_clone_smaller_than_what_it_holds_is_refused(storage: ZfsStorage) -> None:
     volume = made(storage)
-    storage.grow_volume(volume, 128)
+    storage.volumes.grow(volume, 128)
     fill(file(storage, volume), 80)
     mark = taken(storage, volume, "mark")
     with pytest.raises(OverQuota, match=r"a volume of 64 MiB is too small|quota"):
-        storage.create_volume(Volume(name="small", size_mb=64), mark.id)
+        storage.volumes.create(Volume(name="small", size_mb=64), mark.id)
     assert len(names(storage, "filesystem")) == 1
 
 
@@ -136,23 +141,23 @@ def test_rollback_keeps_newer_snapshots_and_goes_forth_again(storage: ZfsStorage
     for text in ("one", "two", "three"):
         file(storage, volume).write_text(text)
         marks.append(taken(storage, volume, text))
-    storage.grow_volume(volume, 128)
+    storage.volumes.grow(volume, 128)
     volume.size_mb = 128
     for wanted in (0, 2, 1):
         roll_back(storage, volume, marks[wanted])
         assert file(storage, volume).read_text() == marks[wanted].name
         found = again(storage).scan()
         assert (found.volumes, found.volume_snapshots, found.repaired) == ([volume], marks, [])
-        assert (storage.sweep_volumes(), volume.size_mb) == ([], 128)
+        assert (storage.volumes.sweep(), volume.size_mb) == ([], 128)
     own = taken(storage, volume, "own")
-    # the first is hidden at once, or gone: the volume stands on none of the others
+    # the first is hidden or removed at once: the volume depends on none of the others
     for mark in (marks[1], marks[0], marks[2], own):
-        storage.destroy_volume_snapshot(mark.id)
+        storage.volume_snapshots.destroy(mark.id)
     assert file(storage, volume).read_text() == "two"
     found = again(storage).scan()
     assert (found.volume_snapshots, found.repaired) == ([], [])
-    storage.doom_volume(volume.id)
-    storage.finish_removal(volume.id)
+    storage.volumes.doom(volume.id)
+    storage.volumes.finish_removal(volume.id)
     assert names(storage) == []
 
 
@@ -162,21 +167,23 @@ def test_what_a_volume_was_goes_with_its_last_snapshot(storage: ZfsStorage) -> N
     roll_back(storage, volume, first)
     roll_back(storage, volume, first)
     assert names(storage, "filesystem") == [volume.id, f"{volume.id}.2"]
-    storage.destroy_volume_snapshot(second.id)
+    storage.volume_snapshots.destroy(second.id)
     own = taken(storage, volume, "own")
     roll_back(storage, volume, own)
     assert len(names(storage, "filesystem")) == 3
-    storage.doom_volume(volume.id)
-    storage.finish_removal(volume.id)
+    storage.volumes.doom(volume.id)
+    storage.volumes.finish_removal(volume.id)
     assert names(storage) == []
 
 
 CUT: dict[str, Callable[[ZfsStorage, Volume, VolumeSnapshot], object]] = {
-    "begun": lambda storage, volume, mark: storage.begin_rollback(volume, mark.id),
-    "committed": lambda storage, volume, mark: storage.commit_rollback(volume, storage.begin_rollback(volume, mark.id)),
+    "begun": lambda storage, volume, mark: storage.volumes.begin_rollback(volume, mark.id),
+    "committed": lambda storage, volume, mark: storage.volumes.commit_rollback(
+        volume, storage.volumes.begin_rollback(volume, mark.id)
+    ),
     "half retired": lambda storage, volume, mark: (
-        storage.commit_rollback(volume, storage.begin_rollback(volume, mark.id)),
-        zfs.lzc_inherit_prop(f"{storage.root}/volumes/{volume.id}", HEAD),
+        storage.volumes.commit_rollback(volume, storage.volumes.begin_rollback(volume, mark.id)),
+        zfs.lzc_inherit_prop(f"{storage.root.dataset}/volumes/{volume.id}", HEAD),
     ),
     "settled": roll_back,
 }
@@ -191,13 +198,13 @@ def test_a_rollback_that_was_cut_off_is_whole_or_was_never_there(storage: ZfsSto
     later = taken(storage, volume, "later")
     CUT[cut](storage, volume, mark)
     found = again(storage).scan()
-    notes = storage.sweep_volumes()
+    notes = storage.volumes.sweep()
     assert ([each.id for each in found.volumes], found.volume_snapshots) == ([volume.id], [mark, later])
     assert file(storage, volume).read_text() == ("new" if cut == "begun" else "old")
     assert len(notes) == (0 if cut == "settled" else 1), notes
     assert len(names(storage, "filesystem")) == (1 if cut == "begun" else 2)
-    assert sum(zfs.mounted(f"{storage.root}/volumes/{name}") for name in names(storage, "filesystem")) == 1
-    assert (again(storage).scan().repaired, storage.sweep_volumes()) == ([], [])
+    assert sum(zfs.is_mounted(f"{storage.root.dataset}/volumes/{name}") for name in names(storage, "filesystem")) == 1
+    assert (again(storage).scan().repaired, storage.volumes.sweep()) == ([], [])
 
 
 def test_a_removal_that_was_cut_off_is_finished(storage: ZfsStorage) -> None:
@@ -205,12 +212,12 @@ def test_a_removal_that_was_cut_off_is_finished(storage: ZfsStorage) -> None:
     mark = taken(storage, volume, "mark")
     taken(storage, volume, "more")
     roll_back(storage, volume, mark)
-    storage.doom_volume(volume.id)
+    storage.volumes.doom(volume.id)
     with pytest.raises(NotFound):
-        storage.volume_root(volume.id)
+        storage.volumes.mount(volume.id)
     found = again(storage).scan()
     assert ([each.id for each in found.volumes], found.volume_snapshots) == ([other.id], [])
-    assert len(storage.sweep_volumes()) == 1
+    assert len(storage.volumes.sweep()) == 1
     assert names(storage) == [other.id]
 
 
@@ -218,20 +225,20 @@ def test_a_removal_cut_off_when_the_newest_was_gone(storage: ZfsStorage, monkeyp
     volume = made(storage)
     mark = taken(storage, volume, "mark")
     roll_back(storage, volume, mark)
-    storage.doom_volume(volume.id)
-    destroy = VolumeStorage._destroy_volume_dataset
+    storage.volumes.doom(volume.id)
+    destroy = VolumeDatasets.destroy
 
-    def once(self: VolumeStorage, dataset: str) -> None:
+    def once(self: VolumeDatasets, dataset: str) -> None:
         destroy(self, dataset)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(VolumeStorage, "_destroy_volume_dataset", once)
+    monkeypatch.setattr(VolumeDatasets, "destroy", once)
     with pytest.raises(KeyboardInterrupt):
-        storage.finish_removal(volume.id)
+        storage.volumes.finish_removal(volume.id)
     monkeypatch.undo()
     assert names(storage, "filesystem") == [volume.id]
     assert again(storage).scan().volumes == []
-    storage.sweep_volumes()
+    storage.volumes.sweep()
     assert names(storage) == []
 
 
@@ -239,7 +246,7 @@ def test_a_volume_that_was_never_committed_is_swept(storage: ZfsStorage) -> None
     volume = made(storage)
     zfs.lzc_inherit_prop(volume.host["dataset"], HEAD)
     assert again(storage).scan().volumes == []
-    assert storage.sweep_volumes() == [f"{volume.host['dataset']}: removed, it was never committed"]
+    assert storage.volumes.sweep() == [f"{volume.host['dataset']}: removed, it was never committed"]
     assert names(storage) == []
 
 
@@ -250,16 +257,16 @@ def test_damage_stops_nothing_and_destroys_nothing(storage: ZfsStorage) -> None:
     record = zfs.local_props(bad.host["dataset"])[HEAD]
     pools.run("zfs", "set", f"{HEAD}=two\nlines\tlocal\nand more", bad.host["dataset"])
     pools.run("zfs", "set", f"sandbox:volume-snapshot.{torn.id}={{}}", f"{good.host['dataset']}@{torn.id}")
-    pools.run("zfs", "create", f"{storage.root}/volumes/odd one")
+    pools.run("zfs", "create", f"{storage.root.dataset}/volumes/odd one")
     before = names(storage)
     for _ in range(2):
         found = again(storage).scan()
         assert (found.volumes, found.volume_snapshots) == ([good], [fine])
-        assert storage.sweep_volumes() == []
+        assert storage.volumes.sweep() == []
         assert names(storage) == before
     assert len(found.repaired) == 3, found.repaired
     assert "not JSON" in zfs.local_props(bad.host["dataset"])[QUARANTINE]
-    assert storage.knows_volume(bad.id) is None and storage.knows_volume(good.id) is True
+    assert storage.volumes.is_known(bad.id) is None and storage.volumes.is_known(good.id) is True
     zfs.lzc_set_prop(bad.host["dataset"], HEAD, record)
     found = again(storage).scan()
     assert {each.id for each in found.volumes} == {good.id, bad.id}
@@ -272,16 +279,16 @@ def test_what_was_destroyed_by_hand_is_gone(storage: ZfsStorage) -> None:
     mark = taken(storage, volume, "mark")
     pools.run("zfs", "destroy", f"{volume.host['dataset']}@{mark.id}")
     with pytest.raises(NotFound):
-        storage.destroy_volume_snapshot(mark.id)
+        storage.volume_snapshots.destroy(mark.id)
     with pytest.raises(NotFound):
-        storage.begin_rollback(volume, mark.id)
+        storage.volumes.begin_rollback(volume, mark.id)
     pools.destroy_all(volume.host["dataset"])
-    for use in (storage.volume_root, storage.volume_used):
+    for use in (storage.volumes.mount, storage.volumes.used_bytes):
         with pytest.raises(NotFound, match="volume"):
             use(volume.id)
-    storage.doom_volume(volume.id)
-    storage.finish_removal(volume.id)
-    assert (again(storage).scan().volumes, storage.knows_volume(volume.id)) == ([], False)
+    storage.volumes.doom(volume.id)
+    storage.volumes.finish_removal(volume.id)
+    assert (again(storage).scan().volumes, storage.volumes.is_known(volume.id)) == ([], False)
 
 
 def test_snapshots_of_others_are_no_victims(storage: ZfsStorage) -> None:
@@ -290,16 +297,16 @@ def test_snapshots_of_others_are_no_victims(storage: ZfsStorage) -> None:
     found = again(storage).scan()
     assert (found.volumes, found.volume_snapshots, found.repaired) == ([volume], [], [])
     with pytest.raises(InUse, match="@hourly"):
-        storage.doom_volume(volume.id)
+        storage.volumes.doom(volume.id)
     assert again(storage).scan().volumes == [volume]
     assert DOOMED not in zfs.local_props(volume.host["dataset"])
 
 
 def instance(storage: ZfsStorage) -> Sandbox:
-    base = storage.create_base(Snapshot(kind=SnapshotKind.BASE), lambda path: None)
+    base = storage.snapshots.create_base(Snapshot(kind=SnapshotKind.BASE), lambda path: None)
     sandbox = Sandbox(name="web", forked_from=base.id)
-    storage.clone(base.id, sandbox.instance)
-    storage.save(sandbox)
+    storage.instances.clone(base.id, sandbox.instance)
+    storage.instances.save(sandbox)
     return sandbox
 
 
@@ -307,18 +314,18 @@ def test_captured_with_a_sandbox_all_or_none(storage: ZfsStorage) -> None:
     sandbox, volumes = instance(storage), [made(storage, name) for name in ("a", "b", "c")]
     record = Snapshot(source_sandbox=sandbox.id, recipe={"text": "y" * 20_000})
     parts = [VolumeSnapshot(name=each.name, volume=each.id, size_mb=64, sandbox_snapshot=record.id) for each in volumes]
-    # one of the names is taken: nothing is left of those before it
+    # one of the names is taken: nothing is left of the earlier ones
     pools.run("zfs", "snapshot", f"{volumes[1].host['dataset']}@{parts[1].id}")
-    before = zfs.list_datasets(storage.root, types="snapshot")
+    before = zfs.list_datasets(storage.root.dataset, types="snapshot")
     with pytest.raises(GatewayError, match="already exists"):
-        storage.snapshot(sandbox.instance, record, parts)
-    assert zfs.list_datasets(storage.root, types="snapshot") == before
+        storage.snapshots.take(sandbox.instance, record, parts)
+    assert zfs.list_datasets(storage.root.dataset, types="snapshot") == before
     zfs.lzc_destroy_snaps([f"{volumes[1].host['dataset']}@{parts[1].id}"], False)
-    storage.snapshot(sandbox.instance, record, parts)
+    storage.snapshots.take(sandbox.instance, record, parts)
     found = again(storage).scan()
     assert found.snapshots[-1] == record
     assert found.volume_snapshots == parts
-    assert (found.repaired, storage.sweep_volumes()) == ([], [])
+    assert (found.repaired, storage.volumes.sweep()) == ([], [])
 
 
 def test_parts_of_a_snapshot_that_was_never_committed_are_swept(storage: ZfsStorage) -> None:
@@ -328,11 +335,11 @@ def test_parts_of_a_snapshot_that_was_never_committed_are_swept(storage: ZfsStor
     clone = made(storage, "clone", source=kept)
     found = again(storage).scan()
     assert found.volume_snapshots == []
-    assert len(storage.sweep_volumes()) == 2
+    assert len(storage.volumes.sweep()) == 2
     assert not zfs.lzc_exists(f"{volume.host['dataset']}@{part.id}")
-    assert (again(storage).scan().volume_snapshots, storage.sweep_volumes()) == ([], [])
-    storage.doom_volume(clone.id)
-    storage.finish_removal(clone.id)
+    assert (again(storage).scan().volume_snapshots, storage.volumes.sweep()) == ([], [])
+    storage.volumes.doom(clone.id)
+    storage.volumes.finish_removal(clone.id)
     assert not zfs.lzc_exists(f"{volume.host['dataset']}@{kept.id}"), "it goes with what was made from it"
 
 
@@ -344,16 +351,18 @@ def test_where_zfs_takes_several_at_once_it_is_one_command(
     part = VolumeSnapshot(name="part", volume=volume.id, size_mb=64, sandbox_snapshot=record.id)
     commands: list[tuple[str, ...]] = []
 
-    def run(*argv: str, **_: object) -> zfs.Outcome:
+    def run(*argv: str, **_: object) -> Outcome:
         commands.append(argv)
-        return zfs.Outcome("", "", None)
+        return Outcome("", "", None)
 
     with monkeypatch.context() as patch:
-        patch.setattr(zfs, "flavour", lambda: type("Flavour", (), {"fuse": False, "version": (2, 2)}))
-        patch.setattr(zfs, "run", run)
-        assert zfs.snapshots_at_once()
-        storage.snapshot(sandbox.instance, record, [part])
+        patch.setattr(snapshots, "detect_capabilities", lambda: openzfs((2, 2)))
+        patch.setattr(snapshots, "run", run)
+        storage.snapshots.take(sandbox.instance, record, [part])
     (command,) = commands
     assert command[0] == "snapshot"
-    assert command[-2:] == (f"{volume.host['dataset']}@{part.id}", f"{storage.dataset(sandbox.instance)}@{record.id}")
+    assert command[-2:] == (
+        f"{volume.host['dataset']}@{part.id}",
+        f"{storage.instances.dataset(sandbox.instance)}@{record.id}",
+    )
     assert [word.partition("=")[0] for word in command[2:-2:2]] == [f"sandbox:volume-snapshot.{part.id}", HEAD]

@@ -1,4 +1,4 @@
-"""Volumes in jails: shared, limited, taken away, found again; and jails whose root means harm."""
+"""Volumes in jails: shared, limited, removed, found again; and jails whose root is malicious."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from sandbox_gateway import zfs
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import BackendFailed, Busy, InUse, Invalid
-from sandbox_gateway.hosts.jail_zfs import nullfs, zfs
 from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
-from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD
+from sandbox_gateway.hosts.jail_zfs.jail import mount_point
+from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD
 from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
+from sandbox_gateway.zfs import snapshots
 from tests.jail_zfs import pools
 from tests.support.jail_world import JailZfsWorld, shim
 from tests.support.live import Live
@@ -28,7 +30,7 @@ from tests.support.worlds import TEMPLATE
 
 @pytest.fixture
 def fresh(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
-    """``fresh()`` opens an engine with a state of its own, ``fresh(config)`` opens a state again."""
+    """``fresh()`` opens an engine with its own state, ``fresh(config)`` reopens a state."""
     made: list[Live] = []
 
     def start(config: Any = None) -> Live:
@@ -57,12 +59,12 @@ def host(live: Live) -> JailZfsHost:
 
 
 def volume(live: Live, name: str = "data", size_mb: int = 64, **more: Any) -> Volume:
-    return live.do(live.engine.create_volume(name, size_mb, **more))
+    return live.do(live.engine.volumes.create(name, size_mb, **more))
 
 
 def box(live: Live, name: str, *mounts: tuple[str, str], read_only: bool = False) -> Sandbox:
     specs = [MountSpec(volume, path, read_only) for volume, path in mounts]
-    return live.do(live.engine.create(TEMPLATE, ForkSpec(names=[name], mounts=specs)))
+    return live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=[name], mounts=specs)))
 
 
 def root(world: JailZfsWorld, live: Live, name: str) -> Path:
@@ -70,7 +72,7 @@ def root(world: JailZfsWorld, live: Live, name: str) -> Path:
 
 
 def repaired(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the log says was mended at start-up."""
+    """The repairs at start-up, according to the log."""
     return [vars(record)["fields"]["what"] for record in caplog.records if record.message == "repaired"]
 
 
@@ -86,7 +88,7 @@ def test_one_writes_and_the_others_only_read(live: Live) -> None:
     for name in ("reader1", "reader2"):
         assert live.shell(name, "cat /data/file").strip() == "one"
         for command in ("echo two >/data/file", "touch /data/new", "rmdir /data/dir", "chmod 700 /data"):
-            refused = live.do(live.engine.exec(name, ["sh", "-c", command]))
+            refused = live.do(live.engine.commands.exec(name, ["sh", "-c", command]))
             assert refused.exit_code != 0 and b"Read-only file system" in refused.stderr, refused
     live.shell("writer", "rm /srv/data/file")
     assert live.shell("reader1", "ls /data").split() == ["dir"]
@@ -99,7 +101,7 @@ def test_three_append_and_lock_in_one_file(live: Live) -> None:
         box(live, name, ("data", "/data"))
 
     async def at_once(script: str) -> None:
-        runs = (live.engine.exec(name, ["sh", "-c", script.replace("NAME", name)]) for name in names)
+        runs = (live.engine.commands.exec(name, ["sh", "-c", script.replace("NAME", name)]) for name in names)
         for result in await asyncio.gather(*runs):
             assert result.exit_code == 0, result
 
@@ -117,19 +119,19 @@ def test_set_user_ids_do_not_count_in_a_volume(live: Live) -> None:
     volume(live)
     box(live, "box", ("data", "/data"))
     live.shell("box", "cp /usr/bin/id /data/id; chown root /data/id; chmod 4755 /data/id")
-    assert live.do(live.engine.exec("box", ["/data/id", "-u"], user="user")).stdout.strip() == b"1000"
+    assert live.do(live.engine.commands.exec("box", ["/data/id", "-u"], user="user")).stdout.strip() == b"1000"
 
 
 def test_a_full_volume_says_so_and_grows_while_it_is_mounted(live: Live) -> None:
     volume(live)
     box(live, "box", ("data", "/data"))
     fill = "dd if=/dev/urandom of=/data/big bs=1M count=80 conv=fsync"
-    full = live.do(live.engine.exec("box", ["sh", "-c", fill]))
+    full = live.do(live.engine.commands.exec("box", ["sh", "-c", fill]))
     assert full.exit_code != 0 and any(words in full.stderr for words in (b"quota exceeded", b"No space left")), full
-    live.do(live.engine.grow_volume("data", 128))
+    live.do(live.engine.volumes.grow("data", 128))
     live.shell("box", f"rm /data/big; {fill}")
-    eventually(lambda: live.do(live.engine.volume_state("data")).used_bytes > 80 << 20, 20)
-    assert live.engine.volume("data").size_mb == 128
+    eventually(lambda: live.do(live.engine.volumes.state("data")).used_bytes > 80 << 20, 20)
+    assert live.engine.volumes.get("data").size_mb == 128
 
 
 def test_mounted_in_the_order_that_is_wanted_and_one_in_another(live: Live, jail_zfs_world: JailZfsWorld) -> None:
@@ -140,7 +142,7 @@ def test_mounted_in_the_order_that_is_wanted_and_one_in_another(live: Live, jail
         live.do(host(live).attach(sandbox, mount))
     live.shell("box", "touch /data/a /data/below/b")
     assert live.shell("box", "cd /data; find . -type f | sort").split() == ["./a", "./below/b"]
-    live.do(live.engine.kill("box"))
+    live.do(live.engine.sandboxes.delete("box"))
     assert jail_zfs_world.volume_mounts(live.config) == set()
 
 
@@ -167,20 +169,20 @@ def test_captured_with_its_sandbox_and_cloned_for_a_fork(live: Live, jail_zfs_wo
     volume(live, "b")
     box(live, "source", ("a", "/a"), ("b", "/b"))
     live.shell("source", "echo one | tee /a/file >/b/file")
-    live.do(live.engine.capture("source", name="mark", volumes=["a", "b"]))
+    live.do(live.engine.snapshots.create("source", name="mark", volumes=["a", "b"]))
     live.shell("source", "echo two | tee /a/file >/b/file")
     clones = [MountSpec(name, f"/{name}", clone=True) for name in ("a", "b")]
-    live.do(live.engine.create("mark", ForkSpec(names=["fork"], mounts=clones)))
+    live.do(live.engine.forks.create("mark", ForkSpec(names=["fork"], mounts=clones)))
     assert live.shell("fork", "cat /a/file /b/file").split() == ["one", "one"]
     live.shell("fork", "echo three >/a/file")
     assert live.shell("source", "cat /a/file").strip() == "two"
     assert list((live.config.host.state_root / "stopped").iterdir()) == []
     with pytest.raises(InUse):
-        live.do(live.engine.delete_snapshot("mark"))
-    live.do(live.engine.kill("fork"))
+        live.do(live.engine.snapshots.delete("mark"))
+    live.do(live.engine.sandboxes.delete("fork"))
     live.settle(jail_zfs_world.check_no_strays, live.engine, live.config, "after the fork")
-    assert live.do(live.engine.delete_snapshot("mark"))
-    assert [each for name in ("a", "b") for each in live.engine.volume_snapshots(name)] == []
+    assert live.do(live.engine.snapshots.delete("mark"))
+    assert [each for name in ("a", "b") for each in live.engine.volumes.list_snapshots(name)] == []
     live.settle(jail_zfs_world.check_no_strays, live.engine, live.config, "after the snapshot")
 
 
@@ -193,7 +195,7 @@ def test_capture_whose_second_volume_fails_leaves_none_and_all_goes_on(
     before = jail_zfs_world.traces(live.config)
     jail_zfs_world.break_volume_capture(live.engine.host, monkeypatch)
     with pytest.raises(BackendFailed, match="forced"):
-        live.do(live.engine.capture("source", name="mark", volumes=["a", "b"]))
+        live.do(live.engine.snapshots.create("source", name="mark", volumes=["a", "b"]))
     monkeypatch.undo()
     assert jail_zfs_world.traces(live.config) == before
     live.shell("source", "echo alive >/a/file")
@@ -208,7 +210,7 @@ def test_all_that_write_into_a_volume_stand_still_while_it_is_captured(
     box(live, "writer", ("data", "/data"))
     box(live, "reader", ("data", "/data"), read_only=True)
     seen: dict[str, set[str]] = {}
-    take = zfs._snapshot_at_once
+    take = snapshots._snapshot_at_once
 
     def look(names: Any, options: Any) -> None:
         time.sleep(0.1)
@@ -216,15 +218,15 @@ def test_all_that_write_into_a_volume_stand_still_while_it_is_captured(
             seen.setdefault(name, set()).update(states(jail_zfs_world, live, name))
         take(names, options)
 
-    monkeypatch.setattr(zfs, "_snapshot_at_once", look)
-    live.do(live.engine.capture("source", volumes=["data"]))
+    monkeypatch.setattr(snapshots, "_snapshot_at_once", look)
+    live.do(live.engine.snapshots.create("source", volumes=["data"]))
     assert (seen["source"], seen["writer"]) == ({"T"}, {"T"})
     assert "T" not in seen["reader"]
     assert "T" not in states(jail_zfs_world, live, "source") | states(jail_zfs_world, live, "writer")
 
 
 def states(world: JailZfsWorld, live: Live, name: str) -> set[str]:
-    """What the processes of a jail are doing: letters as `ps` has them."""
+    """The states of the processes of a jail, as `ps` prints them."""
     found = set()
     for pid in shim("pgrep", "-j", live.sandbox(name).host["jail"], check=False).split():
         try:
@@ -241,18 +243,18 @@ def test_rollback_under_running_jails(live: Live, jail_zfs_world: JailZfsWorld) 
     marks = []
     for text in ("one", "two"):
         live.shell("writer", f"echo {text} >/data/file")
-        marks.append(live.do(live.engine.snapshot_volume("data", text)))
+        marks.append(live.do(live.engine.volumes.snapshot("data", text)))
     live.shell("writer", "(cd /data; exec sleep 1000 >open) </dev/null 2>&1 &")
     for mark in (marks[0], marks[1], marks[0]):
-        live.do(live.engine.rollback_volume("data", mark.name, force=True))
+        live.do(live.engine.volumes.rollback("data", mark.name, force=True))
         assert live.shell("writer", "cat /data/file").strip() == mark.name
         assert live.shell("reader", "cat /srv/data/file").strip() == mark.name
-        assert live.do(live.engine.exec("reader", ["touch", "/srv/data/x"])).exit_code != 0
+        assert live.do(live.engine.commands.exec("reader", ["touch", "/srv/data/x"])).exit_code != 0
     live.shell("writer", "echo on >/data/file")
     assert live.shell("reader", "cat /srv/data/file").strip() == "on"
-    assert [each.name for each in live.engine.volume_snapshots("data")] == ["one", "two"]
+    assert [each.name for each in live.engine.volumes.list_snapshots("data")] == ["one", "two"]
     live.settle(jail_zfs_world.check_no_strays, live.engine, live.config, "after rollbacks")
-    assert made.id == live.engine.volume("data").id
+    assert made.id == live.engine.volumes.get("data").id
 
 
 def test_rollback_that_cannot_be_mounted_leaves_all_as_it_was(
@@ -262,22 +264,22 @@ def test_rollback_that_cannot_be_mounted_leaves_all_as_it_was(
     for name in ("first", "second"):
         box(live, name, ("data", f"/data/{name}"))
     live.shell("first", "echo old >/data/first/file")
-    live.do(live.engine.snapshot_volume("data", "mark"))
+    live.do(live.engine.volumes.snapshot("data", "mark"))
     live.shell("first", "echo new >/data/first/file")
     before = jail_zfs_world.volume_mounts(live.config), jail_zfs_world.traces(live.config)
-    commit = "sandbox_gateway.hosts.jail_zfs.storage_volumes.VolumeStorage._write"
+    commit = "sandbox_gateway.hosts.jail_zfs.storage.record_store.RecordStore.write"
 
     def refuse(*args: Any) -> None:
         raise BackendFailed("forced")
 
     with monkeypatch.context() as patch, pytest.raises(BackendFailed, match="forced"):
         patch.setattr(commit, refuse)
-        live.do(live.engine.rollback_volume("data", "mark", force=True))
+        live.do(live.engine.volumes.rollback("data", "mark", force=True))
     assert (jail_zfs_world.volume_mounts(live.config), jail_zfs_world.traces(live.config)) == before
-    # a jail's root may make its own mount point vanish; that is its loss, and nobody else's
+    # a jail's root may remove its own mount point, which affects nobody else
     live.shell("second", "mv /data /gone; ln -s /etc /data")
     with pytest.raises(Invalid, match="symbolic link"):
-        live.do(live.engine.rollback_volume("data", "mark", force=True))
+        live.do(live.engine.volumes.rollback("data", "mark", force=True))
     assert live.shell("first", "cat /data/first/file").strip() == "new"
     assert {node for node, *_ in jail_zfs_world.volume_mounts(live.config)} == {
         f"{root(jail_zfs_world, live, 'first')}/data/first"
@@ -301,8 +303,8 @@ def test_a_restart_makes_the_mounts_as_the_records_say(
     for name in ("missing", "wrong"):
         shim("umount", f"{place}/{name}")
     (place / "stray").mkdir()
-    stray = live.engine.volume("stray").id
-    shim("mount", "-t", "nullfs", "-o", "ro", str(volumes / live.engine.volume("wrong").id), f"{place}/wrong")
+    stray = live.engine.volumes.get("stray").id
+    shim("mount", "-t", "nullfs", "-o", "ro", str(volumes / live.engine.volumes.get("wrong").id), f"{place}/wrong")
     shim("mount", "-t", "nullfs", str(volumes / stray), f"{place}/stray")
     (live.config.host.state_root / "stopped").mkdir(exist_ok=True)
     (live.config.host.state_root / "stopped" / sandbox.host["jail"]).touch()
@@ -314,7 +316,7 @@ def test_a_restart_makes_the_mounts_as_the_records_say(
         f"mounted /missing in sandbox {sandbox.id} again",
         f"mounted /wrong in sandbox {sandbox.id} again",
         f"unmounted {place}/stray",
-        f"the jail {sandbox.host['jail']} goes on",
+        f"resumed the jail {sandbox.host['jail']}",
     ):
         assert any(words in sentence for sentence in log), log
     assert jail_zfs_world.volume_mounts(again.config) == wanted
@@ -324,7 +326,7 @@ def test_a_restart_makes_the_mounts_as_the_records_say(
     caplog.clear()
     third = fresh(live.config)
     assert repaired(caplog) == [], "the second time there is nothing to mend"
-    third.do(third.engine.kill("box"))
+    third.do(third.engine.sandboxes.delete("box"))
     assert jail_zfs_world.volume_mounts(third.config) == set()
 
 
@@ -347,7 +349,7 @@ def test_a_sandbox_starts_without_a_volume_destroyed_by_hand(
     live = fresh()
     lost, kept = volume(live, "lost"), volume(live, "kept")
     sandbox = box(live, "box", ("lost", "/lost"), ("kept", "/kept"))
-    live.do(live.engine.pause("box"))
+    live.do(live.engine.sandboxes.pause("box"))
     live.close()
     pools.destroy_all(lost.host["dataset"])
     caplog.clear()
@@ -356,11 +358,11 @@ def test_a_sandbox_starts_without_a_volume_destroyed_by_hand(
     assert (
         f"the volume {lost.id} that sandbox {sandbox.id} has at /lost is not there: restore it, or detach it" in log
     ), log
-    assert [each.id for each in again.engine.volumes()] == [kept.id]
+    assert [each.id for each in again.engine.volumes.list()] == [kept.id]
     assert [each.path for each in again.sandbox("box").mounts] == ["/lost", "/kept"]
-    again.do(again.engine.resume("box"))
+    again.do(again.engine.sandboxes.resume("box"))
     again.shell("box", "touch /kept/file")
-    again.do(again.engine.detach("box", lost.id))
+    again.do(again.engine.attachments.detach("box", lost.id))
     assert [each.path for each in again.sandbox("box").mounts] == ["/kept"]
 
 
@@ -375,18 +377,18 @@ def test_damaged_records_of_volumes_do_not_keep_the_gateway_from_starting(
     live.close()
     zfs.lzc_set_prop(torn.host["dataset"], HEAD, record[:60])
     again = fresh(live.config)
-    assert again.engine.volumes() == []
+    assert again.engine.volumes.list() == []
     assert again.shell("box", "cat /torn/file").strip() == "kept", "what is mounted stays until it is known better"
-    again.do(again.engine.update("box", metadata={"saved": "anew"}))
+    again.do(again.engine.sandboxes.update("box", metadata={"saved": "anew"}))
     again.close()
     zfs.lzc_set_prop(torn.host["dataset"], HEAD, record)
     third = fresh(live.config)
-    assert [each.name for each in third.engine.volumes()] == ["torn"]
+    assert [each.name for each in third.engine.volumes.list()] == ["torn"]
     assert [each.path for each in third.sandbox("box").mounts] == ["/torn"]
     assert third.shell("box", "cat /torn/file").strip() == "kept"
 
 
-# -- what does not let go ---------------------------------------------------------------------------------------------
+# -- stuck mounts -----------------------------------------------------------------------------------------------------
 
 
 def test_a_stuck_mount_never_blocks_a_kill_and_is_shown(live: Live, jail_zfs_world: JailZfsWorld) -> None:
@@ -396,20 +398,20 @@ def test_a_stuck_mount_never_blocks_a_kill_and_is_shown(live: Live, jail_zfs_wor
     sandbox = box(live, "box", ("data", "/data"))
     node = f"{root(jail_zfs_world, live, 'box')}/data"
     shim("freebsd-shim", "set", "busy", node)
-    with pytest.raises(Busy, match="does not let itself be unmounted"):
+    with pytest.raises(Busy, match="cannot be unmounted"):
         live.do(host(live).detach(sandbox, Mount(volume=made.id, path="/data")))
-    assert live.do(live.engine.volume_state("data")).stuck == [], "nothing was changed"
+    assert live.do(live.engine.volumes.state("data")).stuck == [], "nothing was changed"
     live.shell("box", "touch /data/file")
     began = time.monotonic()
-    live.do(live.engine.kill("box"))
+    live.do(live.engine.sandboxes.delete("box"))
     assert time.monotonic() - began < 10
-    assert [each.name for each in live.engine.sandboxes()] == ["bystander"]
-    (sentence,) = live.do(live.engine.volume_state("data")).stuck
+    assert [each.name for each in live.engine.sandboxes.list()] == ["bystander"]
+    (sentence,) = live.do(live.engine.volumes.state("data")).stuck
     assert node in sentence and "Device busy" in sentence and "tried again" in sentence
     assert jail_zfs_world.traces(live.config) != before, "its files wait"
     shim("freebsd-shim", "set", "busy", "")
     eventually(lambda: jail_zfs_world.traces(live.config) == before, 40)
-    assert live.do(live.engine.volume_state("data")).stuck == []
+    assert live.do(live.engine.volumes.state("data")).stuck == []
 
 
 def test_a_volume_that_is_stuck_somewhere_is_removed_later(
@@ -420,13 +422,13 @@ def test_a_volume_that_is_stuck_somewhere_is_removed_later(
     volume(live)
     box(live, "box", ("data", "/data"))
     shim("freebsd-shim", "set", "busy", f"{root(jail_zfs_world, live, 'box')}/data")
-    live.do(live.engine.kill("box"))
+    live.do(live.engine.sandboxes.delete("box"))
     began = time.monotonic()
-    live.do(live.engine.delete_volume("data"))
+    live.do(live.engine.volumes.delete("data"))
     assert time.monotonic() - began < 5
     live.close()
     again = fresh(live.config)
-    assert again.engine.volumes() == [], "it is none any more, though it is not gone yet"
+    assert again.engine.volumes.list() == [], "it is none any more, though it is not gone yet"
     shim("freebsd-shim", "set", "busy", "")
     eventually(lambda: jail_zfs_world.volume_mounts(live.config) == set(), 40)
     again.close()
@@ -434,12 +436,12 @@ def test_a_volume_that_is_stuck_somewhere_is_removed_later(
     assert jail_zfs_world.traces(third.config) == before
 
 
-# -- jails that mean harm ---------------------------------------------------------------------------------------------
+# -- malicious jails --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Iterator[Path]:
-    """A place on the host where nothing must be mounted."""
+    """A place on the host where nothing may be mounted."""
     place = tmp_path / "outside"
     place.mkdir()
     yield place
@@ -468,10 +470,10 @@ def test_links_that_were_planted_lead_nowhere(
     assert jail_zfs_world.traces(live.config) == before
     assert list(outside.iterdir()) == []
     # the same at its next start, from its snapshot
-    live.do(live.engine.capture("sly", name="mark"))
+    live.do(live.engine.snapshots.create("sly", name="mark"))
     with pytest.raises(Invalid, match="no volume can be mounted"):
-        live.do(live.engine.create("mark", ForkSpec(mounts=[MountSpec("data", path)])))
-    live.do(live.engine.delete_snapshot("mark"))
+        live.do(live.engine.forks.create("mark", ForkSpec(mounts=[MountSpec("data", path)])))
+    live.do(live.engine.snapshots.delete("mark"))
     assert jail_zfs_world.traces(live.config) == before
     assert live.shell("sly", "echo alive").strip() == "alive"
 
@@ -479,20 +481,20 @@ def test_links_that_were_planted_lead_nowhere(
 def test_a_link_swapped_in_between_is_found_out(
     live: Live, jail_zfs_world: JailZfsWorld, outside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if something in the jail ran on between the look and the mount."""
+    """As if something in the jail kept running between the check and the mount."""
     made = volume(live)
     bystander = box(live, "bystander", ("data", "/data"))
     sandbox = box(live, "sly")
     before = jail_zfs_world.traces(live.config)
-    prepare = nullfs.prepare
+    prepare = mount_point.prepare
 
     def swapped(where: Path, path: str) -> None:
         prepare(where, path)
         (where / "data").rename(where / "aside")
         (where / "data").symlink_to(outside)
 
-    monkeypatch.setattr(nullfs, "prepare", swapped)
-    with pytest.raises(Invalid, match="a link was put in its way"):
+    monkeypatch.setattr(mount_point, "prepare", swapped)
+    with pytest.raises(Invalid, match="put a link into the path"):
         live.do(host(live).attach(sandbox, Mount(volume=made.id, path="/data")))
     assert jail_zfs_world.traces(live.config) == before
     assert not os.path.ismount(outside)
@@ -503,7 +505,7 @@ def test_a_link_swapped_in_between_is_found_out(
 def test_a_jail_that_swaps_its_mount_point_all_the_time(
     live: Live, jail_zfs_world: JailZfsWorld, outside: Path
 ) -> None:
-    """Its processes stand still during an attach; somebody whom that does not stop swaps as well."""
+    """Its processes are stopped during an attach; a swapper that is not stopped runs as well."""
     made = volume(live)
     sandbox = box(live, "sly")
     swap = (

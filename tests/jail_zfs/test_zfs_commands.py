@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts.jail_zfs import zfs, zfs_command
-from sandbox_gateway.hosts.jail_zfs.zfs import exceptions as lzc_exc
+from sandbox_gateway import zfs
+from sandbox_gateway.zfs import command as zfs_command
+from sandbox_gateway.zfs import exceptions as lzc_exc
+from sandbox_gateway.zfs.causes import Cause
 from tests.jail_zfs import pools
 
 
@@ -31,7 +33,7 @@ def test_create_exists_destroy(root: str, root_path: Path) -> None:
     name = f"{root}/a".encode()
     zfs.lzc_create(name, props={b"sandbox:x": b"1 2", "atime": False})
     assert zfs.lzc_exists(name) and zfs.lzc_exists(name.decode())
-    assert (root_path / "a").is_dir() and zfs.mounted(name)
+    assert (root_path / "a").is_dir() and zfs.is_mounted(name)
     assert zfs.local_props(name) == {"sandbox:x": "1 2"}
     zfs.lzc_destroy(name)
     assert not zfs.lzc_exists(name)
@@ -93,7 +95,7 @@ def test_clone_and_what_it_refuses(root: str, root_path: Path) -> None:
     zfs.lzc_clone(f"{root}/b", f"{root}/a@1", {"refquota": 10 << 20, "sandbox:x": "1"})
     assert (root_path / "b" / "file").read_text() == "here"
     assert zfs.get_props([f"{root}/b"], ["refquota"])[f"{root}/b"]["refquota"].number == 10 << 20
-    assert zfs.clones(f"{root}/a@1") == [f"{root}/b"]
+    assert zfs.list_clones(f"{root}/a@1") == [f"{root}/b"]
     assert isinstance(_failing(zfs.lzc_clone, f"{root}/b", f"{root}/a@1"), lzc_exc.FilesystemExists)
     assert isinstance(_failing(zfs.lzc_clone, f"{root}/c", f"{root}/a@no"), lzc_exc.DatasetNotFound)
     assert isinstance(_failing(zfs.lzc_clone, f"{root}/no/c", f"{root}/a@1"), lzc_exc.DatasetNotFound)
@@ -163,7 +165,7 @@ def test_promote(root: str) -> None:
     zfs.lzc_snapshot([f"{root}/b@2"])
     zfs.lzc_promote(f"{root}/b")
     assert zfs.list_snapshots(f"{root}/b") == [f"{root}/b@1", f"{root}/b@2"]
-    assert zfs.clones(f"{root}/b@1") == [f"{root}/a"]
+    assert zfs.list_clones(f"{root}/b@1") == [f"{root}/a"]
     zfs.lzc_snapshot([f"{root}/a@1"])
     assert isinstance(_failing(zfs.lzc_promote, f"{root}/a"), lzc_exc.SnapshotExists)
 
@@ -177,7 +179,7 @@ def test_rename_takes_mount_and_snapshots_along(root: str, root_path: Path) -> N
     assert isinstance(_failing(zfs.lzc_rename, f"{root}/a", f"{root}/no/b"), lzc_exc.ParentNotFound)
     assert isinstance(_failing(zfs.lzc_rename, f"{root}/no", f"{root}/c"), lzc_exc.FilesystemNotFound)
     assert isinstance(_failing(zfs.lzc_rename, f"{root}/a", "nopool/a"), lzc_exc.PoolsDiffer)
-    assert zfs.mounted(f"{root}/a"), "a rename that failed leaves it as it was"
+    assert zfs.is_mounted(f"{root}/a"), "a rename that failed leaves it as it was"
     zfs.lzc_rename(f"{root}/a", f"{root}/in/a")
     assert (root_path / "in" / "a" / "file").read_text() == "here"
     assert zfs.list_snapshots(f"{root}/in/a") == [f"{root}/in/a@1"]
@@ -194,14 +196,15 @@ def test_rename_unmounts_no_clone(root: str, root_path: Path) -> None:
     zfs.unmount(f"{root}/a")
     before = pools.mount_ids(root_path)
     with pools.pinned():
-        error = _failing(zfs.lzc_rename, f"{root}/a", f"{root}/in/a") if not zfs.snapshots_at_once() else None
+        refuses = not zfs.detect_capabilities().rename_without_unmount
+        error = _failing(zfs.lzc_rename, f"{root}/a", f"{root}/in/a") if refuses else None
     assert pools.mount_ids(root_path) == before
     if error is not None:
         assert isinstance(error, lzc_exc.DatasetBusy) and error.related == (f"{root}/b", f"{root}/c")
     for name in ("b", "c"):
         zfs.unmount(f"{root}/{name}")
     zfs.lzc_rename(f"{root}/a", f"{root}/in/a")
-    assert zfs.list_snapshots(f"{root}/in/a") == [f"{root}/in/a@1"] and not zfs.mounted(f"{root}/b")
+    assert zfs.list_snapshots(f"{root}/in/a") == [f"{root}/in/a@1"] and not zfs.is_mounted(f"{root}/b")
 
 
 def test_mount_waits_until_it_is_let_go(root: str) -> None:
@@ -212,11 +215,11 @@ def test_mount_waits_until_it_is_let_go(root: str) -> None:
         with pytest.raises(TimeoutError):
             mounting.result(1)
     mounting.result()
-    assert zfs.mounted(f"{root}/a")
+    assert zfs.is_mounted(f"{root}/a")
 
 
 def test_mount_of_what_is_held_on_to_ends(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(zfs_command._PATIENCE, lzc_exc.Cause.MOUNT_BUSY, 0.5)
+    monkeypatch.setitem(zfs_command._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
     zfs.lzc_create(f"{root}/a")
     with pools.pinned():
         zfs.unmount(f"{root}/a")
@@ -265,7 +268,7 @@ def test_send_and_receive(root: str, root_path: Path) -> None:
             os.lseek(stream.fileno(), 0, os.SEEK_SET)  # type: ignore[attr-defined]
             zfs.lzc_receive(name, stream.fileno(), force)  # type: ignore[attr-defined]
 
-        # zfs-fuse finds the stream's origin by itself, and so refuses it for another reason
+        # zfs-fuse finds the stream's origin by itself, and so fails for another reason
         nowhere = _failing(receive, f"{root}/b@2", rest)
         assert isinstance(nowhere, lzc_exc.DatasetNotFound | lzc_exc.StreamMismatch)
         assert isinstance(_failing(receive, f"{root}/b@2", wrong), lzc_exc.BadStream)
@@ -297,7 +300,7 @@ def test_properties_of_one_dataset_only(root: str) -> None:
         f"{root}/a/b@1": {"sandbox:y": "line\nend\tlocal\nand \x7f more"},
     }
     inherited = zfs.get_props([f"{root}/a/b@1"], ["sandbox:x", "sandbox:no"])[f"{root}/a/b@1"]
-    assert (inherited["sandbox:x"].value, inherited["sandbox:x"].local) == ("parent", False)
+    assert (inherited["sandbox:x"].value, inherited["sandbox:x"].is_local) == ("parent", False)
     assert inherited["sandbox:no"].value == "-"
     zfs.lzc_inherit_prop(f"{root}/a", "sandbox:x")
     assert f"{root}/a" not in zfs.local_tree(root)

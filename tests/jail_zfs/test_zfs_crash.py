@@ -1,4 +1,4 @@
-"""ZFS that is not there, and that goes away in the middle of things: zfs-fuse's daemon in a namespace of its own."""
+"""ZFS that is unavailable or fails in the middle of operations: zfs-fuse's daemon in its own namespace."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from sandbox_gateway import zfs
+from sandbox_gateway.zfs import process
 from tests.support import session
 
 
@@ -16,7 +18,7 @@ from tests.support import session
 def test_the_daemon_is(story: str, need_root: None) -> None:
     directory = session.run_dir() / f"zfs-{story}"
     directory.mkdir()
-    # whatever the story leaves running ends with the shell that is the first process there
+    # processes that the story leaves running end with the shell, which is the first process there
     unshare = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
     argv = [*unshare, "sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-m", "tests.jail_zfs.alone", story]
     done = subprocess.run([*argv, str(directory)], cwd=session.REPOSITORY, capture_output=True, text=True, timeout=300)
@@ -25,9 +27,7 @@ def test_the_daemon_is(story: str, need_root: None) -> None:
 
 
 def test_without_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sandbox_gateway.hosts.jail_zfs import zfs, zfs_command
-
     monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setattr(zfs_command, "_MORE_PATH", "/nonexistent")
+    monkeypatch.setattr(process, "_MORE_PATH", "/nonexistent")
     with pytest.raises(zfs.exceptions.ZFSInitializationFailed, match="run the role jail_zfs_host"):
-        zfs.reachable()
+        zfs.check_reachable()

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from sandbox_gateway import zfs
 from sandbox_gateway.errors import Conflict
-from sandbox_gateway.hosts.jail_zfs import zfs, zfs_owner
-from sandbox_gateway.hosts.jail_zfs.storage import ZfsStorage
+from sandbox_gateway.hosts.jail_zfs.storage import ownership
+from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
+from tests.support.waiting import eventually
 
 
 def _owner(root: str, **changes: object) -> None:
-    zfs.lzc_set_prop(root, zfs_owner.OWNER, json.dumps(json.loads(zfs_owner._myself()) | changes))
+    zfs.lzc_set_prop(root, ownership.OWNER, json.dumps(json.loads(ownership._own_identity()) | changes))
 
 
 def test_two_gateways_on_one_root_refuse_each_other(storage: ZfsStorage, root: str, locks: Path) -> None:
@@ -33,7 +35,7 @@ def test_two_gateways_on_one_root_refuse_each_other(storage: ZfsStorage, root: s
 def test_where_the_lock_is_not_shared_the_property_tells(root: str, tmp_path: Path) -> None:
     program = (
         "import sys, pathlib\n"
-        "from sandbox_gateway.hosts.jail_zfs.storage import ZfsStorage\n"
+        "from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage\n"
         "ZfsStorage(sys.argv[1], lock_directory=pathlib.Path(sys.argv[2])).open()\n"
         "print('open', flush=True)\n"
         "sys.stdin.read()\n"
@@ -51,6 +53,35 @@ def test_where_the_lock_is_not_shared_the_property_tells(root: str, tmp_path: Pa
     storage.close()
 
 
+def test_commands_of_a_killed_gateway_are_waited_for(root: str, locks: Path, tmp_path: Path) -> None:
+    """Otherwise they would change what its successor has already scanned: here a snapshot that appears later."""
+    slow = tmp_path / "zfs"
+    slow.write_text(
+        "#!/bin/sh\n"
+        f'if [ "$1" = snapshot ]; then touch {tmp_path}/began; sleep 2; fi\n'
+        f'PATH="${{PATH#{tmp_path}:}}" exec zfs "$@"\n'
+    )
+    slow.chmod(0o755)
+    program = (
+        "import sys, pathlib\n"
+        "from sandbox_gateway import zfs\n"
+        "from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage\n"
+        "storage = ZfsStorage(sys.argv[1], lock_directory=pathlib.Path(sys.argv[2]))\n"
+        "storage.open()\n"
+        "zfs.lzc_snapshot([sys.argv[1] + '@late'])\n"
+    )
+    argv = [sys.executable, "-c", program, root, str(locks)]
+    with subprocess.Popen(argv, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}) as gateway:
+        eventually((tmp_path / "began").exists)
+        with pytest.raises(Conflict, match="another gateway on this machine"):
+            ZfsStorage(root, lock_directory=locks).open()
+        gateway.kill()
+    successor = ZfsStorage(root, lock_directory=locks)
+    assert "which is gone" in successor.open()[0]
+    assert zfs.lzc_exists(f"{root}@late"), "it was not there yet"
+    successor.close()
+
+
 def test_an_owner_of_an_earlier_boot_is_succeeded(root: str, locks: Path) -> None:
     _owner(root, kernel="another", pid=1, host="elsewhere")
     storage = ZfsStorage(root, lock_directory=locks)
@@ -66,7 +97,7 @@ def test_an_owner_in_another_container_is_believed(root: str, locks: Path) -> No
 
 @pytest.mark.parametrize("text", ["nonsense", "[]", "{}", '{"pid": "x"}'])
 def test_an_owner_that_makes_no_sense_is_replaced(root: str, locks: Path, text: str) -> None:
-    zfs.lzc_set_prop(root, zfs_owner.OWNER, text)
+    zfs.lzc_set_prop(root, ownership.OWNER, text)
     storage = ZfsStorage(root, lock_directory=locks)
-    assert "makes no sense" in storage.open()[0]
+    assert "cannot be read" in storage.open()[0]
     storage.close()

@@ -1,23 +1,17 @@
-"""The texts of `zfs`, wild ones: whatever comes, it is read rightly or refused with our own exceptions."""
+"""The output of `zfs`, with arbitrary values: it is parsed correctly or refused with our own exceptions."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sandbox_gateway.hosts.jail_zfs import zfs_parse
-from sandbox_gateway.hosts.jail_zfs.zfs_errors import (
-    Cause,
-    NameInvalid,
-    NameTooLong,
-    PropertyInvalid,
-    ZFSOutputError,
-    cause_of,
-    listed_names,
-    sentence,
-)
-from sandbox_gateway.hosts.jail_zfs.zfs_parse import Property
+from sandbox_gateway.zfs import names, options, parse
+from sandbox_gateway.zfs.causes import Cause, cause_of, listed_names, one_line
+from sandbox_gateway.zfs.exceptions import NameInvalid, NameTooLong, PropertyInvalid, ZFSOutputError
+from sandbox_gateway.zfs.parse import Property
 
 _names = st.text(
     st.characters(exclude_characters="\t\n\0'", exclude_categories=["Cs"]), min_size=1, max_size=300
@@ -31,9 +25,9 @@ _lines = st.lists(st.builds(Property, _names, _props, _values, _sources), max_si
 
 
 def _looks_like_a_line(value: str) -> bool:
-    """A value that holds what ends a line of `zfs get`; nobody could tell."""
+    """Whether a value contains an end of line of `zfs get`, which makes the output ambiguous."""
     return any(
-        zfs_parse._SOURCE.fullmatch(line.rpartition("\t")[2])
+        parse._SOURCE.fullmatch(line.rpartition("\t")[2])
         for line in value.split("\n")[:-1]
         if "\t" in line or value.startswith(line)
     )
@@ -46,14 +40,14 @@ def _get_text(lines: list[Property]) -> str:
 @given(_lines)
 def test_what_zfs_get_writes_is_read_back(lines: list[Property]) -> None:
     assume(not any(_looks_like_a_line(line.value) for line in lines))
-    assert zfs_parse.parse_get(_get_text(lines)) == lines
+    assert parse.parse_get(_get_text(lines)) == lines
 
 
 @pytest.mark.parametrize("value", ["two\nlines\tlocal\nand more", "\tlocal\nx", "a\n\tlocal\n\n"])
 def test_a_value_that_looks_like_the_end_of_a_line_does_not_swallow_the_next(value: str) -> None:
     lines = [Property("p/a", "a:b", value, "local"), Property("p/b", "a:b", "1", "local")]
     with pytest.raises(ZFSOutputError):
-        zfs_parse.parse_get(_get_text(lines))
+        parse.parse_get(_get_text(lines))
 
 
 @given(_lines, st.data())
@@ -62,18 +56,18 @@ def test_output_cut_anywhere_is_noticed(lines: list[Property], data: st.DataObje
     text = _get_text(lines)
     cut = data.draw(st.integers(0, len(text) - 1))
     with pytest.raises(ZFSOutputError):
-        found = zfs_parse.parse_get(text[:cut])
+        found = parse.parse_get(text[:cut])
         assert found == lines[: len(found)]
         wanted = {(line.name, line.prop) for line in lines}
         if {(line.name, line.prop) for line in found} == wanted:
-            raise ZFSOutputError(None)  # the same lines again were cut off: nothing is missing
+            raise ZFSOutputError(None)  # the cut removed only repeated lines: nothing is missing
         for name, prop in wanted:
-            zfs_parse.check_complete(found, [name], [prop])
+            parse.check_complete(found, [name], [prop])
 
 
 @given(st.text())
 def test_any_text_is_read_or_refused(text: str) -> None:
-    for read in (zfs_parse.parse_get, lambda text: zfs_parse.parse_table(text, 2)):
+    for read in (parse.parse_get, lambda text: parse.parse_table(text, 2)):
         try:
             read(text)
         except ZFSOutputError as error:
@@ -83,17 +77,17 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 @given(st.lists(st.tuples(_names, _values.filter(lambda value: not {"\t", "\n"} & set(value)))))
 def test_tables_are_read_back(rows: list[tuple[str, str]]) -> None:
     text = "".join(f"{name}\t{value}\n" for name, value in rows)
-    assert zfs_parse.parse_table(text, 2) == rows
+    assert parse.parse_table(text, 2) == rows
 
 
 @given(_names | st.text() | st.binary())
 def test_a_name_is_taken_or_refused_and_never_an_option(name: str | bytes) -> None:
     for check in (
-        zfs_parse.existing_name,
-        zfs_parse.new_filesystem_name,
-        zfs_parse.filesystem_name,
-        zfs_parse.snapshot_name,
-        zfs_parse.new_snapshot_name,
+        names.existing_name,
+        names.new_filesystem_name,
+        names.filesystem_name,
+        names.snapshot_name,
+        names.new_snapshot_name,
     ):
         try:
             text = check(name)
@@ -122,18 +116,18 @@ def test_a_name_is_taken_or_refused_and_never_an_option(name: str | bytes) -> No
 )
 def test_names_that_are_not_made(name: str, error: type[Exception]) -> None:
     with pytest.raises(error):
-        zfs_parse.new_filesystem_name(name)
+        names.new_filesystem_name(name)
 
 
 def test_names_that_are_made() -> None:
     for name in ("pool/a", "pool/_template-0123@base", "pool/A.b:c-d_e", "pool/" + "n" * 250):
-        (zfs_parse.new_snapshot_name if "@" in name else zfs_parse.new_filesystem_name)(name)
+        (names.new_snapshot_name if "@" in name else names.new_filesystem_name)(name)
 
 
 @given(st.text() | _props, st.text() | st.binary() | st.integers() | st.booleans())
 def test_a_property_is_taken_or_refused(key: str, value: str | bytes | int | bool) -> None:
     try:
-        text = zfs_parse.property_value(key, value)
+        text = options.property_value(key, value)
     except PropertyInvalid as error:
         assert str(error)
     else:
@@ -141,9 +135,9 @@ def test_a_property_is_taken_or_refused(key: str, value: str | bytes | int | boo
 
 
 def test_the_longest_property_value() -> None:
-    zfs_parse.property_value("a:b", "x" * 8191)
-    with pytest.raises(PropertyInvalid, match="8192 bytes, 8191 is the most"):
-        zfs_parse.property_value("a:b", "x" * 8192)
+    options.property_value("a:b", "x" * 8191)
+    with pytest.raises(PropertyInvalid, match="8192 bytes; the limit is 8191"):
+        options.property_value("a:b", "x" * 8192)
 
 
 _SAMPLES = [
@@ -241,5 +235,81 @@ def test_the_listed_names() -> None:
 @given(st.text())
 def test_any_refusal_becomes_one_line(said: str) -> None:
     assert isinstance(cause_of(said), Cause)
-    assert len(sentence(said).splitlines()) <= 1
+    assert len(one_line(said).splitlines()) <= 1
     listed_names(said)
+
+
+def test_names_are_taken_apart() -> None:
+    for name, pool, filesystem in (
+        ("pool", "pool", "pool"),
+        ("pool/a/b", "pool", "pool/a/b"),
+        ("pool/a@b", "pool", "pool/a"),
+        ("pool@b", "pool", "pool"),
+        ("pool#mark", "pool", "pool#mark"),
+    ):
+        assert (names.pool_of(name), names.filesystem_of(name)) == (pool, filesystem)
+    assert names.text_of("ä") == names.text_of("ä".encode()) == "ä"
+    with pytest.raises(NameInvalid):
+        names.text_of(b"\xff")
+
+
+@pytest.mark.parametrize(
+    ("check", "good", "bad"),
+    [
+        (
+            names.existing_name,
+            ["p", "p/a b", "p/-x", "p" * 255, b"p/a"],
+            ["", "-p", "/p", "p/", "p\n", "p\x7f", "p\0x", "p" * 256, "ä" * 128],
+        ),
+        (names.new_filesystem_name, ["p", "p/_a.:-1", "P/0"], ["1p", "_p", "p//a", "p/.a", "p/-a", "p/a b", "p@a"]),
+        (names.snapshot_name, ["p@a", "p/a@-b c"], ["p", "@a", "p@", "p@a@b", "p@a/b", "-p@a"]),
+        (names.new_snapshot_name, ["p@a", "p@_a.:-1"], ["p", "p@-a", "p@a b", "p@.a"]),
+        (names.filesystem_name, ["p", "p/a b"], ["p@a", "p#a", "-p"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_names_are_allowed_or_refused_with_themselves(check: Any, good: list[Any], bad: list[str]) -> None:
+    for name in good:
+        assert check(name) == (name if isinstance(name, str) else name.decode())
+    for name in bad:
+        with pytest.raises((NameInvalid, NameTooLong)) as refused:
+            check(name)
+        assert refused.value.name == name
+
+
+def test_properties_are_written_as_the_command_takes_them() -> None:
+    assert options.property_options(None) == []
+    assert options.property_options({"canmount": False, "atime": True, "refquota": 7, b"a:b": b"x=y"}) == [
+        *("-o", "canmount=off", "-o", "atime=on", "-o", "refquota=7", "-o", "a:b=x=y")
+    ]
+    assert options.property_value("a:b", "x" * 8191) == "a:b=" + "x" * 8191
+    for value, words in (
+        ("", "its value is empty or has characters that text cannot have"),
+        ("a\0b", "its value is empty or has characters that text cannot have"),
+        ("\ud800", "its value is empty or has characters that text cannot have"),
+        (b"\xff", "its value is not UTF-8"),
+        ("x" * 8192, "its value has 8192 bytes; the limit is 8191"),
+        ("ä" * 4096, "its value has 8192 bytes; the limit is 8191"),
+    ):
+        with pytest.raises(PropertyInvalid) as refused:
+            options.property_value("a:b", value)
+        assert refused.value.name == "a:b" and words in str(refused.value)
+
+
+def test_names_of_properties() -> None:
+    for name in ("canmount", "a:b", "sandbox:owner", "written@snap:x", "a:" + "b" * 253):
+        assert options.property_name(name) == name
+    for name in ("", "A", "a=b", "1a", "-a:b", "a b", "a:B"):
+        with pytest.raises(PropertyInvalid) as refused:
+            options.property_name(name)
+        assert refused.value.name == name
+    with pytest.raises(PropertyInvalid, match="its name has more than 255 bytes"):
+        options.property_name("a:" + "b" * 254)
+
+
+def test_what_was_asked_for_and_is_missing_is_named() -> None:
+    found = [Property("p", "a", "1", "-"), Property("p", "b", "1", "-"), Property("q", "a", "1", "-")]
+    parse.check_complete(found, ["p"], ["a", "b"])
+    with pytest.raises(ZFSOutputError, match="the output lacks the property b") as refused:
+        parse.check_complete(found, ["p", "q"], iter(["a", "b"]))
+    assert refused.value.name == "q"

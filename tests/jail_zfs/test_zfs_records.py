@@ -1,4 +1,4 @@
-"""Records as user properties, and what a tree of them means, whatever became of it."""
+"""Records as user properties, and how a tree of them is interpreted in any state."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandbox_gateway.errors import Invalid
-from sandbox_gateway.hosts.jail_zfs import storage_scan
-from sandbox_gateway.hosts.jail_zfs.zfs_parse import VALUE_MAX, Property, property_value
-from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD, QUARANTINE, Kind, Record, decode, encode, stale_parts
+from sandbox_gateway.hosts.jail_zfs.storage import sandbox_scan
+from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE, Kind, Record, decode, encode, stale_parts
 from sandbox_gateway.records import Sandbox, Snapshot, Volume, VolumeSnapshot
+from sandbox_gateway.zfs.options import VALUE_MAX, property_value
+from sandbox_gateway.zfs.parse import Property
 
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=3000)
 _sandboxes = st.builds(
@@ -39,7 +40,7 @@ def test_a_record_is_read_back(record: Record, generation: int) -> None:
         assert property_value(prop, value).isascii() and len(value) <= VALUE_MAX and "\n" not in value
     assert decode(props, _kinds[type(record)]) == (generation, record)
     for other in set(_kinds.values()) - {_kinds[type(record)]}:
-        with pytest.raises(ValueError, match="was expected"):
+        with pytest.raises(ValueError, match="expected the record"):
             decode(props, other)
     assert stale_parts(props) == []
 
@@ -125,7 +126,7 @@ def test_no_damage_stops_a_scan(local: dict[str, dict[str, str]], deferred: bool
         }
         for name in local
     }
-    found = storage_scan.interpret(_ROOT, facts, local)
+    found = sandbox_scan.interpret_sandboxes(_ROOT, facts, local)
     ids = [record.id for record in (*found.snapshots, *found.sandboxes)]
     assert len(ids) == len(set(ids))
     swept = {*found.uncommitted, *found.superseded}

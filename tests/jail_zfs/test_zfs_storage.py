@@ -1,4 +1,4 @@
-"""What lives where: templates, instances, snapshots and their records on real ZFS."""
+"""The layout on real ZFS: templates, instances, snapshots and their records."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from sandbox_gateway import zfs
 from sandbox_gateway.errors import BackendFailed, Busy, InUse, NoSpace, NotFound, OverQuota
-from sandbox_gateway.hosts.jail_zfs import zfs
-from sandbox_gateway.hosts.jail_zfs.storage import ZfsStorage
-from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD, QUARANTINE, encode
+from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE, encode
+from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, new_id
 from tests.jail_zfs import pools
 from tests.support import session
@@ -23,12 +23,12 @@ _EMPTY = ["", "/ballast", "/retired", "/sandboxes", "/volumes"]
 
 
 def _names(storage: ZfsStorage, types: str = "filesystem,snapshot") -> list[str]:
-    return [name.removeprefix(storage.root) for name in zfs.list_datasets(storage.root, types=types)]
+    return [name.removeprefix(storage.root.dataset) for name in zfs.list_datasets(storage.root.dataset, types=types)]
 
 
 def _base(storage: ZfsStorage, text: str = "base") -> Snapshot:
     record = Snapshot(kind=SnapshotKind.BASE, recipe={"setup": ["true"]})
-    return storage.create_base(record, lambda path: _written(path / "file", text))
+    return storage.snapshots.create_base(record, lambda path: _written(path / "file", text))
 
 
 def _written(path: Path, text: str) -> None:
@@ -37,13 +37,13 @@ def _written(path: Path, text: str) -> None:
 
 def _sandbox(storage: ZfsStorage, source: Snapshot, name: str = "web", **more: str) -> Sandbox:
     sandbox = Sandbox(name=name, forked_from=source.id, **more)
-    storage.clone(source.id, sandbox.instance)
-    storage.save(sandbox)
+    storage.instances.clone(source.id, sandbox.instance)
+    storage.instances.save(sandbox)
     return sandbox
 
 
 def _again(storage: ZfsStorage) -> ZfsStorage:
-    """The storage as a gateway that was just started finds it."""
+    """The storage as a freshly started gateway finds it."""
     storage.close()
     storage.open()
     return storage
@@ -52,17 +52,17 @@ def _again(storage: ZfsStorage) -> ZfsStorage:
 def test_a_sandbox_from_a_base(storage: ZfsStorage) -> None:
     base = _base(storage)
     sandbox = _sandbox(storage, base, metadata={"ü": "€"})
-    path = storage.instance_root(sandbox.instance)
+    path = storage.instances.path(sandbox.instance)
     assert (path / "file").read_text() == "base"
-    assert not zfs.mounted(f"{storage.root}/_template-{base.id}")
+    assert not zfs.is_mounted(f"{storage.root.dataset}/_template-{base.id}")
     found = _again(storage).scan()
     assert (found.snapshots, found.sandboxes, found.repaired) == ([base], [sandbox], [])
-    assert storage.snapshot_dataset(base.id) == f"{storage.root}/_template-{base.id}@base"
-    storage.forget(sandbox.instance)
-    assert storage.discard(sandbox.instance)
-    assert storage.destroy_snapshot(base.id)
+    assert storage.snapshots.full_name(base.id) == f"{storage.root.dataset}/_template-{base.id}@base"
+    storage.instances.forget(sandbox.instance)
+    assert storage.instances.discard(sandbox.instance)
+    assert storage.snapshots.destroy(base.id)
     assert _names(storage) == _EMPTY
-    assert list((storage.mountpoint / "sandboxes").iterdir()) == []
+    assert list((storage.root.mountpoint / "sandboxes").iterdir()) == []
 
 
 def test_a_base_that_cannot_be_filled_leaves_nothing(storage: ZfsStorage) -> None:
@@ -71,77 +71,77 @@ def test_a_base_that_cannot_be_filled_leaves_nothing(storage: ZfsStorage) -> Non
         raise ValueError("no mirror")
 
     with pytest.raises(ValueError, match="no mirror"):
-        storage.create_base(Snapshot(), fill)
+        storage.snapshots.create_base(Snapshot(), fill)
     assert _names(storage) == _EMPTY
 
 
 def test_a_snapshot_outlives_its_sandbox_and_everything_goes_with_the_last(storage: ZfsStorage) -> None:
     base = _base(storage)
     source = _sandbox(storage, base)
-    (storage.instance_root(source.instance) / "file").write_text("changed")
-    snapshot = storage.snapshot(source.instance, Snapshot(source_sandbox=source.id, names=["v1"]))
-    (storage.instance_root(source.instance) / "file").write_text("later")
-    storage.forget(source.instance)
-    assert not storage.discard(source.instance)
-    kept = storage.snapshot_dataset(snapshot.id).partition("@")[0]
-    assert not zfs.mounted(kept)
+    (storage.instances.path(source.instance) / "file").write_text("changed")
+    snapshot = storage.snapshots.take(source.instance, Snapshot(source_sandbox=source.id, names=["v1"]))
+    (storage.instances.path(source.instance) / "file").write_text("later")
+    storage.instances.forget(source.instance)
+    assert not storage.instances.discard(source.instance)
+    kept = storage.snapshots.full_name(snapshot.id).partition("@")[0]
+    assert not zfs.is_mounted(kept)
     found = _again(storage).scan()
     assert (found.snapshots, found.sandboxes, found.repaired) == ([base, snapshot], [], [])
 
     fork = _sandbox(storage, snapshot, "fork")
-    assert (storage.instance_root(fork.instance) / "file").read_text() == "changed"
+    assert (storage.instances.path(fork.instance) / "file").read_text() == "changed"
     with pytest.raises(InUse, match=r"in use by 1 fork: fork$") as refused:
-        storage.destroy_snapshot(snapshot.id)
+        storage.snapshots.destroy(snapshot.id)
     assert refused.value.blockers == [fork.id]
-    assert storage.discard(fork.instance)
-    assert storage.destroy_snapshot(snapshot.id)
+    assert storage.instances.discard(fork.instance)
+    assert storage.snapshots.destroy(snapshot.id)
     assert _names(storage, "filesystem") == sorted([*_EMPTY, f"/_template-{base.id}"])
-    assert storage.destroy_snapshot(base.id)
+    assert storage.snapshots.destroy(base.id)
     assert _names(storage) == _EMPTY
 
 
 def test_every_blocker_is_named(storage: ZfsStorage) -> None:
     base = _base(storage)
     forks = [_sandbox(storage, base, f"web-{n}") for n in range(3)]
-    storage.clone(base.id, uncommitted := new_id())
+    storage.instances.clone(base.id, uncommitted := new_id())
     with pytest.raises(InUse) as refused:
-        storage.destroy_snapshot(base.id)
+        storage.snapshots.destroy(base.id)
     expected = {fork.id: fork.name for fork in forks}
-    assert set(refused.value.blockers) == {*expected, storage.dataset(uncommitted)}
+    assert set(refused.value.blockers) == {*expected, storage.instances.dataset(uncommitted)}
     assert all(name in refused.value.message for name in expected.values())
-    zfs.lzc_hold({storage.snapshot_dataset(base.id): "backup"})
+    zfs.lzc_hold({storage.snapshots.full_name(base.id): "backup"})
     for fork in forks:
-        storage.discard(fork.instance)
-    storage.discard(uncommitted)
+        storage.instances.discard(fork.instance)
+    storage.instances.discard(uncommitted)
     with pytest.raises(InUse, match="held"):
-        storage.destroy_snapshot(base.id)
-    zfs.lzc_release({storage.snapshot_dataset(base.id): ["backup"]})
-    assert storage.destroy_snapshot(base.id)
+        storage.snapshots.destroy(base.id)
+    zfs.lzc_release({storage.snapshots.full_name(base.id): ["backup"]})
+    assert storage.snapshots.destroy(base.id)
 
 
 def test_a_deferred_snapshot_is_hidden_and_goes_with_its_last_fork(storage: ZfsStorage) -> None:
     base = _base(storage)
     fork = _sandbox(storage, base)
-    assert not storage.destroy_snapshot(base.id, deferred=True)
+    assert not storage.snapshots.destroy(base.id, deferred=True)
     with pytest.raises(NotFound):
-        storage.snapshot_dataset(base.id)
+        storage.snapshots.full_name(base.id)
     found = _again(storage).scan()
     assert (found.snapshots, found.sandboxes) == ([], [fork])
-    assert storage.discard(fork.instance)
+    assert storage.instances.discard(fork.instance)
     assert _names(storage) == _EMPTY
 
 
 def test_an_ancestor_can_be_removed_while_only_its_descendants_snapshots_need_it(storage: ZfsStorage) -> None:
     base = _base(storage)
     sandbox = _sandbox(storage, base)
-    snapshot = storage.snapshot(sandbox.instance, Snapshot())
-    storage.discard(sandbox.instance)
-    assert not storage.destroy_snapshot(base.id), "hidden: the snapshot's data hang on it"
+    snapshot = storage.snapshots.take(sandbox.instance, Snapshot())
+    storage.instances.discard(sandbox.instance)
+    assert not storage.snapshots.destroy(base.id), "hidden: the snapshot's data hang on it"
     fork = _sandbox(storage, snapshot)
-    assert (storage.instance_root(fork.instance) / "file").read_text() == "base"
+    assert (storage.instances.path(fork.instance) / "file").read_text() == "base"
     assert [record.id for record in _again(storage).scan().snapshots] == [snapshot.id]
-    storage.discard(fork.instance)
-    assert storage.destroy_snapshot(snapshot.id)
+    storage.instances.discard(fork.instance)
+    assert storage.snapshots.destroy(snapshot.id)
     assert _names(storage) == _EMPTY, "a chain of retired datasets goes as a whole"
 
 
@@ -149,56 +149,58 @@ def test_rollback_is_a_fork_that_takes_the_identity_over(storage: ZfsStorage) ->
     base = _base(storage)
     sandbox = _sandbox(storage, base)
     old = sandbox.instance
-    first = storage.snapshot(old, Snapshot())
-    second = storage.snapshot(old, Snapshot())
-    storage.clone(first.id, instance := new_id())
-    storage.save(rolled := sandbox.model_copy(update={"instance": instance}))
+    first = storage.snapshots.take(old, Snapshot())
+    second = storage.snapshots.take(old, Snapshot())
+    storage.instances.clone(first.id, instance := new_id())
+    storage.instances.save(rolled := sandbox.model_copy(update={"instance": instance}))
     # the gateway dies here: two instances claim the sandbox
     found = _again(storage).scan()
     assert found.sandboxes == [rolled]
-    assert found.repaired == [f"{storage.dataset(old)}: retired, sandbox {sandbox.id} is {instance} by now"]
+    assert found.repaired == [
+        f"{storage.instances.dataset(old)}: retired, the instance of sandbox {sandbox.id} is {instance} now"
+    ]
     assert [record.id for record in found.snapshots] == [base.id, first.id, second.id], "newer ones are kept"
 
 
 def test_what_cannot_be_moved_away_is_retired_where_it_is(storage: ZfsStorage) -> None:
-    """zfs-fuse cannot rename what has mounted clones without unmounting them."""
+    """zfs-fuse cannot rename a dataset that has mounted clones without unmounting them."""
     base = _base(storage)
     source = _sandbox(storage, base)
-    snapshot = storage.snapshot(source.instance, Snapshot())
+    snapshot = storage.snapshots.take(source.instance, Snapshot())
     forks = [_sandbox(storage, snapshot, f"fork-{n}") for n in range(3)]
-    assert not storage.discard(source.instance)
-    assert not storage.instance_root(source.instance).exists()
+    assert not storage.instances.discard(source.instance)
+    assert not storage.instances.path(source.instance).exists()
     for _ in range(2):
         found = _again(storage).scan()
         assert ([s.id for s in found.sandboxes], found.repaired) == ([fork.id for fork in forks], [])
-    place = storage.snapshot_dataset(snapshot.id)  # a later scan may have moved it
+    place = storage.snapshots.full_name(snapshot.id)  # a later scan may have moved it
     assert place.partition("@")[0] in (
-        f"{storage.root}/{where}/{source.instance}" for where in ("retired", "sandboxes")
+        f"{storage.root.dataset}/{where}/{source.instance}" for where in ("retired", "sandboxes")
     )
-    assert not storage.destroy_snapshot(base.id), "a retired clone is no reason to refuse"
+    assert not storage.snapshots.destroy(base.id), "a retired clone is no reason to refuse"
     for fork in forks:
-        storage.discard(fork.instance)
-    assert storage.destroy_snapshot(snapshot.id)
+        storage.instances.discard(fork.instance)
+    assert storage.snapshots.destroy(snapshot.id)
     assert _names(storage) == _EMPTY
 
 
 def test_retiring_unmounts_no_fork(storage: ZfsStorage) -> None:
-    """A fork that does not run is as much in use as one that does: somebody may be starting it."""
+    """A fork that does not run is as much in use as a running one: it may be about to start."""
     source = _sandbox(storage, _base(storage))
-    snapshot = storage.snapshot(source.instance, Snapshot())
+    snapshot = storage.snapshots.take(source.instance, Snapshot())
     forks = [_sandbox(storage, snapshot, f"fork-{n}") for n in range(2)]
-    places = [str(storage.instance_root(fork.instance)) for fork in forks]
-    before = pools.mount_ids(storage.mountpoint)
-    assert not storage.discard(source.instance)
+    places = [str(storage.instances.path(fork.instance)) for fork in forks]
+    before = pools.mount_ids(storage.root.mountpoint)
+    assert not storage.instances.discard(source.instance)
     _again(storage).scan()
-    after = pools.mount_ids(storage.mountpoint)
+    after = pools.mount_ids(storage.root.mountpoint)
     assert [after.get(place) for place in places] == [before[place] for place in places]
 
 
 def test_what_was_never_committed_is_swept(storage: ZfsStorage) -> None:
     base = _base(storage)
-    storage.clone(base.id, instance := new_id())
-    pools.run("zfs", "create", f"{storage.root}/_template-{new_id()}")
+    storage.instances.clone(base.id, instance := new_id())
+    pools.run("zfs", "create", f"{storage.root.dataset}/_template-{new_id()}")
     torn_down = []
     found = _again(storage).scan(torn_down.append)
     assert torn_down == [instance]
@@ -208,12 +210,12 @@ def test_what_was_never_committed_is_swept(storage: ZfsStorage) -> None:
 
 def test_what_cannot_be_swept_yet_is_reported_and_stops_nothing(storage: ZfsStorage) -> None:
     base = _base(storage)
-    storage.clone(base.id, instance := new_id())
-    with (storage.instance_root(instance) / "open").open("w"):
+    storage.instances.clone(base.id, instance := new_id())
+    with (storage.instances.path(instance) / "open").open("w"):
         found = _again(storage).scan()
         assert len(found.repaired) == 1 and "could not be removed yet" in found.repaired[0]
         with pytest.raises(Busy, match="still uses it"):
-            storage.discard(instance)
+            storage.instances.discard(instance)
     assert "removed" in storage.scan().repaired[0]
 
 
@@ -221,24 +223,24 @@ def test_damaged_properties_stop_nothing(storage: ZfsStorage) -> None:
     base = _base(storage)
     good = _sandbox(storage, base, "good")
     bad = _sandbox(storage, base, "bad")
-    snapshot = storage.snapshot(good.instance, Snapshot())
-    twin = storage.snapshot(good.instance, Snapshot())
-    pools.run("zfs", "set", f"{HEAD}={{not json", storage.dataset(bad.instance))
-    pools.run("zfs", "set", f"{HEAD}=two\nlines\tlocal\nand more", storage.snapshot_dataset(snapshot.id))
-    pools.run("zfs", "set", f"{HEAD}={encode(base, 3)[HEAD]}", storage.snapshot_dataset(twin.id))
-    pools.run("zfs", "create", f"{storage.root}/sandboxes/odd one")
+    snapshot = storage.snapshots.take(good.instance, Snapshot())
+    twin = storage.snapshots.take(good.instance, Snapshot())
+    pools.run("zfs", "set", f"{HEAD}={{not json", storage.instances.dataset(bad.instance))
+    pools.run("zfs", "set", f"{HEAD}=two\nlines\tlocal\nand more", storage.snapshots.full_name(snapshot.id))
+    pools.run("zfs", "set", f"{HEAD}={encode(base, 3)[HEAD]}", storage.snapshots.full_name(twin.id))
+    pools.run("zfs", "create", f"{storage.root.dataset}/sandboxes/odd one")
     for _ in range(2):
         found = _again(storage).scan()
         assert (found.sandboxes, found.snapshots) == ([good], [base])
     assert len(found.repaired) == 3
     assert any("is not JSON" in note for note in found.repaired)
-    assert any(f"is the snapshot {base.id} already" in note for note in found.repaired)
-    assert "not JSON" in zfs.local_props(storage.dataset(bad.instance))[QUARANTINE]
-    storage.save(bad)
+    assert any(f"has the record of the snapshot {base.id} too" in note for note in found.repaired)
+    assert "not JSON" in zfs.local_props(storage.instances.dataset(bad.instance))[QUARANTINE]
+    storage.instances.save(bad)
     found = _again(storage).scan()
     assert {sandbox.name for sandbox in found.sandboxes} == {"good", "bad"}
-    assert f"{storage.dataset(bad.instance)}: its record can be read again" in found.repaired
-    assert QUARANTINE not in zfs.local_props(storage.dataset(bad.instance))
+    assert f"{storage.instances.dataset(bad.instance)}: its record can be read again" in found.repaired
+    assert QUARANTINE not in zfs.local_props(storage.instances.dataset(bad.instance))
 
 
 @pytest.mark.parametrize("value", ["x\tlocal\nb\tc", "x\tlocal\n{root}/sandboxes/a\tb:c"])
@@ -246,38 +248,43 @@ def test_no_value_hides_the_record_of_another(storage: ZfsStorage, value: str) -
     base = _base(storage)
     sandboxes = [_sandbox(storage, base, f"s{n}") for n in range(4)]
     for sandbox in sandboxes:
-        pools.run("zfs", "set", f"sandbox:a={value.format(root=storage.root)}", storage.dataset(sandbox.instance))
+        pools.run(
+            "zfs",
+            "set",
+            f"sandbox:a={value.format(root=storage.root.dataset)}",
+            storage.instances.dataset(sandbox.instance),
+        )
     found = _again(storage).scan()
-    assert all(zfs.lzc_exists(storage.dataset(sandbox.instance)) for sandbox in sandboxes)
+    assert all(zfs.lzc_exists(storage.instances.dataset(sandbox.instance)) for sandbox in sandboxes)
     assert all("removed" not in note and "retired" not in note for note in found.repaired)
 
 
 def test_what_was_removed_by_hand_is_gone(storage: ZfsStorage) -> None:
     base = _base(storage)
     sandbox = _sandbox(storage, base)
-    snapshot = storage.snapshot(sandbox.instance, Snapshot())
-    storage.discard(sandbox.instance)
-    pools.run("zfs", "destroy", storage.snapshot_dataset(snapshot.id))
+    snapshot = storage.snapshots.take(sandbox.instance, Snapshot())
+    storage.instances.discard(sandbox.instance)
+    pools.run("zfs", "destroy", storage.snapshots.full_name(snapshot.id))
     for use in (
-        lambda: storage.clone(snapshot.id, new_id()),
-        lambda: storage.save_snapshot(snapshot),
-        lambda: storage.diverged(sandbox.instance, snapshot.id),
+        lambda: storage.instances.clone(snapshot.id, new_id()),
+        lambda: storage.snapshots.save(snapshot),
+        lambda: storage.instances.has_diverged(sandbox.instance, snapshot.id),
     ):
         with pytest.raises(NotFound):
             use()
     found = storage.scan()
     assert found.snapshots == [base]
     assert len(found.repaired) == 1
-    assert found.repaired[0].endswith(f"/{sandbox.instance}: removed, nothing was kept in it")
+    assert found.repaired[0].endswith(f"/{sandbox.instance}: removed, it had no snapshots any more")
 
 
 def test_snapshots_of_others_are_left_alone(storage: ZfsStorage) -> None:
     base = _base(storage)
     sandbox = _sandbox(storage, base)
-    pools.run("zfs", "snapshot", f"{storage.dataset(sandbox.instance)}@hourly")
+    pools.run("zfs", "snapshot", f"{storage.instances.dataset(sandbox.instance)}@hourly")
     found = _again(storage).scan()
     assert (found.snapshots, found.sandboxes, found.repaired) == ([base], [sandbox], [])
-    assert not storage.discard(sandbox.instance)
+    assert not storage.instances.discard(sandbox.instance)
     assert any(name.endswith(f"/{sandbox.instance}@hourly") for name in _names(storage))
 
 
@@ -286,14 +293,14 @@ def test_records_of_any_length_are_replaced_as_a_whole(storage: ZfsStorage) -> N
     sandbox = _sandbox(storage, base)
     for length in (10, 30_000, 20_000, 10):
         sandbox.metadata = {"text": "ä" * length}
-        storage.save(sandbox)
+        storage.instances.save(sandbox)
         found = _again(storage).scan()
         assert (found.sandboxes, found.repaired) == ([sandbox], [])
-    assert list(zfs.local_props(storage.dataset(sandbox.instance))) == [HEAD]
+    assert list(zfs.local_props(storage.instances.dataset(sandbox.instance))) == [HEAD]
     big = Snapshot(recipe={"setup": ["x" * 100_000]})
-    storage.snapshot(sandbox.instance, big)
+    storage.snapshots.take(sandbox.instance, big)
     big.names = ["named"]
-    storage.save_snapshot(big)
+    storage.snapshots.save(big)
     assert _again(storage).scan().snapshots == [base, big]
 
 
@@ -303,46 +310,46 @@ def test_a_save_that_died_before_its_last_step_never_was(storage: ZfsStorage) ->
     halfway = encode(sandbox.model_copy(update={"env": {"A": "x" * 30_000}}), 2)
     for prop, value in halfway.items():
         if prop != HEAD:
-            zfs.lzc_set_prop(storage.dataset(sandbox.instance), prop, value)
+            zfs.lzc_set_prop(storage.instances.dataset(sandbox.instance), prop, value)
     assert _again(storage).scan().sandboxes == [sandbox]
-    assert list(zfs.local_props(storage.dataset(sandbox.instance))) == [HEAD]
+    assert list(zfs.local_props(storage.instances.dataset(sandbox.instance))) == [HEAD]
 
 
 def test_diverged(storage: ZfsStorage) -> None:
     base = _base(storage)
     sandbox = _sandbox(storage, base)
-    assert not storage.diverged(sandbox.instance, base.id)
-    (storage.instance_root(sandbox.instance) / "new").touch()
-    assert storage.diverged(sandbox.instance, base.id)
-    head = storage.snapshot(sandbox.instance, Snapshot())
-    assert not storage.diverged(sandbox.instance, head.id)
-    storage.save(sandbox)
-    assert not storage.diverged(sandbox.instance, head.id), "records are not of the file system"
+    assert not storage.instances.has_diverged(sandbox.instance, base.id)
+    (storage.instances.path(sandbox.instance) / "new").touch()
+    assert storage.instances.has_diverged(sandbox.instance, base.id)
+    head = storage.snapshots.take(sandbox.instance, Snapshot())
+    assert not storage.instances.has_diverged(sandbox.instance, head.id)
+    storage.instances.save(sandbox)
+    assert not storage.instances.has_diverged(sandbox.instance, head.id), "records are not of the file system"
     fork = _sandbox(storage, head)
-    storage.discard(sandbox.instance)
-    assert not storage.diverged(fork.instance, head.id)
-    assert storage.diverged(fork.instance, base.id)
-    other = storage.create_base(Snapshot(), lambda path: None)
-    assert storage.diverged(fork.instance, other.id), "not even of its line"
+    storage.instances.discard(sandbox.instance)
+    assert not storage.instances.has_diverged(fork.instance, head.id)
+    assert storage.instances.has_diverged(fork.instance, base.id)
+    other = storage.snapshots.create_base(Snapshot(), lambda path: None)
+    assert storage.instances.has_diverged(fork.instance, other.id), "not even of its line"
 
 
 def test_quotas(storage: ZfsStorage) -> None:
-    base = storage.create_base(Snapshot(), lambda path: _fill(path / "big", 5))
+    base = storage.snapshots.create_base(Snapshot(), lambda path: _fill(path / "big", 5))
     with pytest.raises(OverQuota, match=r"a disk of 4 MiB is too small: the snapshot holds \d+ MiB|quota"):
-        storage.clone(base.id, new_id(), disk_mb=4)
+        storage.instances.clone(base.id, new_id(), disk_mb=4)
     instance = new_id()
-    path = storage.clone(base.id, instance, disk_mb=10)
+    path = storage.instances.clone(base.id, instance, disk_mb=10)
     with pytest.raises(OSError, match="quota"):
         _fill(path / "more", 20)
     (path / "more").unlink()
-    storage.set_disk(instance, 64)
+    storage.instances.set_disk(instance, 64)
     _fill(path / "more", 20)
     with pytest.raises(OverQuota):
-        zfs.sync(storage.dataset(instance))
-        storage.set_disk(instance, 8)
-    usage = storage.usage(instance)
+        zfs.sync(storage.instances.dataset(instance))
+        storage.instances.set_disk(instance, 8)
+    usage = storage.instances.usage(instance)
     assert usage.referenced > 25 << 20 and 20 << 20 < usage.unique < 24 << 20
-    assert storage.snapshot_bytes(base.id) < 1 << 20
+    assert storage.snapshots.bytes_held(base.id) < 1 << 20
     assert sorted(_names(storage, "filesystem")) == sorted([*_EMPTY, f"/_template-{base.id}", f"/sandboxes/{instance}"])
 
 
@@ -359,20 +366,20 @@ def test_a_full_pool_says_so_and_can_be_emptied(zpool: pools.Pool, locks: Path) 
         storage.open()
         base = _base(storage)
         sandbox, keeper = _sandbox(storage, base, "fills"), _sandbox(storage, base, "keeps")
-        snapshot = storage.snapshot(keeper.instance, Snapshot())
+        snapshot = storage.snapshots.take(keeper.instance, Snapshot())
         with pytest.raises(OSError, match="No space left"):
-            _fill(storage.instance_root(sandbox.instance) / "all", 200)
+            _fill(storage.instances.path(sandbox.instance) / "all", 200)
         with pytest.raises(NoSpace, match=f"the pool {small.name} has no space left"):
-            storage.snapshot(sandbox.instance, Snapshot())
+            storage.snapshots.take(sandbox.instance, Snapshot())
         with pytest.raises(NoSpace):
-            storage.clone(base.id, new_id())
+            storage.instances.clone(base.id, new_id())
         assert [s.id for s in storage.scan().sandboxes] == [sandbox.id, keeper.id]
-        storage.forget(keeper.instance)
-        assert not storage.discard(keeper.instance), "what has snapshots can be retired on a full pool"
-        assert storage.discard(sandbox.instance)
+        storage.instances.forget(keeper.instance)
+        assert not storage.instances.discard(keeper.instance), "what has snapshots can be retired on a full pool"
+        assert storage.instances.discard(sandbox.instance)
         storage.scan()
         assert "/ballast" in _names(storage)
-        assert storage.destroy_snapshot(snapshot.id)
+        assert storage.snapshots.destroy(snapshot.id)
         storage.close()
 
 
@@ -385,11 +392,11 @@ def test_many_at_once(storage: ZfsStorage) -> None:
         barrier.wait()
         for turn in range(2):
             sandbox = _sandbox(storage, base, f"s-{number}-{turn}")
-            snapshot = storage.snapshot(sandbox.instance, Snapshot())
+            snapshot = storage.snapshots.take(sandbox.instance, Snapshot())
             fork = _sandbox(storage, snapshot, f"f-{number}-{turn}")
-            storage.discard(sandbox.instance)
-            storage.discard(fork.instance)
-            storage.destroy_snapshot(snapshot.id)
+            storage.instances.discard(sandbox.instance)
+            storage.instances.discard(fork.instance)
+            storage.snapshots.destroy(snapshot.id)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(life, range(4)))
@@ -408,18 +415,18 @@ def test_a_root_that_is_not_there(root: str, locks: Path) -> None:
 def test_the_record_is_one_line_of_json_for_a_person_to_read(storage: ZfsStorage) -> None:
     base = _base(storage)
     sandbox = _sandbox(storage, base)
-    said = pools.run("zfs", "get", "-H", "-o", "value", HEAD, storage.dataset(sandbox.instance)).stdout
+    said = pools.run("zfs", "get", "-H", "-o", "value", HEAD, storage.instances.dataset(sandbox.instance)).stdout
     assert json.loads(said)["record"]["name"] == "web"
 
 
 def test_forking_what_is_being_moved(storage: ZfsStorage) -> None:
-    """A snapshot's dataset may be retired, and so renamed, while somebody forks it."""
+    """A snapshot's dataset may be retired, and so renamed, during a fork."""
     base = _base(storage)
     for _ in range(4):
         source = _sandbox(storage, base)
-        snapshot = storage.snapshot(source.instance, Snapshot())
+        snapshot = storage.snapshots.take(source.instance, Snapshot())
         with ThreadPoolExecutor(2) as pool:
-            discarded = pool.submit(storage.discard, source.instance)
-            forks = [pool.submit(storage.clone, snapshot.id, new_id()) for _ in range(3)]
+            discarded = pool.submit(storage.instances.discard, source.instance)
+            forks = [pool.submit(storage.instances.clone, snapshot.id, new_id()) for _ in range(3)]
             assert not discarded.result()
             assert all((fork.result() / "file").exists() for fork in forks)

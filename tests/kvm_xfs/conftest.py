@@ -1,4 +1,4 @@
-"""What tests of the KVM/XFS host share: a Debian built as a template's file system, once for the run."""
+"""Shared fixtures of the KVM/XFS host's tests: a Debian built as a template's file system, once for the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts.kvm_xfs.rootfs import build_rootfs
+from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
 from sandbox_gateway.recipes import Recipe
 from tests.support import session
 

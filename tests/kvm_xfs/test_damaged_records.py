@@ -1,4 +1,4 @@
-"""A record that cannot be read costs nothing of what other records say, and can be put back."""
+"""An unreadable record does not affect other records, and can be put back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
 
 class Restarts:
-    """An engine that is closed and opened again on the same state."""
+    """An engine that is closed and reopened on the same state."""
 
     def __init__(self, world: KvmXfsWorld) -> None:
         self._world = world
@@ -36,7 +36,7 @@ class Restarts:
         return self.config.host.state_root
 
     def damaged(self, kind: str) -> Path:
-        """The one thing of a kind that was moved away."""
+        """The path of the only record of a kind that was moved away as damaged."""
         (found,) = (self.root / ".damaged").glob(f"{kind}-*")
         return found
 
@@ -56,10 +56,10 @@ def read(live: Live, path: str) -> str:
 
 def test_a_sandbox_saved_while_its_volume_is_damaged_keeps_the_mount(gateway: Restarts) -> None:
     live = gateway.live
-    volume = live.do(live.engine.create_volume("data", size_mb=64))
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["box"], mounts=[MountSpec("data", "/data")])))
+    volume = live.do(live.engine.volumes.create("data", size_mb=64))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["box"], mounts=[MountSpec("data", "/data")])))
     live.shell("box", "echo kept >/data/file && sync")
-    live.do(live.engine.pause("box"))
+    live.do(live.engine.sandboxes.pause("box"))
     manifest = gateway.root / "volumes" / volume.id / "manifest.json"
     image = manifest.with_name("volume.img")
     record = manifest.read_text()
@@ -67,58 +67,58 @@ def test_a_sandbox_saved_while_its_volume_is_damaged_keeps_the_mount(gateway: Re
     manifest.write_text(record[:40])
     image.rename(gateway.root / "image")
     live = gateway.live = gateway.open()
-    assert live.engine.volumes() == []
-    live.do(live.engine.update("box", metadata={"saved": "anew"}))
-    live.do(live.engine.resume("box"))
+    assert live.engine.volumes.list() == []
+    live.do(live.engine.sandboxes.update("box", metadata={"saved": "anew"}))
+    live.do(live.engine.sandboxes.resume("box"))
     assert read(live, "/data/file") == ""
-    live.do(live.engine.pause("box"))
+    live.do(live.engine.sandboxes.pause("box"))
     live.close()
     gateway.damaged("volumes").rename(manifest.parent)
     manifest.write_text(record)
     (gateway.root / "image").rename(image)
     live = gateway.live = gateway.open()
     assert [(each.volume, each.path) for each in live.sandbox("box").mounts] == [(volume.id, "/data")]
-    live.do(live.engine.resume("box"))
+    live.do(live.engine.sandboxes.resume("box"))
     assert read(live, "/data/file") == "kept"
 
 
 def test_a_volume_that_is_lost_for_good_is_detached_by_its_id(gateway: Restarts) -> None:
     live = gateway.live
-    volume = live.do(live.engine.create_volume("data", size_mb=64))
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["box"], mounts=[MountSpec("data", "/data")])))
-    live.do(live.engine.pause("box"))
+    volume = live.do(live.engine.volumes.create("data", size_mb=64))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["box"], mounts=[MountSpec("data", "/data")])))
+    live.do(live.engine.sandboxes.pause("box"))
     live.close()
     for path in (gateway.root / "volumes" / volume.id).glob("*.*"):
         path.unlink()
     live = gateway.live = gateway.open()
-    live.do(live.engine.detach("box", volume.id))
+    live.do(live.engine.attachments.detach("box", volume.id))
     assert live.sandbox("box").mounts == []
     assert gateway.restart().sandbox("box").mounts == []
 
 
 def test_what_a_damaged_sandbox_owns_is_not_removed(gateway: Restarts) -> None:
-    """Its own clone of a volume, which goes with its last sandbox, and the capture that it resumes from."""
+    """Its own clone of a volume, which is otherwise removed with its last sandbox, and the capture to resume from."""
     live = gateway.live
-    live.do(live.engine.create_volume("data", size_mb=64))
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"], mounts=[MountSpec("data", "/data")])))
-    taken = live.do(live.engine.capture("source", volumes=["data"]))
+    live.do(live.engine.volumes.create("data", size_mb=64))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"], mounts=[MountSpec("data", "/data")])))
+    taken = live.do(live.engine.snapshots.create("source", volumes=["data"]))
     own = MountSpec("data", "/own", clone=True)
-    (box,) = live.do(live.engine.fork(taken.id, ForkSpec(names=["box"], mounts=[own])))
+    (box,) = live.do(live.engine.forks.fork(taken.id, ForkSpec(names=["box"], mounts=[own])))
     live.shell("box", "echo kept >/own/file && sync")
-    live.do(live.engine.pause("box"))
+    live.do(live.engine.sandboxes.pause("box"))
     manifest = gateway.root / "sandboxes" / box.id / "manifest.json"
     record = manifest.read_text()
     live.close()
     manifest.write_text(record[:40])
     live = gateway.live = gateway.open()
-    live.do(live.engine.kill("source"))
-    live.do(live.engine.collect())
+    live.do(live.engine.sandboxes.delete("source"))
+    live.do(live.engine.collector.collect())
     live = gateway.restart()
-    assert [each.name for each in live.engine.sandboxes()] == []
+    assert [each.name for each in live.engine.sandboxes.list()] == []
     live.close()
     gateway.damaged("sandboxes").rename(manifest.parent)
     manifest.write_text(record)
     live = gateway.live = gateway.open()
-    live.do(live.engine.resume("box"))
+    live.do(live.engine.sandboxes.resume("box"))
     eventually(lambda: live.sandbox("box").state is SandboxState.RUNNING)
     assert read(live, "/own/file") == "kept"

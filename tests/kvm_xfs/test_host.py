@@ -1,4 +1,4 @@
-"""What is particular to the KVM/XFS host: its machines' confinement, its snapshots' limits, its bad days."""
+"""Behaviour that only the KVM/XFS host has: its machines' confinement, its snapshots' limits, its failures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, NoSpace, Unsupported
-from sandbox_gateway.hosts.kvm_xfs import memory
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
+from sandbox_gateway.hosts.kvm_xfs.memory import written
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, SandboxState
 from tests.support import session
@@ -41,7 +41,7 @@ def qemu_pid(live: Live, ref: str) -> int:
 
 
 def test_qemu_is_nobody_confined_and_in_a_network_of_its_own(live: Live) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["one"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     process = Path(f"/proc/{qemu_pid(live, 'one')}")
     status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines() if ":\t" in line)
     assert int(status["Uid"].split()[0]) >= 700_000
@@ -51,13 +51,13 @@ def test_qemu_is_nobody_confined_and_in_a_network_of_its_own(live: Live) -> None
 
 
 def test_snapshot_of_another_platform_is_refused_with_the_way_out(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["one"])))
-    snapshot = live.do(live.engine.capture("one", name="foreign"))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+    snapshot = live.do(live.engine.snapshots.create("one", name="foreign"))
     live.engine.index.snapshots[snapshot.id].host["platform"]["qemu_version"] = "1.0"
     with pytest.raises(Unsupported, match=r"qemu version '1.0'.*coldStart"):
-        live.do(live.engine.create("foreign", ForkSpec()))
-    cold = live.do(live.engine.create("foreign", ForkSpec(cold_start=True)))
-    # Its boot asks udev about little; what programs look for is there.
+        live.do(live.engine.forks.create("foreign", ForkSpec()))
+    cold = live.do(live.engine.forks.create("foreign", ForkSpec(cold_start=True)))
+    # Its boot uses udev only for a few devices; the entries that programs look for exist.
     assert live.shell(cold.id, "systemctl is-system-running --wait", timeout=120).strip() == "running"
     assert live.shell(cold.id, "stat --format %a:%G /dev/fuse /dev/vda").split() == ["666:root", "660:disk"]
     assert "/dev/vda" in live.shell(cold.id, "readlink -f /dev/disk/by-label/root /dev/rtc")
@@ -67,31 +67,31 @@ def test_kernel_that_tells_nothing_of_its_pages_costs_space_only(live: Live, mon
     def refuse(*args: object) -> None:
         raise OSError(1, "not permitted")
 
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["one"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     live.shell("one", "echo here >/run/here")
-    monkeypatch.setattr(memory, "_scan", refuse)
-    monkeypatch.setattr(memory, "_pagemap", refuse)
-    snapshot = live.do(live.engine.capture("one", name="whole"))
+    monkeypatch.setattr(written, "_scan", refuse)
+    monkeypatch.setattr(written, "_pagemap", refuse)
+    snapshot = live.do(live.engine.snapshots.create("one", name="whole"))
     monkeypatch.undo()
     assert snapshot.memory is Memory.FULL
-    fork = live.do(live.engine.create("whole", ForkSpec()))
+    fork = live.do(live.engine.forks.create("whole", ForkSpec()))
     assert live.shell(fork.id, "cat /run/here").strip() == "here"
 
 
 def test_template_whose_set_up_fails_leaves_nothing(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
     before = kvm_xfs_world.traces(live.config)
-    build = live.do(live.engine.build_template("broken", Recipe(setup=["echo so far", "echo no >&2; exit 3"])))
+    build = live.do(live.engine.templates.build("broken", Recipe(setup=["echo so far", "echo no >&2; exit 3"])))
     lines = live.do(all_of(build.follow()), timeout=300)
     assert build.status == "error"
     assert "exit code 3" in build.reason and "so far" in lines and "no" in lines
     assert kvm_xfs_world.traces(live.config) == before
     with pytest.raises(GatewayError, match="not found"):
-        live.engine.template("broken")
+        live.engine.templates.get("broken")
 
 
 def test_same_recipe_is_not_built_again(live: Live) -> None:
-    template = live.engine.template(TEMPLATE)
-    build = live.do(live.engine.build_template(TEMPLATE, Recipe.model_validate(template.recipe)))
+    template = live.engine.templates.get(TEMPLATE)
+    build = live.do(live.engine.templates.build(TEMPLATE, Recipe.model_validate(template.recipe)))
     assert (build.status, build.template_id) == ("ready", template.id)
 
 
@@ -158,21 +158,21 @@ def test_second_gateway_with_the_same_network_names_is_refused(kvm_xfs_world: Kv
 
 
 def test_no_space_for_a_capture(kvm_xfs_world: KvmXfsWorld, cramped: Live) -> None:
-    cramped.do(cramped.engine.create(TEMPLATE, ForkSpec(names=["one"])))
+    cramped.do(cramped.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     cramped.shell("one", "head -c 20000000 /dev/urandom >/run/blob")
     root = cramped.config.host.state_root
     before = kvm_xfs_world.traces(cramped.config)
     fill(root, 4 << 20)
     with pytest.raises(NoSpace, match="no space left"):
-        cramped.do(cramped.engine.capture("one", name="big"))
+        cramped.do(cramped.engine.snapshots.create("one", name="big"))
     assert kvm_xfs_world.traces(cramped.config) == before
     assert cramped.shell("one", "echo alive").strip() == "alive"
     (root / "filler").unlink()
-    cramped.do(cramped.engine.capture("one", name="big"))
+    cramped.do(cramped.engine.snapshots.create("one", name="big"))
 
 
 def test_reboot_of_the_guest_ends_its_machine_and_keeps_the_sandbox(live: Live) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["one"])))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     live.shell("one", "(sleep 0.2; echo b >/proc/sysrq-trigger) >/dev/null 2>&1 &")
     eventually(lambda: live.sandbox("one").state is SandboxState.PAUSED)
     manifest = live.config.host.state_root / "sandboxes" / live.sandbox("one").id / "manifest.json"

@@ -1,4 +1,4 @@
-"""The line from the gateway to the agent: what a fork with memory is told who it is by."""
+"""The serial line from the gateway to the agent, which gives a fork with memory its identity."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
 
 @pytest.fixture
 def connections(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """When the gateway tried to reach an agent over the network to tell it who it is."""
+    """Times at which the gateway tried to reach an agent over the network to send its identity."""
     made: list[float] = []
     plain = AgentClient._reach
 
@@ -38,11 +38,11 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_forks_of_forks_are_told_over_the_line(live: Live, connections: list[float]) -> None:
-    """Each is captured at once, before its agent can have obeyed: its own forks are asked in the middle of that."""
-    source = live.do(live.engine.create(TEMPLATE, ForkSpec(names=["first"], env={"WHO": "first"})))
+    """Each is captured at once, before its agent can have answered: its own forks are asked in the middle of that."""
+    source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["first"], env={"WHO": "first"})))
     for name in ("second", "third"):
-        snapshot = live.do(live.engine.capture(source.id))
-        source = live.do(live.engine.create(snapshot.id, ForkSpec(names=[name], env={"WHO": name})))
+        snapshot = live.do(live.engine.snapshots.create(source.id))
+        source = live.do(live.engine.forks.create(snapshot.id, ForkSpec(names=[name], env={"WHO": name})))
     for name in ("first", "second", "third"):
         assert live.shell(name, "echo $WHO $(hostname)").split() == [name, name]
     assert connections == []
@@ -50,36 +50,36 @@ def test_forks_of_forks_are_told_over_the_line(live: Live, connections: list[flo
 
 
 def test_what_does_not_fit_goes_over_the_network(live: Live, connections: list[float]) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["long"], env={"LONG": "x" * 5000})))
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["long"], env={"LONG": "x" * 5000})))
     assert len(live.shell("long", "echo $LONG").strip()) == 5000
     assert connections
     live.empty()
 
 
 def test_a_line_that_was_let_go_is_there_again_in_forks(live: Live, connections: list[float]) -> None:
-    """As when the gateway is started anew: it finds the machine running, and no line to it."""
-    source = live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
-    machine, _ = live.engine.host._machines[source.instance]  # type: ignore[attr-defined]
+    """For example after a restart of the gateway, which finds the machine running but has no line to it."""
+    source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    machine, _ = live.engine.host._machines.require_running(source)  # type: ignore[attr-defined]
     assert machine.line is not None
     live.call(machine.line.close)
     time.sleep(1)
-    snapshot = live.do(live.engine.capture(source.id))
+    snapshot = live.do(live.engine.snapshots.create(source.id))
     for name in ("one", "two"):
-        live.do(live.engine.create(snapshot.id, ForkSpec(names=[name], env={"WHO": name})))
+        live.do(live.engine.forks.create(snapshot.id, ForkSpec(names=[name], env={"WHO": name})))
         assert live.shell(name, "echo $WHO").strip() == name
     assert connections == []
     live.empty()
 
 
 def test_a_machine_that_does_not_listen_is_told_over_the_network(live: Live, connections: list[float]) -> None:
-    live.do(live.engine.create(TEMPLATE, ForkSpec(names=["source"])))
-    # The agent's own is the only descriptor there can be: without a driver there is no port.
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    # The agent's descriptor is the only one possible: without a driver, there is no port.
     live.shell("source", "basename $(readlink -f /sys/class/virtio-ports/*/device) >/run/port")
     live.shell("source", "d=$(cat /run/port); echo $d >/sys/bus/virtio/drivers/virtio_console/unbind; ! ls /dev/vport*")
-    snapshot = live.do(live.engine.capture("source"))
+    snapshot = live.do(live.engine.snapshots.create("source"))
     assert snapshot.host["line"] is False
     start = time.monotonic()
-    live.do(live.engine.create(snapshot.id, ForkSpec(names=["fork"], env={"WHO": "fork"})))
+    live.do(live.engine.forks.create(snapshot.id, ForkSpec(names=["fork"], env={"WHO": "fork"})))
     assert connections and connections[0] - start < 2, "it was waited for an answer over the line"
     assert live.shell("fork", "echo $WHO").strip() == "fork"
     live.empty()

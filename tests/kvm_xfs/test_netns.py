@@ -1,5 +1,5 @@
-"""Network slots, with real packets: the guest is a network namespace whose frames go through the slot's own tap,
-carried by a thread that does what QEMU does; "elsewhere" is another namespace behind the host.
+"""Network slots, with real packets: the guest is a network namespace whose frames pass through the slot's own tap,
+carried by a thread in the place of QEMU; "elsewhere" is another namespace behind the host.
 """
 
 from __future__ import annotations
@@ -23,23 +23,21 @@ import pytest
 
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid
-from sandbox_gateway.hosts.addresses import name_servers
+from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT, name_servers
 from sandbox_gateway.hosts.connect import connect
-from sandbox_gateway.hosts.kvm_xfs import netns
-from sandbox_gateway.hosts.kvm_xfs.netns import (
-    AGENT_PORT,
-    CODE_PORT,
+from sandbox_gateway.hosts.kvm_xfs.network import links, namespaces
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     GATEWAY_ADDRESS,
     GUEST_ADDRESS,
     GUEST_MAC,
-    VOLUME_ACCESS,
     VOLUME_PORTS,
     Slot,
-    SlotPool,
     host_table,
     volume_address,
     volume_space,
 )
+from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS
+from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.records import NetworkPolicy
 from tests.support import session
 
@@ -50,7 +48,7 @@ OPEN = NetworkPolicy()
 CLOSED = NetworkPolicy(allow_internet=False)
 METADATA = "100.100.100.200"
 METADATA_SERVICES = (METADATA, "169.254.169.254", "168.63.129.16", "192.0.0.192")
-"""Of Alibaba Cloud, most clouds, Azure, and Oracle Cloud."""
+"""Metadata services of Alibaba Cloud, most clouds, Azure, and Oracle Cloud."""
 NOBODY = 65534
 REFUSED = (ConnectionError, OSError)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -60,7 +58,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def inside(path: Path, work: Callable[[], T]) -> T:
-    """Run ``work`` in the network namespace at ``path``; sockets and taps it opens stay of that namespace."""
+    """Run ``work`` in the network namespace at ``path``; the sockets and taps that it opens stay in that namespace."""
     result: list[T] = []
     errors: list[BaseException] = []
 
@@ -82,7 +80,7 @@ def inside(path: Path, work: Callable[[], T]) -> T:
 
 def open_tap(name: str) -> int:
     tap = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    fcntl.ioctl(tap, netns._TUNSETIFF, struct.pack("16sH22x", name.encode(), netns._IFF_TAP | netns._IFF_NO_PI))
+    fcntl.ioctl(tap, links._TUNSETIFF, struct.pack("16sH22x", name.encode(), links._IFF_TAP | links._IFF_NO_PI))
     return tap
 
 
@@ -120,7 +118,7 @@ class Space:
 
 
 class Guest(Space):
-    """A machine on a slot's tap. ``attach`` moves it to another slot as a fork does: it notices nothing."""
+    """A machine on a slot's tap. ``attach`` moves it to another slot without its notice, as a fork does."""
 
     def __init__(self, slot: Slot) -> None:
         super().__init__(slot.name.replace("-", "g"))
@@ -164,7 +162,7 @@ class Guest(Space):
 
 
 class Elsewhere(Space):
-    """A machine beyond the host at ``address``. What ``subnet`` sends to metadata services arrives there as well."""
+    """A machine beyond the host at ``address``, which also receives ``subnet``'s packets to metadata services."""
 
     def __init__(self, prefix: str, subnet: str) -> None:
         super().__init__(f"{prefix}out")
@@ -177,7 +175,7 @@ class Elsewhere(Space):
         ip("link", "set", host_end, "up")
         self.ip("link", "set", "eth0", "up")
         self.ip("address", "add", f"{self.address}/30", "dev", "eth0")
-        # A table of its own: the routes of the machine and of other tests stay as they are.
+        # Its own table: the routes of the machine and of other tests stay unchanged.
         self._rule = ("from", subnet, "lookup", str(1000 + block))
         ip("rule", "add", *self._rule)
         for service in METADATA_SERVICES:
@@ -202,7 +200,7 @@ def listen(port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.so
 
 
 class World:
-    """A pool with everything around it, taken away at the end."""
+    """A pool with its surroundings, removed at the end."""
 
     def __init__(self, pool: SlotPool, network: Network) -> None:
         self.pool = pool
@@ -246,13 +244,13 @@ async def world(*, ready: int = 0, **settings: Any) -> AsyncIterator[World]:
 
 
 def has_address(address: str) -> bool:
-    """Whether this machine listens at an address."""
+    """Whether this machine has an address."""
     listed = subprocess.run(["ip", "-o", "address"], capture_output=True, text=True, check=True, timeout=20).stdout
     return f" {address}/" in listed
 
 
 def traces(prefix: str) -> list[str]:
-    """Names of all that slots of ``prefix`` have on the machine."""
+    """Names of all objects that slots of ``prefix`` have on the machine."""
     names = [path.name for path in Path("/run/netns").iterdir()]
     names += [path.name for path in Path("/sys/class/net").iterdir()]
     tables = subprocess.run(["nft", "list", "tables"], capture_output=True, text=True, check=True, timeout=20).stdout
@@ -323,7 +321,7 @@ def connects_as(uid: int, address: str, port: int) -> bool:
 
 
 def python_as(uid: int, program: str, **settings: Any) -> subprocess.CompletedProcess[bytes]:
-    # Debian's interpreter: the one that runs the tests may live where only root may look.
+    # Debian's interpreter: the one that runs the tests may be readable only by root.
     argv = ["/usr/bin/python3", "-I", "-c", program]
     return subprocess.run(argv, user=uid, group=uid, cwd="/", capture_output=True, timeout=20, **settings)
 
@@ -491,11 +489,11 @@ def test_a_fork_finds_its_inherited_connections_ended_not_hanging() -> None:
     run(test)
 
 
-# --- servers of volumes ----------------------------------------------------------------------------------------
+# --- volume servers --------------------------------------------------------------------------------------------
 
 
 def let(network: Network, action: str, slot: Slot, port: int) -> None:
-    """``add`` or ``delete``: let a sandbox use a port of the servers' address, or not."""
+    """``add`` or ``delete``: grant or revoke a sandbox's access to a port of the servers' address."""
     element = f"{action} element inet {host_table(network)} {VOLUME_ACCESS} {{ {slot.host_address} . {port} }}"
     subprocess.run(["nft", element], check=True, timeout=20)
 
@@ -522,7 +520,7 @@ def test_a_volumes_port_is_the_gateways_to_whom_it_is_open(policy: NetworkPolicy
             assert peer[0] == slot.host_address
             assert not guest.reaches(GATEWAY_ADDRESS, next_port)
             assert not stranger.reaches(GATEWAY_ADDRESS, port)
-            # By the servers' own address it is nobody's, nor by another's gateway.
+            # The port is open only at the gateway's address: not at the servers' own address, nor at those of slots.
             for target in (volume_address(w.network), other.veth_address, slot.host_address):
                 assert not guest.reaches(target, port)
 
@@ -586,7 +584,7 @@ def test_nobody_else_reaches_the_servers_of_volumes() -> None:
             assert not elsewhere.reaches(address, VOLUME_PORTS[0])
             assert not connects_as(NOBODY, address, VOLUME_PORTS[0])
             assert not connects_as(0, address, VOLUME_PORTS[0])
-            w.keep(await connect(address, VOLUME_PORTS[0]))  # The gateway asks how they fare.
+            w.keep(await connect(address, VOLUME_PORTS[0]))  # The gateway checks the servers.
 
     run(test)
 
@@ -688,7 +686,7 @@ def test_the_tap_opens_for_the_slots_user_alone() -> None:
 def opens_tap_as(uid: int) -> bool:
     program = (
         "import fcntl, struct, sys; "
-        f"fcntl.ioctl(0, {netns._TUNSETIFF}, struct.pack('16sH22x', b'tap0', {netns._IFF_TAP | netns._IFF_NO_PI}))"
+        f"fcntl.ioctl(0, {links._TUNSETIFF}, struct.pack('16sH22x', b'tap0', {links._IFF_TAP | links._IFF_NO_PI}))"
     )
     with Path("/dev/net/tun").open("r+b", buffering=0) as tun:
         return python_as(uid, program, stdin=tun).returncode == 0
@@ -706,7 +704,7 @@ def network() -> Iterator[Network]:
 
 
 async def crash(pool: SlotPool) -> None:
-    """What is left of a pool whose process ended by SIGKILL: all that is in the kernel, nothing else."""
+    """Simulate SIGKILL of a pool's process: only the kernel's state remains."""
     assert pool._refiller is not None
     pool._refiller.cancel()
     await asyncio.wait([pool._refiller])
@@ -746,28 +744,28 @@ def test_a_restarted_gateway_adopts_what_runs_and_removes_the_rest(network: Netw
 
 
 def test_slots_that_were_never_finished_are_removed(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the steps of making a slot is the last one a gateway lived to do."""
+    """The gateway dies after each of the steps of creating a slot."""
 
     def dies(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    async def half(number: int, patch: str) -> None:
+    async def half(number: int, module: Any, patch: str) -> None:
         pool = SlotPool(network)
         slot = pool._slot(number)
         with monkeypatch.context() as patched:
-            patched.setattr(netns, patch, dies)
+            patched.setattr(module, patch, dies)
             with contextlib.suppress(BaseException):
-                inside(Path("/proc/self/ns/net"), lambda: netns._make_namespace(slot))
+                inside(Path("/proc/self/ns/net"), lambda: links.make_slot(slot))
 
     async def test() -> None:
-        netns._share_run_netns()
-        await half(0, "_mount")
-        await half(1, "_sysctl")
-        await half(2, "_make_tap")
-        await half(3, "_host_namespace")
-        await half(4, "_index")
+        namespaces.share_run_netns()
+        await half(0, namespaces, "_mount")
+        await half(1, namespaces, "set_sysctl")
+        await half(2, links, "_make_tap")
+        await half(3, links, "entered")
+        await half(4, links, "_index")
         whole_but_down = SlotPool(network)._slot(5)
-        inside(Path("/proc/self/ns/net"), lambda: netns._make_namespace(whole_but_down))
+        inside(Path("/proc/self/ns/net"), lambda: links.make_slot(whole_but_down))
         assert len([name for name in traces(network.prefix) if "/" not in name]) >= 6
         pool = SlotPool(network.model_copy(update={"pool": 0}))
         await pool.open({0, 1, 2, 3, 4, 5})

@@ -1,4 +1,4 @@
-"""Files that share their blocks, and what is said of those that cannot."""
+"""Files that share their blocks, and errors of those that cannot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.errors import NoSpace, Unsupported
-from sandbox_gateway.hosts.kvm_xfs import reflink
+from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from tests.support.xfs import LoopXfs
 
 MIB = 1 << 20

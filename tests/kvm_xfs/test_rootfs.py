@@ -1,4 +1,4 @@
-"""Root file systems: real Debian by mmdebstrap, and trees made here to look like anything else."""
+"""Root file systems: real Debian by mmdebstrap, and trees made here that imitate others."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import pytest
 
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, NoSpace
 from sandbox_gateway.hosts import rootfs_common
-from sandbox_gateway.hosts.kvm_xfs import rootfs
-from sandbox_gateway.hosts.kvm_xfs.netns import GATEWAY_ADDRESS, GUEST_ADDRESS
-from sandbox_gateway.hosts.kvm_xfs.rootfs import Tree, build_rootfs, host_sources
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, GUEST_ADDRESS
+from sandbox_gateway.hosts.kvm_xfs.template.apt import host_sources
+from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
+from sandbox_gateway.hosts.rootfs_common import Tree
 from sandbox_gateway.recipes import Recipe, Source
 from sandbox_gateway.records import Resources
 from tests.kvm_xfs.conftest import Built, build
@@ -30,7 +31,7 @@ def cat(built: Built, path: str) -> str:
 
 
 def stat(built: Built, path: str) -> str:
-    """What debugfs says of a path; empty if there is none."""
+    """debugfs's output for a path; empty if it does not exist."""
     text = _debugfs(built, f"stat {path}")
     return text if "Inode:" in text else ""
 
@@ -46,7 +47,7 @@ def given(path: Path, disk_mb: int = 64) -> Recipe:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """The least that can be a sandbox: everything that is looked at is there, nothing in it runs."""
+    """A minimal sandbox: every file that is checked exists, but nothing in it runs."""
     root = tmp_path / "tree"
     for directory in ("usr/bin", "usr/sbin", "usr/lib/systemd", "boot", "etc/skel", "dev", "home", "root"):
         (root / directory).mkdir(parents=True)
@@ -335,9 +336,9 @@ def test_the_hosts_sources_of_a_suite(tmp_path: Path) -> None:
 def test_lines_come_as_they_are_written(tmp_path: Path) -> None:
     async def test() -> list[str]:
         lines: list[str] = []
-        await rootfs.stream(["sh", "-c", "printf 'a\\rb\\n\\nc'; printf d >&2"], lines.append)
+        await rootfs_common.stream(["sh", "-c", "printf 'a\\rb\\n\\nc'; printf d >&2"], lines.append)
         with pytest.raises(BackendFailed, match=r"did not end within 0\.2 s"):
-            await rootfs.stream(["sleep", "30"], lines.append, timeout=0.2)
+            await rootfs_common.stream(["sleep", "30"], lines.append, timeout=0.2)
         return lines
 
     assert asyncio.run(test()) == ["a", "b", "cd"]

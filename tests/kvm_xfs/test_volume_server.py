@@ -1,5 +1,5 @@
-"""Servers of volumes: real nfs-ganesha processes on an XFS, asked by a client that says what it likes, from network
-slots as sandboxes have them.
+"""Volume servers: real nfs-ganesha processes on an XFS. The client sends arbitrary requests, from slots like
+sandboxes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,23 @@ import pytest
 
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.kvm_xfs import reflink, volume_server
-from sandbox_gateway.hosts.kvm_xfs.netns import (
+from sandbox_gateway.hosts.kvm_xfs.image import reflink
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     GATEWAY_ADDRESS,
-    VOLUME_ACCESS,
     VOLUME_PORTS,
     Slot,
-    SlotPool,
     host_table,
     volume_address,
     volume_space,
 )
-from sandbox_gateway.hosts.kvm_xfs.volume_server import VolumeServers, configuration, format_image
+from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS, apply_on_host, host_rules
+from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
+from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, servers
+from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import configuration, marker_of
+from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
+from sandbox_gateway.hosts.kvm_xfs.volumes.server import Server, Wanted
+from sandbox_gateway.hosts.kvm_xfs.volumes.servers import VolumeServers
+from sandbox_gateway.hosts.kvm_xfs.volumes.starting import Starter
 from sandbox_gateway.records import NetworkPolicy, new_id
 from tests.kvm_xfs.test_netns import Guest, Space, inside
 from tests.support import nfs3, session
@@ -48,7 +53,7 @@ CUT_OFF = (TimeoutError, ConnectionError)
 
 
 class Volume:
-    """One volume's image and port."""
+    """The image and port of a volume."""
 
     def __init__(self, stand: Stand, image: Path, port: int) -> None:
         self._stand = stand
@@ -76,13 +81,13 @@ class Volume:
         return self._stand.servers._servers[self.id].pid
 
     def content(self, name: str) -> bytes:
-        """What a file has in the image, without any server."""
+        """The content of a file in the image, without any server."""
         command = ["debugfs", "-R", f"cat /{name}", str(self.image)]
         return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
 
 
 class Stand:
-    """Slots and servers of a gateway; all of it is taken away at the end."""
+    """Slots and servers of a gateway; everything is removed at the end."""
 
     def __init__(self, network: Network, root: Path) -> None:
         self.network = network
@@ -104,9 +109,9 @@ class Stand:
         return slot, guest
 
     async def crash(self) -> None:
-        """The gateway's process is gone, nothing else."""
+        """The gateway's process is gone, but nothing else."""
         for server in self.servers._servers.values():
-            volume_server._forget(server)
+            server.forget()
         self.servers = VolumeServers(self.network, self.root / "servers")
 
 
@@ -129,7 +134,7 @@ async def stand(xfs_root: Path) -> AsyncIterator[Stand]:
 
 
 def loops(root: Path) -> list[str]:
-    """Files under ``root`` that loop devices have. Their paths are of no use: they are as some server saw them."""
+    """Files under ``root`` in use by loop devices, whose own paths are useless: they are paths in a server's view."""
     files = {(each.stat().st_dev, each.stat().st_ino): str(each) for each in root.rglob("*.img")}
     found = []
     for backing in Path("/sys/block").glob("loop*/loop/backing_file"):
@@ -156,7 +161,7 @@ Run = Callable[[Callable[[Stand], Awaitable[None]]], None]
 
 
 def output(*argv: str) -> str:
-    """What a command prints; it must succeed."""
+    """The output of a command, which must succeed."""
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
@@ -169,7 +174,7 @@ async def killed(pid: int) -> None:
 
 
 async def let_go(root: Path) -> None:
-    """Return when no loop device has a file under ``root`` any more."""
+    """Return when no loop device uses a file under ``root`` any more."""
     for _ in range(500):
         if not loops(root):
             return
@@ -178,7 +183,7 @@ async def let_go(root: Path) -> None:
 
 
 def status_of(procedure: Callable[..., object], *arguments: object) -> int:
-    """The NFS status it ends with."""
+    """The NFS status of the call."""
     try:
         procedure(*arguments)
     except NfsError as error:
@@ -203,7 +208,7 @@ def test_the_configuration_says_who_may_do_what() -> None:
 
 def test_a_marker_is_no_address_and_names_the_clients() -> None:
     def marker(clients: dict[str, bool]) -> str:
-        return volume_server._marker(volume_server._Wanted("", 0, clients))
+        return marker_of(Wanted("", 0, clients))
 
     markers = {marker({"10.0.0.2": read_only}) for read_only in (False, True)} | {marker({"10.0.0.6": False})}
     assert len(markers) == 3
@@ -279,7 +284,7 @@ def test_a_server_that_is_ended_or_killed_is_followed_by_one_that_knows_the_hand
         file = volume.nfs(guest).create(root, "file")
         volume.nfs(guest).write(file, b"before")
         await s.servers.stop(volume.id)
-        # Another loop device, if the kernel numbers them as they come.
+        # This shifts the number of the next loop device, if the kernel assigns them in order.
         busy = output("losetup", "--find", "--show", str(volume.image)).strip()
         try:
             await volume.serve({slot: False})
@@ -321,9 +326,9 @@ def test_used_bytes_are_known_with_a_server_and_without(run: Run) -> None:
 
 @pytest.mark.parametrize("live", [True, False])
 def test_a_volume_grows_under_its_users(run: Run, live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if live and not volume_server._may_resize():
+    if live and not file_system.may_resize():
         pytest.skip("no CAP_SYS_RESOURCE here: the kernel does not let us grow what is mounted")
-    monkeypatch.setattr(volume_server, "_may_resize", lambda: live)
+    monkeypatch.setattr(file_system, "may_resize", lambda: live)
 
     async def test(s: Stand) -> None:
         volume, (slot, guest) = await s.volume(64), await s.guest()
@@ -353,20 +358,20 @@ def test_a_volume_grows_under_its_users(run: Run, live: bool, monkeypatch: pytes
 def test_a_volume_that_cannot_be_served_after_its_growth_is_served_later(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(volume_server, "_may_resize", lambda: False)
-    monkeypatch.setattr(volume_server, "_REVIVE_SECONDS", 0.1)
+    monkeypatch.setattr(file_system, "may_resize", lambda: False)
+    monkeypatch.setattr(servers, "_REVIVE_SECONDS", 0.1)
 
     async def test(s: Stand) -> None:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         root = volume.mount(guest)
-        fit = volume_server._fit
+        fit = file_system.fit
 
         async def fails(image: Path) -> None:
-            monkeypatch.setattr(volume_server, "_fit", fit)
+            monkeypatch.setattr(file_system, "fit", fit)
             raise BackendFailed("forced")
 
-        monkeypatch.setattr(volume_server, "_fit", fails)
+        monkeypatch.setattr(file_system, "fit", fails)
         os.truncate(volume.image, 128 << 20)
         with pytest.raises(BackendFailed, match="forced"):
             await s.servers.grow(volume.id)
@@ -405,7 +410,7 @@ def test_a_port_that_another_service_has_is_said(run: Run) -> None:
     run(test)
 
 
-# --- who may do what -------------------------------------------------------------------------------------------
+# --- access rights ---------------------------------------------------------------------------------------------
 
 
 def test_what_changes_for_clients_holds_at_once_for_handles_and_connections_they_have(run: Run) -> None:
@@ -453,8 +458,9 @@ def test_a_server_refuses_whom_it_does_not_know_even_if_the_host_lets_them_throu
         (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
         await volume.serve({a: False})
         root = volume.mount(guest_a)
-        # As if the host's rule were missing: the server has its own.
-        await s.servers._admit("other", {f"{b.host_address} . {port}" for port in (volume.port, volume.port + 1)})
+        # As if the host's rule were missing: the server has its own rule.
+        pairs = {f"{b.host_address} . {port}" for port in (volume.port, volume.port + 1)}
+        await s.servers._access.admit("other", pairs)
         assert status_of(volume.mount, guest_b) == nfs3.ACCES
         client = volume.nfs(guest_b)
         for procedure in (client.getattr, client.read, lambda handle: client.create(handle, "file")):
@@ -525,7 +531,7 @@ def test_no_path_leads_out_of_the_volume(run: Run) -> None:
         out = client.lookup(root, "out")
         assert client.getattr(out).kind == 5, "the link, not what it names"
         assert status_of(client.lookup, out, "bin") != nfs3.OK
-        # Slashes, which no client has in a name; the server has the kernel follow them.
+        # Names with slashes, which no normal client sends; the server passes them to the kernel.
         for name in (
             "/usr",
             "../usr",
@@ -567,7 +573,7 @@ def test_no_handle_leads_out_of_the_volume(run: Run) -> None:
         inodes = {volume.nfs(guest_a).getattr(root).fileid, 12}
 
         def look(handle: bytes) -> None:
-            """A made-up handle is refused, or is one of this volume's own files."""
+            """A made-up handle is refused, or refers to a file of this volume."""
             client = volume.nfs(guest_a)
             try:
                 found = client.getattr(handle)
@@ -585,7 +591,7 @@ def test_no_handle_leads_out_of_the_volume(run: Run) -> None:
         for place in range(len(root)):
             for change in (0x01, 0x80, 0xFF):
                 look(root[:place] + bytes([root[place] ^ change]) + root[place + 1 :])
-        # Of what else there is in the server's view: the host's own file systems, by their number and root.
+        # Other file systems in the server's view: the host's own, by their number and root.
         for path in ("/usr", "/", str(s.root), "/proc", "/dev", f"/proc/{volume.pid}/root"):
             for inode in (2, 1, 64, 128, os.lstat(path).st_ino & 0xFFFFFFFF):
                 made_up = root[:at] + fsid(path) + b"\x01" + struct.pack("<II", inode, 0)
@@ -598,7 +604,7 @@ def test_no_handle_leads_out_of_the_volume(run: Run) -> None:
 
 
 def fsid(path: str) -> bytes:
-    """The number of a file system, as handles have it."""
+    """The number of a file system, as in handles."""
     return struct.pack("<Q", os.statvfs(path).f_fsid)
 
 
@@ -666,7 +672,7 @@ def test_nothing_but_nfs_3_and_mount_is_served(run: Run) -> None:
 
 
 def foreign_descriptors(proc: Path, volume: str) -> list[str]:
-    """A descriptor of a host's file would be a way to all of its file system."""
+    """A descriptor of a host file would give access to its whole file system."""
     own = {(proc / "root" / path).stat().st_dev for path in ("", volume)}
     found = []
     for descriptor in (proc / "fd").iterdir():
@@ -705,17 +711,17 @@ def test_nobody_is_let_through_to_a_server_that_is_not_shut_in_yet(run: Run, mon
     async def test(s: Stand) -> None:
         volume, (slot, guest) = await s.volume(), await s.guest()
         let_through: list[str] = []
-        see_it_start = VolumeServers._see_it_start
+        wait_until_ready = Starter._wait_until_ready
 
         async def watched(*arguments: Any) -> None:
-            await see_it_start(*arguments)
+            await wait_until_ready(*arguments)
             let_through.append(output("nft", "list", "set", "inet", host_table(s.network), VOLUME_ACCESS))
 
-        monkeypatch.setattr(VolumeServers, "_see_it_start", watched)
+        monkeypatch.setattr(Starter, "_wait_until_ready", watched)
         await volume.serve({slot: False})
         root = volume.mount(guest)
         os.kill(volume.pid, signal.SIGSTOP)
-        await volume.serve({slot: True})  # It does not obey: another takes its place.
+        await volume.serve({slot: True})  # It ignores requests, so another one replaces it.
         assert volume.nfs(guest).getattr(root).kind == 2
         first = volume.pid
         await killed(first)
@@ -735,7 +741,7 @@ def test_a_server_that_was_not_shut_in_is_not_adopted(run: Run, monkeypatch: pyt
     async def test(s: Stand) -> None:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        monkeypatch.setattr(volume_server._Server, "shut_in", lambda server, space: False)
+        monkeypatch.setattr(Server, "is_isolated", lambda server, space: False)
         await s.crash()
         assert len(await s.servers.open({volume.id})) == 1
         await let_go(s.root)
@@ -746,7 +752,7 @@ def test_a_server_that_was_not_shut_in_is_not_adopted(run: Run, monkeypatch: pyt
     run(test)
 
 
-# --- standing still --------------------------------------------------------------------------------------------
+# --- frozen servers --------------------------------------------------------------------------------------------
 
 
 def test_within_frozen_nothing_changes_and_a_clone_of_the_image_is_whole(run: Run) -> None:
@@ -792,7 +798,7 @@ def test_a_failure_within_lets_the_server_go_on(run: Run) -> None:
 
 
 def test_a_clone_is_a_moment_of_a_volume_that_is_written_to(run: Run) -> None:
-    """Files are made in order, each with its number inside: a clone has the first so many, whole, and no more."""
+    """Files are created in order, each with its number inside: a clone has a prefix of them, all complete."""
 
     async def test(s: Stand) -> None:
         volume, (slot, guest) = await s.volume(), await s.guest()
@@ -851,7 +857,7 @@ def test_servers_outlive_the_gateway_and_are_adopted_if_they_are_known(run: Run)
         await s.crash()
         file = client.create(root, "file")
 
-        await s.pool._nft_host(s.pool._host_rules())  # As SlotPool.open does, before servers are adopted.
+        await apply_on_host(host_rules(s.network))  # As SlotPool.open does, before servers are adopted.
         said = await s.servers.open({kept.id})
         assert said == [f"ended the server of volume {unknown.id}, which belonged to nothing"]
         assert select.select([unknown_pidfd], [], [], 0)[0]
@@ -894,7 +900,7 @@ def test_a_server_that_dies_with_the_gateway_leaves_nothing(run: Run) -> None:
         await volume.serve({slot: False})
         root, pid = volume.mount(guest), volume.pid
         volume.nfs(guest).write(volume.nfs(guest).create(root, "file"), b"kept", stable=nfs3.UNSTABLE)
-        os.kill(pid, signal.SIGSTOP)  # In the midst of a capture, at that.
+        os.kill(pid, signal.SIGSTOP)  # In the middle of a capture.
         await s.crash()
         os.kill(pid, signal.SIGKILL)
         await let_go(s.root)

@@ -1,6 +1,6 @@
-"""Volumes on an XFS: what lies there after each verb, after each failure, and after a death at any step.
+"""Volumes on an XFS: their files after each verb, after each failure, and after a crash at any step.
 
-Servers are doubles here, which note what they are told and fail when they shall; test_volumes_live.py has real ones.
+The servers here are doubles, which record calls and fail on request; test_volumes_live.py has real ones.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from typing import Any
 import pytest
 
 from sandbox_gateway.errors import BackendFailed, Busy, Conflict, GatewayError, NoSpace, NotFound
-from sandbox_gateway.hosts.base import Endpoint, GuestMount, Scan
-from sandbox_gateway.hosts.kvm_xfs import host_volumes, layout, reflink, volumes
-from sandbox_gateway.hosts.kvm_xfs.host_volumes import VolumeVerbs
-from sandbox_gateway.hosts.kvm_xfs.layout import Layout
-from sandbox_gateway.hosts.kvm_xfs.volume_server import VOLUME_PORTS, VolumeServers
-from sandbox_gateway.hosts.kvm_xfs.volumes import Ports
+from sandbox_gateway.hosts import records_store
+from sandbox_gateway.hosts.base import GuestMount, Scan
+from sandbox_gateway.hosts.kvm_xfs.image import reflink
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import VOLUME_PORTS
+from sandbox_gateway.hosts.kvm_xfs.volumes import ports, store, volumes
+from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
+from sandbox_gateway.hosts.kvm_xfs.volumes.servers import VolumeServers
+from sandbox_gateway.hosts.kvm_xfs.volumes.volumes import Volumes
+from sandbox_gateway.hosts.records_store import Quarantine
 from sandbox_gateway.records import Mount, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 from tests.support.crash import KILLED, Steps
 from tests.support.xfs import LoopXfs
@@ -36,12 +40,12 @@ _numbers = itertools.count(1)
 
 
 def size(image: Path) -> int:
-    """What it takes on the disk, in bytes."""
+    """Its size on the disk, in bytes."""
     return image.stat().st_blocks * 512
 
 
 class Doorkeeper(VolumeServers):
-    """What servers were told; ``refuse`` holds what they shall refuse, by verb and volume."""
+    """Records the calls to servers; ``refuse`` holds the calls that fail, by verb and volume."""
 
     def __init__(self) -> None:
         self.clients: dict[str, dict[str, bool]] = {}
@@ -97,47 +101,44 @@ class Doorkeeper(VolumeServers):
         return GuestMount(path, f"{port}:{volume}", "nfs", "", read_only)
 
 
-class Verbs(VolumeVerbs):
-    """The volumes' part of a host, whose machines are names and addresses."""
+class Verbs(Volumes):
+    """The volume part of a host, whose machines consist of names and addresses."""
 
     def __init__(self, root: Path) -> None:
         self.layout = Layout(root)
         self.layout.create()
         self.doors = Doorkeeper()
         self.addresses: dict[str, str] = {}
-        super().__init__(self.layout, self.doors)
-
-    def endpoint(self, sandbox: Sandbox) -> Endpoint:
-        return Endpoint(self.addresses[sandbox.instance])
+        super().__init__(self.layout, Quarantine(root), self.doors)
 
     async def scan(self, *sandboxes: Sandbox, snapshots: tuple[str, ...] = ()) -> Scan:
         scan = Scan(sandboxes=list(sandboxes), snapshots=[Snapshot(id=each) for each in snapshots])
-        await self._find_volumes(scan)
-        await self._adopt_volumes(scan, self.addresses)
+        await self.find(scan)
+        await self.adopt(scan, self.addresses)
         return scan
 
     async def run(self, sandbox: Sandbox, address: str) -> None:
         self.addresses[sandbox.instance] = address
-        await self._admit(sandbox, sandbox.mounts, address)
+        await self.admit(sandbox, sandbox.mounts, address)
 
     def end(self, sandbox: Sandbox, then: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         del self.addresses[sandbox.instance]
-        return self._dismiss(sandbox.instance, then)
+        return self.dismiss(sandbox.instance, then)
 
-    async def capture(self, snapshot: Snapshot, captures: list[VolumeSnapshot]) -> None:
-        """What a host does around the pause, and then the commit of the sandbox's snapshot."""
-        async with self._recording(captures) as recordings:
+    async def capture_sandbox(self, snapshot: Snapshot, captures: list[VolumeSnapshot]) -> None:
+        """A host's steps around the pause, and then the commit of the sandbox's snapshot."""
+        async with self.recording(captures) as recordings:
             await recordings.take()
             await recordings.commit()
-            partial = self.layout.partial(snapshot)
-            partial.mkdir()
-            layout.write_manifest(partial, snapshot)
-            layout.commit(partial, self.layout.snapshot(snapshot))
+            final = self.layout.snapshot(snapshot)
+            records_store.partial_of(final).mkdir()
+            records_store.write_record(records_store.partial_of(final), snapshot)
+            records_store.commit(final)
 
     async def quiet(self) -> None:
-        """Everything in the background has ended."""
-        while self._leaving:
-            await asyncio.wait(self._leaving)
+        """Wait until all background work has ended."""
+        while self._background:
+            await asyncio.wait(self._background)
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def snapshot_image(host: Verbs, snapshot: VolumeSnapshot) -> Path:
 
 
 def put(image: Path, name: str, text: str) -> None:
-    """A file in an image that nobody serves."""
+    """Write a file into an image that no server uses."""
     note = image.with_name(f"note-{os.getpid()}")
     note.write_text(text)
     commands = f"rm {name}\nwrite {note} {name}\n"
@@ -191,7 +192,7 @@ def put(image: Path, name: str, text: str) -> None:
 
 
 def read(image: Path, name: str) -> str:
-    """Its text; empty: there is no such file."""
+    """The text of a file; empty if it does not exist."""
     argv = ["debugfs", "-R", f"cat /{name}", str(image)]
     return subprocess.run(argv, text=True, capture_output=True, timeout=20).stdout
 
@@ -210,12 +211,12 @@ async def _eventually(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-# -- what lies there ---------------------------------------------------------------------------------------------------
+# -- files of volumes --------------------------------------------------------------------------------------------------
 
 
 def test_a_new_volume_is_empty_open_to_all_and_costs_little(host: Verbs) -> None:
     volume = a_volume(size_mb=1024)
-    asyncio.run(host.create_volume(volume))
+    asyncio.run(host.create(volume))
     made = image(host, volume)
     assert made.stat().st_size == 1024 << 20 and size(made) < 64 << 20
     assert made.stat().st_mode & 0o777 == 0o600
@@ -230,53 +231,53 @@ def test_a_new_volume_is_empty_open_to_all_and_costs_little(host: Verbs) -> None
 
 def test_a_snapshot_is_what_the_volume_was(host: Verbs) -> None:
     volume = a_volume()
-    asyncio.run(host.create_volume(volume))
+    asyncio.run(host.create(volume))
     put(image(host, volume), "a", "one")
     snapshot = a_snapshot(volume)
-    asyncio.run(host.capture_volume(volume, snapshot))
+    asyncio.run(host.capture(snapshot))
     assert reflink.unique_bytes(snapshot_image(host, snapshot)) == 0
     put(image(host, volume), "a", "two")
     assert read(snapshot_image(host, snapshot), "a") == "one"
     assert [verb for verb, _ in host.doors.told] == ["flush", "freeze", "thaw"]
     _, scan = reopened(host)
     assert scan.volume_snapshots == [snapshot] and not scan.repaired
-    asyncio.run(host.remove_volume_snapshot(snapshot))
+    asyncio.run(host.remove_snapshot(snapshot))
     assert not snapshot_image(host, snapshot).parent.exists() and not strays(host)
 
 
 def test_a_clone_has_the_content_and_may_be_larger(host: Verbs) -> None:
     volume, clone = a_volume(), a_volume("clone", 2 * SMALL)
-    asyncio.run(host.create_volume(volume))
+    asyncio.run(host.create(volume))
     put(image(host, volume), "a", "one")
     snapshot = a_snapshot(volume)
-    asyncio.run(host.capture_volume(volume, snapshot))
-    asyncio.run(host.create_volume(clone, snapshot))
+    asyncio.run(host.capture(snapshot))
+    asyncio.run(host.create(clone, snapshot))
     assert image(host, clone).stat().st_size == 2 * SMALL << 20
     assert read(image(host, clone), "a") == "one"
     assert clone.host["port"] != volume.host["port"]
-    asyncio.run(host.remove_volume(volume))
+    asyncio.run(host.remove(volume))
     assert read(image(host, clone), "a") == "one"
 
 
 def test_a_removed_volume_takes_its_snapshots_along(host: Verbs) -> None:
     async def story() -> None:
         volume = a_volume()
-        await host.create_volume(volume)
-        await host.capture_volume(volume, a_snapshot(volume))
-        await host.remove_volume(volume)
+        await host.create(volume)
+        await host.capture(a_snapshot(volume))
+        await host.remove(volume)
         assert not list(host.layout.volumes.iterdir())
         await host.quiet()
         assert host.doors.told[-1] == ("stop", volume.id)
         with pytest.raises(NotFound):
-            await host.volume_state(volume)
+            await host.state(volume)
 
     asyncio.run(story())
 
 
 def test_growth_is_told_to_the_server_and_kept(host: Verbs) -> None:
     volume = a_volume()
-    asyncio.run(host.create_volume(volume))
-    asyncio.run(host.grow_volume(volume, 3 * SMALL))
+    asyncio.run(host.create(volume))
+    asyncio.run(host.grow(volume, 3 * SMALL))
     assert volume.size_mb == 3 * SMALL and image(host, volume).stat().st_size == 3 * SMALL << 20
     assert host.doors.told == [("grow", volume.id)]
     _, scan = reopened(host)
@@ -285,13 +286,13 @@ def test_growth_is_told_to_the_server_and_kept(host: Verbs) -> None:
 
 def test_growth_that_the_server_refuses_is_not_recorded_and_can_be_had_later(host: Verbs) -> None:
     volume = a_volume()
-    asyncio.run(host.create_volume(volume))
+    asyncio.run(host.create(volume))
     host.doors.refuse = {("grow", volume.id)}
     with pytest.raises(BackendFailed):
-        asyncio.run(host.grow_volume(volume, 2 * SMALL))
+        asyncio.run(host.grow(volume, 2 * SMALL))
     assert volume.size_mb == SMALL
     host.doors.refuse.clear()
-    asyncio.run(host.grow_volume(volume, 2 * SMALL))
+    asyncio.run(host.grow(volume, 2 * SMALL))
     assert volume.size_mb == 2 * SMALL and image(host, volume).stat().st_size == 2 * SMALL << 20
 
 
@@ -300,12 +301,12 @@ def test_growth_that_the_server_refuses_is_not_recorded_and_can_be_had_later(hos
 
 @pytest.fixture
 def rolled(host: Verbs) -> tuple[Volume, VolumeSnapshot, Sandbox]:
-    """A volume that holds "two", a snapshot of it with "one", and a sandbox that has it."""
+    """A volume that holds "two", a snapshot of it with "one", and a sandbox that mounts it."""
     volume = a_volume()
-    asyncio.run(host.create_volume(volume))
+    asyncio.run(host.create(volume))
     put(image(host, volume), "a", "one")
     snapshot = a_snapshot(volume)
-    asyncio.run(host.capture_volume(volume, snapshot))
+    asyncio.run(host.capture(snapshot))
     put(image(host, volume), "a", "two")
     sandbox = a_sandbox(Mount(volume=volume.id, path="/data"))
     asyncio.run(host.run(sandbox, "10.0.0.2"))
@@ -317,7 +318,7 @@ def test_rollback_brings_back_the_files_and_the_clients(
     host: Verbs, rolled: tuple[Volume, VolumeSnapshot, Sandbox]
 ) -> None:
     volume, snapshot, _ = rolled
-    asyncio.run(host.rollback_volume(volume, snapshot))
+    asyncio.run(host.rollback(volume, snapshot))
     assert read(image(host, volume), "a") == "one"
     assert host.doors.told == [("stop", volume.id), ("serve", volume.id)]
     assert host.doors.clients == {volume.id: {"10.0.0.2": False}}
@@ -330,8 +331,8 @@ def test_a_volume_that_has_grown_keeps_its_size_when_rolled_back(
     host: Verbs, rolled: tuple[Volume, VolumeSnapshot, Sandbox]
 ) -> None:
     volume, snapshot, _ = rolled
-    asyncio.run(host.grow_volume(volume, 2 * SMALL))
-    asyncio.run(host.rollback_volume(volume, snapshot))
+    asyncio.run(host.grow(volume, 2 * SMALL))
+    asyncio.run(host.rollback(volume, snapshot))
     assert read(image(host, volume), "a") == "one"
     assert (volume.size_mb, image(host, volume).stat().st_size) == (2 * SMALL, 2 * SMALL << 20)
     _, scan = reopened(host)
@@ -342,13 +343,13 @@ def test_a_volume_that_has_grown_keeps_its_size_when_rolled_back(
 def test_rollback_that_fails_leaves_the_old_one_and_its_clients(
     host: Verbs, rolled: tuple[Volume, VolumeSnapshot, Sandbox], refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_volumes, "_RETRY_SECONDS", (0.01,))
+    monkeypatch.setattr(volumes, "_RETRY_SECONDS", (0.01,))
     volume, snapshot, _ = rolled
 
     async def story() -> None:
         host.doors.refuse = {(refused, volume.id)}
         with pytest.raises(BackendFailed, match=f"{refused} refused"):
-            await host.rollback_volume(volume, snapshot)
+            await host.rollback(volume, snapshot)
         assert read(image(host, volume), "a") == "two"
         host.doors.refuse.clear()
         await host.quiet()
@@ -364,10 +365,10 @@ def test_rollback_for_which_there_is_no_space_is_not_noticed(
     def refuse(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "forced")
 
-    monkeypatch.setattr(volumes, "_lengthen", refuse)
+    monkeypatch.setattr(store, "_lengthen", refuse)
     volume, snapshot, _ = rolled
     with pytest.raises(NoSpace, match="no space left"):
-        asyncio.run(host.rollback_volume(volume, snapshot))
+        asyncio.run(host.rollback(volume, snapshot))
     assert read(image(host, volume), "a") == "two" and not host.doors.told and not strays(host)
 
 
@@ -377,7 +378,7 @@ def test_rollback_for_which_there_is_no_space_is_not_noticed(
 def two_volumes(host: Verbs) -> tuple[Volume, Volume]:
     one, two = a_volume("one"), a_volume("two")
     for volume in (one, two):
-        asyncio.run(host.create_volume(volume))
+        asyncio.run(host.create(volume))
     return one, two
 
 
@@ -385,7 +386,7 @@ def test_volumes_are_captured_while_all_stand_still(host: Verbs) -> None:
     one, two = two_volumes(host)
     taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
     captures = [a_snapshot(one, of=taken.id), a_snapshot(two, of=taken.id)]
-    asyncio.run(host.capture(taken, captures))
+    asyncio.run(host.capture_sandbox(taken, captures))
     assert host.doors.most_still == {one.id, two.id} and not host.doors.still
     _, scan = reopened(host, snapshots=(taken.id,))
     assert {each.id for each in scan.volume_snapshots} == {each.id for each in captures} and not scan.repaired
@@ -397,10 +398,10 @@ def test_where_one_cannot_be_captured_none_is(host: Verbs, refused: str) -> None
     host.doors.refuse = {(refused, two.id)}
     taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
     with pytest.raises(BackendFailed, match=f"{refused} refused"):
-        asyncio.run(host.capture(taken, [a_snapshot(one, of=taken.id), a_snapshot(two, of=taken.id)]))
+        asyncio.run(host.capture_sandbox(taken, [a_snapshot(one, of=taken.id), a_snapshot(two, of=taken.id)]))
     assert not host.doors.still
     assert not list(host.layout.volumes.glob("*/snapshots/*")) and not list(host.layout.volumes.glob("*/snapshots/.*"))
-    assert not layout.directories(host.layout.snapshots)
+    assert not records_store.directories(host.layout.snapshots)
 
 
 def test_where_the_snapshot_is_not_committed_its_volumes_are_not_either(
@@ -408,16 +409,16 @@ def test_where_the_snapshot_is_not_committed_its_volumes_are_not_either(
 ) -> None:
     one, two = two_volumes(host)
     taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
-    commit = layout.commit
+    commit = records_store.commit
 
-    def refuse(partial: Path, final: Path) -> None:
+    def refuse(final: Path) -> None:
         if final.name == taken.id:
             raise OSError(5, "forced")
-        commit(partial, final)
+        commit(final)
 
-    monkeypatch.setattr(layout, "commit", refuse)
+    monkeypatch.setattr(records_store, "commit", refuse)
     with pytest.raises(OSError, match="forced"):
-        asyncio.run(host.capture(taken, [a_snapshot(one, of=taken.id), a_snapshot(two, of=taken.id)]))
+        asyncio.run(host.capture_sandbox(taken, [a_snapshot(one, of=taken.id), a_snapshot(two, of=taken.id)]))
     assert not list(host.layout.volumes.glob("*/snapshots/*")) and not strays(host)
 
 
@@ -428,17 +429,17 @@ def test_no_space_for_a_snapshot_a_clone_or_a_rollback(tmp_path: Path, need_root
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320) as xfs:
         host = Verbs(xfs.mount_point)
         volume = a_volume()
-        asyncio.run(host.create_volume(volume))
+        asyncio.run(host.create(volume))
         put(image(host, volume), "a", "one")
         snapshot = a_snapshot(volume)
-        asyncio.run(host.capture_volume(volume, snapshot))
+        asyncio.run(host.capture(snapshot))
         before = sorted(map(str, host.layout.volumes.glob("**/*")))
         filler = fill(xfs.mount_point)
         os.truncate(filler, filler.stat().st_size - (400 << 10))
         for work in (
-            lambda: host.create_volume(a_volume("another", 4096)),  # Begins, and is stopped in the middle.
-            lambda: exhausting(lambda: host.capture_volume(volume, a_snapshot(volume, f"s{next(_numbers)}"))),
-            lambda: exhausting(lambda: host.create_volume(a_volume(f"v{next(_numbers)}"), snapshot)),
+            lambda: host.create(a_volume("another", 4096)),  # It starts, and fails in the middle.
+            lambda: exhausting(lambda: host.capture(a_snapshot(volume, f"s{next(_numbers)}"))),
+            lambda: exhausting(lambda: host.create(a_volume(f"v{next(_numbers)}"), snapshot)),
         ):
             with pytest.raises(NoSpace, match="no space left"):
                 asyncio.run(work())
@@ -449,17 +450,17 @@ def test_no_space_for_a_snapshot_a_clone_or_a_rollback(tmp_path: Path, need_root
         filler.unlink()
         assert not [sentence for sentence in scan.repaired if "damaged" in sentence]
         assert set(before) <= set(map(str, host.layout.volumes.glob("**/*")))
-        asyncio.run(host.capture_volume(volume, a_snapshot(volume, "later")))
+        asyncio.run(host.capture(a_snapshot(volume, "later")))
 
 
 async def exhausting(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Clones cost little: it takes some until the last block is gone."""
+    """Clones cost little: it takes several of them to use the last block."""
     for _ in range(2000):
         await work()
 
 
 def fill(directory: Path) -> Path:
-    """Take every block that can be had."""
+    """Take all free blocks."""
     filler = directory / "filler"
     with filler.open("wb", buffering=0) as file:
         for block in (1 << 20, 4096):
@@ -476,10 +477,10 @@ def fill(directory: Path) -> Path:
 def kept(host: Verbs) -> tuple[Volume, VolumeSnapshot]:
     """A volume with "two" and a snapshot of it with "one"."""
     volume = a_volume()
-    asyncio.run(host.create_volume(volume))
+    asyncio.run(host.create(volume))
     put(image(host, volume), "a", "one")
     snapshot = a_snapshot(volume)
-    asyncio.run(host.capture_volume(volume, snapshot))
+    asyncio.run(host.capture(snapshot))
     put(image(host, volume), "a", "two")
     return volume, snapshot
 
@@ -529,10 +530,10 @@ def test_a_volume_that_lost_its_image_keeps_its_snapshots(
             await again.run(sandbox, "10.0.0.2")
         again.end(sandbox, again.quiet)
         with pytest.raises(Conflict, match="roll it back"):
-            await again.capture_volume(volume, a_snapshot(volume))
-        assert "roll it back" in (await again.volume_state(volume)).stuck[0]
-        await again.rollback_volume(volume, snapshot)
-        assert not (await again.volume_state(volume)).stuck
+            await again.capture(a_snapshot(volume))
+        assert "roll it back" in (await again.state(volume)).stuck[0]
+        await again.rollback(volume, snapshot)
+        assert not (await again.state(volume)).stuck
 
     asyncio.run(story())
     assert read(image(host, volume), "a") == "one"
@@ -542,7 +543,7 @@ def test_a_volume_that_lost_its_image_keeps_its_snapshots(
 
 def test_a_volume_of_which_nothing_is_left_is_put_aside(host: Verbs, kept: tuple[Volume, VolumeSnapshot]) -> None:
     other = a_volume("other")
-    asyncio.run(host.create_volume(other))
+    asyncio.run(host.create(other))
     os.truncate(image(host, other), 4096)
     _, scan = reopened(host)
     assert only(scan) == kept[0]
@@ -553,7 +554,7 @@ def test_a_volume_of_which_nothing_is_left_is_put_aside(host: Verbs, kept: tuple
 def test_a_damaged_snapshot_is_put_aside_and_its_volume_stays(host: Verbs, kept: tuple[Volume, VolumeSnapshot]) -> None:
     volume, snapshot = kept
     second = a_snapshot(volume, "second")
-    asyncio.run(host.capture_volume(volume, second))
+    asyncio.run(host.capture(second))
     tear(snapshot_image(host, snapshot).with_name("manifest.json"))
     os.truncate(snapshot_image(host, second), 4096)
     _, scan = reopened(host)
@@ -566,7 +567,7 @@ def test_what_was_captured_with_a_snapshot_that_is_not_there_is_swept(
 ) -> None:
     volume, snapshot = kept
     taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
-    asyncio.run(host.capture_volume(volume, part := a_snapshot(volume, "part", of=taken.id)))
+    asyncio.run(host.capture(part := a_snapshot(volume, "part", of=taken.id)))
     _, scan = reopened(host, snapshots=(taken.id,))
     assert {each.id for each in scan.volume_snapshots} == {snapshot.id, part.id}
     _, scan = reopened(host)
@@ -578,9 +579,9 @@ def test_what_was_captured_with_a_snapshot_that_was_put_aside_is_put_aside_too(
 ) -> None:
     volume, snapshot = kept
     taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
-    asyncio.run(host.capture_volume(volume, part := a_snapshot(volume, "part", of=taken.id)))
+    asyncio.run(host.capture(part := a_snapshot(volume, "part", of=taken.id)))
     (host.layout.snapshots / taken.id).mkdir()
-    moved = host.layout.quarantine(host.layout.snapshots / taken.id)
+    moved = Quarantine(host.layout.root).move(host.layout.snapshots / taken.id)
     _, scan = reopened(host)
     assert scan.volume_snapshots == [snapshot]
     (aside,) = [path for path in moved.parent.iterdir() if part.id in path.name]
@@ -605,7 +606,7 @@ def test_of_two_volumes_with_one_port_the_younger_gets_another(host: Verbs) -> N
     _, scan = reopened(host)
     found = {volume.id: volume for volume in scan.volumes}
     assert found[one.id].host == one.host != found[two.id].host
-    assert layout.read_manifest(manifest.parent, Volume) == found[two.id]
+    assert records_store.read_record(manifest.parent, Volume) == found[two.id]
 
 
 # -- ports -------------------------------------------------------------------------------------------------------------
@@ -626,25 +627,25 @@ def test_a_volume_that_could_not_be_made_gives_its_port_back(host: Verbs, monkey
     async def refuse(*args: Any) -> None:
         raise BackendFailed("forced")
 
-    monkeypatch.setattr(volumes, "VOLUME_PORTS", VOLUME_PORTS[:2])
+    monkeypatch.setattr(ports, "VOLUME_PORTS", VOLUME_PORTS[:2])
     asyncio.run(host.scan())
     with monkeypatch.context() as broken:
-        broken.setattr(volumes, "format_image", refuse)
+        broken.setattr(store, "format_image", refuse)
         for _ in range(3):
             with pytest.raises(BackendFailed, match="forced"):
-                asyncio.run(host.create_volume(a_volume()))
+                asyncio.run(host.create(a_volume()))
     assert not strays(host)
     one, two = two_volumes(host)
     assert {one.host["port"], two.host["port"]} == set(VOLUME_PORTS[:2])
 
 
-# -- who has them ------------------------------------------------------------------------------------------------------
+# -- access by sandboxes -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_volumes, "_RETRY_SECONDS", (0.01, 0.02))
-    monkeypatch.setattr(host_volumes, "_DETACH_SECONDS", 0.2)
+    monkeypatch.setattr(volumes, "_RETRY_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(volumes, "_DETACH_SECONDS", 0.2)
 
 
 def test_a_server_lets_in_who_runs_and_ends_with_the_last(host: Verbs) -> None:
@@ -684,14 +685,14 @@ def test_an_end_waits_for_no_server_and_its_address_for_all_of_them(host: Verbs,
         assert host.end(sandbox, release)
         await _eventually(lambda: host.doors.told.count(("stop", two.id)) > 3)
         assert one.id not in host.doors.clients
-        state = await host.volume_state(two)
+        state = await host.state(two)
         assert state.used_bytes == size(image(host, two))
         (sentence,) = state.stuck
         assert "stop refused" in sentence and two.id in sentence
-        assert not (await host.volume_state(one)).stuck and not released
+        assert not (await host.state(one)).stuck and not released
         host.doors.refuse.clear()
         await host.quiet()
-        assert released and not (await host.volume_state(two)).stuck
+        assert released and not (await host.state(two)).stuck
 
     asyncio.run(story())
 
@@ -709,11 +710,11 @@ def test_a_volume_is_attached_and_detached_while_the_machine_runs(host: Verbs, i
 
     async def story() -> None:
         await host.run(sandbox, "10.0.0.2")
-        await host.attach(sandbox, mount)
+        await host.attach(sandbox, mount, host.addresses[sandbox.instance])
         assert host.doors.clients == {one.id: {"10.0.0.2": False}}
         host.doors.refuse = {("stop", one.id)}
         await host.detach(sandbox, mount)
-        assert (await host.volume_state(one)).stuck
+        assert (await host.state(one)).stuck
         host.doors.refuse.clear()
         await host.quiet()
         assert host.doors.clients == {}
@@ -730,9 +731,9 @@ def test_an_attach_that_fails_changes_nothing(host: Verbs, impatient: None) -> N
         host.doors.refuse = {("serve", one.id), ("serve", two.id)}
         for mount in (Mount(volume=two.id, path="/two"), Mount(volume=one.id, path="/one")):
             with pytest.raises(BackendFailed, match="serve refused"):
-                await host.attach(sandbox, mount)
+                await host.attach(sandbox, mount, host.addresses[sandbox.instance])
         with pytest.raises(NotFound):
-            await host.attach(sandbox, Mount(volume="0" * 12, path="/none"))
+            await host.attach(sandbox, Mount(volume="0" * 12, path="/none"), "10.0.0.2")
         host.doors.refuse.clear()
         await host.quiet()
         assert host.doors.clients == {one.id: {"10.0.0.2": True}}
@@ -755,7 +756,7 @@ def test_a_new_gateway_lets_in_whom_the_records_name_and_nobody_else(host: Verbs
 def test_a_server_that_does_not_answer_is_said_not_waited_for(host: Verbs) -> None:
     one, _ = two_volumes(host)
     host.doors.refuse = {("ask", one.id)}
-    assert "ask refused" in asyncio.run(host.volume_state(one)).stuck[0]
+    assert "ask refused" in asyncio.run(host.state(one)).stuck[0]
 
 
 def test_a_server_that_does_not_come_back_stops_no_gateway(host: Verbs, impatient: None) -> None:
@@ -776,16 +777,16 @@ def test_a_server_that_does_not_come_back_stops_no_gateway(host: Verbs, impatien
     asyncio.run(story())
 
 
-# -- death at any step -------------------------------------------------------------------------------------------------
+# -- crash at any step -------------------------------------------------------------------------------------------------
 
 
 def die(host: Verbs, work: Coroutine[Any, Any, None], fatal: int) -> int:
-    """Do ``work`` in a process of its own that is gone at step ``fatal``; how many steps there were, or KILLED."""
+    """Run ``work`` in a process that dies at step ``fatal``; returns the number of steps, or KILLED."""
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         steps = Steps(fatal)
         try:
-            sys.addaudithook(steps.step)
+            sys.addaudithook(steps.on_audit)
             asyncio.run(_armed(work, steps))
             os.write(writer, str(steps.count).encode())
         finally:
@@ -806,13 +807,13 @@ async def _armed(work: Coroutine[Any, Any, None], steps: Steps) -> None:
 
 
 VERBS: dict[str, Callable[[Verbs, Volume, VolumeSnapshot], Coroutine[Any, Any, None]]] = {
-    "create": lambda host, volume, snapshot: host.create_volume(a_volume("new")),
-    "clone": lambda host, volume, snapshot: host.create_volume(a_volume("new", 2 * SMALL), snapshot),
-    "grow": lambda host, volume, snapshot: host.grow_volume(volume, volume.size_mb + 1),
-    "capture": lambda host, volume, snapshot: host.capture_volume(volume, a_snapshot(volume, "new")),
-    "rollback": lambda host, volume, snapshot: host.rollback_volume(volume, snapshot),
-    "remove": lambda host, volume, snapshot: host.remove_volume(volume),
-    "remove-snapshot": lambda host, volume, snapshot: host.remove_volume_snapshot(snapshot),
+    "create": lambda host, volume, snapshot: host.create(a_volume("new")),
+    "clone": lambda host, volume, snapshot: host.create(a_volume("new", 2 * SMALL), snapshot),
+    "grow": lambda host, volume, snapshot: host.grow(volume, volume.size_mb + 1),
+    "capture": lambda host, volume, snapshot: host.capture(a_snapshot(volume, "new")),
+    "rollback": lambda host, volume, snapshot: host.rollback(volume, snapshot),
+    "remove": lambda host, volume, snapshot: host.remove(volume),
+    "remove-snapshot": lambda host, volume, snapshot: host.remove_snapshot(snapshot),
 }
 
 
@@ -823,10 +824,10 @@ def test_killed_at_any_step_leaves_things_whole_or_not_there(verb: str, root: Pa
         place.mkdir()
         host = Verbs(place)
         volume, snapshot = a_volume(), None
-        asyncio.run(host.create_volume(volume))
+        asyncio.run(host.create(volume))
         put(image(host, volume), "a", "one")
         snapshot = a_snapshot(volume)
-        asyncio.run(host.capture_volume(volume, snapshot))
+        asyncio.run(host.capture(snapshot))
         put(image(host, volume), "a", "two")
         outcome = die(host, VERBS[verb](host, volume, snapshot), fatal)
         again, scan = reopened(host)
@@ -868,8 +869,8 @@ def test_killed_while_several_are_captured_leaves_all_or_none(root: Path) -> Non
         one, two = two_volumes(host)
         taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
         captures = [a_snapshot(one, of=taken.id), a_snapshot(two, of=taken.id)]
-        outcome = die(host, host.capture(taken, captures), fatal)
-        there = tuple(path.name for path in layout.directories(host.layout.snapshots))
+        outcome = die(host, host.capture_sandbox(taken, captures), fatal)
+        there = tuple(path.name for path in records_store.directories(host.layout.snapshots))
         _, scan = reopened(host, snapshots=there)
         found = {each.id for each in scan.volume_snapshots}
         assert found == ({each.id for each in captures} if there else set()), f"killed at step {fatal}"
@@ -882,7 +883,7 @@ def test_killed_while_several_are_captured_leaves_all_or_none(root: Path) -> Non
 
 def test_errors_are_of_the_kind_that_callers_are_meant_to_see(host: Verbs) -> None:
     volume = a_volume()
-    asyncio.run(host.create_volume(volume))
+    asyncio.run(host.create(volume))
     with pytest.raises(GatewayError):
-        asyncio.run(host.rollback_volume(volume, a_snapshot(volume)))
+        asyncio.run(host.rollback(volume, a_snapshot(volume)))
     assert sound(image(host, volume)) and not strays(host)

@@ -1,4 +1,4 @@
-"""Volumes in machines: what is open goes on in forks, what is captured is of the machine's instant."""
+"""Volumes in machines: open files still work in forks, and captures match the machine's instant."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOON = 60
 def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
     config = kvm_xfs_world.config()
     live = Live(kvm_xfs_world.host(config), config)
-    live.do(live.engine.create_volume("data", SMALL))
+    live.do(live.engine.volumes.create("data", SMALL))
     yield live
     live.empty()
     live.close()
@@ -32,12 +32,12 @@ def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
 
 
 def create(live: Live, name: str, *mounts: MountSpec, template: str = TEMPLATE, cold: bool = False) -> Sandbox:
-    return live.do(live.engine.create(template, ForkSpec(names=[name], mounts=list(mounts), cold_start=cold)))
+    return live.do(live.engine.forks.create(template, ForkSpec(names=[name], mounts=list(mounts), cold_start=cold)))
 
 
 def run_on(live: Live, ref: str, program: str) -> None:
-    """Let a Python program run on in a sandbox."""
-    live.do(live.engine.exec(ref, ["sh", "-c", "cat >/root/program"], stdin=program.encode()))
+    """Start a Python program in the background of a sandbox."""
+    live.do(live.engine.commands.exec(ref, ["sh", "-c", "cat >/root/program"], stdin=program.encode()))
     live.shell(ref, "python3 /root/program </dev/null >/root/said 2>&1 &")
 
 
@@ -61,7 +61,7 @@ while True:
 
 
 def counts(live: Live, ref: str) -> dict[str, int]:
-    """How far each machine has counted in the file all of them have open, as ``ref`` sees it."""
+    """How far each machine has counted in the file that all of them have open, as ``ref`` sees it."""
     lines = (line.split() for line in read(live, ref, "/data/file").replace("\0", "").splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) == 2}
 
@@ -71,8 +71,8 @@ def test_forks_of_a_live_machine_go_on_writing_to_the_file_it_has_open(live: Liv
     create(live, "witness", MountSpec("data", "/data", read_only=True))
     run_on(live, "source", OPEN_FILE)
     eventually(lambda: "source" in counts(live, "witness"), SOON)
-    live.do(live.engine.capture("source", name="mark"))
-    live.do(live.engine.fork("mark", ForkSpec(names=["fork1", "fork2"])))
+    live.do(live.engine.snapshots.create("source", name="mark"))
+    live.do(live.engine.forks.fork("mark", ForkSpec(names=["fork1", "fork2"])))
     eventually(lambda: {"source", "fork1", "fork2"} <= counts(live, "witness").keys(), SOON)
     before = counts(live, "witness")
     eventually(lambda: all(count > before[name] + 5 for name, count in counts(live, "witness").items()), SOON)
@@ -97,13 +97,13 @@ def test_volume_is_captured_at_the_instant_of_the_disk(live: Live) -> None:
     for name in ("0", "1", "2"):
         before = counted(live, "source")
         eventually(lambda before=before: counted(live, "source") > before + 3, SOON)
-        live.do(live.engine.capture("source", name=f"mark{name}", volumes=["data"]))
-        # Of a fork that goes on, the program cannot write to the volume any more.
+        live.do(live.engine.snapshots.create("source", name=f"mark{name}", volumes=["data"]))
+        # In a fork with memory, the program could no longer write to the volume.
         create(live, f"box{name}", MountSpec("data", "/data", clone=True), template=f"mark{name}")
         volume, disk = (int(read(live, f"box{name}", f"{place}/count")) for place in ("/data", "/root"))
         assert disk > before and volume - disk in (0, 1)
-        live.do(live.engine.kill(f"box{name}"))
-    assert [each.name for each in live.engine.volumes()] == ["data"]
+        live.do(live.engine.sandboxes.delete(f"box{name}"))
+    assert [each.name for each in live.engine.volumes.list()] == ["data"]
 
 
 def counted(live: Live, ref: str) -> int:
@@ -113,7 +113,7 @@ def counted(live: Live, ref: str) -> int:
 def test_clone_of_a_captured_volume_is_one_s_own(live: Live) -> None:
     create(live, "source", MountSpec("data", "/data"))
     live.shell("source", "echo before >/data/file")
-    live.do(live.engine.capture("source", name="mark", volumes=["data"]))
+    live.do(live.engine.snapshots.create("source", name="mark", volumes=["data"]))
     live.shell("source", "echo after >/data/file && sync")
     create(live, "fork", MountSpec("data", "/data", clone=True), template="mark")
     assert read(live, "fork", "/data/file") == "before"
@@ -123,47 +123,47 @@ def test_clone_of_a_captured_volume_is_one_s_own(live: Live) -> None:
 
 def test_a_capture_without_volumes_has_no_part_in_them(live: Live) -> None:
     create(live, "source", MountSpec("data", "/data"))
-    captured = live.do(live.engine.capture("source"))
+    captured = live.do(live.engine.snapshots.create("source"))
     assert "volumes" not in captured.host["phases_ms"]
-    captured = live.do(live.engine.capture("source", volumes=["data"]))
+    captured = live.do(live.engine.snapshots.create("source", volumes=["data"]))
     assert captured.host["phases_ms"]["volumes"] < 1000
 
 
 def test_growth_is_seen_by_who_has_it_mounted(live: Live) -> None:
     create(live, "source", MountSpec("data", "/data"))
-    live.do(live.engine.grow_volume("data", 3 * SMALL))
+    live.do(live.engine.volumes.grow("data", 3 * SMALL))
     live.shell("source", f"dd if=/dev/zero of=/data/fill bs=1M count={2 * SMALL} conv=fsync")
 
 
 def test_rollback_under_who_has_it_mounted(live: Live) -> None:
     create(live, "source", MountSpec("data", "/data"))
     live.shell("source", "echo before >/data/file && sync")
-    live.do(live.engine.snapshot_volume("data", "mark"))
+    live.do(live.engine.volumes.snapshot("data", "mark"))
     live.shell("source", "echo after >/data/file && sync")
-    live.do(live.engine.rollback_volume("data", "mark", force=True))
+    live.do(live.engine.volumes.rollback("data", "mark", force=True))
     eventually(lambda: read(live, "source", "/data/file") == "before", SOON)
     live.shell("source", "echo again >/data/other && sync")
 
 
 def test_no_space_while_volumes_are_captured(kvm_xfs_world: KvmXfsWorld, cramped: Live) -> None:  # noqa: F811
     live = cramped
-    live.do(live.engine.create_volume("data", SMALL))
+    live.do(live.engine.volumes.create("data", SMALL))
     create(live, "one", MountSpec("data", "/data"))
     live.shell("one", "head -c 20000000 /dev/urandom >/run/blob; echo kept >/data/file; sync")
     root = live.config.host.state_root
     before = files(root)
     fill(root, 4 << 20)
     with pytest.raises(NoSpace, match="no space left"):
-        live.do(live.engine.capture("one", name="big", volumes=["data"]))
+        live.do(live.engine.snapshots.create("one", name="big", volumes=["data"]))
     (root / "filler").unlink()
     assert files(root) == before
     assert read(live, "one", "/data/file") == "kept"
     live.shell("one", "echo more >>/data/file && sync")
-    live.do(live.engine.capture("one", name="big", volumes=["data"]))
+    live.do(live.engine.snapshots.create("one", name="big", volumes=["data"]))
 
 
 def files(root: Path) -> set[str]:
-    """What there is of snapshots and volumes."""
+    """The files of snapshots and volumes."""
     return {
         str(Path(place, name).relative_to(root))
         for top in ("snapshots", "volumes")
@@ -173,15 +173,15 @@ def files(root: Path) -> set[str]:
 
 
 def test_end_of_the_last_that_has_a_volume_ends_its_server(live: Live) -> None:
-    volume = live.engine.volume("data")
+    volume = live.engine.volumes.get("data")
     create(live, "one", MountSpec("data", "/data"))
     assert servers(live, volume.id)
-    live.do(live.engine.kill("one"))
+    live.do(live.engine.sandboxes.delete("one"))
     eventually(lambda: not servers(live, volume.id), SOON)
 
 
 def servers(live: Live, volume: str) -> list[str]:
-    """The processes that have to do with a volume of this gateway."""
+    """The processes that belong to a volume of this gateway."""
     place = f"{live.config.host.state_root}/serving"
     found = []
     for process in Path("/proc").glob("[0-9]*/cmdline"):

@@ -1,4 +1,4 @@
-"""Every scenario of molecule/, as `./dev molecule` runs it, and that it leaves nothing behind."""
+"""Every scenario of molecule/, as `./dev molecule` runs it; each leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(need_root: None) -> Iterator[Run]:
-    """``run(scenario, NAME=value)``: what molecule said of a scenario that succeeded, with more in its environment."""
+    """``run(scenario, NAME=value)`` runs a scenario that must succeed, with these variables; returns the output."""
     state = session.run_dir() / "molecule"
     started: list[tuple[str, dict[str, str]]] = []
 
@@ -50,7 +50,7 @@ def run(need_root: None) -> Iterator[Run]:
         return said
 
     yield run
-    for scenario, env in started:  # it failed: molecule has cleaned up then, unless it was too slow
+    for scenario, env in started:  # after a failure, molecule has cleaned up, unless it timed out
         if (state / scenario).exists():
             _molecule("destroy", scenario, env)
 
@@ -84,7 +84,7 @@ def test_scenario_fleet(run: Run, shared_gateway: Gateway, template: str) -> Non
 
 
 def test_scenario_kvm_xfs(run: Run, shared_gateway: Gateway, template: str) -> None:
-    """Its template is a copy of this run's: building one is what other tests do."""
+    """Its template is a copy of this run's: other tests cover the build of one."""
     run("kvm_xfs", GROVE_MOLECULE_TEMPLATES=str(shared_gateway.state_root / "templates"))
 
 
@@ -93,7 +93,7 @@ def test_scenario_gateway_systemd(run: Run) -> None:
 
 
 def test_scenario_jail_zfs(run: Run) -> None:
-    """Inside a pool's life of this run's, so that ZFS is neither started nor ended by the scenario."""
+    """Inside the lifetime of one of this run's pools, so that the scenario neither starts nor ends ZFS."""
     with pools.pool(f"t{session.run_id()}m", session.run_dir(), megabytes=128):
         run("jail_zfs", GROVE_MOLECULE_ROOTFS=str(jail_world.debian()))
         assert f"molecule-t{session.run_id()}" not in pools.run("zpool", "list", "-H", "-o", "name").stdout
@@ -103,6 +103,6 @@ def test_scenario_jail_zfs(run: Run) -> None:
     "path", sorted(path for path in (_SCENARIOS / "fleet").rglob("*.*")), ids=lambda path: path.name
 )
 def test_the_recipe_is_the_scenario(path: Path) -> None:
-    """The page shows each file of the scenario as it is, after its name."""
+    """The page shows each file of the scenario unchanged, after its name."""
     name, text = path.relative_to(_SCENARIOS.parent), path.read_text()
     assert re.search(rf"^`{name}`:\n\n```\w+\n{re.escape(text)}```$", _PAGE.read_text(), re.M), name

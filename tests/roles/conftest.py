@@ -1,4 +1,4 @@
-"""What tests of roles share."""
+"""Shared fixtures of the roles' tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each role's argument specification names all that can be set, with what it is by default."""
+"""Each role's argument specification names all options and their defaults."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 import yaml
+from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
+from jinja2 import Environment, nodes
 
 from tests.support import session
 
 ROLES = sorted((session.REPOSITORY / "roles").iterdir())
+
+_PARSER = Environment(extensions=["jinja2.ext.do", "jinja2.ext.loopcontrols"])
+_EXPRESSIONS = ("changed_when", "failed_when", "that", "until", "when", "var")
+"""Keywords whose values are expressions without braces."""
 
 
 def load(role: Path, name: str) -> Any:
@@ -21,13 +27,13 @@ def load(role: Path, name: str) -> Any:
 def test_names_every_default_and_nothing_else(role: Path) -> None:
     options = load(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"]
     defaults = load(role, "defaults/main.yml")
-    # What has no default is required, or its absence means something.
+    # An option without a default is required, or its absence has a meaning.
     without = {name for name, option in options.items() if "default" not in option}
     assert set(defaults) <= set(options)
     assert set(options) - set(defaults) <= without
     assert all(name.startswith(f"{role.name}_") for name in options)
     for name, value in defaults.items():
-        # A template (another path on FreeBSD) comes to what the specification says, on Linux.
+        # A template (another path on FreeBSD) evaluates on Linux to the specification's default.
         if not (isinstance(value, str) and "{{" in value):
             assert options[name].get("default", "" if value == "" else None) == value, name
 
@@ -47,7 +53,58 @@ def test_says_what_each_is(role: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
+def test_defaults_are_accepted(role: Path) -> None:
+    options = load(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"]
+    defaults = {name: value for name, value in load(role, "defaults/main.yml").items() if not variables_in(value)}
+    optional = {name: {**option, "required": False} for name, option in options.items()}
+    validated = ArgumentSpecValidator(optional).validate(defaults)
+    assert not validated.error_messages
+    assert {name: validated.validated_parameters[name] for name in defaults} == defaults
+
+
+@pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
 def test_every_option_is_used(role: Path) -> None:
-    texts = [path.read_text() for path in role.rglob("*") if path.suffix in (".yml", ".j2")]
-    for name in load(role, "defaults/main.yml"):
-        assert sum(text.count(name) for text in texts) > 2, f"{name} is declared, and does nothing"
+    used = variables_of(role)
+    unused = [
+        name for name in load(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"] if name not in used
+    ]
+    assert not unused, "these are declared, and do nothing"
+
+
+def test_a_mention_is_no_use() -> None:
+    assert variables_in(
+        {"name": "about a_name", "when": ["a is defined", "not b.c"], "msg": "{{ d | default(e) }}"}
+    ) == {
+        "a",
+        "b",
+        "d",
+        "e",
+    }
+
+
+def variables_of(role: Path) -> set[str]:
+    """The variables that a role's tasks, handlers, variables, defaults and templates use."""
+    found: set[str] = set()
+    for path in role.rglob("*"):
+        if path.suffix == ".j2":
+            found |= names_in(path.read_text())
+        elif path.suffix == ".yml" and path.parent.name != "meta":
+            for document in yaml.safe_load_all(path.read_text()):
+                found |= variables_in(document)
+    return found
+
+
+def variables_in(value: Any, key: str = "") -> set[str]:
+    """The variables that the templates in a YAML document use; ``key``: the key whose value this is."""
+    if isinstance(value, dict):
+        return {name for word, each in value.items() for name in variables_in(word) | variables_in(each, word)}
+    if isinstance(value, list):
+        return {name for each in value for name in variables_in(each, key)}
+    if not isinstance(value, str):
+        return set()
+    text = f"{{{{ {value} }}}}" if key in _EXPRESSIONS and "{{" not in value else value
+    return names_in(text)
+
+
+def names_in(template: str) -> set[str]:
+    return {name.name for name in _PARSER.parse(template).find_all(nodes.Name) if name.ctx == "load"}

@@ -26,7 +26,7 @@ Apply = Callable[..., Played]
 
 
 class Installed:
-    """What the role made below one directory."""
+    """An installation by the role below one directory."""
 
     def __init__(self, root: Path, state_root: Path) -> None:
         network = session.network()
@@ -75,7 +75,7 @@ class Installed:
         return httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket)), base_url="http://gateway", timeout=120)
 
     def execute(self, *argv: str) -> str:
-        """What a program prints that must succeed in the sandbox ``lives``."""
+        """The output of a program that must succeed in the sandbox ``lives``."""
         with self.client() as client:
             said = client.post("/sandboxes/lives/exec", json={"args": argv}).json()
         assert said["exitCode"] == 0, said
@@ -88,7 +88,7 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[Installed]:
-    """One installation for the tests of this file, which follow upon each other; its state holds the template."""
+    """One installation for the tests of this file, which depend on their order; its state holds the template."""
     root = session.run_dir() / "role"
     (root / "bin").mkdir(parents=True)
     installed = Installed(root, xfs_root / "role")
@@ -188,7 +188,7 @@ def test_an_upgrade_loses_no_sandbox(installed: Installed, newer: Path) -> None:
     older, counted = installed.version(), count(installed.execute)
     predicted = installed.apply(check=True, collections=newer)
     assert not predicted.failed, predicted.output
-    assert "grove.sandbox.gateway : Copy it" in predicted.changed_tasks
+    assert "grove.sandbox.gateway : Copy the package" in predicted.changed_tasks
     assert installed.version() == older
 
     installed.collections = newer

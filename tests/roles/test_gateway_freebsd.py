@@ -1,6 +1,6 @@
-"""The role gateway's part for FreeBSD: its files rendered and checked, its tasks run against doubles.
+"""The FreeBSD part of the role gateway: its files rendered and checked, its tasks run against doubles.
 
-There is no FreeBSD here: what its rc.subr expects of a script is written down below, from rc.subr(8) and rc(8).
+The tests do not run on FreeBSD: rc.subr's requirements for a script are simulated below, from rc.subr(8) and rc(8).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.roles import Played, environment
 ROLE = session.REPOSITORY / "roles" / "gateway"
 FACTS = {"ansible_os_family": "FreeBSD", "ansible_distribution": "FreeBSD", "ansible_service_mgr": "bsdinit"}
 
-# Of rc.subr only what tells whether a script is well made: what was there when, and what would be run.
+# Only the part of rc.subr that shows whether a script is correct: the variables at each step, and the final command.
 RC_SUBR = """\
 load_rc_config() { [ "$1" = "$name" ] && [ -n "$rcvar" ] || { echo "too early" >&2; exit 9; }; . "$RC_CONF"; loaded=1; }
 run_rc_command() {
@@ -72,7 +72,7 @@ esac
 
 
 class FreeBSD:
-    """Doubles of FreeBSD's commands, and the role's tasks run with them."""
+    """Doubles of FreeBSD's commands, and runs of the role's tasks with them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -94,12 +94,12 @@ class FreeBSD:
             "DOUBLES": str(directory),
         }
         variables = yaml.safe_load((ROLE / "vars" / "FreeBSD.yml").read_text())
-        # A directory of the test's own, and a group this machine has.
+        # The test's own directory, and a group that exists on this machine.
         self.os: dict[str, Any] = {**variables["gateway_os"], "rc_dir": str(self.rc_dir), "group": "root"}
         self.script = self.rc_dir / "sandbox_gateway"
 
     def apply(self, *tasks: str, check: bool = False, **options: Any) -> Played:
-        """The role's task files, after those facts and settings that its main.yml finds on FreeBSD."""
+        """Run the role's task files, with the facts and settings that its main.yml finds on FreeBSD."""
         variables = {
             "ansible_python_interpreter": "/usr/bin/python3",
             "gateway_os": self.os,
@@ -151,9 +151,9 @@ def changed(done: Played) -> list[str]:
 
 def test_packages_are_listed_then_installed(freebsd: FreeBSD) -> None:
     freebsd.packages.write_text("pkg\npython311\n")
-    assert changed(freebsd.apply("packages_pkg", check=True)) == ["Install what is missing"]
-    assert changed(freebsd.apply("packages_pkg")) == ["Install what is missing"]
-    # pkg was not there, so nothing it could have told of counted
+    assert changed(freebsd.apply("packages_pkg", check=True)) == ["Install the missing packages"]
+    assert changed(freebsd.apply("packages_pkg")) == ["Install the missing packages"]
+    # pkg was not there, so its list of packages did not count
     assert sorted(freebsd.packages.read_text().split()) == ["pkg", "python311", "python311", "rust"]
     assert changed(freebsd.apply("packages_pkg")) == []
 
@@ -233,7 +233,7 @@ def test_the_script_starts_the_daemon_under_daemon8(freebsd: FreeBSD) -> None:
 
 def test_is_started_once_and_stopped(freebsd: FreeBSD) -> None:
     predicted = freebsd.apply("start", check=True, start_seconds=1)
-    wanted = ["Write the rc.d script", "Have it start with the machine", "Start the service"]
+    wanted = ["Write the rc.d script", "Enable the service", "Start the service"]
     assert changed(predicted) == wanted
     assert not freebsd.script.exists()
     assert changed(freebsd.apply("start", start_seconds=1)) == wanted

@@ -1,4 +1,4 @@
-"""The role gateway under systemd: in a Debian 12 that is booted as a container of this machine."""
+"""The role gateway under systemd: in a Debian 12 that is booted as a container on this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ exec systemd-nspawn "$@"
 _SYSTEMD = "/usr/lib/systemd/systemd"
 
 EXPOSURE = 62
-"""What `systemd-analyze security` may say at most, in tenths. With mounts of its own 48 would be left."""
+"""The highest allowed result of `systemd-analyze security`, in tenths. With private mounts it would be 48."""
 
 NEEDED = {
     "to be root, who makes mounts, namespaces and control groups, and loses what it does not need (capabilities)": (
@@ -64,11 +64,11 @@ NEEDED = {
         "ProtectKernelModules ProtectKernelTunables RootDirectoryOrRootImage"
     ),
 }
-"""What the unit does not forbid, by what it is needed for; names are those of `systemd-analyze security --json`."""
+"""Permissions of the unit, by the feature that needs them; names are those of `systemd-analyze security --json`."""
 
 
 class Machine:
-    """A booted Debian 12. It shares the network of this machine, and sees the repository at its place."""
+    """A booted Debian 12. It shares the network of this machine and has the repository at the same path."""
 
     def __init__(self, directory: Path, state_root: Path) -> None:
         self.directory = directory
@@ -80,7 +80,7 @@ class Machine:
             if Path(name).exists():
                 binds.append(f"--bind-ro={name}")
         argv = ["systemd-nspawn", "--directory", str(directory), "--boot", "--console=pipe", "--register=no"]
-        # nspawn forbids open_by_handle_at, which servers of volumes do.
+        # nspawn forbids open_by_handle_at, which volume servers need.
         argv += [
             "--keep-unit",
             "--capability=all",
@@ -98,7 +98,7 @@ class Machine:
         self.init = self._init()
 
     def _init(self) -> int:
-        """The pid, out here, of the systemd inside."""
+        """The pid, on the outside, of the systemd inside."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             assert self.process.poll() is None, "the container did not boot"
@@ -169,7 +169,7 @@ def machine(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterator[
 
 
 def _remove_payload() -> None:
-    """The control groups that the machine's systemd made, one for each mount it saw, stay when it has ended."""
+    """Remove the control groups that the machine's systemd made for each mount; they remain after its end."""
     for payload in Path("/sys/fs/cgroup").glob("*/payload"):
         for group in sorted((path for path in payload.rglob("*") if path.is_dir()), reverse=True):
             with contextlib.suppress(OSError):
@@ -288,7 +288,7 @@ def test_sandboxes_survive_a_restart_of_the_unit_and_its_crash(machine: Machine,
 def test_a_gateway_that_hangs_is_started_anew_and_ends_no_sandbox(machine: Machine, variables: dict[str, Any]) -> None:
     counted = count(inside_lives(machine))
     hung = unit(machine, "MainPID")
-    # Its event loop reports no more, as when something keeps it from its next turn.
+    # Its event loop sends no more notifications, as if it were blocked.
     machine.run("kill", "-STOP", hung)
     eventually(lambda: unit(machine, "MainPID") != hung and unit(machine, "SubState") == "running", 240)
     assert "watchdog" in machine.journal().lower()

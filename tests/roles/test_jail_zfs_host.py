@@ -1,4 +1,4 @@
-"""The role jail_zfs_host on a real pool, with FreeBSD's commands as doubles in a network of their own."""
+"""The role jail_zfs_host on a real pool, with doubles of FreeBSD's commands in their own network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.roles import Played, play
 
 
 class Place:
-    """A pool, a shim, and the files the role writes."""
+    """A pool, a shim, and the files that the role writes."""
 
     def __init__(self, pool: pools.Pool, shim: Shim, directory: Path) -> None:
         self.pool, self.shim, self.directory = pool, shim, directory
@@ -92,7 +92,7 @@ def test_check_mode_predicts_first_run_makes_second_changes_nothing(place: Place
 
     pools.run("zfs", "set", "atime=on", place.dataset)
     mended = place.apply()
-    assert mended.changed_tasks == ["grove.sandbox.jail_zfs_host : Set those that differ"], mended.output
+    assert mended.changed_tasks == ["grove.sandbox.jail_zfs_host : Set the values that differ"], mended.output
 
 
 def test_data_stay_unless_one_asks_otherwise(place: Place) -> None:

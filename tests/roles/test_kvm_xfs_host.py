@@ -1,4 +1,4 @@
-"""The role kvm_xfs_host, applied to this machine with a state root of its own."""
+"""The role kvm_xfs_host, applied to this machine with its own state root."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def apply(place: Path) -> Apply:
 
 
 def mounted(path: Path) -> str:
-    """Type of the file system mounted there; empty if none is."""
+    """Type of the file system mounted there; empty if there is none."""
     found = subprocess.run(
         ["findmnt", "-n", "-o", "FSTYPE", "--mountpoint", str(path)], capture_output=True, text=True, check=False
     )
@@ -163,7 +163,7 @@ def test_uses_a_device(apply: Apply, place: Path) -> None:
 
 
 def test_remembers_the_accelerator(apply: Apply, place: Path) -> None:
-    """The answer is this machine's own; what counts is that it is found out once, and again on another machine."""
+    """The answer depends on this machine; the test checks that it is determined once, and again on another machine."""
     asked = functools.partial(apply, accelerator_override="", probe_seconds=3)
     first = asked()
     assert not first.failed, first.output
@@ -177,4 +177,4 @@ def test_remembers_the_accelerator(apply: Apply, place: Path) -> None:
     assert answer["reason"][:40] in again.output
 
     fact.write_text(json.dumps({**answer, "platform": ["another machine"]}))
-    assert asked().changed_tasks == ["grove.sandbox.kvm_xfs_host : Remember it"]
+    assert asked().changed_tasks == ["grove.sandbox.kvm_xfs_host : Store the result"]

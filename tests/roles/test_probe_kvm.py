@@ -1,4 +1,4 @@
-"""The probe of the role kvm_xfs_host: a guest that really boots is told from one that does not."""
+"""The probe of the role kvm_xfs_host: it distinguishes a guest that boots from one that does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A newer gateway to go on to, and a program in a sandbox that shows that none was lost."""
+"""A newer gateway for upgrades, and a program in a sandbox that shows that the sandbox survived."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COUNTER = (session.REPOSITORY / "playbooks" / "files" / "counter.py").read_text
 
 @dataclass(frozen=True)
 class Count:
-    """How far the counter in a sandbox's memory is; ``mark`` is drawn at random when it starts."""
+    """The state of the counter in a sandbox's memory; ``mark`` is drawn at random when it starts."""
 
     value: int
     mark: str
@@ -27,13 +27,13 @@ class Count:
 
 
 def count(run: Callable[..., str]) -> Count:
-    """Start the counter where it does not run, and read it; ``run(*argv)`` runs a program in the sandbox."""
+    """Start the counter if it does not run, and read it; ``run(*argv)`` runs a program in the sandbox."""
     said = json.loads(run("python3", "-c", _COUNTER))
     return Count(said["value"], said["mark"])
 
 
 def newer_collection(path: Path) -> None:
-    """Make ``path`` a collections path that holds this collection with a gateway whose version is ``NEWER``."""
+    """Make ``path`` a collections path that holds this collection with a gateway of version ``NEWER``."""
     place = path / "ansible_collections" / "grove" / "sandbox"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
     for name in ("gateway", "meta", "roles"):

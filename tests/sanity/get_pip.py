@@ -1,6 +1,6 @@
-"""Stands in for the script that ansible-test would download to get pip into its virtual environments.
+"""Replaces the script that ansible-test would download to get pip into its virtual environments.
 
-pip comes with Python; the version asked for comes from the registry.
+pip comes with Python; the requested version comes from the registry.
 """
 
 import subprocess

@@ -1,4 +1,4 @@
-"""A live gateway for the published clients, which are used as they come: on each kind of host, over TCP."""
+"""A live gateway for the unmodified published clients: on each kind of host, over TCP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DOMAIN = "sandbox.test"
 
 @dataclass(frozen=True)
 class Server:
-    """A gateway as a client knows it. ``template``: the name of one with bash and python3."""
+    """A gateway as a client sees it. ``template``: the name of a template with bash and python3."""
 
     kind: str
     abilities: Abilities
@@ -55,7 +55,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 @pytest.fixture
 def needs_memory(served: Server) -> None:
-    """For what only a host does whose snapshots hold memory."""
+    """For features that need snapshots with memory."""
     if not served.abilities.memory:
         pytest.skip("its snapshots hold the file system alone")
 

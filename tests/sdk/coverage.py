@@ -1,4 +1,4 @@
-"""Which method of a client a test is about; the tables of docs/ are made of it."""
+"""Marks which methods of a client a test covers; the tables of docs/ are generated from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 
 def covers(*methods: str, note: str = "") -> Callable[[_Test], _Test]:
-    """The test calls ``methods`` (``Class.method``) as their documentation says; ``note`` is what differs here."""
+    """The test calls ``methods`` (``Class.method``) as their documentation says; ``note`` names differences."""
 
     def mark(test: _Test) -> _Test:
         test.covers = getattr(test, "covers", {}) | dict.fromkeys(methods, note)  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ _BIG = 50 << 20
 
 
 def environment(served: Server) -> dict[str, str]:
-    """All that somebody who has agents has to change."""
+    """The only settings that users have to change."""
     return {
         "CUBE_API_URL": served.url,
         "CUBE_API_KEY": served.key,
@@ -234,7 +234,7 @@ def test_snapshots(create):
 
 @covers("Sandbox.rollback")
 def test_rollback_and_go_on(served, create):
-    """The same object goes on at once, and what is missing harms nothing."""
+    """The same object keeps working after a rollback, and a rollback to a missing snapshot does no harm."""
     sandbox = create()
     sandbox.files.write("/root/note", "before")
     sandbox.run_code("counter = 1")
@@ -255,7 +255,7 @@ def test_rollback_and_go_on(served, create):
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])
-@covers("Sandbox.clone", note="one after the other and at once; the snapshot goes with the last clone")
+@covers("Sandbox.clone", note="one after the other and at once; the snapshot is removed with the last clone")
 def test_clone(served, create, concurrency):
     sandbox = create()
     sandbox.run_code("counter = 7")

@@ -1,4 +1,4 @@
-"""What the pages of docs/ tell agents' authors to write is run, as it stands there, against a live gateway."""
+"""Runs the examples on the pages of docs/ for agents' authors unchanged, against a live gateway."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _SAID = re.compile(r"print\(.*\)  # (.+)$", re.MULTILINE)
 _TEMPLATE = "debian"
 """The name that the pages use."""
 _ABORTED = -signal.SIGABRT
-"""Threads of the e2b client's HTTP library outlive Python, whose end they may then break (curioswitch/pyqwest#164): by
-then all was said and done, which is what counts here."""
+"""Threads of the e2b client's HTTP library outlive Python and may then abort it (curioswitch/pyqwest#164): by then the
+example has finished, which is what counts here.
+"""
 
 
 def examples() -> list[tuple[Path, int, str]]:

@@ -1,4 +1,4 @@
-"""The published ``e2b`` client, unmodified, against a live gateway: sandboxes, their life and their snapshots."""
+"""The published ``e2b`` client, unmodified, against a live gateway: sandboxes, their life cycle and their snapshots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Create = Callable[..., Sandbox]
 
 @pytest.fixture(autouse=True)
 def address(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that somebody who has agents has to change."""
+    """The only settings that users have to change."""
     monkeypatch.setenv("E2B_API_KEY", served.key)
     monkeypatch.setenv("E2B_API_URL", served.url)
     monkeypatch.setenv("E2B_SANDBOX_URL", served.url)
@@ -179,7 +179,7 @@ def test_fork(served, create):
 
 @covers("Sandbox.update_network")
 def test_update_network(create):
-    """What the rules do to packets is proved with the hosts: tests/kvm_xfs/test_netns.py, tests/jail_zfs/test_pf.py."""
+    """The effect of the rules on packets is tested in tests/kvm_xfs/test_netns.py and tests/jail_zfs/test_pf.py."""
     sandbox = create(allow_internet_access=False)
     assert sandbox.get_info().allow_internet_access is False
     refused = "python3 -c 'import socket; socket.create_connection((\"198.51.100.1\", 80), 5)' 2>&1 | tail -n 1"
@@ -207,7 +207,7 @@ def test_signed_urls(served, create):
     sandbox = create()
 
     def reached(url: str) -> tuple[str, dict[str, str]]:
-        """The URL at the gateway's address: its name is in no DNS."""
+        """The URL at the gateway's address, since its name is not in any DNS."""
         found = httpx.URL(url)
         return str(found.copy_with(host="127.0.0.1", port=served.port, scheme="http")), {"Host": found.host}
 

@@ -23,7 +23,7 @@ _END_SECONDS = 20
 
 @pytest.fixture(autouse=True)
 def target(served: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """All that somebody who has agents has to change; and the command on PATH, as installing it would put it there."""
+    """The only settings that users have to change; and the command on PATH, as after its installation."""
     address = f"127.0.0.1:{free_port()}"
     forkd_command.install(tmp_path)
     monkeypatch.setenv("FORKD_URL", served.url)
@@ -35,7 +35,7 @@ def target(served: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.fixture
 def controller(served: Server) -> Iterator[Controller]:
-    """When the test is over, what it made is removed."""
+    """Removes everything that the test created."""
     client = Controller(timeout=120)
     yield client
     for sandbox in client.list_sandboxes():
@@ -92,7 +92,7 @@ def test_memory_is_what_the_snapshot_has(spawn):
 
 @covers(
     "Controller.exec_command",
-    note="what is missing has exit code 127, what takes too long 137; `stderr` says so",
+    note="a missing program has exit code 127, one that takes too long 137; `stderr` says so",
 )
 @covers("Controller.ping_sandbox", note="`numpy_version` is always `None`")
 def test_programs(controller, spawn):

@@ -1,4 +1,4 @@
-"""Twenty clients at once: each sandbox answers with its own secret, nothing fails, no connection stays.
+"""Twenty clients at once: each sandbox answers with its own secret, nothing fails, no connection remains.
 
 For two minutes: ``GROVE_LOAD_SECONDS=120 ./dev test tests/sdk/test_load.py``.
 """
@@ -80,12 +80,12 @@ def client(number: int) -> Client:
 
 
 def failures(served: Server) -> float:
-    """Answers of 500 and above that the gateway has given."""
+    """The number of answers of 500 and above from the gateway."""
     return sum(float(count) for count in _FAILED.findall(served.gateway.client.get("/metrics").text))
 
 
 def sockets(served: Server) -> int:
-    """Connections that the gateway holds."""
+    """The number of connections that the gateway holds."""
     process = served.gateway.process
     assert process is not None
     links = (each for each in Path(f"/proc/{process.pid}/fd").iterdir())
@@ -109,7 +109,7 @@ def clients(served, e2b_address, cubesandbox_address):
 
 
 def test_twenty_clients_at_once(served, request):
-    # In this order: the connection that is asked about failures is this test's own, before as after.
+    # In this order: the request for failures opens this test's own connection, which counts before and after.
     failed, before = failures(served), sockets(served) - _kept_alive(served)
     clients: list[Client] = request.getfixturevalue("clients")
     until = time.monotonic() + SECONDS
@@ -124,7 +124,7 @@ def test_twenty_clients_at_once(served, request):
 
 
 def _kept_alive(served: Server) -> int:
-    """What the clients' own pools keep open to the gateway: theirs to close, not the gateway's."""
+    """Idle connections in the clients' own pools: the clients have to close them, not the gateway."""
     mine = set()
     for family in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{family}").read_text().splitlines()[1:]:

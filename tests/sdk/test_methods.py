@@ -1,6 +1,6 @@
-"""Every public method of each client is tested or said to be missing; the pages of docs/ have the tables of it.
+"""Every public method of each client is tested or documented as missing; generates the tables of docs/.
 
-``GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_methods.py`` writes the tables anew.
+``GROVE_WRITE_DOCS=1 ./dev test tests/sdk/test_methods.py`` writes the tables.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IMAGES = "templates are made from Debian's packages, a directory or a tarball: 
 
 @dataclass(frozen=True)
 class Client:
-    """A client's classes, the tests that use them, and what is not there: why."""
+    """A client's classes, the tests that use them, and its missing methods with reasons."""
 
     page: str
     title: str
@@ -114,7 +114,7 @@ CLIENTS = (
 
 
 def public(client: Client) -> list[str]:
-    """``Class.method`` for all that has a name without an underscore and can be called."""
+    """``Class.method`` for all callables whose names do not start with an underscore."""
     return [
         f"{title}.{name}"
         for title, kind in client.classes.items()
@@ -131,7 +131,7 @@ def about(client: Client) -> Iterator[Callable[..., Any]]:
 
 
 def covered(client: Client) -> dict[str, list[tuple[str, bool]]]:
-    """For each method, of each test about it: what differs here, and whether it is for hosts that keep memory."""
+    """For each method, for each test of it: the differences, and whether it needs hosts that keep memory."""
     found: dict[str, list[tuple[str, bool]]] = {}
     for test in about(client):
         marks = getattr(test, "pytestmark", [])

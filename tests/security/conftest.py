@@ -1,4 +1,4 @@
-"""The gateway over a host in memory, as the tests of the API have it, and as a target of attacks."""
+"""The gateway over a host in memory, as in the tests of the API, and as a target of attacks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.api.conftest import _served, anyone, api, one, served
 from tests.api.served import Served
 from tests.security.routes import Target, target
-
-__all__ = ["_served", "anyone", "api", "one", "served"]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +18,7 @@ def attacked(_served: Served) -> Iterator[Target]:
 
 @pytest.fixture
 def there(attacked: Target) -> Iterator[Target]:
-    """A gateway with one of everything. Nothing of it may change, so all attacks have the same one."""
+    """A gateway with one object of each kind. Attacks must not change anything on it, so all of them share it."""
     before = attacked.state()
     yield attacked
     assert attacked.state() == before and attacked.events == []

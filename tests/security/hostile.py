@@ -1,4 +1,4 @@
-"""What root in a sandbox puts in the agent's place, and whether the gateway goes on serving others meanwhile."""
+"""Replaces the agent as root in a sandbox could, and checks whether the gateway still serves others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.api import inside
 from tests.api.served import Served
 
 PROBE_SECONDS = 20
-"""How long `/health` may take, on a machine that is busy with other things."""
+"""The longest time that `/health` may take on a busy machine."""
 ATTACK_SECONDS = 120
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -40,13 +40,13 @@ def chunked(*chunks: bytes) -> bytes:
 
 @contextlib.contextmanager
 def replaced(served: Served, sandbox: dict[str, Any], *answers: bytes, **more: Any) -> Iterator[inside.Raw]:
-    """The sandbox's agent answers every request with ``answers``, one after the other, the last one again and again."""
+    """The sandbox's agent answers requests with ``answers``, one after the other; the last one repeats."""
     with inside.raw(served, sandbox, *answers, port=inside.AGENT_PORT, **more) as agent:
         yield agent
 
 
 def endlessly(piece: bytes, most: int = 256 << 20) -> tuple[inside.Handler, list[int]]:
-    """A service that sends ``piece`` for as long as anybody takes it, up to ``most`` bytes; and how many it sent."""
+    """A service that keeps sending ``piece`` to each reader, up to ``most`` bytes; and the number of bytes sent."""
     sent = [0]
 
     async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -59,7 +59,7 @@ def endlessly(piece: bytes, most: int = 256 << 20) -> tuple[inside.Handler, list
 
 
 def while_served(client: httpx.Client, attack: Callable[[], httpx.Response]) -> httpx.Response:
-    """What ``attack`` is answered; `/health` is asked all the while, and must go on being answered."""
+    """The answer to ``attack``; sends requests for `/health` meanwhile, which must be answered."""
     answers: list[httpx.Response | BaseException] = []
 
     def run() -> None:
@@ -85,8 +85,9 @@ def while_served(client: httpx.Client, attack: Callable[[], httpx.Response]) -> 
 
 
 class Turns:
-    """The longest that the gateway's event loop worked without a turn for others: seconds of its own processor time,
-    so that whatever else runs on this machine does not count."""
+    """The longest uninterrupted work of the gateway's event loop, in seconds of its own processor time, so that other
+    processes on this machine do not count.
+    """
 
     def __init__(self, served: Served) -> None:
         self._loop = served.loop

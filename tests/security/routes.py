@@ -1,6 +1,6 @@
-"""Every route of the gateway, in every way to spell it, and a record of what a request has done.
+"""Every route of the gateway, in every spelling, and a record of the effects of a request.
 
-The routes are those of the application itself, so a new one is attacked without a change here.
+The routes come from the application itself, so a new route is attacked without a change here.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from sandbox_gateway import api
-from sandbox_gateway.cli.serving import document
+from sandbox_gateway.server.serving import document
 from tests.api.memory_host import Machine
 from tests.api.served import Served
 
 VERBS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND", "delete", "get")
 READING = ("GET", "HEAD", "OPTIONS")
-"""Verbs that change nothing wherever they are offered."""
+"""Methods that change nothing on any route."""
 
 
 @dataclass(frozen=True)
 class Route:
     method: str
     path: str
-    """With the names of things that exist in a `Target`."""
+    """With the names of objects that exist in a `Target`."""
     template: str
-    """As the application has it, such as `/sandboxes/{ref}`."""
+    """As in the application, such as `/sandboxes/{ref}`."""
 
     def __str__(self) -> str:
         return f"{self.method} {self.template}"
@@ -43,13 +43,13 @@ class Route:
 
 @dataclass
 class Target:
-    """A gateway with one thing of each kind, and what it looked like before the attack."""
+    """A gateway with one object of each kind, and its state before the attack."""
 
     served: Served
     secrets: list[str]
     build: str
     agent_calls: list[str] = field(default_factory=list)
-    """Paths that the gateway asked agents for."""
+    """Paths of the gateway's requests to agents."""
     events: list[str] = field(default_factory=list)
 
     def state(self) -> str:
@@ -58,11 +58,11 @@ class Target:
         things = (index.sandboxes, index.snapshots, index.volumes, index.volume_snapshots)
         records = [[thing.model_dump(mode="json") for thing in kind.values()] for kind in things]
         machines = {id: [machine.state, machine.mounted, machine.allowed] for id, machine in host.machines.items()}
-        builds = [build.build_id for build in self.served.engine.builds()]
+        builds = [build.build_id for build in self.served.engine.templates.list_unfinished_builds()]
         return json.dumps([records, machines, builds, host.files, host.disks, host.forked], sort_keys=True)
 
     def real(self, template: str) -> str:
-        """A path of the application with names of things that exist."""
+        """A path of the application with names of objects that exist."""
         kind = template.split("/")[2 if template.startswith(("/v1/", "/v2/")) else 1]
         ref = {"sandboxes": "one", "snapshots": "taken", "templates": "spare", "volumes": "data"}.get(kind, "one")
         names = {"ref": ref, "volume": "data", "snapshot": "mark", "build": self.build}
@@ -70,10 +70,10 @@ class Target:
 
 
 def templates() -> list[tuple[str, str]]:
-    """(method, path) of all routes: those of the OpenAPI document, and those of the routers that it does not show."""
+    """(method, path) of all routes: those of the OpenAPI document, and those of the routers that it omits."""
     found = {(method.upper(), path) for path, item in document()["paths"].items() for method in item}
-    for module in pkgutil.iter_modules(api.__path__):
-        router = getattr(importlib.import_module(f"{api.__name__}.{module.name}"), "router", None)
+    for module in pkgutil.walk_packages(api.__path__, f"{api.__name__}."):
+        router = getattr(importlib.import_module(module.name), "router", None)
         for route in router.routes if isinstance(router, APIRouter) else ():
             if isinstance(route, APIRoute):
                 found |= {(method, route.path) for method in route.methods}
@@ -94,7 +94,7 @@ def target(served: Served) -> Iterator[Target]:
         mounts = [{"name": "data", "path": "/data"}]
         one = admin.post("/sandboxes", json={"templateID": "base", "name": "one", "volumeMounts": mounts}).json()
         assert admin.post("/sandboxes/one/snapshots", json={"name": "taken"}).status_code == 201
-        secrets = [one["envdAccessToken"], one["trafficAccessToken"], volume["token"], served.engine.secret.hex()]
+        secrets = [one["envdAccessToken"], one["trafficAccessToken"], volume["token"], served.engine.secret.key.hex()]
         made = Target(served, secrets, spare["buildID"])
         with _watched(made):
             yield made
@@ -104,7 +104,7 @@ def target(served: Served) -> Iterator[Target]:
 
 @contextlib.contextmanager
 def _watched(made: Target) -> Iterator[None]:
-    """Within: what agents are asked, and what is told as an event, is noted in ``made``."""
+    """Records the requests to agents and the events in ``made`` inside the context."""
     publish, answer = made.served.engine.events.publish, Machine._answer
 
     def published(type: str, **data: Any) -> None:
@@ -124,7 +124,7 @@ def _watched(made: Target) -> Iterator[None]:
         Machine._answer = answer  # type: ignore[method-assign]
 
 
-# --- ways to spell a path -------------------------------------------------------------------------------------------
+# --- spellings of a path --------------------------------------------------------------------------------------------
 
 SPELLINGS: dict[str, Callable[[str], str]] = {
     "as it is": lambda path: path,
@@ -189,22 +189,22 @@ OVERRIDES: list[dict[str, str]] = [
         ("Connection", "X-API-Key"),
     )
 ]
-"""Headers by which some proxies and frameworks let a caller say another method, path, address or user."""
+"""Headers by which some proxies and frameworks let a caller change the method, path, address or user."""
 
 
 class Caller:
-    """Sends requests whose targets no client library would pass on; keeps its connection where it can."""
+    """Sends requests with targets that client libraries would reject; reuses its connection if possible."""
 
     def __init__(self, served: Served, headers: dict[str, str]) -> None:
         self._headers = headers
         self._connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
 
     def ask(self, method: str, target: str, body: bytes = b"{}", **headers: str) -> tuple[int, str]:
-        """The status, and the body where it has an end."""
+        """The status, and the body if it has an end."""
         try:
             return self._ask(method, target, body, headers)
         except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-            # The connection before this request was closed after its answer.
+            # The server closed the connection after its previous answer.
             self._connection.close()
             return self._ask(method, target, body, headers)
 

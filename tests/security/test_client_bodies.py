@@ -1,4 +1,4 @@
-"""A client with a key sends bodies that are read whole, on many connections, each but for its last byte."""
+"""A client with a key sends bodies that are read as a whole, on many connections, each without its last byte."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import socket
 import threading
 from pathlib import Path
 
-from sandbox_gateway.api.limits import LARGEST_BODY, MOST_HELD
+from sandbox_gateway.api.access.limits import LARGEST_BODY, MOST_HELD
 from tests.api.served import ADMIN_KEY
 from tests.support.daemon import Daemon
 from tests.support.waiting import eventually
 
 CLIENTS = 80
 EACH = LARGEST_BODY - 1000
-"""Bytes: 320 MiB of all."""
+"""Bytes: 320 MiB in total."""
 MOST_GROWTH = 5 * MOST_HELD
-"""What is under way between the socket and the one who counts comes on top, and what the heap has in between."""
+"""Includes data between the socket and the counter, and unused memory of the heap."""
 HEAD = (
     f"POST /sandboxes HTTP/1.1\r\nHost: gateway\r\nX-API-Key: {ADMIN_KEY}\r\n"
     f"Content-Type: application/json\r\nContent-Length: {EACH + 1}\r\n\r\n"
@@ -39,7 +39,7 @@ def test_bodies_that_lack_their_last_byte(tmp_path: Path) -> None:
         refused = [line for line in lines if _answer(line).startswith(b"HTTP/1.1 429 ")]
         assert CLIENTS // 2 < len(refused) < CLIENTS
         stack.close()
-        # What was held is counted no more once its sender is gone.
+        # The bytes no longer count once their sender is gone.
         eventually(lambda: _is_taken(daemon), seconds=60)
 
 
@@ -49,7 +49,7 @@ def _send(line: socket.socket) -> None:
 
 
 def _answer(line: socket.socket) -> bytes:
-    """What it was answered so far."""
+    """The answer so far."""
     line.settimeout(1)
     try:
         return line.recv(65536)

@@ -1,5 +1,5 @@
-"""A client that plays with the names of hosts and ports in the data plane: it reaches the sandbox that was judged, at
-the port it named, or nothing; never the host's own services, another sandbox or the gateway itself.
+"""A client that manipulates names of hosts and ports in the data plane: it reaches the sandbox that was checked, at the
+port that it named, or nothing; never the host's own services, another sandbox or the gateway itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from sandbox_gateway.api.proxy import Addresses
+from sandbox_gateway.api.data_plane.proxy import Addresses
 from sandbox_gateway.errors import Invalid
 from tests.api.inside import PORT, Raw, Service, address, head, line, raw, status_of
 from tests.api.served import EXEC_KEY, Served
@@ -31,7 +31,7 @@ def other(api: httpx.Client) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def canaries(served: Served, one: dict[str, Any], other: dict[str, Any]) -> Iterator[Raw]:
-    """Within: a service of `one`, that may be reached; one of the host's, and two more, that may not."""
+    """Runs a service of `one` that may be reached, one of the host's and two more that may not."""
     hosts = Raw()
     with (
         raw(served, one) as mine,
@@ -125,7 +125,7 @@ def test_no_name_of_a_host_leads_elsewhere(
                 status = status_of(connection)[0]
             assert status in (400, 404, 502), (name[:100], status)
         assert mine.accepted == 0
-        # And those that are its own, in the ways that DNS knows.
+        # And its own names, in the spellings that DNS allows.
         good = f"{PORT}-{one['sandboxID']}.sandbox.local"
         for count, name in enumerate((good, good.upper(), f"{good}.", f"{good}:8700", f"{good}.:443"), 1):
             with line(served, head("GET /", f"Host: {name}", KEY)) as connection:
@@ -195,7 +195,7 @@ def test_ports_of_the_host_are_not_those_of_a_sandbox(
 def test_no_target_leads_elsewhere(
     served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    """The request's first line names no host that counts."""
+    """The host in the request line is ignored."""
     mine_host = f"Host: {PORT}-{one['sandboxID']}.sandbox.local"
     theirs = f"{PORT}-{other['sandboxID']}.sandbox.local"
     with canaries(served, one, other) as mine:

@@ -1,4 +1,4 @@
-"""Clients that send bodies to break a parser: deep, huge, of many members, of no character set, at every route."""
+"""Clients that send bodies to break a parser: deep, huge, with many members, in no valid encoding, at every route."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from sandbox_gateway.api.limits import LARGEST_BODY
-from sandbox_gateway.cli.serving import document
+from sandbox_gateway.api.access.limits import LARGEST_BODY
+from sandbox_gateway.server.serving import document
 from tests.api.inside import eventually
 from tests.api.served import ADMIN_KEY, EXEC_KEY
 from tests.security.routes import Target
 
 FULL, SOME = LARGEST_BODY - 256, 64 << 10
 MEMORY = 256 << 10
-"""KiB that the whole process may grow by: a body of 4 MiB becomes some 100 MiB of Python's objects while it is read."""
+"""KiB that the whole process may grow by: a body of 4 MiB becomes some 100 MiB of Python objects while it is parsed."""
 
 
 def members(pair: bytes, size: int = FULL) -> bytes:
@@ -52,7 +52,7 @@ BROKEN: dict[str, bytes] = {
     "a number": b"1",
     "more than is read": b'{"a":"' + b"a" * (LARGEST_BODY + 1) + b'"}',
 }
-"""No JSON object of any use, anywhere."""
+"""Never a valid JSON object."""
 
 ODD: dict[str, bytes] = {
     "a field that is as deep as can be read": b'{"metadata":{"a":' + b'{"a":' * 900 + b"1" + b"}" * 902,
@@ -74,7 +74,7 @@ ODD: dict[str, bytes] = {
     "only what nobody knows": members(b'"%d":1'),
     "a list as each value": members(b'"%d":[]'),
 }
-"""Objects that make no sandbox."""
+"""Objects that do not describe a valid sandbox."""
 
 
 def with_bodies() -> list[tuple[str, str, dict[str, Any]]]:
@@ -107,7 +107,7 @@ MANY = [(method, path, name, kind) for method, path, schema in ROUTES for name, 
 
 
 def client(there: Target, key: str = ADMIN_KEY) -> httpx.Client:
-    # What clients load to check certificates takes longer than most requests here.
+    # Loading the CA certificates takes clients longer than most requests here.
     return httpx.Client(base_url=there.served.url, headers={"X-API-Key": key}, verify=False, timeout=60)
 
 
@@ -116,7 +116,7 @@ def attack(asking: httpx.Client, there: Target, method: str, path: str, body: by
 
 
 def grown(work: Callable[[], None]) -> int:
-    """KiB by which the process was larger at its largest than before."""
+    """The growth of the process's peak memory in KiB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     work()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -152,7 +152,7 @@ def test_what_makes_no_sandbox_is_refused(there: Target, body: str) -> None:
 
 @pytest.mark.parametrize(("method", "path", "field", "kind"), MANY, ids=lambda value: str(value))
 def test_as_many_wrong_members_as_fit_cost_little(there: Target, method: str, path: str, field: str, kind: str) -> None:
-    """Each wrong member is an error; nobody needs a million of them."""
+    """Each wrong member is an error, but a million errors are useless."""
     wrong = members(b'"%d":1') if kind == "object" else b"[" + b"1," * (FULL // 2 - 2) + b"1]"
     body = b'{"%s":%s}' % (field.encode(), wrong)
     statuses: list[int] = []

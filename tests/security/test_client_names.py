@@ -1,5 +1,5 @@
-"""A client that gives paths for names: each name of the API is refused or is a name, and on the host's disk no path is
-made of one.
+"""A client that sends paths as names: the API rejects each or takes it as a name, and no path on the host contains
+one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRAVERSALS = [
     *("\u2024\u2024/x", "\uff0e\uff0e", "\u2215", "a\u202eb", "\u0430", "e\u0301", "a" * 65, "a" * 100_000, "_a", "-a"),
     *("\ufeffa", "a\u2028", "\u0661", "a\x7f", "a\x85", "\udcff"),
 ]
-"""None is a name."""
+"""Not a valid name."""
 PLACES: list[tuple[str, str, dict[str, Any], str]] = [
     ("POST", "/sandboxes", {"templateID": "base"}, "name"),
     ("PATCH", "/sandboxes/one", {}, "name"),
@@ -143,7 +143,7 @@ def test_a_mount_is_one_path_of_one_meaning(path: str) -> None:
 
 
 def test_on_a_real_disk_no_path_is_made_of_a_name(shared_gateway: Gateway) -> None:
-    """Names that are allowed, and would do harm as names of files; and keys and values that are no names at all."""
+    """Valid names that would do harm as file names; and keys and values that are not valid names."""
     root, client = shared_gateway.state_root, shared_gateway.client
     outside = {path for path in root.parent.iterdir() if path != root}
     names = ["manifest.json", "volume.img", "snapshots", "volumes", "a..", "x.-_", "0" * 12, "CON", "a" * 64]
@@ -165,7 +165,7 @@ def test_on_a_real_disk_no_path_is_made_of_a_name(shared_gateway: Gateway) -> No
     finally:
         for volume in made:
             client.delete(f"/volumes/{volume['volumeID']}?withSnapshots=true")
-    # Other tests' gateways come and go beside it, by names of their own.
+    # Gateways of other tests create and remove entries beside it, with their own names.
     assert not {path.name for path in root.parent.iterdir()} & {"x", "etc", "tmp", *names} - {p.name for p in outside}
 
 

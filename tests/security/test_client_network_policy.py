@@ -1,4 +1,4 @@
-"""A client that writes rules of the firewall into a policy: it is refused, and the rules are what they were."""
+"""A client that writes firewall rules into a policy: it gets an error, and the rules are unchanged."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.hosts.jail_zfs.commands import Commands
-from sandbox_gateway.hosts.jail_zfs.epair import Bridge
-from sandbox_gateway.hosts.jail_zfs.pf import jail_rules
-from sandbox_gateway.hosts.kvm_xfs.netns import Slot, policy_rules
+from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
+from sandbox_gateway.hosts.jail_zfs.network.pf import jail_rules
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import Slot
+from sandbox_gateway.hosts.kvm_xfs.network.rules import policy_rules
 from sandbox_gateway.records import NetworkPolicy
 from tests.kvm_xfs.test_netns import OPEN, World, run, world
 from tests.support.gateway import Gateway
@@ -49,7 +50,7 @@ INJECTIONS = [
     *("1.1.1.1 jump inwards", 'include "/etc/passwd"', "define x = 1", "`id`", "$(id)", "../../x", "%s", "{{ x }}"),
     *("", " ", "\t", "\n", "a" * 100_000, "1" * 100_000, "," * 1000, "1.1.1.1;", "1.1.1.1\r\nx", "10.0.0.0/255.0.0.x"),
 ]
-"""None is an IPv4 address or range."""
+"""Not an IPv4 address or range."""
 _PREFIX = r"(\d{1,3}\.){3}\d{1,3}(/\d{1,2})?"
 _SET = rf"\{{ {_PREFIX}(, {_PREFIX})* \}}"
 _NFT = re.compile(
@@ -62,13 +63,13 @@ _PF = re.compile(
     rf"((pass|block drop|block return) (in|out) quick on [a-z0-9-]+ inet6?( proto (tcp|udp))?"
     rf"( all| from (! )?{_PREFIX} to (any|\(self\)|{_PREFIX}))( port 53)?\n)+"
 )
-# Wild texts, and such as are nearly addresses.
+# Arbitrary texts, and texts that are almost addresses.
 _texts = st.text(max_size=30) | st.text("0123456789./ \n;{}#,-:", max_size=30) | st.ip_addresses(v=4).map(str)
 
 
 def rules_of(policy: NetworkPolicy) -> tuple[str, str]:
     bridge = Bridge(Commands(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
-    return policy_rules(policy, ["9.9.9.9"], SUBNET), jail_rules(bridge, bridge.cable(7), policy, ["9.9.9.9"])
+    return policy_rules(policy, ["9.9.9.9"], SUBNET), jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"])
 
 
 @pytest.mark.parametrize("field", ["allow_out", "deny_out"])
@@ -84,7 +85,7 @@ def test_what_is_no_address_is_no_rule(text: str, field: str) -> None:
                 build()
         bridge = Bridge(Commands(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
         with pytest.raises(Invalid, match="not an IPv4 address or CIDR"):
-            jail_rules(bridge, bridge.cable(7), policy, [])
+            jail_rules(bridge, bridge.epair(7), policy, [])
 
 
 @given(st.lists(_texts, max_size=4), st.lists(_texts, max_size=4), st.booleans())

@@ -1,6 +1,4 @@
-"""Clients that read a byte now and then, and services that write one: nobody is kept waiting by them, and nothing
-grows with what they leave unread.
-"""
+"""Clients that read a byte at a time, and services that write one: they delay nobody and do not use up memory."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ from tests.api.test_sandboxes import create
 KEY = f"X-API-Key: {EXEC_KEY}"
 MANY = 20
 MOST_EACH = 16 << 20
-"""Bytes that are on their way to one who does not read: what the kernel holds of three connections' ends, and a few
-pieces."""
+"""Bytes in transit to a client that does not read: the kernel's buffers of three connections, and a few pieces."""
 ENDLESS = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
 
 
@@ -57,7 +54,7 @@ def test_many_who_read_a_byte_a_second(served: Served, api: httpx.Client, one: d
             time.sleep(0.3)
         assert 0 < sent < MANY * MOST_EACH
         assert resident() - before < MANY * MOST_EACH
-        # All others go on: at the gateway, at another sandbox, and at the same service.
+        # All others still work: at the gateway, at another sandbox, and at the same service.
         with served.client(EXEC_KEY) as client:
             for _ in range(20):
                 assert client.get("/health").status_code == 200
@@ -86,13 +83,13 @@ def test_services_that_write_a_byte_now_and_then(served: Served, api: httpx.Clie
                 assert client.get("/echo", headers=to(other)).status_code == 201
         for each in clients[: MANY // 2]:
             each.close()
-        # Who goes away takes along what was asked for them.
+        # A client that disconnects also ends its request.
         eventually(lambda: service.open == MANY // 2)
     eventually(lambda: not service.open)
 
 
 def test_listeners_to_events_that_never_read(served: Served, api: httpx.Client) -> None:
-    """What they leave unread is dropped beyond a bound, and they are forgotten when they hang up."""
+    """Unread events are dropped beyond a limit, and the listeners are removed when they disconnect."""
     queues = served.engine.events._queues
     before = len(queues)
     with contextlib.ExitStack() as stack:

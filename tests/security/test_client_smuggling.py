@@ -1,7 +1,7 @@
-"""A client that hides a second request in one: none comes out, at its own sandbox, at another, or at the gateway.
+"""A client that hides a second request in one: it has no effect at its own sandbox, at another, or at the gateway.
 
-Each form is a request that some server reads in another way than the next one. The server inside counts what comes
-in, and checks that it is HTTP of one meaning.
+Each form is a request that servers parse in different ways. The server inside counts the requests and checks that they
+are unambiguous HTTP.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from tests.api.served import ADMIN_KEY, EXEC_KEY, Served
 from tests.api.test_sandboxes import create
 
 FIRST_SECONDS, QUIET_SECONDS = 2, 0.25
-"""How long an answer is waited for, and how long another one: some forms are requests of which more is to come."""
+"""Timeouts of the first answer and of further ones: some forms are incomplete requests."""
 CHUNKED = b"Transfer-Encoding: chunked"
 CANONICAL = re.compile(rb"[A-Z]+ /[!-~]* HTTP/1\.1\r\n(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+: ?[\t -~\x80-\xff]*\r\n)+\r\n")
-"""A head that every server reads in one way: no bare line ends, no folded lines, no control characters."""
+"""A head that all servers parse in the same way: no bare line ends, no folded lines, no control characters."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """``first``: the request's line; ``fields``: its headers beyond Host and key; ``body``: with HIDDEN in it."""
+    """``first``: the request line; ``fields``: its headers beyond Host and key; ``body``: contains HIDDEN."""
 
     fields: tuple[bytes, ...]
     body: bytes = b"HIDDEN"
     first: bytes = b"POST / HTTP/1.1"
     end: bytes = b"\r\n"
     raw: bytes = b""
-    """The whole of it, instead; FIELDS are Host and key."""
+    """The whole request, instead of the other fields; FIELDS are Host and key."""
 
 
 def te(*fields: bytes, body: bytes = b"0\r\n\r\nHIDDEN") -> Form:
-    """Read by chunks, the body ends before HIDDEN; by its length, behind it."""
+    """Read as chunks, the body ends before HIDDEN; read by its length, it ends after HIDDEN."""
     return Form((*fields, b"Content-Length: LENGTH"), body)
 
 
@@ -46,7 +46,7 @@ def cl(*fields: bytes, body: bytes = b"HIDDEN") -> Form:
 
 
 def odd(*fields: bytes) -> Form:
-    """A header of lengths that is none, or one: a server that does not know it sees HIDDEN as the next request."""
+    """An invalid or unusual length header: a server that ignores it takes HIDDEN for the next request."""
     return Form(fields, b"HIDDEN")
 
 
@@ -59,7 +59,7 @@ FORMS: dict[str, Form] = {
     "CL twice, small last": odd(b"Content-Length: LENGTH", b"Content-Length: 0"),
     "CL in a list": odd(b"Content-Length: 0, LENGTH"),
     "CL in a list, reversed": odd(b"Content-Length: LENGTH, 0"),
-    # Lengths that are none.
+    # Invalid lengths.
     "CL with a plus": odd(b"Content-Length: +0"),
     "CL below zero": odd(b"Content-Length: -1"),
     "CL minus zero": odd(b"Content-Length: -0"),
@@ -75,7 +75,7 @@ FORMS: dict[str, Form] = {
     "CL of thousands of digits": odd(b"Content-Length: " + b"0" * 5000),
     "CL with a NUL": odd(b"Content-Length: 0\x00"),
     "CL with a vertical tab": odd(b"Content-Length: \x0b0"),
-    # Names that are none.
+    # Invalid names.
     "CL, a blank before the colon": te(b"Transfer-Encoding : chunked"),
     "TE, a tab before the colon": te(b"Transfer-Encoding\t: chunked"),
     "TE after a NUL": te(b"Transfer\x00-Encoding: chunked"),
@@ -85,7 +85,7 @@ FORMS: dict[str, Form] = {
     "TE, its value folded": te(b"Transfer-Encoding:\r\n chunked"),
     "a header without a colon": te(b"Transfer-Encoding chunked"),
     "an empty name": te(b": chunked"),
-    # Encodings that are none, or several.
+    # Invalid encodings, or several.
     "TE twice": te(CHUNKED, b"Transfer-Encoding: identity"),
     "TE twice, chunked last": te(b"Transfer-Encoding: identity", CHUNKED),
     "TE identity": te(b"Transfer-Encoding: identity"),
@@ -103,7 +103,7 @@ FORMS: dict[str, Form] = {
     "TE alone, identity": odd(b"Transfer-Encoding: identity"),
     "TE alone, twice": Form((CHUNKED, CHUNKED), b"0\r\n\r\nHIDDEN"),
     "TE of HTTP/1.0": Form((CHUNKED,), b"1\r\nx\r\n0\r\n\r\nHIDDEN", first=b"POST / HTTP/1.0"),
-    # Chunks that are none.
+    # Invalid chunks.
     "chunk of negative size": cl(CHUNKED, body=b"-1\r\nHIDDEN\r\n0\r\n\r\n"),
     "chunk with 0x": cl(CHUNKED, body=b"0x0\r\n\r\nHIDDEN"),
     "chunk with a plus": cl(CHUNKED, body=b"+0\r\n\r\nHIDDEN"),
@@ -121,14 +121,14 @@ FORMS: dict[str, Form] = {
     "an extension that is huge": cl(CHUNKED, body=b"1;" + b"a" * 200_000 + b"\r\nx\r\n0\r\n\r\nHIDDEN"),
     "trailers that are a request": cl(CHUNKED, body=b"0\r\nHIDDEN"),
     "a trailer of length": cl(CHUNKED, body=b"1\r\nx\r\n0\r\nContent-Length: 0\r\nX: HIDDEN"),
-    # Lines' ends.
+    # Line ends.
     "LF alone": Form((), raw=b"POST / HTTP/1.1\nFIELDSLF\nContent-Length: LENGTH\n\nHIDDEN"),
     "CR alone in a header": Form((b"X: 1\rContent-Length: 0\r\rHIDDENLF",), b""),
     "a request in a header": Form((b"X: 1\r\n\x00\r\nHIDDENLF",), b""),
     "empty lines before": Form(
         (b"Content-Length: LENGTH",), raw=b"\r\n\n\r\nPOST / HTTP/1.1\r\nFIELDS\r\nContent-Length: LENGTH\r\n\r\nHIDDEN"
     ),
-    # First lines.
+    # Request lines.
     "a request in the first line": Form((b"Content-Length: 0",), b"", first=b"GET /?ONELINE HTTP/1.1"),
     "two first lines": Form((b"Content-Length: 0",), b"", first=b"GET / HTTP/1.1\r\nGET /hidden HTTP/1.1"),
     "blanks in the target": Form((b"Content-Length: 0",), b"", first=b"GET / HTTP/1.1 /hidden HTTP/1.1"),
@@ -144,7 +144,7 @@ FORMS: dict[str, Form] = {
     "HTTP/2.0": Form((b"Content-Length: LENGTH",), first=b"POST / HTTP/2.0"),
     "HTTP/1.1 in other letters": Form((b"Content-Length: LENGTH",), first=b"POST / http/1.1"),
     "HTTP/2's preface": Form((), raw=b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\nHIDDEN"),
-    # Methods without a body, and changes of protocol.
+    # Methods without a body, and protocol upgrades.
     "GET with a body": Form((b"Content-Length: LENGTH",), first=b"GET / HTTP/1.1"),
     "HEAD with a body": Form((b"Content-Length: LENGTH",), first=b"HEAD / HTTP/1.1"),
     "CONNECT with a body": Form((b"Content-Length: LENGTH",), first=b"CONNECT / HTTP/1.1"),
@@ -166,7 +166,7 @@ def request(form: Form, mine: str, hidden: bytes, key: str) -> bytes:
     who = [f"Host: {mine}".encode(), f"X-API-Key: {key}".encode()]
     one_line = hidden.partition(b"\r\n")[0]
     body = form.body.replace(b"HIDDEN", hidden)
-    # A chunk that says how long it is, where HIDDEN is one.
+    # A chunk with its correct length, if it contains HIDDEN.
     body = re.sub(rb"^5c\r\n", b"%x\r\n" % len(hidden), body)
     whole = form.raw or b"\r\n".join([form.first, *who, *form.fields, b"", b""]) + body
     whole = whole.replace(b"FIELDSLF", b"\n".join(who)).replace(b"FIELDS", b"\r\n".join(who))
@@ -176,7 +176,7 @@ def request(form: Form, mine: str, hidden: bytes, key: str) -> bytes:
 
 
 def answers(served: Served, data: bytes) -> list[int]:
-    """The statuses of the answers to ``data`` but for 400: what the gateway took for a request."""
+    """The statuses of the answers to ``data`` except for 400: the requests that the gateway recognized."""
     got = b""
     with line(served) as connection:
         try:
@@ -196,7 +196,7 @@ def other(api: httpx.Client) -> dict[str, Any]:
 
 
 def check(service: Raw) -> None:
-    """Each of the requests is of one meaning, and none of them is the hidden one."""
+    """Each request is unambiguous, and none of them is the hidden one."""
     for head in service.heads:
         assert CANONICAL.fullmatch(head), head
         assert b"/hidden" not in head.partition(b"\r\n")[0], head
@@ -216,7 +216,7 @@ def test_no_second_request_reaches_a_service(
             hidden = f"GET /hidden HTTP/1.1\r\nHost: {host(victim, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n".encode()
             statuses = answers(served, request(FORMS[form], host(one, PORT), hidden, EXEC_KEY))
             assert len(statuses) <= 1, "the gateway takes it for one request, or for none"
-            # Nor is anything left over that comes before the next client's request.
+            # Nor is anything left over that precedes the next client's request.
             assert api.get("/next", headers={"Host": host(one, PORT)}).text == "ok"
             targets = [service.target(each) for each in range(len(service.heads))]
             assert targets.count("/next") == number and len(targets) <= 2 * number, targets
@@ -228,7 +228,7 @@ def test_no_second_request_reaches_a_service(
 def test_no_second_request_reaches_the_gateway(
     served: Served, api: httpx.Client, one: dict[str, Any], form: str
 ) -> None:
-    """What is hidden removes the sandbox, with a key that may."""
+    """The hidden request removes the sandbox, with a key that has the right to do so."""
     hidden = f"DELETE /sandboxes/one HTTP/1.1\r\nHost: gateway\r\nX-API-Key: {ADMIN_KEY}\r\n\r\n".encode()
     with raw(served, one) as service:
         for outer in ("gateway", host(one, PORT)):
@@ -241,8 +241,9 @@ def test_no_second_request_reaches_the_gateway(
 def test_what_may_be_read_leniently_is_passed_on_strictly(
     served: Served, one: dict[str, Any], other: dict[str, Any], end: bytes
 ) -> None:
-    """RFC 9112 lets a server take LF for a line's end, and unfold lines: what follows is a request of its own then,
-    judged by a key of its own; services inside see neither."""
+    """RFC 9112 lets a server accept LF as a line end and unfold lines: the rest is then a separate request, checked by
+    its own key; services inside see neither LF nor folded lines.
+    """
     keyed = f"POST / HTTP/1.1\r\nHost: {host(one, PORT)}\r\nX-API-Key: {EXEC_KEY}".encode() + end
     hidden = f"GET /hidden HTTP/1.1\r\nHost: {host(other, PORT)}\r\n\r\n".encode()
     with raw(served, one) as service, raw(served, other) as others:
@@ -252,7 +253,7 @@ def test_what_may_be_read_leniently_is_passed_on_strictly(
 
 
 def test_requests_that_are_two_are_two(served: Served, one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Pipelining is no attack: each is judged for itself, answered in turn, and has a body of its own."""
+    """Pipelining is allowed: each request is checked separately, answered in turn, and has its own body."""
     mine = f"Host: {host(one, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n"
     theirs = f"Host: {host(other, PORT)}\r\n"
     requests = [

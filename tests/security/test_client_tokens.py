@@ -1,4 +1,4 @@
-"""A client that has all tokens of one sandbox, at another one: its agent, its code interpreter, its own ports."""
+"""A client with all tokens of one sandbox, at another one: its agent, its code interpreter, its own ports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 import pytest
 from e2b.sandbox.signature import get_signature
 
-from sandbox_gateway.api.access import inner_token
+from sandbox_gateway.api.access.ports import inner_token
 from tests.api.inside import AGENT_PORT, PORT, Raw, at, head, line, raw, status_of, to
 from tests.api.served import EXEC_KEY, READ_KEY, Served
 from tests.api.test_sandboxes import create
@@ -34,7 +34,7 @@ PLACES: dict[str, Callable[[str], dict[str, str]]] = {
         "Authorization": f"Bearer {token}",
     },
 }
-"""Where a client may put a token."""
+"""Places for a token in a request."""
 
 
 def tokens(sandbox: dict[str, Any]) -> list[str]:
@@ -44,7 +44,7 @@ def tokens(sandbox: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def guarded(served: Served, sandbox: dict[str, Any]) -> Iterator[None]:
-    """Within: a service on each port of ``sandbox``. At the end: nobody has reached one."""
+    """Runs a service on each port of ``sandbox``; at the end, nobody has reached one."""
     with contextlib.ExitStack() as stack:
         services: list[Raw] = [stack.enter_context(raw(served, sandbox, port=port)) for port in PORTS]
         yield
@@ -53,7 +53,7 @@ def guarded(served: Served, sandbox: dict[str, Any]) -> Iterator[None]:
 
 @pytest.fixture
 def other(api: httpx.Client, one: dict[str, Any]) -> dict[str, Any]:
-    """A sibling of `one`: the two are as alike as sandboxes can be."""
+    """A sibling of `one`: the two are as similar as sandboxes can be."""
     made: dict[str, Any] = api.post("/sandboxes/one/clone", json={"names": ["other"]}).json()["sandboxes"][0]
     return made
 
@@ -121,7 +121,7 @@ def test_a_name_that_is_given_again_does_not_bring_its_tokens_along(
 ) -> None:
     api.delete("/sandboxes/one")
     again = create(api, name="one")
-    # Whose name is the id of the one that is gone.
+    # Its name is the id of the one that is gone.
     namesake = create(api, name=one["sandboxID"])
     for heir in (again, namesake):
         with guarded(served, heir):
@@ -157,7 +157,7 @@ def test_a_read_key_reaches_no_port(served: Served, anyone: httpx.Client, one: d
 def test_what_would_reach_it_is_let_through_with_a_key(
     served: Served, anyone: httpx.Client, one: dict[str, Any]
 ) -> None:
-    """The attacks above fail for their token, not for the way in which they ask."""
+    """The attacks above fail because of their token, not because of their form."""
     for port in PORTS:
         with raw(served, one, port=port) as service:
             for addressed in (to, at):

@@ -1,4 +1,4 @@
-"""A client with a key, and the root of a guest, make the gateway hold WebSocket messages that never end."""
+"""A client with a key, and the root of a guest, make the gateway buffer WebSocket messages that never end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from websockets.frames import Frame
 from websockets.sync.client import ClientConnection, connect
 from websockets.uri import WebSocketURI
 
-from sandbox_gateway.api.fragments import MOST_CONTROLS, ClientFragments, Fragments
+from sandbox_gateway.api.data_plane.fragments import MOST_CONTROLS, ClientFragments, Fragments
 from tests.api.inside import PORT, Service, host
 from tests.api.served import ADMIN_KEY
 from tests.api.test_websocket import Inside, Talk
@@ -24,9 +24,9 @@ from tests.support.waiting import eventually
 
 CLIENTS = 20
 EACH = 8 << 20
-"""Bytes that each connection sends of one message: 160 MiB of all."""
+"""Bytes of one message that each connection sends: 160 MiB in total."""
 MOST_GROWTH = 40 << 20
-"""Bytes. Held until they are whole, they were more than 160 MiB."""
+"""Bytes. Buffering until messages are complete would take more than 160 MiB."""
 Tunnels = tuple[Daemon, list[ClientConnection]]
 
 
@@ -38,7 +38,7 @@ def _daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, 
 
 @contextlib.contextmanager
 def tunnels(at: tuple[Daemon, dict[str, Any]], talk: Talk, **settings: Any) -> Iterator[Tunnels]:
-    """Connections to a service inside, each ``talk``'s there."""
+    """Connections to a service inside, which handles each with ``talk``."""
     daemon, sandbox = at
     with Service(sandbox["address"], PORT, Inside(talk, **settings).listen), contextlib.ExitStack() as stack:
         clients = []
@@ -73,7 +73,7 @@ async def deaf(connection: ServerConnection) -> None:
 
 
 def fragments(size: int) -> bytes:
-    """A message's beginning, EACH bytes in fragments of ``size``, as a client sends them."""
+    """The beginning of a message, EACH bytes in fragments of ``size``, as a client sends them."""
     length = bytes([0x80 | size]) if size < 126 else b"\xfe" + size.to_bytes(2, "big")
     return b"\x02\x81\0\0\0\0x" + (b"\x00" + length + b"\0" * 4 + b"x" * size) * (EACH // (size + 8))
 
@@ -98,7 +98,7 @@ def test_a_client_floods(_daemon: tuple[Daemon, dict[str, Any]], flood: str, ser
 
 @pytest.mark.parametrize(("size", "final"), [(0, True), (100, False), (60_000, False), (EACH, False)])
 def test_a_guest_floods(_daemon: tuple[Daemon, dict[str, Any]], size: int, final: bool) -> None:
-    """Clients that read nothing, with whole messages, fragments, or one long frame."""
+    """Clients that read nothing; whole messages, fragments, or one long frame."""
     if size < 126:
         length = bytes([size])
     else:
@@ -116,14 +116,14 @@ def test_a_guest_floods(_daemon: tuple[Daemon, dict[str, Any]], size: int, final
     with tunnels(_daemon, flood) as (daemon, _):
         before = daemon.resident()
         eventually(lambda: floods == CLIENTS, seconds=60)
-        # Nothing tells when the gateway has taken all that it will.
+        # Nothing shows when the gateway has read everything that it will read.
         most = max(peak(daemon) for _ in range(20))
         assert most - before < MOST_GROWTH
 
 
 @pytest.mark.parametrize("controls", [b"\x89\x00", b"\x8a\x00"])
 def test_thousands_of_control_frames_leave_turns_to_others(controls: bytes) -> None:
-    """In one read. Of 60 connections at once they kept everybody else waiting for seconds."""
+    """All arrive in one read. On 60 connections at once, they used to delay everybody else for seconds."""
     protocol = ClientFragments(WebSocketURI(False, "inside", 80, "/", ""), max_size=1 << 20)
     protocol.parser = Fragments.parse(protocol)
     protocol.receive_data(controls * 8000 + b"\x82\x01x")
@@ -138,7 +138,7 @@ def test_thousands_of_control_frames_leave_turns_to_others(controls: bytes) -> N
 
 
 def test_messages_pass_behind_thousands_of_control_frames(_daemon: tuple[Daemon, dict[str, Any]]) -> None:
-    """Also where the one who sends them goes on with them after the message; either way."""
+    """Even if the sender adds more of them after the message; in both directions."""
     pings, after = b"\x89\x80abcd" * 5000, b"\x8a\x80abcd" * 5000
 
     async def echo(connection: ServerConnection) -> None:
@@ -158,7 +158,7 @@ def test_messages_pass_behind_thousands_of_control_frames(_daemon: tuple[Daemon,
 
 
 def send(daemon: Daemon, clients: list[ClientConnection], data: bytes) -> int:
-    """Send ``data`` on all connections, as much of it as is taken; the most memory seen meanwhile."""
+    """Send ``data`` on all connections, as much of it as is accepted; returns the peak memory meanwhile."""
 
     def one(client: ClientConnection) -> None:
         client.socket.settimeout(5)
@@ -175,7 +175,7 @@ def send(daemon: Daemon, clients: list[ClientConnection], data: bytes) -> int:
 
 
 def peak(daemon: Daemon) -> int:
-    """How much memory the daemon has now; it answers meanwhile."""
+    """The daemon's current memory; checks that it answers meanwhile."""
     daemon.health()
     threading.Event().wait(0.1)
     return daemon.resident()

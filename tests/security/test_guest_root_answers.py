@@ -1,4 +1,4 @@
-"""Root in a sandbox has put a program of its own in the agent's place. What that answers must cost nobody else."""
+"""Root in a sandbox has replaced the agent with another program. Its answers must affect nobody else."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ import httpx
 import pytest
 
 from sandbox_gateway.engine import guest_json
-from sandbox_gateway.engine.building import _Lines
-from sandbox_gateway.engine.builds import LONGEST_LINE, Build
+from sandbox_gateway.engine.builds import LONGEST_LINE, Build, LogLines
 from sandbox_gateway.errors import Busy, Invalid
 from sandbox_gateway.hosts.rootfs_common import Tree
 from tests.api import inside, memory_host
@@ -28,9 +27,9 @@ from tests.support.waiting import eventually
 
 _MB = 1 << 20
 _LONGEST_TURN = 0.2
-"""Seconds of processor time; a third of it is usual for the largest answer there may be."""
+"""Seconds of processor time; the largest possible answer usually takes a third of it."""
 _QUADRATIC = b'"\\' * 100_000
-"""What looks like the beginning of a string at each quote, and is none: 200 KB of it took two minutes once."""
+"""Each quote looks like the beginning of a string, but is not: 200 KB of it once took two minutes."""
 
 Entry = Callable[[httpx.Client, str], httpx.Response]
 
@@ -45,7 +44,7 @@ ENTRIES: dict[str, Entry] = {
     "look": lambda client, id: client.get(f"/sandboxes/{id}"),
 }
 _GOES_ON = {"snapshot": 201, "look": 200}
-"""What does without the agent's help."""
+"""Requests that work without the agent."""
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -118,7 +117,7 @@ def test_no_number_of_a_guest_goes_on_unchecked(served: Served, one: dict[str, A
     ids=["nul", "no text", "half text", "two bytes", "four bytes", "newlines"],
 )
 def test_the_largest_output_leaves_turns_to_others(served: Served, one: dict[str, Any], output: bytes) -> None:
-    """16 MiB on each output, as any program in a sandbox may print, without being root."""
+    """16 MiB on each output, which any program in a sandbox may print, without being root."""
     data = output * (16 * _MB // len(output))
     text = base64.b64encode(data).decode()
     body = json.dumps({"exitCode": 0, "stdout": text, "stderr": text, "timedOut": False}).encode()
@@ -163,7 +162,7 @@ def _patient(served: Served) -> httpx.Client:
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_of_an_answer_without_an_end_little_is_taken(served: Served, one: dict[str, Any], entry: str) -> None:
-    """Neither is it kept: what the gateway allocates meanwhile stays within what such an answer may have."""
+    """Nor is it kept: the gateway's allocations meanwhile stay within the limit for such an answer."""
     flood, sent = endlessly(b"x" * 65536)
     with served.client() as client:
         client.post("/volumes", json={"name": "data", "sizeMB": 64})
@@ -206,7 +205,7 @@ def test_what_a_service_sends_before_its_answer_ends(served: Served, one: dict[s
             thread.join(100)
     assert first.status_code == 200
     assert answers == [502] * 10
-    # What the sockets' buffers hold; the service would send more.
+    # The sockets' buffers; the service would send more.
     assert sent[0] < 200 * _MB
 
 
@@ -243,7 +242,7 @@ def test_what_a_guest_gives_as_reason_obeys_no_terminal(
 
 
 def test_what_a_build_prints_obeys_no_terminal(served: Served) -> None:
-    """A program that a template's set-up runs: its output is the log."""
+    """A program in a template's set-up: its output is the log."""
     with served.client() as client:
         made = client.post("/templates", json={"name": "evil", "setup": ["\x1b[2J\x07true", "echo \u202e"]}).json()
         route = f"/templates/{made['templateID']}/builds/{made['buildID']}"
@@ -259,7 +258,7 @@ def _is_clean(text: str) -> None:
 
 
 def test_many_large_answers_of_one_sandbox_are_not_all_held(served: Served, one: dict[str, Any]) -> None:
-    """Eight commands at once, each answered with almost all it may have, and then nothing."""
+    """Eight commands at once, each answered with almost all of its limit, and then nothing."""
     size = guest_json.LARGEST - 1000
     body = HEAD + b"Content-Length: %d\r\n\r\n" % (size + 100) + b'{"stdout": "' + b"x" * (size - 12)
 
@@ -287,7 +286,7 @@ def test_many_large_answers_of_one_sandbox_are_not_all_held(served: Served, one:
 
 
 def test_answers_of_all_sandboxes_have_a_bound_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root in several sandboxes: each stays within its own bound, and never ends its answers."""
+    """Root in several sandboxes: each stays within its own limit, and never ends its answers."""
     monkeypatch.setattr(guest_json, "MOST_HELD_IN_ALL", 1 << 20)
 
     async def attack() -> None:
@@ -303,7 +302,7 @@ def test_answers_of_all_sandboxes_have_a_bound_in_sum(monkeypatch: pytest.Monkey
 
 
 def test_of_a_file_in_a_foreign_tree_little_is_read(tmp_path: Path) -> None:
-    """A root file system that somebody offers for a template: its /etc/passwd has a terabyte, and takes no room."""
+    """A foreign root file system for a template: its /etc/passwd is a sparse file of a terabyte."""
     (tmp_path / "etc").mkdir()
     with (tmp_path / "etc" / "passwd").open("wb") as file:
         file.truncate(1 << 40)
@@ -316,7 +315,7 @@ def test_of_a_file_in_a_foreign_tree_little_is_read(tmp_path: Path) -> None:
 
 def test_a_line_without_an_end_is_not_kept_whole() -> None:
     build = Build(template_id="t", name="t", digest="d")
-    lines = _Lines(build)
+    lines = LogLines(build)
     for _ in range(2000):
         lines.take(b"x" * 65536)
     assert len(lines._rest) <= LONGEST_LINE
@@ -325,7 +324,7 @@ def test_a_line_without_an_end_is_not_kept_whole() -> None:
 
 
 def test_an_agent_that_always_hangs_up_is_not_asked_for_ever(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a fork of it is told who it is: it accepts every connection, and ends it without an answer."""
+    """While a fork of it receives its identity: it accepts every connection and closes it without an answer."""
     asked = 0
 
     async def hang_up(_: memory_host.Machine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.hosts.kvm_xfs.bounded_log import LOG_BYTES
+from sandbox_gateway.hosts.kvm_xfs.machine.bounded_log import LOG_BYTES
 from tests.support.gateway import Gateway
 from tests.support.waiting import eventually
 
 PRINTS = 600_000
 """Each makes QEMU print 51 bytes."""
 GROWTH = 15 << 20
-"""Bytes that the gateway may grow by; what was printed is twice that."""
+"""Bytes that the gateway may grow by; the output is twice that."""
 
 # A register of virtio-pci's common configuration (queue_enable): QEMU prints that the value is wrong. The device is the
-# serial port, so that disk and network go on working.
+# serial port, so that disk and network still work.
 ATTACK = """
 import glob, mmap, os, struct, sys
 for device in glob.glob("/sys/bus/pci/devices/*"):
@@ -52,7 +52,7 @@ def box(shared_gateway: Gateway, template: str) -> Iterator[str]:
 
 
 def test_root_makes_qemu_print_without_end(shared_gateway: Gateway, box: str) -> None:
-    """The log stays within its size, the machine goes on, and the sentence about its end needs no memory."""
+    """The log stays within its size limit, the machine keeps running, and the message about its end needs no memory."""
     pid = qemu(shared_gateway, box)
     result = shared_gateway.execute(box, "python3", "-c", ATTACK, str(PRINTS), timeout=240)
     assert result["exitCode"] == 0, result
@@ -69,7 +69,7 @@ def test_root_makes_qemu_print_without_end(shared_gateway: Gateway, box: str) ->
 
 
 def test_the_log_is_read_by_the_next_gateway(shared_gateway: Gateway, box: str) -> None:
-    """It is memory of QEMU's, found again through the process."""
+    """The log is in memory of QEMU, which the gateway finds again through the process."""
     assert shared_gateway.execute(box, "python3", "-c", ATTACK, "1", timeout=60)["exitCode"] == 0
     shared_gateway.restart()
     os.kill(qemu(shared_gateway, box), signal.SIGKILL)
@@ -78,7 +78,7 @@ def test_the_log_is_read_by_the_next_gateway(shared_gateway: Gateway, box: str) 
 
 
 def test_log_of_an_older_release_is_emptied_while_its_machine_runs(shared_gateway: Gateway, box: str) -> None:
-    """Its machine appends to a file on disk. Whatever it has started with, the file is what counts here."""
+    """Its machine appends to a file on disk. The machine's original log does not matter, only the file counts here."""
     path = instance_of(shared_gateway, box) / "run" / "qemu.log"
     with path.open("ab", buffering=0) as log:
         log.write(b"said\n")
@@ -91,7 +91,7 @@ def test_log_of_an_older_release_is_emptied_while_its_machine_runs(shared_gatewa
 
 
 def instance_of(gateway: Gateway, sandbox: str) -> Path:
-    """Where its machine's files are."""
+    """The directory of its machine."""
     (found,) = (each for each in (gateway.state_root / "sandboxes" / sandbox).iterdir() if each.is_dir())
     return found
 
@@ -113,7 +113,7 @@ def detail(gateway: Gateway, sandbox: str) -> Any:
 
 
 def resident(gateway: Gateway) -> int:
-    """Bytes of memory that the gateway has."""
+    """Bytes of the gateway's memory."""
     assert gateway.process is not None
     status = Path(f"/proc/{gateway.process.pid}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) << 10

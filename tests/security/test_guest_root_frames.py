@@ -1,8 +1,9 @@
-"""Root of a virtual machine, who sends any frame they like: nothing but packets of the guest's own address leaves its
-network slot, and those only under the slot's address.
+"""Root of a virtual machine, who sends arbitrary frames: only packets of the guest's own address leave its network
+slot, and only under the slot's address.
 
-The guest is a network namespace on the slot's real tap, as in `tests/kvm_xfs/test_netns.py`. What leaves the slot is
-seen at the host's end of its veth, and ends with a packet that may pass: when that is there, all others were judged.
+The guest is a network namespace on the slot's real tap, as in `tests/kvm_xfs/test_netns.py`. The host's end of its veth
+shows the frames that leave the slot. The last one is a packet that may pass: when it arrives, all others have been
+checked.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from sandbox_gateway.hosts.kvm_xfs.netns import (
-    AGENT_PORT,
+from sandbox_gateway.hosts.addresses import AGENT_PORT
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     GATEWAY_ADDRESS,
     GUEST_ADDRESS,
     GUEST_MAC,
@@ -92,7 +93,7 @@ def ipv6(source: str, target: str, payload: bytes, protocol: int = UDP) -> bytes
 
 @dataclass(frozen=True)
 class Place:
-    """What an attacker may know of addresses."""
+    """The addresses that an attacker may know."""
 
     slot: Slot
     neighbour: Slot
@@ -235,7 +236,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 class Wire:
-    """All frames at an interface of the host's, or of a namespace's; ``incoming``: those that come in there."""
+    """All frames at an interface of the host or of a namespace; ``incoming``: only the incoming ones."""
 
     def __init__(
         self, open_in: Callable[[Callable[[], socket.socket]], socket.socket], name: str, *, incoming: bool = False
@@ -244,7 +245,7 @@ class Wire:
         self._incoming = incoming
 
     def until(self, end: bytes) -> list[bytes]:
-        """What came in, up to the frame that has ``end`` in it."""
+        """The incoming frames, up to the one that contains ``end``."""
         found: list[bytes] = []
         while not found or end not in found[-1]:
             data, address = self._socket.recvfrom(65536)
@@ -265,7 +266,7 @@ class Wire:
 
 
 def sniffer(name: str) -> socket.socket:
-    # Without a protocol until it is bound: else it has frames of all interfaces.
+    # Without a protocol until it is bound: otherwise it would receive frames of all interfaces.
     made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
     made.bind((name, ALL))
     made.settimeout(15)
@@ -273,12 +274,12 @@ def sniffer(name: str) -> socket.socket:
 
 
 def state(slot: Slot) -> list[str]:
-    """Routes, addresses and rules of a slot and of the host, and whom the slot takes its guest for."""
+    """Routes, addresses and rules of a slot and of the host, and the slot's neighbour entries for its guest."""
     shown = []
     for command in (("ip", "route"), ("ip", "-6", "route"), ("ip", "-br", "address"), ("nft", "list", "ruleset")):
         for where in ((), ("nsenter", f"--net={slot.path}")):
             output = subprocess.run([*where, *command], capture_output=True, text=True, check=True, timeout=20).stdout
-            # Of the host, what is of this slot: others come and go.
+            # On the host only the lines of this slot: others are created and removed.
             lines = [line for line in output.splitlines() if where or slot.name in line]
             shown.append("\n".join(line for line in lines if "counter" not in line))
     neighbours = subprocess.run(
@@ -310,17 +311,17 @@ class Arena:
     outside: Wire
     """The host's end of the slot's veth."""
     beyond: Wire
-    """The interface of what is elsewhere."""
+    """The interface of the machine elsewhere."""
     next_door: Wire
     """The tap of the neighbour's slot."""
 
     def finish(self) -> list[bytes]:
-        """All that left the slot; asserts that no more did than may."""
+        """The frames that left the slot; asserts that all of them were allowed to."""
         send(self.guest, [frame(udp(GUEST_ADDRESS, self.place.elsewhere, data=END))])
         left = self.outside.until(END)
         for each in left:
             (kind,) = struct.unpack(">H", each[12:14])
-            # The kernel of the slot asks for its neighbour's MAC itself.
+            # The kernel of the slot itself asks for its neighbour's MAC.
             assert kind in (IPV4, ARP), each.hex()
             if kind == IPV4:
                 assert socket.inet_ntoa(each[26:30]) == self.place.slot.host_address, each.hex()
@@ -372,7 +373,7 @@ def test_nothing_but_its_own_packets_leaves_a_slot(attack: str) -> None:
 
 @contextlib.contextmanager
 def listening(place: Place) -> Iterator[Callable[[], list[bytes]]]:
-    """Within: sockets of the host's at all its addresses, by which it would notice what reaches it."""
+    """Opens sockets at all of the host's addresses, which would notice any packet."""
     with contextlib.ExitStack() as stack:
         opened = []
         for port in (PORT, 67, 68):
@@ -395,7 +396,7 @@ def listening(place: Place) -> Iterator[Callable[[], list[bytes]]]:
 
 
 def test_whole_fragments_of_its_own_pass() -> None:
-    """What is refused above is refused for what it is, not for being sent as raw frames, or in pieces."""
+    """The attacks above fail because of their content, not because they are raw or fragmented frames."""
 
     async def test(w: World, arena: Arena) -> None:
         data = os.urandom(8).hex().encode() * 4

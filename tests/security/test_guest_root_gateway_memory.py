@@ -1,4 +1,4 @@
-"""Root in a sandbox tries to fill the gateway's memory with what it makes the gateway keep."""
+"""Root in a sandbox tries to fill the gateway's memory with data that the gateway stores."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from sandbox_gateway.api.metrics import Metrics
-from sandbox_gateway.engine.building import _Lines
-from sandbox_gateway.engine.builds import Build
-from sandbox_gateway.hosts.kvm_xfs.layout import Instance
-from sandbox_gateway.hosts.kvm_xfs.qemu import Machine
+from sandbox_gateway.engine.builds import Build, LogLines
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
+from sandbox_gateway.hosts.kvm_xfs.machine.qemu import Machine
 
 MB = 1 << 20
 EVENT = {"event": "RTC_CHANGE", "data": {"offset": 1}, "timestamp": {"seconds": 1, "microseconds": 1}}
@@ -54,7 +53,7 @@ def test_events_of_a_machine_are_not_kept(tmp_path: Path) -> None:
 
 
 def grown(work: Callable[[], None]) -> int:
-    """The most memory that ``work`` had, in bytes."""
+    """The peak memory of ``work`` in bytes."""
     tracemalloc.start()
     try:
         work()
@@ -64,11 +63,11 @@ def grown(work: Callable[[], None]) -> int:
 
 
 def test_setup_command_that_prints_without_end() -> None:
-    """Without the end of a line, and in lines: neither is kept, and the last lines, which tell why it failed, are."""
+    """With and without line ends: neither is kept, but the last lines are, because they explain the failure."""
     build = Build("", "", "")
 
     def attack() -> None:
-        lines = _Lines(build)
+        lines = LogLines(build)
         for _ in range(1000):
             lines.take(b"x" * 65536)
         for number in range(2000):
@@ -85,7 +84,7 @@ def test_setup_command_that_prints_without_end() -> None:
 
 def test_log_of_a_build_is_whole_where_it_is_short() -> None:
     build = Build("", "", "")
-    lines = _Lines(build)
+    lines = LogLines(build)
     for piece in (b"a", b"b\nc", b"\n", b"d"):
         lines.take(piece)
     lines.flush()
@@ -94,7 +93,8 @@ def test_log_of_a_build_is_whole_where_it_is_short() -> None:
 
 
 def test_statuses_that_a_guest_invents_are_one_in_the_metrics() -> None:
-    engine: Any = SimpleNamespace(sandboxes=list, snapshots=lambda kinds: [])
+    nothing = SimpleNamespace(list=lambda *kinds: [])
+    engine: Any = SimpleNamespace(sandboxes=nothing, snapshots=nothing)
     metrics = Metrics(cast(Any, engine))
     for status in range(200, 600):
         metrics.request("GET", "data plane", status, 0.1)

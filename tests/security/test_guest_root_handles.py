@@ -1,5 +1,5 @@
-"""Root of a virtual machine, who speaks NFS themselves, with everything another sandbox knows of its volume: file
-handles, the export's name, ports and addresses. (Handles that are made up, and paths: `tests/kvm_xfs`.)
+"""Root of a virtual machine, with a custom NFS client and everything that another sandbox knows of its volume: file
+handles, the export's name, ports and addresses. (Made-up handles and paths: `tests/kvm_xfs`.)
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts.kvm_xfs.netns import GATEWAY_ADDRESS, Slot, volume_address
-from sandbox_gateway.hosts.kvm_xfs.volume_server import format_image
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, Slot, volume_address
+from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
 from sandbox_gateway.records import new_id
 from tests.kvm_xfs.test_netns import Guest, inside
 from tests.kvm_xfs.test_volume_server import CUT_OFF, Stand, Volume, stand, status_of
@@ -26,7 +26,7 @@ SECRET = b"of another sandbox"
 
 
 class Victim:
-    """A volume with a secret, in use by a sandbox, whose root has told all it knows."""
+    """A volume with a secret, in use by a sandbox, whose root has revealed everything it knows."""
 
     def __init__(self, slot: Slot, guest: Guest, volume: Volume) -> None:
         self.slot, self.guest, self.volume = slot, guest, volume
@@ -52,7 +52,7 @@ def with_victim(xfs_root: Path, test: Callable[[Stand, Victim], Awaitable[None]]
 
 
 def try_all(client: Nfs, victim: Victim) -> None:
-    """Every procedure that would tell or change something, with the victim's handles."""
+    """Call every procedure that would reveal or change something, with the victim's handles."""
     for attempt in (
         lambda: client.getattr(victim.root),
         lambda: client.lookup(victim.root, "secret"),
@@ -86,7 +86,7 @@ def test_handles_of_another_volume_are_none_at_ones_own(xfs_root: Path, uid: int
         ):
             with pytest.raises(REFUSED):
                 mixed()
-        # One handle made of two: whose volume it names, and which file.
+        # Two handles combined into one: the volume of one and the file of the other.
         for place in range(4, len(victim.file)):
             made_up = file[:place] + victim.file[place:], victim.file[:place] + file[place:]
             for handle in made_up:
@@ -116,7 +116,7 @@ def test_ports_of_another_volume_are_shut_whatever_way_they_are_asked(xfs_root: 
                                 address, port, seconds=0.4, source=source
                             ),
                         )
-        # By the servers' own address not even one's own.
+        # At the servers' own address, not even its own volume.
         with pytest.raises((*CUT_OFF, OSError)):
             inside(attacker.path, lambda: Mount(volume_address(s.network), own.port + 1, seconds=0.4))
         victim.is_well()
@@ -138,7 +138,7 @@ def test_another_volumes_export_cannot_be_mounted(xfs_root: Path) -> None:
             "/" * 1000,
         ):
             assert status_of(own.mount, attacker, path) != nfs3.OK
-        # Read as C does, this is one's own.
+        # Parsed as a C string, this is its own volume.
         assert own.mount(attacker, f"/{own.id}\0/{theirs}") == own.mount(attacker)
         with inside(attacker.path, lambda: Mount(GATEWAY_ADDRESS, own.port + 1)) as mount:
             assert theirs not in str(mount.exports())
@@ -148,7 +148,7 @@ def test_another_volumes_export_cannot_be_mounted(xfs_root: Path) -> None:
 
 
 def test_handles_end_with_the_mount_and_do_not_come_back_with_the_port(xfs_root: Path) -> None:
-    """A sandbox that had a volume has its handles for ever; the port is another volume's later."""
+    """A sandbox keeps a volume's handles forever; the port later belongs to another volume."""
 
     async def test(s: Stand, victim: Victim) -> None:
         slot, heir = await s.guest()

@@ -1,5 +1,5 @@
-"""Root of a sandbox, whose own program answers in the agent's place or at any other port: what it says as HTTP harms
-nobody but its own sandbox. (What it says as JSON: `test_guest_root_agent_answers`.)
+"""Root of a sandbox, whose own program answers in the agent's place or at any other port: its HTTP harms only its own
+sandbox. (For its JSON, see `test_guest_root_agent_answers`.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sandbox_gateway.engine import engine
+from sandbox_gateway.engine import commands
 from tests.api.inside import AGENT_PORT, PORT, Handler, Raw, Service, address, eventually, raw, reply, to
 from tests.api.served import EXEC_KEY, Served
 from tests.api.test_sandboxes import create
@@ -24,27 +24,27 @@ CALLS = (
     ("POST", "/v1/sandboxes/one/ping", None),
     ("GET", "/sandboxes/one", None),
 )
-"""All that asks an agent something for a client with a small key."""
+"""Every request to an agent that a client with a limited key can cause."""
 OK = b"HTTP/1.1 200 OK\r\n"
 ELSEWHERE = 47113
-"""A port on which the test listens, where the gateway is sent by answers."""
+"""A port on which the test listens; answers redirect the gateway there."""
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_PING_SECONDS", 2)
+    monkeypatch.setattr(commands, "_PING_SECONDS", 2)
 
 
 @pytest.fixture
 def elsewhere(served: Served) -> Iterator[Raw]:
-    """A service of the host's own."""
+    """A service of the host itself."""
     canary = Raw()
     with Service("127.0.0.1", ELSEWHERE, canary.listen):
         yield canary
 
 
 class Probe:
-    """Asks for `/health` and for another sandbox's port, all the while."""
+    """Keeps sending requests to `/health` and to another sandbox's port."""
 
     def __init__(self, served: Served, other: dict[str, Any]) -> None:
         self._served = served
@@ -75,7 +75,7 @@ class Probe:
 
 
 def pours(piece: bytes, most: int | None = None) -> Handler:
-    """Sends ``piece`` again and again: without end, or so many times."""
+    """Sends ``piece`` repeatedly: without end, or ``most`` times."""
 
     async def pour(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         sent = 0
@@ -184,7 +184,7 @@ def test_what_a_service_has_compressed_is_passed_on_as_it_is(
         assert b"".join(told.iter_raw()) == BOMB
 
 
-# --- connections that are used again --------------------------------------------------------------------------------
+# --- reused connections ---------------------------------------------------------------------------------------------
 
 POISONED: dict[str, bytes] = {
     "two answers at once": reply(body=b"first") + reply(body=b"poison"),
@@ -200,7 +200,7 @@ POISONED: dict[str, bytes] = {
         for size in (16 << 10, 64 << 10, 256 << 10)
     },
 }
-"""What a service says to one request, and more; also where the answer is as long as some buffer."""
+"""An answer to one request with additional bytes; also with answers as long as common buffers."""
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])
@@ -220,7 +220,7 @@ def test_an_answer_too_many_is_not_the_next_clients(
 def test_a_body_where_none_may_be_is_not_the_next_answer(
     served: Served, api: httpx.Client, one: dict[str, Any]
 ) -> None:
-    """A service that answers HEAD with a body of its client's choice, as sloppy ones do."""
+    """A service that answers HEAD with a body of its client's choice, like some careless ones."""
     with raw(served, one, reply(body=reply(body=b"poison")), reply(body=b"second")):
         api.head("/", headers=to(one, PORT))
         assert api.get("/", headers=to(one, PORT)).text == "second"
@@ -245,7 +245,7 @@ def test_nothing_of_one_machine_or_port_is_an_answer_of_another(
 def test_what_is_said_before_it_is_asked_is_taken_by_nobody_else(
     served: Served, api: httpx.Client, one: dict[str, Any]
 ) -> None:
-    """A service that answers as soon as it is connected to, and then each request: it is always one ahead."""
+    """A service that answers on connect and then each request, so it is always one answer ahead."""
 
     async def listen(where: str, port: int) -> asyncio.Server:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,7 +1,7 @@
 """Root in a sandbox attacks over the network: metadata services, the host's connection table, other sandboxes.
 
-The guest is a network namespace on a real slot (see ``tests.kvm_xfs.test_netns``): its packets take the path that
-those of a virtual machine take.
+The guest is a network namespace on a real slot (see ``tests.kvm_xfs.test_netns``): its packets take the same path as
+those of a virtual machine.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.hosts.jail_zfs.commands import Commands
-from sandbox_gateway.hosts.jail_zfs.epair import Bridge
-from sandbox_gateway.hosts.jail_zfs.pf import jail_rules
-from sandbox_gateway.hosts.kvm_xfs import netns
-from sandbox_gateway.hosts.kvm_xfs.netns import GATEWAY_ADDRESS, GUEST_MAC, Slot
+from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
+from sandbox_gateway.hosts.jail_zfs.network.pf import jail_rules
+from sandbox_gateway.hosts.kvm_xfs.network import rules
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, GUEST_MAC, Slot
 from sandbox_gateway.records import NetworkPolicy
 from tests.kvm_xfs.test_netns import METADATA, METADATA_SERVICES, OPEN, Guest, inside, open_tap, run, world
 
@@ -88,7 +88,7 @@ def test_a_name_server_at_a_metadata_address_answers_names_alone(policy: Network
 @pytest.mark.parametrize("policy", [OPEN, EVERYTHING, HALVES, NEIGHBOURS])
 def test_a_jails_rules_block_metadata_before_they_allow_anything(policy: NetworkPolicy) -> None:
     bridge = Bridge(Commands(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
-    rules = jail_rules(bridge, bridge.cable(7), policy, ["9.9.9.9"]).splitlines()
+    rules = jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"]).splitlines()
     allowed = next(at for at, rule in enumerate(rules) if rule.startswith("pass in"))
     for network in ("169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32"):
         assert rules.index(f"block return in quick on sbxbr inet from 10.231.0.7 to {network}") < allowed
@@ -97,7 +97,7 @@ def test_a_jails_rules_block_metadata_before_they_allow_anything(policy: Network
 def test_a_jails_rules_open_the_metadata_that_an_entry_names() -> None:
     bridge = Bridge(Commands(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     policy = NetworkPolicy(allow_out=["0.0.0.0/0", "169.254.170.2"])
-    rules = jail_rules(bridge, bridge.cable(7), policy, [AZURE]).splitlines()
+    rules = jail_rules(bridge, bridge.epair(7), policy, [AZURE]).splitlines()
     here = "quick on sbxbr inet"
     block = rules.index(f"block return in {here} from 10.231.0.7 to 169.254.0.0/16")
     for opened in (
@@ -108,14 +108,14 @@ def test_a_jails_rules_open_the_metadata_that_an_entry_names() -> None:
     assert rules.index(f"pass in {here} from 10.231.0.7 to any") > block
 
 
-# --- the tables that all namespaces share ----------------------------------------------------------------------
+# --- tables that all namespaces share --------------------------------------------------------------------------
 
 FEW = 300
 BLACK_HOLE = 9
 
 
 def output_in(space: Path, *argv: str) -> str:
-    """What a command prints that runs in a network namespace."""
+    """The output of a command in a network namespace."""
     argv = ("nsenter", f"--net={space}", *argv)
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20).stdout
 
@@ -161,7 +161,7 @@ def send_syns(guest: Guest, address: str, count: int) -> None:
 def test_a_flood_of_connections_leaves_the_tables_to_others(
     flood: Callable[[Guest, str, int], None], target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(netns, "MOST_CONNECTIONS", FEW, raising=False)
+    monkeypatch.setattr(rules, "MOST_CONNECTIONS", FEW, raising=False)
 
     async def test() -> None:
         async with world() as w:
@@ -204,8 +204,8 @@ def test_a_sandbox_has_4096_connections_and_no_more() -> None:
 
 
 def test_ends_of_connections_that_the_host_does_not_see_do_not_widen_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reset that lives as far as the slot: the slot forgets the connection within seconds, the host in days."""
-    monkeypatch.setattr(netns, "MOST_CONNECTIONS", FEW, raising=False)
+    """A reset that reaches only the slot: the slot forgets the connection within seconds, the host within days."""
+    monkeypatch.setattr(rules, "MOST_CONNECTIONS", FEW, raising=False)
 
     async def test() -> None:
         async with world() as w:

@@ -1,4 +1,4 @@
-"""Root in a real machine stops the agent and listens in its place: the gateway goes on serving others."""
+"""Root in a real machine stops the agent and listens in its place: the gateway keeps serving others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.security.hostile import while_served
 from tests.support.gateway import TEMPLATE, Gateway
 from tests.support.waiting import eventually
 
-# Whatever it is asked, it answers with 200 KB of what looks like the beginning of a string at each quote.
+# It answers every request with 200 KB in which each quote looks like the beginning of a string.
 HOSTILE = """
 import socket, threading
 BODY = b'"' + bytes([92])
@@ -75,7 +75,7 @@ def test_the_gateway_goes_on_serving_others(shared_gateway: Gateway, evil: str) 
         seen = while_served(gateway.client, lambda: gateway.client.get(f"/sandboxes/{evil}", timeout=_SECONDS))
         assert seen.status_code == 200 and seen.json()["diverged"] is None
         assert gateway.execute(other, "echo", "served")["stdout"] == "served\n"
-        # It is told who it is where it answers, too.
+        # It receives its identity as well, if it answers.
         fork = while_served(gateway.client, _post(gateway, "/snapshots/of-evil-memory/fork", {"name": "evil-fork"}))
         assert fork.status_code == 500, fork.text
     finally:

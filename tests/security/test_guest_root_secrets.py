@@ -6,11 +6,11 @@ import asyncio
 import threading
 from pathlib import Path
 
-from sandbox_gateway.hosts.kvm_xfs import rootfs
+from sandbox_gateway.hosts.kvm_xfs.template import apt, debian
 
 PASSWORD = "s3cret-of-the-proxy"
 OPTIONS = [f'Acquire::https::Proxy "http://user:{PASSWORD}@127.0.0.1:9"', 'Acquire::Retries "1"']
-"""The mirror speaks HTTP: nothing goes by way of that proxy."""
+"""The mirror speaks HTTP, which does not use that proxy."""
 
 
 def test_password_of_a_proxy_is_in_no_template_and_no_command_line(need_root: None, tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_password_of_a_proxy_is_in_no_template_and_no_command_line(need_root: No
     done = threading.Event()
 
     def look() -> None:
-        """As `ps` does."""
+        """Like `ps`."""
         while not done.wait(0.05):
             for entry in Path("/proc").glob("[0-9]*"):
                 try:
@@ -43,7 +43,7 @@ def test_password_of_a_proxy_is_in_no_template_and_no_command_line(need_root: No
 
 async def build(work: Path) -> None:
     suite = "bookworm"
-    options = [*await rootfs._apt_options(), *OPTIONS]
+    options = [*await apt.apt_options(), *OPTIONS]
     sources = work / "host.sources"
-    sources.write_text(rootfs.host_sources(suite).replace("https://", "http://"))
-    await rootfs._debootstrap(suite, ["ca-certificates"], options, [str(sources)], work, print)
+    sources.write_text(apt.host_sources(suite).replace("https://", "http://"))
+    await debian.debootstrap(suite, ["ca-certificates"], options, [str(sources)], work, print)

@@ -1,4 +1,4 @@
-"""Root in a sandbox chose words that a gateway repeats; somebody reads them at a terminal."""
+"""Root in a sandbox chooses text that a gateway repeats; somebody reads it at a terminal."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_json_means_the_same() -> None:
 
 @pytest.fixture
 def evil_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway of which everything is as a guest would have it, as an older one may be."""
+    """A gateway whose answers all contain hostile text, as an older gateway might pass it on."""
 
     def call(_: object, method: str, route: str, *__: Any, **___: Any) -> Any:
         if route.endswith("/exec"):
             return {"exitCode": 0, "stdout": "\x1b[31mred\x1b[0m", "stderr": "\x1b[0m", "timedOut": False}
         if method == "DELETE":
-            raise failure.refused(409, {"kind": "in_use", "message": EVIL, "blockers": [EVIL]})
+            raise failure.failure_from_answer(409, {"kind": "in_use", "message": EVIL, "blockers": [EVIL]})
         return {"name": "one", "description": EVIL, "stuck": [EVIL], "metadata": {EVIL: EVIL}, "names": [EVIL]}
 
     def events(*_: Any) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,5 +1,5 @@
-"""Root in a sandbox attacks the server of its volume: what the server could do for it once taken over, and what it
-tells and serves of others. See ``tests.kvm_xfs.test_volume_server`` for made-up paths, names and handles.
+"""Root in a sandbox attacks the server of its volume: the abilities of a compromised server, and what it reveals and
+serves of other volumes. See ``tests.kvm_xfs.test_volume_server`` for made-up paths, names and handles.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts.kvm_xfs.cgroup import CONTROLLERS, Cgroups
-from sandbox_gateway.hosts.kvm_xfs.netns import AGENT_PORT, CODE_PORT, GATEWAY_ADDRESS, volume_gateway
+from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT
+from sandbox_gateway.hosts.kvm_xfs.machine.cgroup import CONTROLLERS, Cgroups
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, volume_address, volume_gateway
 from tests.kvm_xfs.test_netns import inside
 from tests.kvm_xfs.test_volume_server import CUT_OFF, Run, Stand, killed, output, run, status_of
 from tests.support import nfs3
@@ -59,6 +60,7 @@ def test_a_server_takes_of_the_host_what_its_groups_give(run: Run) -> None:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         offered = Cgroups(s.network.prefix, "volumes")._hierarchies
+        assert offered, "this machine lends no cgroup controllers, so no limit can be tested"
         mine = await asyncio.to_thread(Path(f"/proc/{volume.pid}/cgroup").read_text)
         for controller in CONTROLLERS:
             if hierarchy := offered.get(controller):
@@ -104,7 +106,7 @@ def test_from_a_servers_place_no_agent_is_reached_nor_anything_else(run: Run) ->
         host = s.stack.enter_context(socket.create_server(("0.0.0.0", 0)))
         await volume.serve({slot: False})
         targets = [[each.host_address, port] for each in (slot, other) for port in (AGENT_PORT, CODE_PORT, 8000)]
-        gateways = (slot.veth_address, str(s.servers._address), "127.0.0.1", "198.18.0.1")
+        gateways = (slot.veth_address, volume_address(s.network), "127.0.0.1", "198.18.0.1")
         targets += [[address, host.getsockname()[1]] for address in gateways]
         command = ["nsenter", f"--net=/proc/{volume.pid}/ns/net", sys.executable, "-c", REACH, json.dumps(targets)]
         assert json.loads(await asyncio.to_thread(output, *command)) == []
@@ -114,10 +116,10 @@ def test_from_a_servers_place_no_agent_is_reached_nor_anything_else(run: Run) ->
 
 FORBIDDEN = """
 import ctypes, os, socket, sys
-from sandbox_gateway.hosts.kvm_xfs import volume_launcher
-from sandbox_gateway.hosts.kvm_xfs.seccomp import file_server_filter
+from sandbox_gateway.hosts.kvm_xfs.volumes import launcher
+from sandbox_gateway.hosts.kvm_xfs.volumes.seccomp import file_server_filter
 import threading
-volume_launcher._drop_privileges(file_server_filter())
+launcher._drop_privileges(file_server_filter())
 libc = ctypes.CDLL(None, use_errno=True)
 def refused(what, call):
     try:
@@ -191,7 +193,7 @@ def test_the_list_of_exports_names_no_address_of_another_sandbox(run: Run) -> No
                 ((path, clients),) = mount.exports()
             assert path == f"/{volume.id}"
             told = {ipaddress.IPv4Interface(client).ip for client in clients}
-            # Of the sandboxes' network the list has the host's own address on the servers' link alone.
+            # In the sandboxes' network, the list contains only the host's own address on the servers' link.
             assert {str(address) for address in told if address in subnet} <= {volume_gateway(s.network)}
 
     run(test)

@@ -1,4 +1,4 @@
-"""An ordinary user of the host, or a guest that broke into a process that serves it, looks for what is not its own."""
+"""An ordinary user of the host, or a guest that has broken into a process that serves it, looks for others' files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sandbox_gateway import command
-from sandbox_gateway.hosts.jail_zfs import zfs_command
+from sandbox_gateway.zfs import process
 from tests.support import session
 from tests.support.gateway import TEMPLATE, Gateway
 from tests.support.jail_world import JailZfsWorld
@@ -20,7 +20,7 @@ from tests.support.live import Live
 SECRETS = {"SANDBOX_GATEWAY_TOKEN": "s3cret", "https_proxy": "http://user:s3cret@proxy", "NOTIFY_SOCKET": "/run/notify"}
 NOBODY = 65534
 
-# Paths are no secret: `ps` shows those of a machine's files.
+# Paths are not secret: `ps` shows those of a machine's files.
 READ = """
 import json, sys
 found = []
@@ -35,7 +35,7 @@ print(json.dumps(found))
 
 
 def readable(paths: list[Path]) -> list[str]:
-    """Those that a user without any rights can read."""
+    """The files that a user without any rights can read."""
     done = subprocess.run(
         ["/usr/bin/python3", "-I", "-c", READ],
         input=json.dumps([str(path) for path in paths]),
@@ -58,7 +58,7 @@ def files(gateway: Gateway) -> list[Path]:
 
 @pytest.fixture
 def busy(gateway: Callable[..., Gateway], monkeypatch: pytest.MonkeyPatch) -> Gateway:
-    """A gateway that was started with secrets in its environment, with something of each kind."""
+    """A gateway that was started with secrets in its environment, with one object of each kind."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     made = gateway()
@@ -111,7 +111,7 @@ def test_commands_have_no_secret_in_their_environment(monkeypatch: pytest.Monkey
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     assert "s3cret" not in command.run(["env"], timeout=10, env={"MORE": "x"}).stdout
-    assert not SECRETS.keys() & zfs_command._environment().keys()
+    assert not SECRETS.keys() & process._environment().keys()
     assert command.proxy_settings() == {"https_proxy": SECRETS["https_proxy"]}
 
 
@@ -129,12 +129,12 @@ def processes(path: str) -> list[tuple[int, str]]:
 
 
 def test_a_user_of_a_jail_host_gets_to_no_program_of_a_jail(jail_zfs_world: JailZfsWorld) -> None:
-    """Root in a jail can make one that runs as root for whoever starts it."""
+    """Root in a jail can create a program that runs as root for any user who starts it."""
     live = Live(jail_zfs_world.host(config := jail_zfs_world.config()), config)
     try:
         host: Any = live.engine.host
         for name in ("sandboxes", "retired", "volumes"):
-            place = host._storage.mountpoint / name
+            place = host._storage.root.mountpoint / name
             assert place.stat().st_mode & 0o777 == 0o700, name
     finally:
         live.close()

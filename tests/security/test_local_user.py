@@ -21,7 +21,7 @@ _NOBODY = 65534
 def test_a_state_directory_of_somebody_else_is_refused(
     need_root: None, tmp_path: Path, variable: str, command: str, kind: str
 ) -> None:
-    """As /var/tmp/grove-sandbox that a user makes before the first demo, with a virtual environment in it."""
+    """For example /var/tmp/grove-sandbox, made by a user before the first demo, with a virtual environment in it."""
     state, ran = tmp_path / "state", tmp_path / "ran"
     place = tmp_path / "theirs" if kind == "link" else state
     python = place / "gateway" / "venv" / "bin" / "python"

@@ -1,4 +1,4 @@
-"""A user of a jail host, without any right on it, asks the agent of a jail: it has the gateway's own address there.
+"""A user of a jail host, without any rights there, connects to the agent of a jail from the gateway's own address.
 
 The agent is a process of this machine that takes the loopback address for its gateway.
 """
@@ -21,14 +21,15 @@ from sandbox_gateway.engine import agent as agent_client
 from sandbox_gateway.engine.agent import AgentClient, Identity
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Endpoint
-from sandbox_gateway.hosts.jail_zfs import rootfs
+from sandbox_gateway.hosts.jail_zfs.jail import identity
 
 ADDRESS = "127.0.0.1"
 TOKEN = "the sandbox's own token"
 AGENT = f"""
 import functools, sys
 sys.path.insert(0, sys.argv[1])
-from sandbox_agent import agent, identity, system
+from sandbox_agent import agent
+from sandbox_agent.machine import identity, system
 agent.Identity = functools.partial(identity.Identity, run=sys.argv[2])
 system.gateway_address = lambda: {ADDRESS!r}
 server, _ = agent.build({ADDRESS!r}, 0, 0, managed=False, line="")
@@ -39,7 +40,7 @@ server.serve()
 
 @pytest.fixture
 def run_directory(tmp_path: Path) -> Path:
-    rootfs.write_gateway_key(tmp_path)
+    identity.write_gateway_key(tmp_path)
     return tmp_path
 
 
@@ -65,7 +66,7 @@ def ask(port: int, path: str, body: dict[str, object], headers: dict[str, str] |
 
 
 def identify(port: int, key: str, monkeypatch: pytest.MonkeyPatch) -> AgentClient:
-    """As the gateway does it."""
+    """Send an identity as the gateway does."""
     monkeypatch.setattr(agent_client, "AGENT_PORT", port)
     client = AgentClient(Endpoint(ADDRESS, key=key), TOKEN)
     identity = Identity("0123456789ab", "one", TOKEN, {}, [])
@@ -90,7 +91,7 @@ def test_a_local_user_takes_over_no_jail_before_the_gateway_has_identified_it(
 def test_a_local_user_takes_over_no_jail_afterwards(
     port: int, run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = identify(port, rootfs.gateway_key(run_directory), monkeypatch)
+    client = identify(port, identity.gateway_key(run_directory), monkeypatch)
     assert ask(port, "/identity", TAKE_OVER) == 401
     assert ask(port, "/mounts", {"mounts": []}) == 401
     assert ask(port, "/exec", RUN) == 401
@@ -104,9 +105,9 @@ def test_without_the_key_even_the_gateway_is_refused(port: int, monkeypatch: pyt
 
 
 def test_the_key_is_roots_alone_and_another_at_each_start(run_directory: Path) -> None:
-    first = rootfs.gateway_key(run_directory)
+    first = identity.gateway_key(run_directory)
     assert len(first) == 64
     assert stat.S_IMODE((run_directory / "gateway-key").stat().st_mode) == 0o600
-    rootfs.write_gateway_key(run_directory)
-    assert rootfs.gateway_key(run_directory) not in ("", first)
-    assert rootfs.gateway_key(run_directory / "nowhere") == ""
+    identity.write_gateway_key(run_directory)
+    assert identity.gateway_key(run_directory) not in ("", first)
+    assert identity.gateway_key(run_directory / "nowhere") == ""

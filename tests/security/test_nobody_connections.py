@@ -1,4 +1,4 @@
-"""Nobody, who has no key, opens connections and says little or nothing on them; TCP, and TLS."""
+"""Nobody, who has no key, opens connections and sends little or nothing on them; TCP and TLS."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.support.daemon import Daemon
 from tests.support.waiting import eventually
 
 FILES = 400
-"""Descriptors of the daemon: of them it gives half to connections, and to what these need inside."""
+"""The daemon's limit of descriptors: it reserves half of them for connections and their counterparts inside."""
 CONNECTIONS, PER_ADDRESS = 90, 40
 REQUEST_SECONDS, STALLED_SECONDS = 2, 3
 CUT_OFF_SECONDS = 45
-"""How long a busy machine may take to notice."""
+"""The longest time that a busy machine may take to notice."""
 ATTACKER, OTHERS = "127.0.0.2", [f"127.0.0.{number}" for number in range(3, 20)]
 
 
@@ -44,7 +44,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 class Target:
-    """A daemon, and how to reach it over TCP."""
+    """A daemon and its TCP clients."""
 
     def __init__(self, daemon: Daemon, cert: str) -> None:
         self.daemon = daemon
@@ -56,7 +56,7 @@ class Target:
         return socket.create_connection(("127.0.0.1", self.daemon.port), timeout=30, source_address=(source, 0))
 
     def line(self, source: str = ATTACKER) -> socket.socket:
-        """One that a request can be sent on. Raises OSError when it was refused."""
+        """A connection that can carry a request. Raises OSError when it was refused."""
         connection = self.bare(source)
         if self.tls is None:
             return connection
@@ -67,7 +67,7 @@ class Target:
             raise
 
     def client(self) -> httpx.Client:
-        """With a key, from an address of its own."""
+        """A client with a key, from its own address."""
         return httpx.Client(
             base_url=f"{'https' if self.tls else 'http'}://127.0.0.1:{self.daemon.port}",
             headers={"X-API-Key": ADMIN_KEY},
@@ -100,7 +100,7 @@ def _target(
 
 @pytest.fixture
 def target(_target: Target) -> Iterator[Target]:
-    """Afterwards no connection is left."""
+    """Checks afterwards that no connection is left."""
     yield _target
     eventually(lambda: _target.daemon.metric("sandbox_gateway_connections") == 0, seconds=CUT_OFF_SECONDS)
 
@@ -116,7 +116,7 @@ def head(request: str, *fields: str) -> bytes:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Has the gateway closed it? What it answered before that is read."""
+    """Whether the gateway has closed it; reads any answer before that."""
     connection.settimeout(0.05)
     try:
         while connection.recv(65536):
@@ -147,7 +147,7 @@ def cut_off(connection: socket.socket, meanwhile: Callable[[], object] = lambda:
 
 
 def test_connections_that_say_nothing(target: Target, held: contextlib.ExitStack) -> None:
-    """More than there are descriptors, from one address and then from many."""
+    """More connections than descriptors, from one address and then from many."""
     held_open = [held.enter_context(target.bare()) for _ in range(FILES + 100)]
     target.others_are_served()
     assert target.daemon.metric("sandbox_gateway_connections") <= PER_ADDRESS + 1
@@ -160,13 +160,13 @@ def test_connections_that_say_nothing(target: Target, held: contextlib.ExitStack
         for reason in ("too many connections", "too many connections of one address")
     }
     assert min(refused.values()) > 100
-    # They are still there, and the time they had is over.
+    # They are still open, and their time is over.
     eventually(lambda: all(map(is_closed, held_open)), seconds=CUT_OFF_SECONDS)
     target.others_are_served()
 
 
 def test_those_that_come_again_and_again(target: Target, held: contextlib.ExitStack) -> None:
-    """Whoever is cut off opens the next one."""
+    """Clients that reconnect as soon as they are cut off."""
     lines: list[socket.socket] = []
     deadline = time.monotonic() + 3 * REQUEST_SECONDS
     while time.monotonic() < deadline:
@@ -202,7 +202,7 @@ BEGINNINGS = {
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 @pytest.mark.parametrize("dribble", [b"", b"x"])
 def test_a_request_that_never_ends(target: Target, beginning: str, dribble: bytes) -> None:
-    """It stops, or goes on with a byte now and then."""
+    """It stops, or continues with a byte now and then."""
     if beginning == "nothing":
         dribble = dribble and b"G"
     with target.line() as connection:
@@ -226,7 +226,7 @@ def test_a_request_whose_sender_hangs_up_halfway(target: Target) -> None:
 
 
 def test_a_handshake_that_never_ends(target: Target) -> None:
-    """To a port with TLS: bytes that begin a record which is much longer. To one without: what is no request."""
+    """To a port with TLS: the beginning of a record that is much longer. To a port without TLS: not HTTP."""
     with target.bare() as connection:
         connection.sendall(b"\x16\x03\x01\x40\x00\x01")
         cut_off(connection, lambda: connection.sendall(b"\0"))
@@ -254,7 +254,7 @@ def test_an_idle_connection_is_kept_for_the_next_request(target: Target) -> None
 
 
 def test_a_slow_upload_to_a_sandbox_passes(target: Target) -> None:
-    """It takes longer than a request may, yet goes on; one that stands still does not."""
+    """An upload may take longer than a request may, as long as it makes progress; a stalled one is cut off."""
     fields = (
         *(f"X-API-Key: {ADMIN_KEY}", "Transfer-Encoding: chunked"),
         *(f"E2b-Sandbox-Id: {target.sandbox['sandboxID']}", "E2b-Sandbox-Port: 49983"),
@@ -275,5 +275,5 @@ def test_a_slow_upload_to_a_sandbox_passes(target: Target) -> None:
 def test_the_log_is_not_flooded(target: Target) -> None:
     text = target.daemon.log.read_text()
     assert 1 <= text.count('"connections closed"') < 100
-    # A fault of ours would be one that anybody can cause.
+    # A traceback of ours would be one that anybody can cause.
     assert "Traceback" not in text and '"event": "bug"' not in text, text[-4000:]

@@ -1,4 +1,4 @@
-"""Someone without a key tries to fill the host's disk: each request that is refused is a line of the log."""
+"""Someone without a key tries to fill the host's disk: each rejected request is a line of the log."""
 
 from __future__ import annotations
 

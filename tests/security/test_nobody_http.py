@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from sandbox_gateway.api.auth import OPEN_PATHS
+from sandbox_gateway.api.access.auth import OPEN_PATHS
 from tests.api.served import ADMIN_KEY, Served
 from tests.security.hostile import Turns
 from tests.security.routes import OVERRIDES, SPELLINGS, VERBS, Caller, Target, routes, templates
@@ -28,7 +28,7 @@ NO_KEYS: dict[str, dict[str, str]] = {
 
 @pytest.fixture
 def there(attacked: Target) -> Iterator[Target]:
-    """Nothing of it may change, so all attacks have the same one."""
+    """Attacks must not change anything on it, so all of them share it."""
     before = attacked.state()
     yield attacked
     assert attacked.state() == before and attacked.events == attacked.agent_calls == []
@@ -41,7 +41,7 @@ def refuses(there: Target, caller: Caller, method: str, spelled: str, **headers:
     if path in OPEN_PATHS:
         assert status in (200, 405), told
     else:
-        # 400: the server itself refused what is no request.
+        # 400: the server itself rejected an invalid request.
         assert status in (400, 401), told
     assert "one" not in body.split('"') and not any(secret in body for secret in there.secrets), told
 
@@ -80,7 +80,7 @@ def test_no_header_stands_in_for_a_key(there: Target, header: dict[str, str]) ->
 
 @pytest.mark.parametrize("key", ["", ADMIN_KEY])
 def test_bodies_of_small_pieces_leave_turns_to_others(served: Served, key: str) -> None:
-    """Ten thousands of them fit into one read: with 20 connections `/health` took 19 s."""
+    """Tens of thousands of them fit into one read: with 20 connections, `/health` used to take 19 s."""
     request = f"POST /sandboxes HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection, Turns(served) as turns:
         connection.sendall(request + b"1\r\nx\r\n" * 200_000 + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")

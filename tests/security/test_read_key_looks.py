@@ -1,4 +1,4 @@
-"""A client whose key may only read looks at sandboxes whose agents were replaced: neither may cost anybody else."""
+"""A client with a read-only key reads sandboxes whose agents were replaced: this must not affect others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.api.served import READ_KEY, Served
 from tests.security.hostile import endlessly, make, replaced, while_served, whole
 
 _LIMIT = 20
-"""Seconds: generous for two, and less than the thirty that an agent once could take."""
+"""Seconds: plenty for two, and less than the thirty that an agent could once take."""
 _SEVERAL = 24
 
 

@@ -1,4 +1,4 @@
-"""Clients with a key of too small a scope (read, exec) at every route of the control plane."""
+"""Clients whose key has too small a scope (read, exec) at every route of the control plane."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from urllib.parse import unquote
 
 import pytest
 
-from sandbox_gateway.api.auth import OPEN_PATHS
+from sandbox_gateway.api.access.auth import OPEN_PATHS
 from tests.api.served import EXEC_KEY, READ_KEY
 from tests.security.routes import OVERRIDES, READING, SPELLINGS, VERBS, Caller, Target, routes
 
 READER, RUNNER = {"X-API-Key": READ_KEY}, {"X-API-Key": EXEC_KEY}
 BODY = json.dumps({"args": ["write", "stolen", "1"], "code": "1", "name": "new", "templateID": "base"}).encode()
-"""Good for `exec` and `eval`, and for making a sandbox."""
+"""Valid for `exec` and `eval`, and for creating a sandbox."""
 EXECUTES = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
-"""Where a key of scope exec may POST, as docs/api.md says."""
+"""Routes to which a key of scope exec may POST, according to docs/api.md."""
 
 
 @pytest.fixture
 def there(attacked: Target) -> Iterator[Target]:
-    """Nothing of it may change but for what programs write inside, so all attacks have the same one."""
+    """Only programs may write inside; otherwise attacks must not change anything on it, so all of them share it."""
     before = attacked.state()
     attacked.agent_calls.clear()
     yield attacked
@@ -38,7 +38,7 @@ def attack(there: Target, caller: Caller, method: str, spelled: str, allowed: bo
     if allowed or path_of(spelled) in OPEN_PATHS:
         assert status < 500, told
     else:
-        # 400: the server itself refused what is no request.
+        # 400: the server itself rejected an invalid request.
         assert status in (400, 403), told
 
 

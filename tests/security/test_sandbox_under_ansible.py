@@ -1,5 +1,5 @@
-"""A sandbox under Ansible, root inside or owner of its metadata, that wants code to run on the control node, to fill
-its memory, or to write on its terminal. On the oldest and the newest release of ansible-core.
+"""A sandbox under Ansible, whose root or metadata owner wants to run code on the control node, fill its memory, or
+write to its terminal. On the oldest and the newest release of ansible-core.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.collection.conftest import seeded
-from tests.collection.double_gateway import DoubleGateway, serve
-from tests.support import cores
+from tests.support import cores, faulty_gateway
+from tests.support.faulty_gateway import FaultyGateway
 from tests.support.liar import ENDED, LAST, STARTED, Liar, frame, output, printed
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m"
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.parametrize("core", cores.EACH)
 
 
 class Trap:
-    """Templates that make a file, ``mark``, where somebody evaluates them."""
+    """Templates that create a file, ``mark``, wherever they are evaluated."""
 
     def __init__(self, folder: Path) -> None:
         self.mark = folder / "owned"
@@ -46,35 +45,45 @@ def trap(tmp_path: Path) -> Trap:
     return Trap(tmp_path)
 
 
-class Hostile(DoubleGateway):
-    """Of whose sandboxes every text is ``text`` that decides nothing; with ``refuse`` it refuses all that changes."""
+class Hostile:
+    """A gateway that returns ``text`` in every free text of its sandboxes; with ``refuse``, it rejects all changes."""
 
-    text = ""
-    refuse = False
+    def __init__(self, gateway: FaultyGateway) -> None:
+        self.text = ""
+        self.refuse = False
+        self.url = gateway.url
+        self._gateway = gateway
+        gateway.intercept, gateway.rewrite = self._refuse, self._rewrite
 
-    def answer(
-        self, method: str, target: str, body: dict[str, Any] | None, key: str = ""
-    ) -> tuple[int, Any, dict[str, str]]:
+    def _refuse(self, method: str, _target: str) -> tuple[int, Any] | None:
         if self.refuse and method != "GET":
-            return 409, {"message": self.text, "kind": "conflict", "blockers": [self.text]}, {}
-        status, data, headers = super().answer(method, target, body, key)
+            return 409, {"message": self.text, "kind": "conflict", "blockers": [self.text]}
+        return None
+
+    def _rewrite(self, _method: str, target: str, status: int, data: Any) -> tuple[int, Any]:
         if target.startswith("/sandboxes?") and self.text:
             for each in data:
                 each.update(dict.fromkeys(("stateReason", "address", "backend", "parentSandboxID"), self.text))
-        return status, data, headers
+        return status, data
+
+    def answer_all(self, status: int, data: Any) -> None:
+        """Answer every request with this."""
+        self._gateway.intercept = lambda *_: (status, data)
+
+    def add(self, name: str, metadata: dict[str, str]) -> None:
+        self._gateway.request("POST", "/sandboxes", {"templateID": "base", "name": name, "metadata": metadata})
+
+
+@pytest.fixture(scope="module")
+def _faulty() -> Iterator[FaultyGateway]:
+    with faulty_gateway.serve() as gateway:
+        yield gateway
 
 
 @pytest.fixture
-def gateway() -> Hostile:
-    """With a sandbox called web."""
-    made = Hostile()
-    made.__dict__.update(seeded().__dict__)
-    return made
-
-
-def add(gateway: DoubleGateway, name: str, metadata: dict[str, str]) -> None:
-    status, made, _ = gateway.answer("POST", "/sandboxes", {"templateID": "base", "name": name, "metadata": metadata})
-    assert status == 201, made
+def gateway(_faulty: FaultyGateway) -> Iterator[Hostile]:
+    yield Hostile(_faulty)
+    _faulty.reset()
 
 
 # --- templates -------------------------------------------------------------------------------------------------------
@@ -82,64 +91,62 @@ def add(gateway: DoubleGateway, name: str, metadata: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("cached", [False, True], ids=["asked", "cached"])
 def test_metadata_is_no_template(core: str, gateway: Hostile, trap: Trap, tmp_path: Path, cached: bool) -> None:
-    """In variables, in what `compose`, `groups` and `keyed_groups` make of them, and from a cache."""
-    add(gateway, "web", dict(trap.texts))
+    """In variables, in the results of `compose`, `groups` and `keyed_groups`, and from a cache."""
+    gateway.add("web", dict(trap.texts))
     gateway.text = trap.texts["header"]
     inventory = tmp_path / "sandboxes.yml"
-    with serve(gateway) as url:
-        content: dict[str, Any] = {
-            "plugin": "grove.sandbox.sandboxes",
-            "gateways": [{"url": url}],
-            "strict": True,
-            "compose": {
-                **{f"composed_{name}": f"grove_sandbox.metadata.{name}" for name in trap.texts},
-                "joined": "grove_sandbox.metadata.values() | join('')",
-                "cut": "grove_sandbox.metadata.header[0:]",
-                "inside": "{'list': [grove_sandbox.metadata.header]}",
-            },
-            "groups": {"any": "grove_sandbox.metadata.header | length > 3"},
-            "keyed_groups": [{"key": "grove_sandbox.metadata.header"}, {"key": "grove_sandbox.address"}],
-        }
-        if cached:
-            content |= {"cache": True, "cache_plugin": "ansible.builtin.jsonfile", "cache_connection": "cache"}
-        inventory.write_text(json.dumps(content))
-        names = [*content["compose"], "group_names", *(f"grove_sandbox.metadata.{name}" for name in trap.texts)]
-        names += [f"grove_sandbox.{name}" for name in ("address", "backend", "state_reason", "parent_sandbox_id")]
-        tasks = [
-            *({"ansible.builtin.debug": {"msg": f"{{{{ {name} }}}}"}} for name in names),
-            *({"ansible.builtin.debug": {"var": name}} for name in names),
-            {"ansible.builtin.debug": {"msg": "{{ grove_sandbox }}"}},
-            {"ansible.builtin.set_fact": {"again": "{{ grove_sandbox }}"}},
-            {"ansible.builtin.debug": {"msg": "{{ again.metadata.header }}{{ hostvars.web.joined }}"}},
-        ]
-        for _ in range(2 if cached else 1):
-            said = cores.play(core, tmp_path, inventory, {"hosts": "any", "tasks": tasks})
-            assert f"ok={len(tasks)}" in said, said
-            assert said.count("variable_start_string") > 5, said
-            assert not trap.mark.exists(), said
+    content: dict[str, Any] = {
+        "plugin": "grove.sandbox.sandboxes",
+        "gateways": [{"url": gateway.url}],
+        "strict": True,
+        "compose": {
+            **{f"composed_{name}": f"grove_sandbox.metadata.{name}" for name in trap.texts},
+            "joined": "grove_sandbox.metadata.values() | join('')",
+            "cut": "grove_sandbox.metadata.header[0:]",
+            "inside": "{'list': [grove_sandbox.metadata.header]}",
+        },
+        "groups": {"any": "grove_sandbox.metadata.header | length > 3"},
+        "keyed_groups": [{"key": "grove_sandbox.metadata.header"}, {"key": "grove_sandbox.address"}],
+    }
+    if cached:
+        content |= {"cache": True, "cache_plugin": "ansible.builtin.jsonfile", "cache_connection": "cache"}
+    inventory.write_text(json.dumps(content))
+    names = [*content["compose"], "group_names", *(f"grove_sandbox.metadata.{name}" for name in trap.texts)]
+    names += [f"grove_sandbox.{name}" for name in ("address", "backend", "state_reason", "parent_sandbox_id")]
+    tasks = [
+        *({"ansible.builtin.debug": {"msg": f"{{{{ {name} }}}}"}} for name in names),
+        *({"ansible.builtin.debug": {"var": name}} for name in names),
+        {"ansible.builtin.debug": {"msg": "{{ grove_sandbox }}"}},
+        {"ansible.builtin.set_fact": {"again": "{{ grove_sandbox }}"}},
+        {"ansible.builtin.debug": {"msg": "{{ again.metadata.header }}{{ hostvars.web.joined }}"}},
+    ]
+    for _ in range(2 if cached else 1):
+        said = cores.play(core, tmp_path, inventory, {"hosts": "any", "tasks": tasks})
+        assert f"ok={len(tasks)}" in said, said
+        assert said.count("variable_start_string") > 5, said
+        assert not trap.mark.exists(), said
 
 
 @pytest.mark.parametrize("key", ["__ansible_unsafe", "__ansible_vault", "__ansible_type"])
 def test_metadata_is_no_mark_of_ansible(core: str, gateway: Hostile, tmp_path: Path, key: str) -> None:
-    """Some keys of mappings are marks to Ansible's own JSON, which a cache is read with."""
-    add(gateway, "web", {key: "_AnsibleTaggedStr", "value": "{{ 1 }}", "tags": "TrustedAsTemplate"})
-    add(gateway, "other", {})
+    """Some keys of mappings have a special meaning in Ansible's own JSON, which is the format of a cache."""
+    gateway.add("web", {key: "_AnsibleTaggedStr", "value": "{{ 1 }}", "tags": "TrustedAsTemplate"})
+    gateway.add("other", {})
     inventory = tmp_path / "sandboxes.yml"
-    with serve(gateway) as url:
-        cache = {"cache": True, "cache_plugin": "ansible.builtin.jsonfile", "cache_connection": "cache"}
-        content = {"plugin": "grove.sandbox.sandboxes", "gateways": [{"url": url}], "strict": True, **cache}
-        inventory.write_text(json.dumps(content))
-        for _ in range(2):
-            found = cores.run(core, "inventory", "-i", inventory, "--graph", cwd=tmp_path)
-            assert found.returncode == 0 and "--web" in found.stdout and "--other" in found.stdout, found.stderr
-        task = {"grove.sandbox.sandbox_info": {"gateway_url": url}, "register": "found"}
-        said = {"ansible.builtin.debug": {"msg": "{{ found.sandboxes | map(attribute='name') | sort | join(' ') }}"}}
-        local = {
-            "hosts": "localhost",
-            "connection": "local",
-            "tasks": [task, {**task, "environment": {"A": "b"}}, said],
-        }
-        names = cores.play(core, tmp_path, "localhost,", local)
+    cache = {"cache": True, "cache_plugin": "ansible.builtin.jsonfile", "cache_connection": "cache"}
+    content = {"plugin": "grove.sandbox.sandboxes", "gateways": [{"url": gateway.url}], "strict": True, **cache}
+    inventory.write_text(json.dumps(content))
+    for _ in range(2):
+        found = cores.run(core, "inventory", "-i", inventory, "--graph", cwd=tmp_path)
+        assert found.returncode == 0 and "--web" in found.stdout and "--other" in found.stdout, found.stderr
+    task = {"grove.sandbox.sandbox_info": {"gateway_url": gateway.url}, "register": "found"}
+    said = {"ansible.builtin.debug": {"msg": "{{ found.sandboxes | map(attribute='name') | sort | join(' ') }}"}}
+    local = {
+        "hosts": "localhost",
+        "connection": "local",
+        "tasks": [task, {**task, "environment": {"A": "b"}}, said],
+    }
+    names = cores.play(core, tmp_path, "localhost,", local)
     assert "other web" in names, names
 
 
@@ -152,41 +159,40 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_results_are_no_templates(core: str, gateway: Hostile, trap: Trap, tmp_path: Path, way: str) -> None:
-    """What a module returns, whether it succeeds or fails, alone or in a loop."""
-    add(gateway, "web", dict(trap.texts))
+    """The results of a module, whether it succeeds or fails, alone or in a loop."""
+    gateway.add("web", dict(trap.texts))
     gateway.refuse, gateway.text = True, trap.all
-    with serve(gateway) as url:
-        common = {**WAYS[way], "ignore_errors": True}
-        info = {"grove.sandbox.sandbox_info": {"gateway_url": url}, **common}
-        refused = {"grove.sandbox.sandbox": {"gateway_url": url, "name": "web", "state": "absent"}, **common}
-        tasks: list[dict[str, Any]] = [
-            {**info, "register": "found"},
-            {**refused, "register": "refused", "diff": True},
-            {**refused, "register": "loop", "loop": [1]},
-        ]
-        values = ["found.sandboxes[0].metadata." + name for name in trap.texts]
-        values += [
-            "found.sandboxes[0].address",
-            "refused.msg",
-            "refused.failure.message",
-            "refused.failure.blockers[0]",
-        ]
-        values += ["loop.results[0].msg", "loop.results[0].failure.message", "found", "refused", "loop"]
-        for value in values:
-            tasks.append({"ansible.builtin.debug": {"msg": f"{{{{ {value} }}}}"}})
-            tasks.append({"ansible.builtin.set_fact": {"kept": f"{{{{ {value} }}}}"}})
-            tasks.append({"ansible.builtin.debug": {"msg": "{{ kept }}"}})
-        said = cores.play(core, tmp_path, "localhost,", {"hosts": "localhost", "connection": "local", "tasks": tasks})
+    common = {**WAYS[way], "ignore_errors": True}
+    info = {"grove.sandbox.sandbox_info": {"gateway_url": gateway.url}, **common}
+    refused = {"grove.sandbox.sandbox": {"gateway_url": gateway.url, "name": "web", "state": "absent"}, **common}
+    tasks: list[dict[str, Any]] = [
+        {**info, "register": "found"},
+        {**refused, "register": "refused", "diff": True},
+        {**refused, "register": "loop", "loop": [1]},
+    ]
+    values = ["found.sandboxes[0].metadata." + name for name in trap.texts]
+    values += [
+        "found.sandboxes[0].address",
+        "refused.msg",
+        "refused.failure.message",
+        "refused.failure.blockers[0]",
+    ]
+    values += ["loop.results[0].msg", "loop.results[0].failure.message", "found", "refused", "loop"]
+    for value in values:
+        tasks.append({"ansible.builtin.debug": {"msg": f"{{{{ {value} }}}}"}})
+        tasks.append({"ansible.builtin.set_fact": {"kept": f"{{{{ {value} }}}}"}})
+        tasks.append({"ansible.builtin.debug": {"msg": "{{ kept }}"}})
+    said = cores.play(core, tmp_path, "localhost,", {"hosts": "localhost", "connection": "local", "tasks": tasks})
     assert f"ok={len(tasks)}" in said, said
     assert said.count("variable_start_string") > len(values), said
     assert not trap.mark.exists(), said
 
 
-# --- what an agent answers -------------------------------------------------------------------------------------------
+# --- answers of an agent ---------------------------------------------------------------------------------------------
 
 
 def endless() -> Iterator[bytes]:
-    """64 MiB, which is the largest that a test cares to send."""
+    """64 MiB: large enough for a test."""
     yield STARTED
     piece = output(bytes(64 << 10))
     for _ in range(1 << 10):
@@ -211,7 +217,7 @@ def ending(end: dict[str, Any]) -> bytes:
 
 
 def lies(trap: Trap) -> dict[str, tuple[Any, str]]:
-    """By name: the answer of the agent, and what the task is to say of it."""
+    """By name: the agent's answer, and the expected message of the task."""
     digits = b'{"event":{"end":{"exited":true,"exitCode":' + b"9" * 5000 + b"}}}"
     nonsense = "does not answer as agents do"
     text = trap.all
@@ -240,7 +246,7 @@ def lies(trap: Trap) -> dict[str, tuple[Any, str]]:
 
 
 def test_an_agent_that_lies(core: str, trap: Trap, tmp_path: Path) -> None:
-    """Each lie is a sentence of its host, which is no template, and costs a bounded amount of memory."""
+    """Each lie becomes a message of its host, is not evaluated as a template, and uses a limited amount of memory."""
     told = lies(trap)
     liar = Liar({name: lie for name, (lie, _) in told.items()})
     results = tmp_path / "results.json"
@@ -284,16 +290,11 @@ def test_an_agent_that_lies(core: str, trap: Trap, tmp_path: Path) -> None:
 
 
 def test_what_a_gateway_quotes_stays_off_the_terminal(core: str, gateway: Hostile, tmp_path: Path) -> None:
-    """A warning of the inventory is printed as it is."""
-
-    def refuse(*_: Any) -> tuple[int, Any, dict[str, str]]:
-        return 502, {"message": f"the sandbox says {ESCAPE}hello", "kind": "backend_failed"}, {}
-
-    gateway.answer = refuse  # type: ignore[method-assign]
+    """The inventory prints a warning unchanged."""
+    gateway.answer_all(502, {"message": f"the sandbox says {ESCAPE}hello", "kind": "backend_failed"})
     inventory = tmp_path / "sandboxes.yml"
-    with serve(gateway) as url:
-        inventory.write_text(json.dumps({"plugin": "grove.sandbox.sandboxes", "gateways": [{"url": url}]}))
-        found = cores.run(core, "inventory", "-i", inventory, "--list", cwd=tmp_path)
+    inventory.write_text(json.dumps({"plugin": "grove.sandbox.sandboxes", "gateways": [{"url": gateway.url}]}))
+    found = cores.run(core, "inventory", "-i", inventory, "--list", cwd=tmp_path)
     assert "the sandbox says" in " ".join(found.stderr.split()) and "hello" in found.stderr, found.stderr
     assert not {"\x1b", "\x07", "\x9b"} & set(found.stdout + found.stderr)
 

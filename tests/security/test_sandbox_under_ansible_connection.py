@@ -1,6 +1,6 @@
-"""A sandbox under Ansible, root inside, whose interpreter returns what it likes: it wants the next task, the gateway's
-key, or the content of a file of the control node, sent to an address of its choice. Its host is one of `add_host` or of
-a static inventory: of those that our inventory plugin lists, the plugin itself knows the gateway.
+"""A sandbox under Ansible, root inside, whose interpreter returns arbitrary data: it wants the next task, the gateway's
+key, or the content of a file of the control node, sent to an address of its choice. Its host comes from `add_host` or
+from a static inventory: for hosts from our inventory plugin, the plugin itself knows the gateway.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from tests.api.served import EXEC_KEY
-from tests.collection.conftest import seeded
-from tests.collection.double_gateway import serve
 from tests.support import cores
 from tests.support.liar import Liar, facts, printed
 
@@ -29,7 +27,7 @@ PING: dict[str, Any] = {"ansible.builtin.ping": None}
 
 @pytest.fixture
 def thief() -> Iterator[Liar]:
-    """Where the sandbox wants it all to go."""
+    """The address to which the sandbox wants to redirect everything."""
     with Liar().serve() as made:
         yield made
 
@@ -41,7 +39,7 @@ def gateway() -> Iterator[Liar]:
 
 
 class Files:
-    """On the control node: the key, and one that is nobody's business."""
+    """On the control node: the key, and an unrelated secret file."""
 
     def __init__(self, folder: Path) -> None:
         self.key = folder / "key"
@@ -82,16 +80,16 @@ def unharmed(said: str, gateway: Liar, thief: Liar) -> None:
 
 
 def refused(said: str, name: str) -> None:
-    """The host is unreachable, in a sentence that names the variable."""
+    """The host is unreachable, with a message that names the variable."""
     assert re.search(r"guest +: ok=\d+ +changed=\d+ +unreachable=1", said), said
     assert name in said and "must not come from facts" in said, said
 
 
 def test_what_add_host_says_is_enough(core: str, gateway: Liar, files: Files, tmp_path: Path) -> None:
-    """The control: as our playbooks use it, nothing is refused; also by `delegate_to`, from a loop."""
+    """The control: nothing is rejected as our playbooks use it; also by `delegate_to`, from a loop."""
     hosts = added(gateway, files)
     (guest,) = hosts["tasks"]
-    # The sandbox of a host without ansible_host has its name.
+    # Without ansible_host, the name of the host is the name of the sandbox.
     named = {key: value for key, value in guest["ansible.builtin.add_host"].items() if key != "ansible_host"}
     hosts["tasks"].append({"ansible.builtin.add_host": {**named, "name": "named"}})
     delegated = {**TASK, "delegate_to": "{{ item }}", "loop": ["guest", "named"]}
@@ -135,7 +133,7 @@ def test_each_fact_alone(core: str, gateway: Liar, thief: Liar, files: Files, tm
 
 @pytest.mark.parametrize("way", ["add_host", "delegate_to", "handler", "loop"])
 def test_facts(core: str, gateway: Liar, thief: Liar, files: Files, tmp_path: Path, way: str) -> None:
-    """Returned by any module, they take neither the next task, nor that of another way to the host."""
+    """Facts from any module redirect neither the next task, nor a task of another connection to the host."""
     gateway.lies["0123456789ab"] = facts(**lies(thief, files))
     plays: list[dict[str, Any]] = [{"hosts": "guest", "tasks": [PING, TASK]}]
     if way == "delegate_to":
@@ -160,9 +158,9 @@ def test_a_fact_that_names_another_host(
     (guest,) = hosts["tasks"]
     variables = guest["ansible.builtin.add_host"]
     if way == "name":
-        # Its sandbox has its name.
+        # The name of its host is the name of its sandbox.
         del variables["ansible_host"]
-    # A host of the operator's with other variables, as far as the sandbox can name them in facts.
+    # Another host of the operator, with other variables, as far as the sandbox can name them in facts.
     other = {**variables, "name": "other", "ansible_sandbox_gateway_url": thief.url}
     hosts["tasks"].append({"ansible.builtin.add_host": other})
     sandbox = variables.get("ansible_host", "guest")
@@ -177,7 +175,7 @@ def test_a_fact_that_names_another_host(
 
 
 def test_facts_that_are_cached(core: str, gateway: Liar, thief: Liar, files: Files, tmp_path: Path) -> None:
-    """A lie of yesterday, in the cache of facts, counts before the first task of today."""
+    """An earlier lie in the fact cache takes effect before today's first task."""
     gateway.lies["0123456789ab"] = facts(**lies(thief, files))
     cache = {
         "ANSIBLE_CACHE_PLUGIN": "ansible.builtin.jsonfile",
@@ -203,7 +201,7 @@ SET: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", SET)
 def test_results(core: str, gateway: Liar, thief: Liar, files: Files, tmp_path: Path, way: str) -> None:
-    """What a play itself keeps of what a sandbox printed, under a name of the connection's."""
+    """A play registers a sandbox's output under the name of a connection variable."""
     gateway.lies["0123456789ab"] = printed(thief.url)
     (tmp_path / "fetched.yml").write_text(json.dumps(lies(thief, files)))
     tasks = [{**TASK, "register": "got"}, SET[way], TASK]
@@ -214,7 +212,7 @@ def test_results(core: str, gateway: Liar, thief: Liar, files: Files, tmp_path: 
 
 @pytest.mark.parametrize("where", ["play", "task"])
 def test_vars_of_a_play(core: str, gateway: Liar, thief: Liar, files: Files, tmp_path: Path, where: str) -> None:
-    """They see facts, and nobody can tell them from facts."""
+    """They see facts, and cannot be distinguished from facts."""
     gateway.lies["0123456789ab"] = facts(elsewhere=thief.url)
     lie = {"vars": {"ansible_sandbox_gateway_url": "{{ elsewhere | default('" + gateway.url + "') }}"}}
     book = {"hosts": "guest", "tasks": [PING, {**TASK, **(lie if where == "task" else {})}]}
@@ -225,7 +223,7 @@ def test_vars_of_a_play(core: str, gateway: Liar, thief: Liar, files: Files, tmp
 
 @pytest.mark.parametrize("lie", ["value", "missing", "hostvars"])
 def test_templates_in_host_vars(core: str, gateway: Liar, thief: Liar, files: Files, tmp_path: Path, lie: str) -> None:
-    """A variable of the inventory may be a template, of the inventory's variables alone: facts do not get into it."""
+    """A variable of the inventory may be a template, but only of inventory variables: facts cannot get into it."""
     templates = {
         "value": "{{ address }}",
         "missing": "{{ ansible_facts.address | default(ansible_local.address) | default(address) }}",
@@ -256,7 +254,7 @@ def test_host_vars_group_vars_and_the_command_line(
     files: Files,
     tmp_path: Path,
 ) -> None:
-    """All that is the operator's counts, in files beside the inventory and the playbook, and by `-e`."""
+    """All variables of the operator apply, in files beside the inventory and the playbook, and by `-e`."""
     places = {
         "group_vars/all.yml": {"ansible_sandbox_gateway_url": thief.url},
         "group_vars/sandboxes.yml": {"ansible_sandbox_gateway_url": gateway.url},
@@ -276,32 +274,51 @@ def test_host_vars_group_vars_and_the_command_line(
 
 
 def test_a_host_of_our_inventory(core: str, gateway: Liar, thief: Liar, files: Files, tmp_path: Path) -> None:
-    """Of a sandbox that the inventory plugin listed, only the plugin says where it is; facts give no key, either."""
-    double = seeded()
-    _, made, _ = double.answer("POST", "/sandboxes", {"templateID": "base", "name": "guest"})
+    """For a sandbox from the inventory plugin, only the plugin decides its address; nor can facts set the key."""
+    made = {"sandboxID": "0123456789ab", "name": "guest", "templateID": "base", "snapshotID": "base"}
+    gateway.listed = [{**made, "backend": "kvm_xfs"}]
     inventory = tmp_path / "sandboxes.yml"
-    with serve(double) as url:
-        listed = {"url": url, "token_file": str(files.key)}
-        inventory.write_text(json.dumps({"plugin": "grove.sandbox.sandboxes", "gateways": [listed], "strict": True}))
-        # The stand-in has no agents: of its sandboxes the liar speaks.
-        cache = {"cache": True, "cache_plugin": "ansible.builtin.jsonfile", "cache_connection": str(tmp_path / "cache")}
-        inventory.write_text(json.dumps({**json.loads(inventory.read_text()), **cache}))
-        cores.run(core, "inventory", "-i", inventory, "--list", cwd=tmp_path)
-    (kept,) = (tmp_path / "cache").iterdir()
-    kept.write_text(kept.read_text().replace(url, gateway.url))
-    inventory.write_text(inventory.read_text().replace(url, gateway.url))
+    listed = {"url": gateway.url, "token_file": str(files.key)}
+    inventory.write_text(json.dumps({"plugin": "grove.sandbox.sandboxes", "gateways": [listed], "strict": True}))
     gateway.lies[made["sandboxID"]] = facts(**lies(thief, files))
     said = cores.play(core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING, TASK]})
     unharmed(said, gateway, thief)
-    assert "ok=2" in said and len(gateway.asked) == 2, said
+    assert "ok=2" in said and len([each for each in gateway.asked if "E2b-Sandbox-Id" in each]) == 2, said
     gateway.lies[made["sandboxID"]] = facts(ansible_sandbox_gateway_token=SECRET)
     said = cores.play(core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING, TASK]})
     unharmed(said, gateway, thief)
     refused(said, "ansible_sandbox_gateway_token")
 
 
+def test_a_gateway_that_lists_the_sandbox_of_another(
+    core: str, gateway: Liar, thief: Liar, files: Files, tmp_path: Path
+) -> None:
+    """A gateway that later lists another's sandbox id gets no task for that sandbox, and no key except its own."""
+    mine = {"sandboxID": "0123456789ab", "name": "guest", "templateID": "base", "snapshotID": "base"}
+    gateway.listed, thief.listed = [mine], [{**mine, "name": "other"}]
+    inventory = tmp_path / "sandboxes.yml"
+    gateways = [
+        {"name": "ours", "url": gateway.url, "token_file": str(files.key)},
+        {"name": "theirs", "url": thief.url, "token": "key-of-the-other"},
+    ]
+    content = {"plugin": "grove.sandbox.sandboxes", "gateways": gateways, "strict": True}
+    inventory.write_text(json.dumps(content))
+    plays = [{"hosts": "guest.ours", "tasks": [TASK]}]
+    said = cores.play(core, tmp_path, inventory, *plays, {"hosts": "other.theirs", "tasks": [TASK]})
+    assert said.count("unreachable=0") == 2, said
+    for place, key in ((gateway, KEY), (thief, "key-of-the-other")):
+        tasks = [headers for headers in place.asked if "E2b-Sandbox-Id" in headers]
+        assert [headers["E2b-Sandbox-Id"] for headers in tasks] == ["0123456789ab"] and place.keys() == {key}
+    # The host's own key goes to the gateway where the inventory found that host.
+    own = {"ansible_sandbox_gateway_token": EXEC_KEY}
+    (tmp_path / "host_vars").mkdir()
+    (tmp_path / "host_vars" / "guest.ours.yml").write_text(json.dumps(own))
+    cores.play(core, tmp_path, inventory, *plays)
+    assert gateway.keys() == {KEY, EXEC_KEY} and thief.keys() == {"key-of-the-other"}
+
+
 def test_the_key_is_shown_nowhere(core: str, gateway: Liar, files: Files, tmp_path: Path) -> None:
-    """Neither with all verbosity, nor in facts, their cache, a log, or the file of hosts to try again."""
+    """Neither at full verbosity, nor in facts, their cache, a log, or the file of hosts to retry."""
     gateway.lies["0123456789ab"] = facts(harmless="{{ lookup('ansible.builtin.file', '" + str(files.key) + "') }}")
     shown = [
         PING,

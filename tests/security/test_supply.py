@@ -1,7 +1,7 @@
 """Attacker: anyone who controls the package index that a host or a developer installs from. Target: root there.
 
-The index is a mirror on this machine: the pinned files, as they are, and what the attacker puts in their place. The
-role's own task file installs from it, with a real pip into a real virtual environment.
+The index is a mirror on this machine: the pinned files, and the attacker's replacements. The role's own task file
+installs from it, with a real pip into a real virtual environment.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ GATEWAY = session.REPOSITORY / "gateway"
 PACK = session.REPOSITORY / "roles" / "gateway" / "files" / "pack.py"
 LISTS = tuple(GATEWAY.glob("requirements*.txt"))
 CHANGED, MODULE = "annotated-doc", "annotated_doc"
-"""The package that the attacker changes: one that pip fetches early, so that the tests are quick."""
+"""The package that the attacker changes: pip fetches it early, so that the tests are quick."""
 _INSTALL_SECONDS = 300
 
 
 class Mirror(ThreadingHTTPServer):
-    """A package index. ``files``: what it serves, by file name; ``asked``: the projects it was asked for."""
+    """A package index. ``files``: its files by name; ``asked``: the projects that clients requested."""
 
     daemon_threads = True
 
@@ -52,7 +52,7 @@ class Mirror(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/simple"
 
     def name_of(self, project: str) -> str:
-        """The one file of a project."""
+        """The name of the only file of a project."""
         (name,) = (name for name in self.files if _project(name) == project)
         return name
 
@@ -109,7 +109,7 @@ def mirror(genuine: dict[str, bytes]) -> Iterator[Mirror]:
 
 
 class Attack:
-    """Code that leaves ``mark`` where it runs, in the forms that packages have."""
+    """Code that creates ``mark`` where it runs, in the forms that packages have."""
 
     def __init__(self, directory: Path) -> None:
         self.mark = directory / "attacked"
@@ -142,7 +142,7 @@ class Attack:
         return out.getvalue()
 
     def add_setup(self, archive: Path, root: str) -> None:
-        """Put a setup.py that is the code into a tar of a source package."""
+        """Add the code as setup.py to the tar of a source package."""
         with tarfile.open(archive, "a") as opened:
             entry = tarfile.TarInfo(f"{root}/setup.py")
             text = f"{self.code}import setuptools\nsetuptools.setup()\n".encode()
@@ -204,7 +204,7 @@ def host(tmp_path: Path, mirror: Mirror) -> Host:
 
 
 def _run(argv: list[str], variables: dict[str, str], **more: str) -> subprocess.CompletedProcess[str]:
-    """With the mirror alone: what this machine's pip is told of other indexes does not count."""
+    """With only the mirror: this machine's settings of other indexes for pip are ignored."""
     env = {name: value for name, value in variables.items() if not name.startswith("PIP_")}
     env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_NO_COMPILE": "1", **more}
     return subprocess.run(argv, capture_output=True, text=True, timeout=_INSTALL_SECONDS, env=env, check=False)
@@ -243,7 +243,7 @@ def test_a_newer_build_backend_is_not_used(mirror: Mirror, host: Host, attack: A
 
 
 def test_a_changed_package_of_the_gateway_is_not_built(host: Host, attack: Attack) -> None:
-    """The file is replaced after the role has copied it: here by the program that makes the virtual environment."""
+    """The file is replaced after the role has copied it: here by the program that creates the virtual environment."""
     tarball, python = host.place / "sandbox-gateway.tar.gz", host.directory / "python"
     evil = host.directory / "evil.tar"
     subprocess.run([sys.executable, PACK, GATEWAY, f"{evil}.gz"], capture_output=True, timeout=60, check=True)
@@ -260,7 +260,7 @@ def test_a_changed_package_of_the_gateway_is_not_built(host: Host, attack: Attac
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What `./dev` makes .venv from, with no more packages of the workshop than the gateway's own."""
+    """The files from which `./dev` creates .venv, with only the gateway's own packages."""
     place = tmp_path / "checkout"
     shutil.copytree(GATEWAY, place / "gateway", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__", "build"))
     shutil.copy(session.REPOSITORY / "dev", place)
@@ -285,5 +285,5 @@ def test_dev_does_not_use_a_newer_build_backend(mirror: Mirror, checkout: Path, 
 
 
 def _dev(checkout: Path, mirror: Mirror) -> subprocess.CompletedProcess[str]:
-    """The tests that it would run then are not there."""
+    """The tests that `./dev` would then run do not exist there."""
     return _run([str(checkout / "dev"), "test", "unit"], dict(os.environ), PIP_INDEX_URL=mirror.url)

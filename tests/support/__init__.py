@@ -1,1 +1,1 @@
-"""What tests share that is not a fixture."""
+"""Shared code of the tests, except for fixtures."""

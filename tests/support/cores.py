@@ -1,4 +1,4 @@
-"""The releases of ansible-core that attacks are tried on: the oldest that the collection supports, and the newest."""
+"""The releases of ansible-core that attacks are tested on: the oldest that the collection supports, and the newest."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 from tests.support import session
 
 NEWEST = "newest"
-"""The one that these tests run with."""
+"""The release that these tests run with."""
 OLDEST = "oldest"
 EACH = (OLDEST, NEWEST)
 _OLDEST = (
     "ansible-core==2.16.19 --hash=sha256:d7a32ba0f96f9c6582b7ff159a4a6f0e694662cfc4840497c88fed63bf58cd14",
     "resolvelib==1.0.1 --hash=sha256:d2da45d1a8dfee81bdd591647783e340ef3bcb104b54c383f70d422ef5cc7dbf",
 )
-"""What .venv has of another version. It has the rest, as requirements/dev.txt pins it."""
+"""Packages that .venv has in another version. It has the rest, as requirements/dev.txt pins it."""
 _INSTALL_SECONDS = 600
 _RUN_SECONDS = 300
 
@@ -46,7 +46,7 @@ def run(
 
 
 def play(core: str, folder: Path, hosts: Path | str, *plays: dict[str, Any], **environment: str) -> str:
-    """Run plays, which gather no facts; returns what was printed. A traceback fails the test."""
+    """Run plays that gather no facts; returns the output. A traceback fails the test."""
     book = folder / "book.yml"
     book.write_text(json.dumps([{"gather_facts": False, **each} for each in plays]))
     python = f"ansible_python_interpreter={sys.executable}"
@@ -71,7 +71,7 @@ def _environment(core: str, scratch: Path) -> dict[str, str]:
 
 @cache
 def _oldest() -> Path:
-    """A directory with the oldest release and what it needs, installed once for each test state."""
+    """A directory with the oldest release and its requirements, installed once for each test state."""
     version = ".".join(map(str, sys.version_info[:2]))
     digest = hashlib.sha256(" ".join([version, *_OLDEST]).encode()).hexdigest()[:32]
     place = session.cache_dir() / f"ansible-core-{digest}"
@@ -80,7 +80,7 @@ def _oldest() -> Path:
             made = Path(scratch) / "made"
             _install(_OLDEST, made)
             try:
-                # Whole or not at all: the directory's name is the stamp.
+                # Atomic: the directory exists only if it is complete.
                 made.rename(place)
             except OSError:
                 assert place.exists(), f"{place} cannot be made"

@@ -1,10 +1,11 @@
-"""Run verbs of an engine, each in a process of its own, and die in the middle: ``python -m tests.support.crash``.
+"""Run verbs of an engine, each in a separate process, and die in the middle: ``python -m tests.support.crash``.
 
-Every step that changes the world outside the process (a file made, linked, renamed, removed, an ioctl, a process
-started, a command to QEMU) is counted by an audit hook; at the step that was asked for the process is gone at once,
-as by ``kill -9``. Without such a step it ends normally and prints how many there were. Verbs are run by copies
-(``fork``) of a process that has imported all, and reads which. With arguments a scene is set up instead, described on
-standard output, and stands until somebody kills the process.
+An audit hook counts every step that changes the world outside the process (a file created, linked, renamed, removed, an
+ioctl, a new process, a command to QEMU); at the requested step the process dies at once, as by ``kill -9``. Without
+such a step it ends normally and prints, as JSON, the number of steps and which of them are commands to QEMU.
+
+Verbs are run by copies (``fork``) of a process that has imported everything and reads the verb's name. With arguments,
+it creates a scene instead, describes it on standard output, and waits until it is killed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+from qemu.qmp import QMPClient
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
@@ -44,42 +47,42 @@ _CHANGES = {
 }
 
 VERBS: dict[str, Any] = {
-    "create": lambda engine: engine.create("plain", ForkSpec(names=["new"])),
-    "fork": lambda engine: engine.fork("mark", ForkSpec(names=["new", "new2"])),
-    "capture": lambda engine: engine.capture("source", name="new"),
-    "rollback": lambda engine: engine.rollback("source", "mark"),
-    "pause": lambda engine: engine.pause("source"),
-    "resume": lambda engine: engine.resume("sleeper"),
-    "kill": lambda engine: engine.kill("spare"),
-    "delete": lambda engine: engine.delete_snapshot("spare-mark"),
+    "create": lambda engine: engine.forks.create("plain", ForkSpec(names=["new"])),
+    "fork": lambda engine: engine.forks.fork("mark", ForkSpec(names=["new", "new2"])),
+    "capture": lambda engine: engine.snapshots.create("source", name="new"),
+    "rollback": lambda engine: engine.sandboxes.rollback("source", "mark"),
+    "pause": lambda engine: engine.sandboxes.pause("source"),
+    "resume": lambda engine: engine.sandboxes.resume("sleeper"),
+    "kill": lambda engine: engine.sandboxes.delete("spare"),
+    "delete": lambda engine: engine.snapshots.delete("spare-mark"),
 }
 
 VOLUME_VERBS: dict[str, Any] = {
-    "volume-create": lambda engine: engine.create_volume("new", 64),
-    "volume-clone": lambda engine: engine.create_volume("new", from_snapshot="idle@before"),
-    "volume-grow": lambda engine: engine.grow_volume("one", engine.volume("one").size_mb + 32),
-    "volume-capture": lambda engine: engine.snapshot_volume("one", "new"),
-    "volume-rollback": lambda engine: engine.rollback_volume("idle", "before"),
-    "volume-delete": lambda engine: engine.delete_volume("spare", with_snapshots=True),
-    "attach": lambda engine: engine.attach("source", MountSpec("idle", "/idle")),
-    "detach": lambda engine: engine.detach("source", "two"),
-    "capture-with-volumes": lambda engine: engine.capture("source", name="new-mark", volumes=["one", "two"]),
-    "fork-with-clones": lambda engine: engine.fork(
+    "volume-create": lambda engine: engine.volumes.create("new", 64),
+    "volume-clone": lambda engine: engine.volumes.create("new", from_snapshot="idle@before"),
+    "volume-grow": lambda engine: engine.volumes.grow("one", engine.volumes.get("one").size_mb + 32),
+    "volume-capture": lambda engine: engine.volumes.snapshot("one", "new"),
+    "volume-rollback": lambda engine: engine.volumes.rollback("idle", "before"),
+    "volume-delete": lambda engine: engine.volumes.delete("spare", with_snapshots=True),
+    "attach": lambda engine: engine.attachments.attach("source", MountSpec("idle", "/idle")),
+    "detach": lambda engine: engine.attachments.detach("source", "two"),
+    "capture-with-volumes": lambda engine: engine.snapshots.create("source", name="new-mark", volumes=["one", "two"]),
+    "fork-with-clones": lambda engine: engine.forks.fork(
         "mark", ForkSpec(names=["fork1", "fork2"], mounts=[MountSpec("one", "/one", clone=True)])
     ),
 }
 
 
 async def _ten_with_volumes(engine: Engine) -> None:
-    """Ten sandboxes: each fourth shares a volume of theirs, all share a fifth, which but the first only read."""
+    """Ten sandboxes: every fourth one shares a volume, and all share a fifth, read-only for most of them."""
     for number in range(5):
-        await engine.create_volume(f"v{number}", 64)
+        await engine.volumes.create(f"v{number}", 64)
     for first in range(4):
         names = [f"box{number}" for number in range(first, 10, 4)]
         mounts = [MountSpec(f"v{first}", "/mine"), MountSpec("v4", "/ours", read_only=first > 0)]
-        await engine.fork("plain", ForkSpec(names=names, mounts=mounts))
-        await engine.exec(names[0], ["sh", "-c", f"echo v{first} >/mine/who && sync"])
-    await engine.exec("box0", ["sh", "-c", "echo v4 >/ours/who && sync"])
+        await engine.forks.fork("plain", ForkSpec(names=names, mounts=mounts))
+        await engine.commands.exec(names[0], ["sh", "-c", f"echo v{first} >/mine/who && sync"])
+    await engine.commands.exec("box0", ["sh", "-c", "echo v4 >/ours/who && sync"])
 
 
 SCENES: dict[str, Any] = {"ten-with-volumes": _ten_with_volumes}
@@ -87,17 +90,17 @@ SCENES: dict[str, Any] = {"ten-with-volumes": _ten_with_volumes}
 
 def picture(engine: Engine) -> Any:
     """Everything about sandboxes and volumes that a restart must not change, as plain data."""
-    sandboxes = [each.model_dump(mode="json", exclude={"host"}) for each in engine.sandboxes()]
+    sandboxes = [each.model_dump(mode="json", exclude={"host"}) for each in engine.sandboxes.list()]
     table = {
-        each.name: [(sandbox.name, mount.path, mount.read_only) for sandbox, mount in engine.mounts_of(each)]
-        for each in engine.volumes()
+        each.name: [(sandbox.name, mount.path, mount.read_only) for sandbox, mount in engine.volumes.mounts_of(each)]
+        for each in engine.volumes.list()
     }
-    volumes = [each.model_dump(mode="json") for each in engine.volumes()]
+    volumes = [each.model_dump(mode="json") for each in engine.volumes.list()]
     return json.loads(json.dumps([sandboxes, volumes, {name: sorted(rows) for name, rows in table.items()}]))
 
 
 class Daemon:
-    """A gateway's engine in a process of its own, with a scene."""
+    """A gateway's engine in a separate process, with a scene."""
 
     def __init__(self, config: Config, factory: str, scene: str, path: Path) -> None:
         path.write_text(config.model_dump_json())
@@ -115,7 +118,7 @@ class Daemon:
         self._errors.close()
 
     def says(self, seconds: float) -> Any:
-        """The scene's picture, when it stands."""
+        """The description of the scene, once it is complete."""
         assert self._process.stdout is not None
         assert select.select([self._process.stdout], [], [], seconds)[0], "the scene was not ready in time"
         line = self._process.stdout.readline()
@@ -129,14 +132,14 @@ class Daemon:
 
 
 class Runner:
-    """Runs verbs, each in a process of its own."""
+    """Runs verbs, each in a separate process."""
 
     def __init__(self, factory: str) -> None:
         self._factory = factory
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, config: Config, verb: str, fatal: int, output: Path) -> int:
-        """How it ended: 0, KILLED, or otherwise; what it said is in ``output`` then."""
+        """Returns 0, KILLED, or another exit code; ``output`` then holds the verb's output."""
         if self._process is None:
             argv = [sys.executable, "-m", "tests.support.crash"]
             pipe = subprocess.PIPE
@@ -153,25 +156,42 @@ class Runner:
         if self._process is not None:
             try:
                 self._process.communicate(timeout=30)
-            except subprocess.TimeoutExpired:  # a verb that hangs goes with it
+            except subprocess.TimeoutExpired:  # a hanging verb is killed with it
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait(30)
             self._process = None
 
 
 class Steps:
-    """Counts steps, and dies at one."""
+    """Counts steps, and dies before one of them."""
 
     def __init__(self, fatal: int) -> None:
         self._fatal = fatal
         self.count = 0
+        self.qmp: list[int] = []
+        """The steps that are commands to QEMU."""
         self.armed = False
 
-    def step(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.armed and (event in _CHANGES or (event == "open" and _writes(arguments))):
+    def on_audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _CHANGES or (event == "open" and _writes(arguments)):
+            self._step()
+
+    def watch_qmp(self) -> None:
+        execute = QMPClient.execute
+
+        async def execute_as_step(client: QMPClient, command: str, *args: Any, **kwargs: Any) -> Any:
+            if not command.startswith("query-") and self._step():
+                self.qmp.append(self.count)
+            return await execute(client, command, *args, **kwargs)
+
+        QMPClient.execute = execute_as_step  # type: ignore[method-assign]
+
+    def _step(self) -> bool:
+        if self.armed:
             self.count += 1
             if self.count == self._fatal:
                 os._exit(KILLED)
+        return self.armed
 
 
 def _writes(arguments: tuple[Any, ...]) -> bool:
@@ -204,9 +224,10 @@ def _host(factory: str, config: Config) -> Host:
 def _once(config: Config, factory: str, verb: str, fatal: int) -> None:
     host = _host(factory, config)
     steps = Steps(fatal)
-    sys.addaudithook(steps.step)
+    sys.addaudithook(steps.on_audit)
+    steps.watch_qmp()
     asyncio.run(_run(host, config, verb, steps))
-    print(steps.count, flush=True)
+    print(json.dumps({"steps": steps.count, "qmp": steps.qmp}), flush=True)
 
 
 def _serve() -> None:

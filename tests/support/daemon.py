@@ -1,4 +1,4 @@
-"""The real daemon in a process of its own, above a host in memory: its descriptors and its memory are only its."""
+"""The real daemon in a separate process, above a host in memory: its descriptors and its memory are only its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _START_SECONDS = 60
 _PROGRAM = """
 import asyncio, resource, sys
 from pathlib import Path
-from sandbox_gateway.cli import serving
+from sandbox_gateway.server import serving
 from sandbox_gateway.config import load
 from tests.api.memory_host import MemoryHost
 if files := int(sys.argv[2]):
@@ -31,10 +31,10 @@ asyncio.run(serving.run(load(Path(sys.argv[1]))))
 
 
 class Daemon:
-    """It listens on a unix socket and on ``port``. ``files``: the limit of its open files; 0: ours."""
+    """It listens on a unix socket and on ``port``. ``files``: its limit of open files; 0: ours."""
 
     def __init__(self, root: Path, *, files: int = 0, **server: Any) -> None:
-        # Socket paths are short by law; a test's own directory may be deep.
+        # Socket paths must be short; a test's own directory may be deep.
         self._run = tempfile.TemporaryDirectory(prefix="grove-daemon-")
         self.socket = Path(self._run.name) / "gateway.sock"
         self.port = free_port()
@@ -88,7 +88,7 @@ class Daemon:
             client.get("/health").raise_for_status()
 
     def sandbox(self, name: str = "one") -> dict[str, Any]:
-        """A new sandbox, of a template built for it; with its `address`."""
+        """A new sandbox from a template built for it; with its `address`."""
         with self.administrator() as client:
             built = client.post("/templates", json={"name": "base"}).raise_for_status().json()
             client.get(f"/templates/base/builds/{built['buildID']}/logs", params={"follow": "true"})
@@ -108,7 +108,7 @@ class Daemon:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def metric(self, name: str, **labels: str) -> float:
-        """Of its /metrics; 0 when it has not been counted."""
+        """The value of a metric; 0 if it has not been counted."""
         with self.administrator() as client:
             text = client.get("/metrics").text
         inner = ",".join(f'{key}="{value}"' for key, value in labels.items())

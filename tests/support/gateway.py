@@ -1,4 +1,4 @@
-"""A real `sandbox-gateway serve`, as a process, with a state directory, a socket and a network range of its own."""
+"""A real `sandbox-gateway serve` process, with its own state directory, socket and network range."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _BUILD_SECONDS = 900
 
 
 class Gateway:
-    """One daemon, with ``environment`` beside this process's. ``client`` speaks to it as an administrator over
-    ``socket``; ``url`` is how programs name it."""
+    """One daemon, with ``environment`` added to this process's. ``client`` connects as an administrator over
+    ``socket``; programs use ``url``.
+    """
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class Gateway:
             return False
 
     def kill9(self) -> None:
-        """End the daemon as a crash would; its sandboxes go on."""
+        """End the daemon like a crash; its sandboxes keep running."""
         self._signal(signal.SIGKILL)
 
     def stop(self, *, seconds: float = 30) -> int:
@@ -109,7 +110,7 @@ class Gateway:
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
 
     def call(self, method: str, path: str, body: Any = None, *, status: int | None = None, **more: Any) -> Any:
-        """The answer's JSON (None if empty). Any status but ``status`` (default: any 2xx) fails, with the answer."""
+        """The answer's JSON (None if empty). Any status except ``status`` (default: any 2xx) fails, with the answer."""
         answer = self.client.request(method, path, json=body, **more)
         wanted = answer.is_success if status is None else answer.status_code == status
         assert wanted, f"{method} {path}: {answer.status_code} {answer.text[:1000]}\n{self.log_tail(15)}"
@@ -122,13 +123,13 @@ class Gateway:
         return result
 
     def sh(self, sandbox: str, script: str) -> str:
-        """What a shell command that must succeed prints."""
+        """The output of a shell command that must succeed."""
         result = self.execute(sandbox, "/bin/sh", "-c", script)
         assert result["exitCode"] == 0, result
         return str(result["stdout"])
 
     def end(self) -> list[str]:
-        """Remove all sandboxes, stop the daemon, take its directories away; returns what did not go as it should."""
+        """Remove all sandboxes, stop the daemon, remove its directories; returns the errors."""
         problems: list[str] = []
         try:
             if not self.answers():
@@ -180,9 +181,9 @@ def build_template(gateway: Gateway, name: str, **recipe: Any) -> dict[str, Any]
 
 
 def _toml(settings: dict[str, dict[str, Any]]) -> str:
-    """Sections of plain values; JSON's spelling of strings, numbers, booleans and lists is TOML's too.
+    """Sections of plain values; JSON's notation of strings, numbers, booleans and lists is valid TOML.
 
-    The section "" holds the keys that stand outside of any.
+    The section "" holds the keys outside of any section.
     """
     lines = [f"{key} = {json.dumps(value)}" for key, value in settings.get("", {}).items()]
     for section, values in settings.items():

@@ -1,4 +1,4 @@
-"""A real gateway process on a jail/ZFS host: FreeBSD's commands on Linux, a dataset of its own."""
+"""A real gateway process on a jail/ZFS host: FreeBSD's commands on Linux, with its own dataset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.jail_world import JailZfsWorld
 
 @contextmanager
 def jail_gateway(world: JailZfsWorld, scratch: Path, **sections: dict[str, Any]) -> Iterator[Gateway]:
-    """Serve what ``world`` has, with its template; ``scratch`` is a directory of its own. Nothing stays."""
+    """Run a gateway on ``world`` with its template; ``scratch`` is its directory. Everything is removed at the end."""
     config = world.config()
     known = config.model_dump(mode="json")
     settings: dict[str, dict[str, Any]] = {

@@ -17,16 +17,17 @@ from typing import Any
 
 import pytest
 
+from sandbox_gateway import zfs
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Host
-from sandbox_gateway.hosts.jail_zfs import zfs
 from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
-from sandbox_gateway.hosts.jail_zfs.zfs_records import HEAD, encode
-from sandbox_gateway.hosts.kvm_xfs import rootfs
+from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, encode
+from sandbox_gateway.hosts.kvm_xfs.template import apt
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources, SandboxState, Snapshot
+from sandbox_gateway.zfs import snapshots
 from tests.freebsd_shim.harness import BIN
 from tests.jail_zfs import pools
 from tests.support import session
@@ -35,7 +36,7 @@ from tests.support.worlds import TEMPLATE
 
 STATE = "FREEBSD_SHIM_STATE"
 SHIM = "shim"
-"""The directory of that state, in the run's."""
+"""The directory of the shim's state, in the run's directory."""
 _PACKAGES = ("iproute2", "procps", "python3")
 _SUITE = "bookworm"
 PF = 'set skip on lo0\nnat-anchor "sbx/*"\nanchor "sbx/*"\n'
@@ -43,7 +44,7 @@ _numbers = itertools.count(1)
 
 
 def environment(state: Path | None = None) -> dict[str, str]:
-    """What has FreeBSD's commands be found first."""
+    """An environment in which FreeBSD's commands come first on PATH."""
     return {"PATH": f"{BIN}:{os.environ['PATH']}:/usr/sbin:/sbin", STATE: str(state or os.environ[STATE])}
 
 
@@ -63,8 +64,8 @@ def shim(*argv: str, input: str | None = None, check: bool = True, state: Path |
 
 
 def debian() -> Path:
-    """A tarball of a Debian with Python, made once and kept."""
-    sources = rootfs.host_sources(_SUITE)
+    """A tarball of a Debian with Python, created once and kept."""
+    sources = apt.host_sources(_SUITE)
     digest = hashlib.sha256(json.dumps([_SUITE, _PACKAGES, sources]).encode()).hexdigest()[:16]
     kept = session.cache_dir() / f"jail-{digest}.tar"
     if not kept.exists():
@@ -74,7 +75,7 @@ def debian() -> Path:
         argv = ["unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"]
         argv += ["mmdebstrap", "--quiet", "--mode=root"]
         argv += ["--variant=minbase", "--format=tar", f"--include={','.join(_PACKAGES)}", *thinner]
-        argv += [f"--aptopt={option}" for option in asyncio.run(rootfs._apt_options())]
+        argv += [f"--aptopt={option}" for option in asyncio.run(apt.apt_options())]
         argv += ["--", _SUITE, str(made), *([str(given)] if sources else [])]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=900, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -84,7 +85,7 @@ def debian() -> Path:
 
 @contextmanager
 def jail_zfs_world() -> Iterator[JailZfsWorld]:
-    """A pool and a shim of its own; everything is put back."""
+    """A private pool and shim; everything is restored at the end."""
     with pools.pool(f"t{session.run_id()}w", session.run_dir(), megabytes=6144) as pool, world_on(pool) as made:
         yield made
 
@@ -119,10 +120,10 @@ class JailZfsWorld:
         live = Live(self.host(seed), seed)
         try:
             recipe = Recipe(source="rootfs", path=str(debian()), resources=Resources(memory_mb=256, disk_mb=2048))
-            build = live.do(live.engine.build_template(TEMPLATE, recipe))
+            build = live.do(live.engine.templates.build(TEMPLATE, recipe))
             lines = live.do(_all(build.follow()), timeout=900)
             assert build.status == "ready", "\n".join(lines)
-            self._template = live.engine.template(TEMPLATE)
+            self._template = live.engine.templates.get(TEMPLATE)
         finally:
             live.close()
 
@@ -156,14 +157,14 @@ class JailZfsWorld:
         prefix = config.network.prefix
         shim("ifconfig", f"{prefix}br", "destroy", check=False)
         shim("pfctl", "-q", "-a", f"sbx/{prefix}", "-F", "all")
-        # What a mount namespace of somebody else's holds goes with the pool.
+        # Datasets that a foreign mount namespace holds are removed with the pool.
         for _ in range(40):
             if pools.run("zfs", "destroy", "-R", config.jail_zfs.dataset, check=False).returncode == 0:
                 break
             time.sleep(0.05)
         subprocess.run(["rm", "-r", str(config.host.state_root)], check=True, timeout=60)
 
-    # -- looking ----------------------------------------------------------------------------------------------------
+    # -- observation ------------------------------------------------------------------------------------------------
 
     def place(self, config: Config) -> Path:
         return self._pool.mount_point / config.jail_zfs.dataset.partition("/")[2]
@@ -172,9 +173,9 @@ class JailZfsWorld:
         root, prefix, place = config.jail_zfs.dataset, config.network.prefix, self.place(config)
         mounts = {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()}
         rows = zfs.get_tree(root, ("defer_destroy", "type"))
-        # A name for each jail whatever its process's name: what is in there has its root there.
-        # A dataset too busy to be moved among the retired ones stays where it is, unmounted, until the next scan;
-        # what a volume was before a rollback stays so until the last snapshot of it goes.
+        # One name for each jail, whatever the names of its processes: a process belongs to the jail with its root
+        # directory. A dataset that is too busy to be retired stays in place, unmounted, until the next scan; the
+        # previous dataset of a rolled-back volume stays in this way until its last snapshot is removed.
         waiting = {
             name
             for name in rows
@@ -184,7 +185,9 @@ class JailZfsWorld:
         return {
             "datasets": {name.removeprefix(root) for name in rows if "@" not in name and name not in waiting},
             "snapshots": {
-                name.partition("@")[2] for name, facts in rows.items() if "@" in name and not facts["defer_destroy"].yes
+                name.partition("@")[2]
+                for name, facts in rows.items()
+                if "@" in name and not facts["defer_destroy"].is_on
             },
             "jails": set(self.jails(config)),
             "processes": {path.name for path in Path("/proc").iterdir() if _within(path, place)},
@@ -207,7 +210,7 @@ class JailZfsWorld:
         instances = {f"/sandboxes/{each.instance}" for each in sandboxes}
         mounted = {name for name in found["datasets"] if f"{self.place(config)}{name}" in found["mounts"]}
         assert {name for name in mounted if name.startswith("/sandboxes/")} == instances, when
-        volumes = {each.host["dataset"].removeprefix(config.jail_zfs.dataset) for each in engine.volumes()}
+        volumes = {each.host["dataset"].removeprefix(config.jail_zfs.dataset) for each in engine.volumes.list()}
         assert {name for name in mounted if name.startswith("/volumes/")} == volumes, when
         known = {each.host["zfsSnapshot"].partition("@")[2] for each in engine.index.snapshots.values()}
         assert found["snapshots"] == known | set(engine.index.volume_snapshots), when
@@ -235,17 +238,17 @@ class JailZfsWorld:
             if row["special"].startswith(volumes)
         }
 
-    # -- hurting ----------------------------------------------------------------------------------------------------
+    # -- faults -----------------------------------------------------------------------------------------------------
 
     def break_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*args: Any) -> None:
             raise BackendFailed("forced")
 
-        monkeypatch.setattr("sandbox_gateway.hosts.jail_zfs.zfs.lzc_snapshot", refuse)
+        monkeypatch.setattr("sandbox_gateway.zfs.lzc_snapshot", refuse)
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The second snapshot of a capture fails; the first has been taken by then."""
-        take = zfs._snapshot_at_once
+        """The second snapshot of a capture fails, after the first has been taken."""
+        take = snapshots._snapshot_at_once
         taken: list[str] = []
 
         def refuse(names: Sequence[str], options: Sequence[str]) -> None:
@@ -254,7 +257,7 @@ class JailZfsWorld:
             taken.extend(names)
             take(names, options)
 
-        monkeypatch.setattr("sandbox_gateway.hosts.jail_zfs.zfs._snapshot_at_once", refuse)
+        monkeypatch.setattr(snapshots, "_snapshot_at_once", refuse)
 
     def power_cut(self, config: Config) -> None:
         prefix = config.network.prefix
@@ -295,7 +298,7 @@ class JailZfsWorld:
 
 
 def _within(process: Path, place: Path) -> bool:
-    """Is it a process that has its root, or (as a jail's first) its working directory, below ``place``?"""
+    """Whether the root of a process, or (for a jail's first process) its working directory, is below ``place``."""
     try:
         return process.name.isdigit() and any(
             str((process / link).readlink()).startswith(f"{place}/") for link in ("root", "cwd")

@@ -1,4 +1,4 @@
-"""A gateway whose sandboxes lie: each answers the connection plugin with what its test chose. None is a machine."""
+"""A gateway whose sandboxes lie: each sends the test's answer to the connection plugin. None of them is a machine."""
 
 from __future__ import annotations
 
@@ -40,30 +40,35 @@ def facts(**values: Any) -> bytes:
 
 
 Pieces = Callable[[], Iterable[bytes]]
-"""An answer that comes piece by piece, for as long as anybody listens."""
+"""An answer in pieces, for as long as the client reads."""
 
 
 class Liar:
     """``lies``: by sandbox, the answer to every command; or a status and a message, of an agent that refuses.
 
-    ``asked``: the headers of each request; ``bodies``: what was sent, unpacked; ``taken``: bytes of answers that were
-    sent, by sandbox.
+    ``listed``: its list of sandboxes; ``asked``: the headers of each request; ``bodies``: their content, unpacked;
+    ``taken``: the number of bytes sent in answers, by sandbox.
     """
 
     def __init__(self, lies: dict[str, bytes | Pieces | tuple[int, str]] | None = None) -> None:
         self.lies = lies or {}
+        self.listed: list[dict[str, Any]] = []
         self.asked: list[dict[str, str]] = []
         self.bodies: list[bytes] = []
         self.taken: dict[str, int] = {}
         self.url = ""
 
     def keys(self) -> set[str]:
-        """The keys that it was sent."""
-        return {headers["X-API-Key"] for headers in self.asked if "X-API-Key" in headers}
+        """The keys that it received."""
+        schemes = [headers.get("Authorization", "").partition(" ") for headers in self.asked]
+        # The other scheme, Basic, names the user of a command.
+        return {headers["X-API-Key"] for headers in self.asked if "X-API-Key" in headers} | {
+            key for scheme, _, key in schemes if scheme == "Bearer"
+        }
 
     @contextlib.contextmanager
     def serve(self) -> Iterator[Liar]:
-        """On a loopback port, ``url``."""
+        """Serve on a loopback port, ``url``."""
         server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"liar": self}))
         server.daemon_threads = True
         self.url = f"http://127.0.0.1:{server.server_address[1]}"
@@ -78,7 +83,7 @@ class Liar:
 
 
 def _everything(body: bytes) -> bytes:
-    """A request, with what it holds in base64, and what modules hold in archives within that, beside it."""
+    """A request with its decoded base64, and the content of modules in archives within that, appended."""
     found = [body]
     for text in found:
         for coded in re.findall(rb"[A-Za-z0-9+/]{40,}={0,2}", text):
@@ -97,6 +102,8 @@ class _Handler(BaseHTTPRequestHandler):
         lie = self.liar.lies.get(sandbox, printed("nothing to say"))
         if not self.path.startswith("/process.Process/Start"):
             lie = b"{}"
+        if self.command == "GET":
+            lie = json.dumps(self.liar.listed if self.path.startswith("/sandboxes") else []).encode()
         if isinstance(lie, tuple):
             status, message = lie
             lie = json.dumps({"code": "internal", "message": message}).encode()
@@ -105,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.end_headers()
         self.liar.taken.setdefault(sandbox, 0)
-        # Who listens may have gone.
+        # The client may have disconnected.
         with contextlib.suppress(OSError):
             for piece in [lie] if isinstance(lie, bytes) else lie():
                 self.wfile.write(piece)
@@ -114,4 +121,4 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""

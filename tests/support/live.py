@@ -1,4 +1,4 @@
-"""A real engine on a real host inside the test's process, driven from ordinary (not async) tests."""
+"""A real engine on a real host inside the test's process, for ordinary (not async) tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SETTLE_SECONDS = 20
 
 
 class Live:
-    """An open engine on an event loop of its own; ``do`` runs a coroutine there and waits for it."""
+    """An open engine on its own event loop; ``do`` runs a coroutine there and waits for it."""
 
     def __init__(self, host: Host, config: Config) -> None:
         self._loop = asyncio.new_event_loop()
@@ -37,7 +37,7 @@ class Live:
 
     def shell(self, ref: str, command: str, *, timeout: float = 60) -> str:
         """Standard output of a command inside a sandbox; the command must succeed."""
-        result = self.do(self.engine.exec(ref, ["sh", "-c", command], timeout=timeout))
+        result = self.do(self.engine.commands.exec(ref, ["sh", "-c", command], timeout=timeout))
         assert result.exit_code == 0, (command, result)
         return result.stdout.decode()
 
@@ -50,7 +50,7 @@ class Live:
         return self.do(on_loop())
 
     def settle(self, check: Any, *args: Any) -> None:
-        """``call`` a check until it passes, or has failed for a while: what is let go of keeps nobody waiting."""
+        """Repeat ``call`` of a check until it passes, or raise its failure after a timeout: cleanup may be slow."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while True:
             try:
@@ -62,19 +62,19 @@ class Live:
 
     def empty(self) -> None:
         """Remove every sandbox, every volume and every snapshot that is not a template."""
-        for sandbox in self.engine.sandboxes():
-            self.do(self.engine.kill(sandbox.id))
-        self.do(self.engine.collect())
-        things = [*self.engine.snapshots(), *self.engine.volumes()]
-        for thing in sorted(things, key=lambda thing: thing.created_at, reverse=True):  # before what it was made from
+        for sandbox in self.engine.sandboxes.list():
+            self.do(self.engine.sandboxes.delete(sandbox.id))
+        self.do(self.engine.collector.collect())
+        things = [*self.engine.snapshots.list(), *self.engine.volumes.list()]
+        for thing in sorted(things, key=lambda thing: thing.created_at, reverse=True):  # descendants first
             if isinstance(thing, Volume):
-                self.do(self.engine.delete_volume(thing.id, with_snapshots=True))
+                self.do(self.engine.volumes.delete(thing.id, with_snapshots=True))
             else:
-                self.do(self.engine.delete_snapshot(thing.id))
-        self.do(self.engine.collect())
+                self.do(self.engine.snapshots.delete(thing.id))
+        self.do(self.engine.collector.collect())
 
     def sandbox(self, ref: str) -> Sandbox:
-        return self.engine.sandbox(ref)
+        return self.engine.sandboxes.get(ref)
 
     def close(self) -> None:
         self.closed = True

@@ -1,6 +1,6 @@
-"""A client of NFSv3 and its MOUNT protocol (RFC 1813), over TCP, that says what a hostile sandbox may say.
+"""A client of NFSv3 and its MOUNT protocol (RFC 1813), over TCP, that sends any request of a hostile sandbox.
 
-Handles, user ids and programs are whatever the caller gives. Only what tests need is there.
+The caller chooses handles, user ids and programs. It implements only what the tests need.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ UNSTABLE, FILE_SYNC = 0, 2
 
 
 class Refused(Exception):
-    """The server understood the call and did not carry it out for anybody: of its RPC layer, not of a file."""
+    """The server understood the call but rejected it in its RPC layer, not because of a file."""
 
 
 class NfsError(Exception):
@@ -87,7 +87,7 @@ def opaque(data: bytes) -> bytes:
 
 
 def _new_attributes(mode: int | None = None, size: int | None = None) -> bytes:
-    """sattr3: only what is given is set."""
+    """sattr3: only the given attributes are set."""
     data = struct.pack(">I", 0) if mode is None else struct.pack(">II", 1, mode)
     data += struct.pack(">II", 0, 0)
     data += struct.pack(">I", 0) if size is None else struct.pack(">IQ", 1, size)
@@ -98,7 +98,7 @@ class Connection:
     """One TCP connection to one of the server's ports, as the user ``uid``:``gid``."""
 
     def __init__(self, address: str, port: int, *, uid: int = 0, gid: int = 0, seconds: float = 5, source: int = 0):
-        """``source``: the port to come from; 0: any."""
+        """``source``: the source port; 0: any."""
         self._uid, self._gid = uid, gid
         self._xids = itertools.count(int.from_bytes(os.urandom(3), "big"))
         self._socket = socket.create_connection((address, port), seconds, ("", source) if source else None)
@@ -113,7 +113,7 @@ class Connection:
         self._socket.close()
 
     def call(self, program: int, version: int, procedure: int, arguments: bytes = b"") -> Reader:
-        """Raises Refused, or OSError when the connection ends or nothing comes."""
+        """Raises Refused, or OSError when the connection ends or no answer arrives."""
         xid = next(self._xids)
         user = struct.pack(">I", 0) + opaque(b"sandbox") + struct.pack(">III", self._uid, self._gid, 0)
         head = struct.pack(">IIIIII", xid, 0, 2, program, version, procedure)
@@ -159,7 +159,7 @@ class Mount(Connection):
         return reply.opaque()
 
     def exports(self) -> list[tuple[str, list[str]]]:
-        """What is exported, and to whom, as far as it is told."""
+        """The exports and their clients, as far as the server lists them."""
         reply, found = self.call(MOUNT, 3, 5), []
         while reply.u32():
             path, groups = reply.opaque().decode(), []
@@ -192,7 +192,7 @@ class Nfs(Connection):
         return reply.u32()
 
     def create(self, directory: bytes, name: str, mode: int = 0o644) -> bytes:
-        """Make a file, or take the one that is there; its handle."""
+        """Create a file, or open the existing one; returns its handle."""
         arguments = opaque(directory) + opaque(name.encode()) + struct.pack(">I", 0) + _new_attributes(mode)
         return self._made(self._nfs(8, arguments), directory, name)
 

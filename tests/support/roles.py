@@ -1,4 +1,4 @@
-"""Running a role of the collection, as a user would: `ansible-playbook` with a play of its own."""
+"""Runs a role of the collection like a user: `ansible-playbook` with its own play."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BIN = Path(sys.executable).parent
 
 @dataclass(frozen=True)
 class Played:
-    """What a play said. ``changed``: how many tasks changed something; ``message``: why it failed, or empty."""
+    """The result of a play. ``changed``: the number of tasks that changed something; ``message``: its error, if any."""
 
     output: str
     changed: int

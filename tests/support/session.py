@@ -1,5 +1,6 @@
-"""This test run: its directory, and the names and addresses it may use so that two runs never collide, nor the lanes
-of one (``pytest -n``)."""
+"""This test run: its directory, names and addresses, which differ from those of other runs and lanes (``pytest
+-n``).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ REPOSITORY = TESTS.parent
 COLLECTIONS = REPOSITORY / ".cache" / "collections"
 
 MARK = "GROVE_TEST_RUN"
-"""Environment variable that every process of the run inherits: how what was left behind is recognised."""
+"""Environment variable that every process of the run inherits: it identifies leftovers."""
 
 _letters = "0123456789abcdefghijklmnopqrstuvwxyz"
 LANE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -24,7 +25,7 @@ _count = itertools.count()
 
 
 def state_dir() -> Path:
-    """Directory of everything tests put on disk; what is in ``cache`` below it outlives the run."""
+    """Directory of everything that tests write to disk; ``cache`` below it outlives the run."""
     return Path(os.environ.get("GROVE_TEST_STATE") or f"/var/tmp/grove-test-{os.geteuid()}")
 
 
@@ -36,13 +37,13 @@ def run_id() -> str:
 
 
 def run_path() -> Path:
-    """Where ``run_dir`` is or would be."""
+    """The path of ``run_dir``, whether it exists or not."""
     run_id()
     return state_dir() / f"run-{os.environ[MARK]}"
 
 
 def run_dir() -> Path:
-    """This lane's, made at first use, removed at the end. Short: the names of unix sockets have 107 characters."""
+    """This lane's directory, created at first use, removed at the end. Short, for unix sockets: 107 characters."""
     path = run_path() / str(LANE)
     path.mkdir(parents=True, exist_ok=True)
     return path
@@ -55,11 +56,11 @@ def cache_dir() -> Path:
 
 
 def network() -> dict[str, str]:
-    """``{prefix, subnet}`` of one more gateway: a prefix that begins with this run's, 256 slots' addresses."""
+    """``{prefix, subnet}`` for another gateway: a prefix that begins with this run's, and addresses for 256 slots."""
     if LANE >= LANES or (number := next(_count)) >= _GATEWAYS:
         raise RuntimeError(f"a test run has names for {LANES} lanes with {_GATEWAYS} gateways each")
     number += LANE * _GATEWAYS
-    # 10.255 is left alone: some networks have their resolver there.
+    # Avoids 10.255: some networks have their resolver there.
     block = (int(run_id(), 36) * 7 + number) % 960
     return {
         "prefix": f"t{run_id()}{_letters[number // 36]}{_letters[number % 36]}",
@@ -68,7 +69,7 @@ def network() -> dict[str, str]:
 
 
 def link_collection() -> None:
-    """Put the repository where Ansible looks for the collection."""
+    """Link the repository to the place where Ansible looks for the collection."""
     place = COLLECTIONS / "ansible_collections" / "grove" / "sandbox"
     if not place.is_symlink():
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The template that most tests stand on, kept by what it is made of: lanes and runs that follow need not build it."""
+"""The template that most tests use, cached by its inputs: other lanes and later runs need not build it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sandbox_gateway.recipes import Recipe, agent_digest, source_digest
+from sandbox_gateway.hosts.kvm_xfs.template.guest_files import guest_digest
+from sandbox_gateway.recipes import Recipe, source_digest
 from sandbox_gateway.records import Resources
 from tests.support import session
 
@@ -19,7 +20,7 @@ RECIPE = Recipe(resources=Resources(memory_mb=256, disk_mb=2048))
 
 
 def take(root: Path, name: str) -> None:
-    """Put the template below a state root, by that name, if one is kept; whoever builds it then finds it."""
+    """Put the template below a state root, by that name, if it is cached; the next build then finds it."""
     kept = _kept()
     if kept.exists():
         manifest = _manifest(kept)
@@ -30,7 +31,7 @@ def take(root: Path, name: str) -> None:
 
 
 def keep(root: Path) -> None:
-    """Keep the template of RECIPE that is below a state root, and no other."""
+    """Cache the template of RECIPE that is below a state root, and no other."""
     kept = _kept()
     for place in (root / "templates").iterdir():
         if not kept.exists() and _manifest(place)["recipe_digest"] == _digest():
@@ -47,7 +48,7 @@ def keep(root: Path) -> None:
 
 @cache
 def _kept() -> Path:
-    """By the recipe, the agent, all of the gateway's own code, and the kernel, on which the accelerator hangs."""
+    """The key consists of the recipe, the guest, the gateway's code, and the kernel, which decides the accelerator."""
     made_of = hashlib.sha256(f"{_digest()} {os.uname().release}".encode())
     for path in sorted((session.REPOSITORY / "gateway" / "src").rglob("*.py")):
         made_of.update(path.read_bytes())
@@ -55,7 +56,7 @@ def _kept() -> Path:
 
 
 def _digest() -> str:
-    return RECIPE.digest(agent_digest(), source_digest(RECIPE))
+    return RECIPE.digest(guest_digest(), source_digest(RECIPE))
 
 
 def _manifest(place: Path) -> dict[str, Any]:

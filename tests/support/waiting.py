@@ -1,4 +1,4 @@
-"""Waiting for what comes about by itself."""
+"""Waits for asynchronous changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of host for the engine's suite: how to set one up, how to look at it from outside, how to hurt it."""
+"""Kinds of host for the engine's suite: set-up, observation from outside, and faults."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Abilities, Host
-from sandbox_gateway.hosts.kvm_xfs import qemu
-from sandbox_gateway.hosts.kvm_xfs.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
-from sandbox_gateway.hosts.kvm_xfs.layout import Layout
-from sandbox_gateway.hosts.kvm_xfs.netns import SlotPool
-from sandbox_gateway.hosts.kvm_xfs.volume_server import VolumeServers
-from sandbox_gateway.hosts.kvm_xfs.volumes import Recording
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
+from sandbox_gateway.hosts.kvm_xfs.machine.processes import list_running
+from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
+from sandbox_gateway.hosts.kvm_xfs.volumes.recording import Recording
+from sandbox_gateway.hosts.kvm_xfs.volumes.servers import VolumeServers
 from sandbox_gateway.records import SandboxState, Snapshot, SnapshotKind
 from tests.support import session, templates
 from tests.support.live import Live
@@ -41,7 +40,7 @@ Traces = dict[str, set[str]]
 
 
 def settled(look: Callable[[], Traces], right: Callable[[Traces], bool]) -> Traces:
-    """What is seen when it is ``right``, or in the end: to let go of a volume keeps nobody waiting."""
+    """The traces once they are ``right``, or after a timeout: the release of a volume runs in the background."""
     deadline = time.monotonic() + _SETTLE_SECONDS
     while not right(found := look()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -59,33 +58,33 @@ class World(Protocol):
     """A command that ends the machine from inside."""
 
     def config(self, **sections: Any) -> Config:
-        """A configuration with a state of its own, which already holds the template TEMPLATE."""
+        """A configuration with its own state, which already holds the template TEMPLATE."""
 
     def host(self, config: Config) -> Host: ...
 
     def traces(self, config: Config) -> dict[str, set[str]]:
-        """What the gateway of ``config`` has on the machine, by kind of thing: files, processes, networks, …"""
+        """Everything that the gateway of ``config`` has on the machine, by kind: files, processes, networks, …"""
 
     def forget(self, config: Config) -> None:
-        """Remove what an emptied gateway that does not run keeps on the machine."""
+        """Remove everything that an empty, stopped gateway keeps on the machine."""
 
     def check_no_strays(self, engine: Engine, config: Config, when: str) -> None:
-        """What is on the machine is what the engine knows of, no more and no less."""
+        """The machine has exactly the objects that the engine knows."""
 
     def break_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let the next captures fail ("forced") after the machine was stopped."""
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let the next captures fail ("forced") when the first of their volumes is captured, and the second is not."""
+        """Let the next captures fail ("forced") after their first volume is captured, but before the second."""
 
     def territory(self, config: Config) -> Path:
-        """Where on the machine the gateway of ``config`` may write and mount."""
+        """The places on the machine where the gateway of ``config`` may write and mount."""
 
     def power_cut(self, config: Config) -> None:
-        """End every machine of a gateway that does not run, as when the host goes down."""
+        """End every machine of a stopped gateway, as when the host loses power."""
 
     def damage(self, config: Config, *, torn: str, short: str, empty: str) -> None:
-        """Tear the record of a snapshot, cut an image (or what stands for it) of another, empty a third."""
+        """Damage three snapshots: tear one's record, truncate another (its image or record), and empty the third."""
 
     def rewrite(self, config: Config, snapshot: Snapshot, **fields: Any) -> None:
         """Change fields of a snapshot's record behind the gateway's back."""
@@ -107,7 +106,7 @@ class KvmXfsWorld:
         templates.take(self._seed, TEMPLATE)
         live = Live(self.host(seed := self._config(self._seed, {})), seed)
         try:
-            build = live.do(live.engine.build_template(TEMPLATE, templates.RECIPE))
+            build = live.do(live.engine.templates.build(TEMPLATE, templates.RECIPE))
             lines = live.do(_all(build.follow()), timeout=900)
             assert build.status == "ready", "\n".join(lines)
             templates.keep(self._seed)
@@ -153,7 +152,7 @@ class KvmXfsWorld:
         built = (SnapshotKind.TEMPLATE, SnapshotKind.BASE)
         assert found["snapshots"] == {f"snapshots/{each.id}" for each in snapshots if each.kind not in built}, when
         assert len(found["processes"]) == len(running), (when, found, sandboxes)
-        volumes = {f"volumes/{each.id}" for each in engine.volumes()}
+        volumes = {f"volumes/{each.id}" for each in engine.volumes.list()}
         captures = {f"volumes/{each.volume}/snapshots/{each.id}" for each in engine.index.volume_snapshots.values()}
         assert found["volumes"] == volumes | captures, when
         assert found["servers"] == mounted, when
@@ -161,7 +160,6 @@ class KvmXfsWorld:
             f"{kind}/{name}"
             for kind, names in (("sandboxes", {each.instance for each in running}), ("volumes", mounted))
             for name in names
-            if Cgroups(config.network.prefix)._hierarchies
         }
         kinds = (f"{config.network.prefix}-", "")
         assert {"/".join(Path(each).parts[-2:]).replace(*kinds) for each in found["cgroups"]} == groups, when
@@ -170,7 +168,7 @@ class KvmXfsWorld:
         def refuse(*args: Any) -> None:
             raise BackendFailed("forced")
 
-        monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.Ram.read", refuse)
+        monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.ram.Ram.read", refuse)
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         taken: list[Recording] = []
@@ -188,7 +186,7 @@ class KvmXfsWorld:
         return config.host.state_root
 
     def power_cut(self, config: Config) -> None:
-        machines = [pid for pid, _, _ in qemu.running(str(config.host.state_root / "sandboxes"))]
+        machines = [pid for pid, _, _ in list_running(str(config.host.state_root / "sandboxes"))]
         serving = config.host.state_root / "serving"
         for pid in [*machines, *(int(process.name) for process in _processes() if _under(process, serving))]:
             descriptor = os.pidfd_open(pid)
@@ -219,7 +217,7 @@ class KvmXfsWorld:
             "snapshots": {str(path.relative_to(root)) for path in (root / "snapshots").glob("*")},
             "templates": {str(path.relative_to(root)) for path in (root / "templates").glob("*")},
             "processes": {process.name for process in _processes() if process not in servers and _under(process, root)},
-            # os.walk passes over groups that vanish meanwhile.
+            # os.walk ignores groups that vanish meanwhile.
             "cgroups": {place for place, _, _ in os.walk("/sys/fs/cgroup") if prefix in Path(place).parent.name},
         }
 
@@ -229,7 +227,7 @@ def _processes() -> list[Path]:
 
 
 def _under(process: Path, root: Path) -> list[str]:
-    """The names right below ``root`` that a process has in its command line."""
+    """The names directly below ``root`` that a process has in its command line."""
     try:
         return re.findall(rf"{re.escape(str(root))}/([^/\0]+)", (process / "cmdline").read_text(errors="replace"))
     except OSError:

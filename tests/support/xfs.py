@@ -1,4 +1,4 @@
-"""An XFS of one's own, in a sparse file on a loop device."""
+"""A private XFS in a sparse file on a loop device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import TracebackType
 
 
 class LoopXfs:
-    """Make, mount, and remove again: ``with LoopXfs(image, mount_point) as xfs: xfs.mount_point``."""
+    """Create, mount, and remove afterwards: ``with LoopXfs(image, mount_point) as xfs: xfs.mount_point``."""
 
     def __init__(self, image: Path, mount_point: Path, *, size_mb: int = 1024, reflink: bool = True) -> None:
         self.image = image
@@ -21,7 +21,7 @@ class LoopXfs:
         with self.image.open("wb") as file:
             file.truncate(self.size_mb << 20)
         _run("mkfs.xfs", "-q", "-m", f"reflink={int(self.reflink)}", str(self.image))
-        # The loop device goes with the mount.
+        # The loop device is detached at unmount.
         _run("mount", "-o", "loop", "-t", "xfs", str(self.image), str(self.mount_point))
         return self
 

@@ -1,4 +1,4 @@
-"""`./dev`: what it refuses, it refuses before it does anything."""
+"""`./dev` rejects wrong arguments before it does anything."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def test_usage_is_on_standard_output_when_asked_for() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((), "what shall it do?"),
-        (("frobnicate",), "'frobnicate' is no command"),
-        (("demo", "--quickly"), "demo does not know '--quickly'"),
+        ((), "missing command"),
+        (("frobnicate",), "unknown command 'frobnicate'"),
+        (("demo", "--quickly"), "unknown option of demo: '--quickly'"),
         (("demo", "--host"), "--host needs a kind of host"),
-        (("demo", "--host", "bare_metal"), "'bare_metal' is no kind of host"),
-        (("pins", "--quickly"), "pins does not know '--quickly'"),
-        (("molecule", "bare_metal"), "there is no scenario 'bare_metal'"),
+        (("demo", "--host", "bare_metal"), "unknown kind of host 'bare_metal'"),
+        (("pins", "--quickly"), "unknown option of pins: '--quickly'"),
+        (("molecule", "bare_metal"), "unknown scenario 'bare_metal'"),
     ],
 )
-def test_what_it_does_not_know_it_refuses(arguments: tuple[str, ...], sentence: str) -> None:
+def test_unknown_arguments_are_refused(arguments: tuple[str, ...], sentence: str) -> None:
     done = dev(*arguments)
     assert done.returncode == 2
     assert sentence in done.stderr

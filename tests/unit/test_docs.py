@@ -1,4 +1,4 @@
-"""What the documentation says can be done: its links, commands, plays, configurations and routes are checked."""
+"""The documentation is correct: its links, commands, plays, configurations and routes are checked."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ import typer
 import yaml
 
 from sandbox_gateway import errors
-from sandbox_gateway.api.requests import CreateTemplate
-from sandbox_gateway.cli import daemon, main, serving, words
+from sandbox_gateway.api.native.requests import CreateTemplate
+from sandbox_gateway.cli import formats, main
 from sandbox_gateway.config import Config
 from sandbox_gateway.records import OnTimeout
+from sandbox_gateway.server import daemon, serving
 from tests.support.session import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -34,7 +35,7 @@ _KEYWORDS = ("block", "rescue", "always", "tasks", "pre_tasks", "post_tasks", "h
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: where it stands, its language, its text."""
+    """A fenced block: its location, language and text."""
 
     page: Path
     line: int
@@ -82,7 +83,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub makes of headings."""
+    """The anchors that GitHub generates for headings."""
     headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {heading.replace(" ", "-") for heading in plain}
@@ -95,7 +96,7 @@ def test_every_page_is_in_the_index() -> None:
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
 def test_fences_are_closed_and_have_a_language(page: Path) -> None:
-    """A fence without a language would be checked by nobody."""
+    """Nothing would check a fence without a language."""
     text = page.read_text()
     assert text.count("\n```") == 2 * len(_FENCE.findall(text)), f"{page.name}: a fence is not closed"
     assert all(language for language, _ in _FENCE.findall(text)), f"{page.name}: a fence names no language"
@@ -106,7 +107,7 @@ def test_fences_are_closed_and_have_a_language(page: Path) -> None:
 
 @cache
 def modules() -> dict[str, dict[str, Any]]:
-    """Options of each module, those of its documentation fragments among them, by its full name."""
+    """The options of each module by its full name, including those of its documentation fragments."""
     return {f"{COLLECTION}{path.stem}": _options(path) for path in (REPOSITORY / "plugins" / "modules").glob("*.py")}
 
 
@@ -130,7 +131,7 @@ def _documentation(path: Path) -> dict[str, Any]:
 
 @cache
 def roles() -> dict[str, dict[str, Any]]:
-    """Options of each role by its full name."""
+    """The options of each role by its full name."""
     found = {}
     for path in (REPOSITORY / "roles").glob("*/meta/argument_specs.yml"):
         specification = yaml.safe_load(path.read_text())["argument_specs"]["main"]
@@ -139,12 +140,12 @@ def roles() -> dict[str, dict[str, Any]]:
 
 
 def names_of(options: Mapping[str, Any]) -> set[str]:
-    """What may be written: the options and their aliases."""
+    """All valid names: the options and their aliases."""
     return {name for key, option in options.items() for name in (key, *(option.get("aliases") or []))}
 
 
 def check_arguments(where: str, options: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-    """Every argument is one of ``options``, and one of its choices; suboptions likewise."""
+    """Every argument is one of ``options`` and has a valid choice; suboptions likewise."""
     unknown = arguments.keys() - names_of(options)
     assert not unknown, f"{where} has no option {', '.join(sorted(unknown))}"
     for name, value in arguments.items():
@@ -247,7 +248,7 @@ def test_toml_is_a_configuration_or_a_recipe(block: Block) -> None:
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The simple commands of a block of shell: prompts, assignments and sudo taken off, pipelines taken apart."""
+    """The simple commands of a shell block: without prompts, assignments and sudo, and with pipelines split."""
     console = block.language == "console"
     for line in block.text.replace("\\\n", " ").splitlines():
         if console:
@@ -267,7 +268,7 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 
 def parse(root: typer.Typer, argv: list[str]) -> None:
-    """Have the program's own parser read a command line, without running anything of it. Raises ClickException."""
+    """Parse a command line with the program's own parser, without running it. Raises ClickException."""
     command: Any = typer.main.get_command(root)
     parent: Any = None
     name, args = argv[0], [word for word in argv[1:] if word != ">"]
@@ -285,18 +286,18 @@ def parse(root: typer.Typer, argv: list[str]) -> None:
 
 
 READERS: dict[str, Any] = {
-    "memory": words.mebibytes,
-    "disk": words.mebibytes,
-    "size": words.mebibytes,
-    "timeout": words.seconds,
-    "expires_in": words.seconds,
-    "metadata": lambda given: words.pairs(given, "metadata"),
-    "env": lambda given: words.pairs(given, "an environment variable"),
+    "memory": formats.parse_size,
+    "disk": formats.parse_size,
+    "size": formats.parse_size,
+    "timeout": formats.parse_duration,
+    "expires_in": formats.parse_duration,
+    "metadata": lambda given: formats.parse_pairs(given, "metadata"),
+    "env": lambda given: formats.parse_pairs(given, "an environment variable"),
     "on_timeout": OnTimeout,
-    # The option, which may be repeated; not a command's argument.
-    "volume": lambda given: [words.mount(each) for each in given if not isinstance(given, str)],
+    # The option, which is repeatable; not a command's argument.
+    "volume": lambda given: [formats.parse_mount(each) for each in given if not isinstance(given, str)],
 }
-"""How the program reads what its parser takes for any text."""
+"""The program's readers of values that its parser accepts as any text."""
 
 
 def check_values(params: Mapping[str, Any]) -> None:
@@ -309,7 +310,7 @@ PROGRAMS = {"sandboxctl": main.app, "sandbox-gateway": daemon.app}
 
 
 def check_command(argv: list[str]) -> None:
-    """Raises ValueError with what is wrong with a command line of ours; others are not looked at."""
+    """Raises ValueError with the error in a command line of ours; other commands are ignored."""
     program = Path(argv[0]).name
     if argv[0] == "./dev":
         known = re.findall(r"^    (\w+)\) ", (REPOSITORY / "dev").read_text(), re.MULTILINE)
@@ -366,7 +367,7 @@ def test_a_wrong_command_is_noticed() -> None:
 
 @cache
 def routes() -> dict[str, set[str]]:
-    """Methods by path, as the OpenAPI document has them."""
+    """Methods by path, from the OpenAPI document."""
     return {path: {method.upper() for method in item} for path, item in serving.document()["paths"].items()}
 
 

@@ -1,4 +1,4 @@
-"""meta/execution-environment.yml against the tree: what it names is there, and what it leaves out is not needed."""
+"""meta/execution-environment.yml and the tree: everything it names exists, and nothing it omits is needed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_it_copies_is_there(definition: dict[str, Any]) -> None:
 
 
 def test_the_collection_in_it_is_this_one(definition: dict[str, Any]) -> None:
-    """The artifact by the name it is built under, from the place it is built at, to the place it is installed from."""
+    """The artifact has the same name and path at build, copy and installation."""
     galaxy = yaml.safe_load((REPOSITORY / "galaxy.yml").read_text())
     artifact = f"{galaxy['namespace']}-{galaxy['name']}-{galaxy['version']}.tar.gz"
     copied, _ = definition["additional_build_files"]
@@ -70,7 +70,7 @@ def test_the_collection_in_it_is_this_one(definition: dict[str, Any]) -> None:
 
 
 def test_it_can_be_read_as_the_metadata_of_the_collection_too(definition: dict[str, Any]) -> None:
-    """Then ansible-builder takes ``python`` and ``system`` for files below the collection's root."""
+    """In that case, ansible-builder takes ``python`` and ``system`` for files below the collection's root."""
     for kind in ("python", "system"):
         named = definition["dependencies"].get(kind)
         assert named is None or (isinstance(named, str) and (REPOSITORY / named).is_file())

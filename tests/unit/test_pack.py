@@ -1,12 +1,14 @@
-"""The gateway role's pack.py: the same source gives the same bytes, and another source another digest."""
+"""The gateway role's pack.py: the same source gives the same bytes, another source another digest."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,10 @@ ALONE = (
     "requirements.txt",
     "sbom.cdx.json",
 )
+GUEST = session.REPOSITORY / "gateway/src/sandbox_gateway/hosts/kvm_xfs/template/guest"
+GUEST_FILES = {
+    path.relative_to(session.REPOSITORY / "gateway").as_posix() for path in GUEST.rglob("*") if path.is_file()
+}
 PACK = session.REPOSITORY / "roles" / "gateway" / "files" / "pack.py"
 
 
@@ -79,4 +85,15 @@ def test_the_real_package_carries_what_the_daemon_reads_at_run_time(tmp_path: Pa
     assert "sandbox-gateway/pyproject.toml" in names
     assert "sandbox-gateway/sbom.cdx.json" in names
     assert "sandbox-gateway/src/sandbox_agent/sandbox-agent.service" in names
-    assert "sandbox-gateway/src/sandbox_gateway/cli/daemon.py" in names
+    assert "sandbox-gateway/src/sandbox_gateway/server/daemon.py" in names
+    assert {f"sandbox-gateway/{name}" for name in GUEST_FILES} <= names
+
+
+def test_a_wheel_carries_the_files_of_guests(tmp_path: Path) -> None:
+    source = tmp_path / "gateway"
+    shutil.copytree(session.REPOSITORY / "gateway", source, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    argv = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-q", str(source)]
+    subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name.removeprefix("src/") for name in GUEST_FILES} <= set(archive.namelist())

@@ -1,4 +1,4 @@
-"""The lists of pinned packages: complete, hashed, consistent; and the SBOM that is made from them."""
+"""The lists of pinned packages: complete, hashed, consistent; and the SBOM that is generated from them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_gateways_list_fulfils_its_package() -> None:
 
 @pytest.mark.parametrize("host", sbom.HOSTS, ids=lambda host: host["sys_platform"])
 def test_every_host_gets_the_whole_closure(bill: dict[str, Any], host: dict[str, str]) -> None:
-    """What a package of a host needs, that host gets."""
+    """A host gets the dependencies of its packages."""
     there = {pin.reference for pin in sbom.host_pins([sbom.RUNTIME, *sbom.BUILD]) if sbom.is_for(pin.marker, host)}
     numpy = any(reference.startswith("pkg:pypi/numpy@") for reference in there)
     assert numpy == (host["sys_platform"] == "linux")

@@ -1,4 +1,4 @@
-"""An action that asks nobody: it returns what the file SAME_FILE holds. What it takes is Ansible's own time."""
+"""An action without a request: it returns the content of the file SAME_FILE. Its duration is Ansible's own overhead."""
 
 from __future__ import annotations
 

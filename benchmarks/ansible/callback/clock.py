@@ -1,6 +1,6 @@
-"""Writes when each task began, and what the play did in the end, as lines of JSON to the file CLOCK_FILE names.
+"""Writes the start time of each task, and the final statistics of the play, as lines of JSON to the file CLOCK_FILE.
 
-It looks at no result: Ansible copies a result once for every callback plugin that wants to see it.
+It reads no results: Ansible copies a result once for each callback plugin that asks for it.
 """
 
 from __future__ import annotations

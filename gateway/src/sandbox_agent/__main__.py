@@ -1,11 +1,11 @@
 import sys
 from os.path import abspath, dirname
 
-# A file written while the root file system is frozen would block its writer: leave byte code to the installer.
+# Writing a file blocks while the root file system is frozen, so the installer writes the byte code.
 sys.dont_write_bytecode = True
 
 if not __package__:
-    # Run as a folder: the modules are found through its parent, and nothing in either shadows the standard library.
+    # Run as a folder: import through its parent, and let nothing in the folder shadow the standard library.
     here = dirname(abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if entry and abspath(entry) != here]
     sys.path.append(dirname(here))

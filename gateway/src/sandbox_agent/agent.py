@@ -1,4 +1,4 @@
-"""The agent put together: options, routes, the listener."""
+"""The agent's entry point: command-line options, routes, listeners."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ import signal
 import sys
 import threading
 
-from sandbox_agent import files, filesystem, system
-from sandbox_agent.execute import Execute
-from sandbox_agent.freezer import MAX_SECONDS, Freezer
-from sandbox_agent.identity import Identity
-from sandbox_agent.line import PATH, Line
-from sandbox_agent.message import number
-from sandbox_agent.process import Table
-from sandbox_agent.process_service import ProcessService
-from sandbox_agent.server import Route, Server
+from sandbox_agent.files import contents, filesystem
+from sandbox_agent.http.message import get_number
+from sandbox_agent.http.server import Route, Server
+from sandbox_agent.machine import system
+from sandbox_agent.machine.freezer import MAX_SECONDS, Freezer
+from sandbox_agent.machine.identity import Identity
+from sandbox_agent.machine.line import PATH, Line
+from sandbox_agent.processes.execute import Execute
+from sandbox_agent.processes.process import Table
+from sandbox_agent.processes.service import ProcessService
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from sandbox_agent.interpreter import Interpreter
-    from sandbox_agent.server import Handler
-    from sandbox_agent.wire import Reply, Request
+    from sandbox_agent.http.server import Handler
+    from sandbox_agent.http.wire import Reply, Request
+    from sandbox_agent.interpreter.service import Interpreter
 
 PORT = 49983
 CODE_PORT = 49999
 
 
 class Maintenance:
-    """What a capture asks for. ``managed``: whether the root file system is the agent's to freeze."""
+    """Handlers of requests during a capture. ``managed``: whether the agent may freeze the root file system."""
 
     def __init__(self, freezer: Freezer, *, managed: bool) -> None:
         self._freezer = freezer
@@ -51,8 +52,8 @@ class Maintenance:
         reply.json({})
 
     def freeze(self, request: Request, reply: Reply) -> None:
-        """``{seconds}`` → ``{frozen, skipped}``: everything is written out in any case; ``skipped``: why not more."""
-        seconds = number(request.json(), "seconds", default=10, most=MAX_SECONDS)
+        """``{seconds}`` → ``{frozen, skipped}``; ``skipped``: why it only synced the file system."""
+        seconds = get_number(request.json(), "seconds", default=10, most=MAX_SECONDS)
         try:
             if not self._managed:
                 raise OSError(0, "the agent does not manage this machine")
@@ -73,11 +74,11 @@ class Maintenance:
         reply.json({"skipped": []})
 
 
-def mounting(identity: Identity, *, managed: bool) -> Handler:
-    """The handler of ``/mounts``. What it needs is loaded by the first request: most sandboxes never get one."""
+def mounts_handler(identity: Identity, *, managed: bool) -> Handler:
+    """Return the handler of ``/mounts``. It is imported on the first request, because most sandboxes never use it."""
 
     def handle(request: Request, reply: Reply) -> None:
-        from sandbox_agent import mounts
+        from sandbox_agent.machine import mounts
 
         identity.guard_for_gateway(request)
         mounts.handle(request, reply, managed=managed)
@@ -85,8 +86,8 @@ def mounting(identity: Identity, *, managed: bool) -> Handler:
     return handle
 
 
-class Interpreting:
-    """The code interpreter, loaded by the first request that needs it: most sandboxes never get one."""
+class LazyInterpreter:
+    """The code interpreter. It is imported on the first request, because most sandboxes never use it."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
@@ -94,11 +95,11 @@ class Interpreting:
         self._interpreter: Interpreter | None = None
 
     def routes(self) -> dict[str, list[Route]]:
-        """Those of the agent's port."""
+        """Return the routes on the agent's port."""
         return {"/eval": [self._route("evaluate")], "/contexts/{}/start": [self._route("start")]}
 
-    def own_routes(self) -> dict[str, list[Route]]:
-        """Those of the port where E2B's clients look for it."""
+    def code_routes(self) -> dict[str, list[Route]]:
+        """Return the routes on the port that E2B's clients use for code."""
         return {
             "/health": [Route(lambda request, reply: reply.json("OK"), method="GET", guarded=False)],
             "/execute": [self._route("execute")],
@@ -117,58 +118,61 @@ class Interpreting:
         return Route(handle, method=method)
 
     def _load(self) -> None:
-        from sandbox_agent.interpreter import Interpreter
+        from sandbox_agent.interpreter.service import Interpreter
 
         with self._lock:
             self._interpreter = self._interpreter or Interpreter(self._identity.environment)
 
 
 def build(address: str, port: int, code_port: int, *, managed: bool, line: str) -> tuple[Server, Server | None]:
-    """The agent, listening, its files mounted; and the code interpreter, where its port is free.
+    """Create the agent's server and the code interpreter's; None for the latter if its port is taken.
 
-    ``line``: the serial port that leads to the host, if there is one.
+    Both are already listening, and the identity files are mounted. ``line``: path of the serial port to the host.
     """
     identity = Identity(managed=managed)
-    interpreting = Interpreting(identity)
-    skipped = identity.open()
+    interpreter = LazyInterpreter(identity)
+    skipped = identity.mount_files()
     if managed and skipped:
         print(f"sandbox-agent: not managed: {'; '.join(skipped)}", file=sys.stderr)
     routes = {
         "/identity": [Route(identity.handle, guarded=False)],
-        "/mounts": [Route(mounting(identity, managed=managed), guarded=False)],
+        "/mounts": [Route(mounts_handler(identity, managed=managed), guarded=False)],
         "/exec": [Route(Execute(identity.environment).handle)],
         **Maintenance(Freezer(), managed=managed).routes(),
         **ProcessService(Table(), identity.environment).routes(),
         **filesystem.routes(),
-        **files.routes(),
-        **interpreting.routes(),
+        **contents.routes(),
+        **interpreter.routes(),
     }
     if managed and system.LINUX:
-        threading.Thread(target=identity.listen, args=(Line(line),), daemon=True).start()
+        threading.Thread(target=identity.serve_line, args=(Line(line),), daemon=True).start()
     server = Server(address, port, routes, identity.guard)
     try:
-        return server, Server(address, code_port, interpreting.own_routes(), identity.guard_code)
+        return server, Server(address, code_port, interpreter.code_routes(), identity.guard_code)
     except OSError as error:
-        # Whoever has the port shall not keep the agent from its own.
+        # A program in the sandbox that occupies this port must not prevent the agent from starting.
         print(f"sandbox-agent: no code interpreter: {address}:{code_port}: {error}", file=sys.stderr)
         return server, None
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="sandbox_agent", description="The agent inside a sandbox.")
+    parser = argparse.ArgumentParser(prog="sandbox_agent", description="Run the agent of a sandbox.")
     parser.add_argument("--port", type=int, default=PORT, help=f"TCP port to listen on (default {PORT})")
     parser.add_argument(
-        "--code-port", type=int, metavar="PORT", help=f"the code interpreter's (default {CODE_PORT}; any with --port 0)"
+        "--code-port",
+        type=int,
+        metavar="PORT",
+        help=f"the code interpreter's (default {CODE_PORT}; with --port 0 a free one)",
     )
-    parser.add_argument("--bind", default="0.0.0.0", metavar="ADDR", help="address to listen on (default all)")
+    parser.add_argument("--bind", default="0.0.0.0", metavar="ADDR", help="address to listen on (default: all)")
     parser.add_argument(
         "--unmanaged",
         action="store_true",
-        help="leave this machine's name, clock, files of /etc and root file system alone; to try the agent out",
+        help="do not change this machine's name, clock, /etc or root file system; for trying the agent out",
     )
     parser.add_argument("--line", default=PATH, help="serial port to the host (default %(default)s)")
     options = parser.parse_args()
-    # What the agent ignores, all it starts ignore too: ^C shall end a command, however the agent came to run.
+    # Child processes inherit ignored signals: ^C must end a command even if the agent was started with SIGINT ignored.
     for interrupt in (signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(interrupt) is signal.SIG_IGN:
             signal.signal(interrupt, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What can go wrong, as a Connect code, an HTTP status and a sentence."""
+"""Errors that the agent returns: a Connect code, an HTTP status and a message."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _ERRNO = {
 
 
 class Failure(Exception):
-    """An answer that is an error: ``code`` is a Connect code, ``status`` the HTTP status of a unary answer."""
+    """An error to return to the client: ``code`` is a Connect code, ``status`` the HTTP status of a unary response."""
 
     def __init__(self, code: str, message: str, status: int = 0) -> None:
-        # It goes out as JSON, and may contain a name that is not UTF-8.
+        # The message becomes JSON, but may contain a file name that is not UTF-8.
         message = message.encode("utf-8", "replace").decode()
         super().__init__(message)
         self.code = code
@@ -62,9 +62,9 @@ def invalid(message: str) -> Failure:
     return Failure("invalid_argument", message)
 
 
-def of_os_error(error: OSError, path: str = "") -> Failure:
-    """The failure that an error of the system amounts to."""
+def from_os_error(error: OSError, path: str = "") -> Failure:
+    """Return the Failure for an OSError; ``path`` replaces the error's own file name."""
     code, status = _ERRNO.get(error.errno or 0, ("internal", 500))
     name = path or error.filename or ""
-    what = error.strerror or str(error)
-    return Failure(code, f"{name}: {what}" if name else what, status)
+    reason = error.strerror or str(error)
+    return Failure(code, f"{name}: {reason}" if name else reason, status)

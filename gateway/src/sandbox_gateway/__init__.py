@@ -1,3 +1,3 @@
-"""The sandbox gateway: capture and fork of sandboxes, behind one HTTP surface."""
+"""The sandbox gateway: captures and forks sandboxes, behind one HTTP API."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""External commands: an argument list, a deadline, and a failure that says what was run and what it answered."""
+"""Runs external commands, with a timeout, and errors that contain the command and its output."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ _PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """The whole environment of a child process, ``more`` included.
+    """Return the complete environment of a child process, including ``more``.
 
-    Not ours: it may hold keys and the passwords of proxies, and a guest may get hold of a process that serves it.
+    It inherits nothing from ours, which may contain keys and proxy passwords: a guest may take over a process that
+    serves it.
     """
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     return {**kept, "LC_ALL": "C", **more}
 
 
 def proxy_settings() -> dict[str, str]:
-    """The proxies of our environment, for a child that fetches packages."""
+    """Return the proxy variables of our environment, for a child that downloads packages."""
     names = [*_PROXIES, *map(str.upper, _PROXIES)]
     return {name: os.environ[name] for name in names if name in os.environ}
 
@@ -44,7 +45,7 @@ def run(
 ) -> CompletedProcess[str]:
     """Run ``argv`` (no shell) for at most ``timeout`` seconds; ``env`` is added to ``child_environment``.
 
-    Raises BackendFailed when it is not installed, takes too long, or (with ``check``) exits non-zero.
+    Raises BackendFailed if it is not installed, times out, or (with ``check``) exits non-zero.
     """
     try:
         done = subprocess.run(
@@ -75,7 +76,7 @@ async def arun(
     env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> CompletedProcess[str]:
-    """``run`` for coroutines. A cancelled caller leaves no process behind."""
+    """Run a command like ``run``, from a coroutine. If the caller is cancelled, no process remains."""
     try:
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -93,7 +94,7 @@ async def arun(
     except (TimeoutError, asyncio.CancelledError) as error:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # One that hangs in the kernel does not die, and whoever waits for it may hold a lock.
+        # A process that hangs in the kernel does not die, and the waiting caller may hold a lock.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), _DYING_SECONDS)
         if isinstance(error, TimeoutError):

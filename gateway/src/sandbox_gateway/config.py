@@ -1,4 +1,4 @@
-"""The gateway's configuration: one TOML file, every key described where it is declared.
+"""The gateway's configuration: one TOML file, whose keys are described where they are declared.
 
 ``docs/configuration.md`` is generated from these descriptions; an unknown key is refused by name.
 """
@@ -24,7 +24,7 @@ class Server(_Section):
 
     socket: Path | None = Field(
         Path("/run/sandbox-gateway/gateway.sock"),
-        description="Unix socket; whoever may open it is an administrator. Empty string: none.",
+        description="Unix socket; anyone who can open it is an administrator. Empty string: none.",
     )
     socket_group: str = Field("", description="Group that may open the socket (mode 0660). Empty: root alone (0600).")
     listen: str = Field("", description="TCP address `host:port` to listen on as well. Empty: none.")
@@ -174,7 +174,7 @@ class Limits(_Section):
         60, gt=0, description="How long a request waits for a sandbox that is busy, in seconds."
     )
     timeout_seconds: int = Field(
-        0, ge=0, description="Life of a sandbox whose creator names no timeout, in seconds. 0: for ever."
+        0, ge=0, description="Life of a sandbox whose creator names no timeout, in seconds. 0: forever."
     )
     builds: int = Field(1, ge=1, le=16, description="Templates built at the same time.")
     memory_overhead_mb: int = Field(256, ge=32, description="Memory that QEMU may use above the sandbox's own, in MiB.")
@@ -217,7 +217,7 @@ class Config(_Section):
 
 
 def load(path: Path) -> Config:
-    """Read a configuration file. Raises Invalid with the file, the key and what is wrong with it."""
+    """Read a configuration file. Raises Invalid with the file, the key and the reason."""
     try:
         data = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -231,7 +231,7 @@ def load(path: Path) -> Config:
 
 
 def explain(error: ValidationError) -> str:
-    """One sentence that names each key that is wrong, and how."""
+    """Return one sentence that names each invalid key and the reason."""
     parts = []
     for item in error.errors(include_url=False, include_input=False):
         where = ".".join(str(step) for step in item["loc"]) or "value"

@@ -1,7 +1,7 @@
-"""What can go wrong, in the words a caller reads.
+"""Errors that callers see.
 
-Every error carries a stable machine word (``kind``), the HTTP status that suits it, a sentence that says
-what is wrong and how to mend it, and the ids of what stands in the way (``blockers``).
+Every error has a stable machine-readable ``kind``, an HTTP status, a message that says what is wrong and how to fix
+it, and the ids of the objects in the way (``blockers``).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from sandbox_gateway.printable import printable
 
 
 class GatewayError(Exception):
-    """Base of all errors a caller is meant to see; anything else that escapes is a bug (500)."""
+    """Base of all errors that callers see; any other exception is a bug (500)."""
 
     kind = "backend_failed"
     status = 500
 
     def __init__(self, message: str, *, blockers: Sequence[str] = ()) -> None:
-        """``message`` may repeat what a guest, or a program that read a guest's files, said."""
+        """Create an error. ``message`` may quote a guest, or a program that has read a guest's files."""
         self.message = printable(message)
         super().__init__(self.message)
         self.blockers = list(blockers)
@@ -29,8 +29,15 @@ class NotFound(GatewayError):
     status = 404
 
     def __init__(self, what: str, ref: str) -> None:
-        """``what`` is the noun ("sandbox", "template", …), ``ref`` the id or name that was asked for."""
+        """Create an error. ``what`` is the noun ("sandbox", "template", …), ``ref`` the requested id or name."""
         super().__init__(f"{what} {ref!r} not found")
+
+
+class Gone(GatewayError):
+    """The object was deleted while a request used it."""
+
+    kind = "gone"
+    status = 410
 
 
 class InUse(GatewayError):
@@ -44,7 +51,7 @@ class NameTaken(GatewayError):
 
 
 class Conflict(GatewayError):
-    """The thing is in a state in which this cannot be done (pausing what is paused, …)."""
+    """The object is in the wrong state (pausing a paused sandbox, …)."""
 
     kind = "conflict"
     status = 409
@@ -56,7 +63,7 @@ class Invalid(GatewayError):
 
 
 class Unsupported(GatewayError):
-    """This host, or this snapshot, cannot do what was asked."""
+    """This host or this snapshot does not support the request."""
 
     kind = "unsupported"
     status = 400
@@ -78,7 +85,7 @@ class OverQuota(GatewayError):
 
 
 class Busy(GatewayError):
-    """A cap or a lock was not free in time; trying again later is the remedy."""
+    """A limit was reached, or a lock was not free in time: try again later."""
 
     kind = "busy"
     status = 429
@@ -95,4 +102,4 @@ class NoSpace(GatewayError):
 
 
 class BackendFailed(GatewayError):
-    """A command or machine below us failed; the message names it and what it said."""
+    """A command or machine of the host failed; the message names it and quotes its output."""

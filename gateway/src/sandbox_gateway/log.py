@@ -18,7 +18,7 @@ _OLD_FILES = 3
 
 
 class Logger:
-    """A named logger whose calls take an event and its fields."""
+    """A named logger whose methods take an event and its fields."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(f"{_ROOT}.{name}")
@@ -47,7 +47,7 @@ def setup(level: str, style: str, file: Path | None = None) -> None:
 
 
 class _LogFile(RotatingFileHandler):
-    """A file of bounded size: whoever sends requests makes it grow."""
+    """A log file of bounded size, because requests make it grow."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=_FILE_BYTES, backupCount=_OLD_FILES, encoding="utf-8")
@@ -81,6 +81,6 @@ class _Text(logging.Formatter):
 
 
 def _plain(value: object) -> str:
-    """On one line, whatever a stranger put into it."""
+    """Format a value on one line, whatever an untrusted caller put into it."""
     text = str(value)
     return text if text.isprintable() else ascii(text)[1:-1]

@@ -1,12 +1,12 @@
-"""Text of strangers, for terminals, logs and error sentences."""
+"""Makes untrusted text safe for terminals, logs and error messages."""
 
 from __future__ import annotations
 
 import json
 import re
 
-# Escape sequences as a whole (colours, titles of windows), then single characters: controls but for tab and newline,
-# marks that reorder or hide what follows, separators of lines, and halves of characters.
+# Whole escape sequences (colours, window titles), then single characters: control characters except tab and newline,
+# marks that reorder or hide text, line separators, and lone surrogates.
 _UNPRINTABLE = re.compile(
     r"\x1b\[[0-?]*+[ -/]*+[@-~]?|\x1b[\]PX^_][^\x07\x1b\x9c]*+(?:\x07|\x1b\\|\x9c)?"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
@@ -15,10 +15,10 @@ _UNPRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    """``text`` without what a terminal would obey."""
+    """Remove terminal control sequences from ``text``."""
     return _UNPRINTABLE.sub("", text)
 
 
 def escaped(document: str) -> str:
-    """A JSON document that means the same, with escapes for what a terminal would obey."""
+    """Return an equivalent JSON document in which characters that control terminals are escaped."""
     return _UNPRINTABLE.sub(lambda match: json.dumps(match[0])[1:-1], document)

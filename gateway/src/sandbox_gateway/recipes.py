@@ -1,4 +1,4 @@
-"""Recipes: what a template is built from, in canonical form, with a digest that says "the same again"."""
+"""Recipes of templates, in canonical form, with a digest that identifies equal recipes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-import sandbox_agent
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.records import Resources
 
@@ -38,7 +37,7 @@ class Recipe(BaseModel):
     """APT mirror to build from; empty: the host's own sources."""
     packages: list[str] = Field(default_factory=list, max_length=2000)
     path: str = ""
-    """``rootfs``: an absolute path on the gateway's host, of a directory or an (also compressed) tarball."""
+    """``rootfs``: an absolute path on the gateway's host, of a directory or a tarball, which may be compressed."""
     setup: list[str] = Field(default_factory=list, max_length=1000)
     start_command: str = ""
     ready_probe: str = ""
@@ -58,7 +57,7 @@ class Recipe(BaseModel):
         return self
 
     def digest(self, *salts: str) -> str:
-        """Hex SHA-256 of the canonical recipe; ``salts`` (the agent's digest, a tarball's) take part."""
+        """Return the hex SHA-256 of the canonical recipe and ``salts`` (the digests of the guest and of `path`)."""
         return _digest({**self.model_dump(mode="json"), "packages": sorted(set(self.packages))}, salts)
 
 
@@ -68,7 +67,7 @@ def _digest(data: dict[str, Any], salts: tuple[str, ...]) -> str:
 
 
 def source_digest(recipe: Recipe) -> str:
-    """What stands at ``recipe.path``: a hash of a tarball's content, or of a directory's names, sizes and times."""
+    """Digest the source at ``recipe.path``: a tarball's content, or a directory's names, sizes and times."""
     if not recipe.path:
         return ""
     path = Path(recipe.path)
@@ -83,17 +82,10 @@ def source_digest(recipe: Recipe) -> str:
         ) from None
 
 
-def agent_digest() -> str:
-    """The agent that templates carry: a template made with another one is not the same."""
-    return _tree_digest(Path(sandbox_agent.__file__).parent, times=False)
-
-
-def _tree_digest(root: Path, *, times: bool = True) -> str:
+def _tree_digest(root: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):
-        if not times and path.suffix not in (".py", ".service"):
-            continue
         stat = path.lstat()
         digest.update(f"{path.relative_to(root)}\0{stat.st_mode}\0{stat.st_size}\0".encode(errors="surrogateescape"))
-        digest.update(str(stat.st_mtime_ns).encode() if times else path.read_bytes() if path.is_file() else b"")
+        digest.update(str(stat.st_mtime_ns).encode())
     return digest.hexdigest()

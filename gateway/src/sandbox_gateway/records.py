@@ -1,7 +1,7 @@
-"""What the gateway knows of a thing, as it is written beside that thing.
+"""Records: the metadata of objects, stored with the objects.
 
-A record is the whole of a thing's metadata: a host stores it with what it describes (a manifest beside the
-images, user properties on a dataset) and hands it back from a scan. Nothing else remembers anything.
+A record contains all metadata of an object: a host stores it with the object (a manifest beside the images, user
+properties on a dataset) and returns it from a scan. There is no other database.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 _NAME = re.compile(NAME_PATTERN)
 
 
 def new_id() -> str:
-    """A fresh 12-digit hexadecimal id; unique for all practical purposes (48 random bits)."""
+    """Create a 12-digit hexadecimal id; unique for all practical purposes (48 random bits)."""
     return secrets.token_hex(6)
 
 
@@ -28,7 +28,7 @@ def now() -> datetime:
 
 
 def check_name(name: str) -> str:
-    """Return ``name`` if it may be one; raises ValueError with the rule otherwise."""
+    """Return ``name``. Raises ValueError with the rule if it is not allowed."""
     if not _NAME.fullmatch(name):
         shown = name if len(name) <= 80 else name[:77] + "..."
         raise ValueError(
@@ -47,7 +47,7 @@ class _Record(BaseModel):
 
 
 class Resources(_Record):
-    """What a sandbox may use. Units: whole virtual CPUs, MiB of memory, MiB of disk."""
+    """The resources of a sandbox. Units: whole virtual CPUs, MiB of memory, MiB of disk."""
 
     cpus: int = Field(default=1, ge=1, le=256)
     memory_mb: int = Field(default=256, ge=64, le=1 << 20)
@@ -55,51 +55,51 @@ class Resources(_Record):
 
 
 class NetworkPolicy(_Record):
-    """What a sandbox may reach outside itself. The host's own services and other sandboxes: never."""
+    """Network access of a sandbox. It never reaches the host's own services or other sandboxes."""
 
     allow_internet: bool = True
     allow_out: list[str] = Field(default_factory=list)
-    """CIDRs or addresses reachable even where ``allow_internet`` or ``deny_out`` would forbid it."""
+    """CIDRs or addresses that are reachable even if ``allow_internet`` or ``deny_out`` would forbid it."""
     deny_out: list[str] = Field(default_factory=list)
     allow_public_traffic: bool = False
-    """The other way: may whoever reaches the gateway reach its ports, but for the agent's?"""
+    """Inbound: whether every client of the gateway can reach the sandbox's ports, except the agent's."""
 
 
 class Mount(_Record):
-    """A volume as one sandbox sees it."""
+    """The mount of a volume in one sandbox."""
 
     volume: Id
     path: str
-    """Where, inside: absolute and normal."""
+    """The mount point in the sandbox: absolute and normalised."""
     read_only: bool = False
 
 
 class VolumeCapture(_Record):
-    """What a snapshot of a sandbox holds of a volume, taken in the same pause."""
+    """The snapshot of a volume that is part of a sandbox's snapshot, taken in the same pause."""
 
     volume: Id
     snapshot: Id
-    """Of the volume: a VolumeSnapshot."""
+    """Id of the VolumeSnapshot."""
 
 
 class Volume(_Record):
-    """Storage that outlives sandboxes; any number of them mount it at once."""
+    """Storage that outlives sandboxes; any number of them can mount it at once."""
 
     id: Id = Field(default_factory=new_id)
     name: Name
     size_mb: int = Field(default=1024, ge=64, le=1 << 26)
-    """What fits in, in MiB."""
+    """Capacity in MiB."""
     from_snapshot: str = ""
     """Id of the volume snapshot it was made from."""
     owner: str = ""
-    """The sandbox whose own clone it is: it goes with the last sandbox that mounts it. Empty: it stays."""
+    """The sandbox that this clone was made for: it is removed with the last sandbox that mounts it. Empty: it stays."""
     created_at: datetime = Field(default_factory=now)
     host: dict[str, Any] = Field(default_factory=dict)
-    """What the host needs to serve it again (a port, …)."""
+    """Data that the host needs to serve it again (a port, …)."""
 
 
 class VolumeSnapshot(_Record):
-    """A volume as it was at one instant."""
+    """The state of a volume at one instant."""
 
     id: Id = Field(default_factory=new_id)
     name: Name
@@ -107,7 +107,7 @@ class VolumeSnapshot(_Record):
     volume: Id
     size_mb: int
     sandbox_snapshot: str = ""
-    """The sandbox's snapshot that it is part of, and goes with. Empty: it stands alone."""
+    """The sandbox's snapshot that it is part of and is removed with. Empty: it is independent."""
     created_at: datetime = Field(default_factory=now)
 
 
@@ -122,7 +122,7 @@ class OnTimeout(StrEnum):
 
 
 class Sandbox(_Record):
-    """A sandbox: an identity (id, name, metadata) over the machine that embodies it just now (``instance``).
+    """A sandbox: an identity (id, name, metadata) over the machine that runs it at present (``instance``).
 
     A rollback changes ``instance`` and nothing else of the identity.
     """
@@ -130,22 +130,22 @@ class Sandbox(_Record):
     id: Id = Field(default_factory=new_id)
     name: Name
     instance: Id = Field(default_factory=new_id)
-    """The machine below: the host names its directory, process and network by it."""
+    """The current machine: the host names its directory, process and network after it."""
     state: SandboxState = SandboxState.RUNNING
     state_reason: str = ""
-    """Why it is paused, where nobody asked for it (the machine ended, the host rebooted)."""
+    """Why it was paused without a request (the machine ended, the host rebooted)."""
     template_id: str = ""
     forked_from: str = ""
     """The snapshot or template it was made from; it never changes."""
     head: str = ""
-    """The snapshot it descends from now: moves with every capture of it and rollback of it."""
+    """The snapshot it currently descends from: changes with each capture and rollback."""
     base: str = ""
-    """The snapshot its present machine was made from."""
+    """The snapshot its current machine was started from."""
     parent_sandbox: str = ""
     pause_snapshot: str = ""
-    """While paused: the snapshot it resumes from. Empty: it is resumed from its own disk."""
+    """While paused: the snapshot it resumes from. Empty: it resumes from its own disk."""
     cold_start: bool = False
-    """While paused: it shall boot from that snapshot's disk, though the snapshot holds memory."""
+    """While paused: it will boot from that snapshot's disk, even if the snapshot holds memory."""
     resources: Resources = Field(default_factory=Resources)
     network: NetworkPolicy = Field(default_factory=NetworkPolicy)
     metadata: dict[str, str] = Field(default_factory=dict)
@@ -153,34 +153,42 @@ class Sandbox(_Record):
     created_at: datetime = Field(default_factory=now)
     started_at: datetime = Field(default_factory=now)
     end_at: datetime | None = None
-    """When its time is up; None: never."""
-    life: float | None = None
-    """Seconds it was given last; when its time is up and it is resumed, it has them again. None: the host's default."""
+    """When its timeout ends; None: never."""
+    timeout: float | None = None
+    """The last timeout in seconds, which starts again if it is resumed after ``end_at``. None: the host's default."""
     on_timeout: OnTimeout = OnTimeout.KILL
     auto_resume: bool = False
     idempotency_key: str = ""
     branches: int = Field(default=0, ge=0)
-    """The last number that a branch of it was called by; none is given twice."""
+    """The last number used in the name of a branch; no number is used twice."""
     mounts: list[Mount] = Field(default_factory=list)
     """Its volumes, in the order in which they are mounted."""
     host: dict[str, Any] = Field(default_factory=dict)
-    """What the host needs to find the machine again (network slot, pid and its start time, …)."""
+    """Data that the host needs to find the machine again (network slot, pid and its start time, …)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_names(cls, record: Any) -> Any:
+        """Rename the field ``life``, as older releases called the timeout."""
+        if isinstance(record, dict) and "life" in record:
+            record = {"timeout": record["life"], **record}
+        return record
 
     @property
     def hostname(self) -> str:
-        """A host name made of the name: letters, digits and hyphens, at most 63."""
+        """Return a host name derived from the name: at most 63 letters, digits and hyphens."""
         return "".join(letter if letter.isalnum() else "-" for letter in self.name).strip("-").lower()[:63] or "sandbox"
 
 
 class SnapshotKind(StrEnum):
     BASE = "base"
-    """A file system as it was built, never booted; hidden."""
+    """A newly built file system that was never booted; hidden."""
     TEMPLATE = "template"
     SNAPSHOT = "snapshot"
     PAUSE = "pause"
-    """What a paused sandbox resumes from; hidden, owned by that sandbox."""
+    """A paused sandbox resumes from it; hidden, owned by that sandbox."""
     TRANSIENT = "transient"
-    """What a clone was made of; hidden, removed with its last fork."""
+    """The source of clones; hidden, removed with its last fork."""
 
 
 class Memory(StrEnum):
@@ -198,18 +206,18 @@ class SnapshotStatus(StrEnum):
 
 
 class Retention(_Record):
-    """Which of a sandbox's snapshots are kept. A snapshot stays if one of the first two rules wants it and it is not
-    too old; without either of them, if it is not too old. The newest stays in every case."""
+    """The rule for which snapshots of a sandbox are kept. A snapshot stays if one of the first two fields keeps it and
+    it is not too old; without either of them, if it is not too old. The newest always stays."""
 
     keep_last: int | None = Field(default=None, ge=1, le=100_000)
     keep_daily: int | None = Field(default=None, ge=1, le=100_000)
-    """The newest of each of so many days (UTC) that have one."""
+    """Number of days (UTC) with snapshots for which the newest one is kept."""
     max_age: float | None = Field(default=None, gt=0, le=100 * 366 * 86400)
     """In seconds."""
 
 
 class Snapshot(_Record):
-    """A fork point."""
+    """A snapshot or template, from which sandboxes can be forked."""
 
     id: Id = Field(default_factory=new_id)
     kind: SnapshotKind = SnapshotKind.SNAPSHOT
@@ -217,18 +225,18 @@ class Snapshot(_Record):
     description: str = ""
     source_sandbox: str = ""
     origin_sandbox: str = ""
-    """The sandbox at the far end of the chain of sources."""
+    """The first sandbox in the chain of sources."""
     template_id: str = ""
     parent: str = ""
-    """The source's head when this was captured."""
+    """The source's head at the time of the capture."""
     origin: str = ""
-    """The ultimate ancestor (a template's id)."""
+    """The first ancestor (a template's id)."""
     status: SnapshotStatus = SnapshotStatus.READY
     created_at: datetime = Field(default_factory=now)
     updated_at: datetime = Field(default_factory=now)
     expires_at: datetime | None = None
     retention: Retention | None = None
-    """It was taken under this rule, and may be removed by a newer one's. None: it stays until it is removed."""
+    """The rule under which it was taken. None: it stays until it is deleted."""
     doomed: bool = False
     """Deleted with ``when=unused``: hidden, removed with its last user."""
     memory: Memory = Memory.NONE
@@ -237,13 +245,13 @@ class Snapshot(_Record):
     pause_ms: float = 0.0
     resources: Resources = Field(default_factory=Resources)
     mounts: list[Mount] = Field(default_factory=list)
-    """What its source had mounted; a fork has the same unless it is told otherwise."""
+    """The mounts of its source; forks get the same mounts unless others are requested."""
     volumes: list[VolumeCapture] = Field(default_factory=list)
-    """What was captured of volumes in the same pause: all that were asked for."""
+    """The volumes that were captured in the same pause."""
     recipe_digest: str = ""
     recipe: dict[str, Any] = Field(default_factory=dict)
     host: dict[str, Any] = Field(default_factory=dict)
-    """What the host needs to make a machine of it again (accelerator, CPU model, machine type, versions)."""
+    """Data that the host needs to start a machine from it (accelerator, CPU model, machine type, versions)."""
 
     @property
     def hidden(self) -> bool:

@@ -1,4 +1,4 @@
-"""Each platform is asked once: a command through Ansible takes seconds, whatever it does."""
+"""Sends one command to each platform, because every command through Ansible takes seconds."""
 
 testinfra_hosts = ["platforms"]
 

@@ -1,4 +1,4 @@
-"""Runs tasks in a machine that systemd-nspawn booted, by entering the namespaces of its first process."""
+"""Runs tasks in a container booted by systemd-nspawn, by entering the namespaces of its first process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ DOCUMENTATION = r"""
 name: machine
 short_description: Run tasks in a container of this machine
 description:
-  - Enters the mounts, names and processes of a container, and shares the network with it.
+  - Enters the mount, UTS, IPC and PID namespaces of a container, and shares its network.
 author:
   - The grove.sandbox authors (@grove-sandbox)
 options:
   pid_file:
     description:
-      - A file with the process id, seen from outside, of the first process of the container.
+      - A file with the process id of the container's first process, as seen from the host.
     type: path
     required: true
     vars:
@@ -27,7 +27,7 @@ options:
   directory:
     description:
       - The directory it was booted from.
-      - A process that has another root, because it has got the number since, is not entered.
+      - A process with another root directory is not entered, because it has reused the process id.
     type: path
     required: true
     vars:

@@ -1,11 +1,11 @@
-"""The machine is asked once: a command through Ansible takes seconds, whatever it does."""
+"""Sends one command to the machine, because every command through Ansible takes seconds."""
 
 import json
 import re
 
 testinfra_hosts = ["debian"]
 
-# What systemd-analyze says of the unit as it is; less is better.
+# The unit's score from systemd-analyze; lower is better.
 MOST_EXPOSURE = 6.2
 
 QUESTIONS = {

@@ -1,4 +1,4 @@
-"""The host, from outside."""
+"""Checks the host from the outside."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Each sandbox, from inside, in one question: a command through Ansible takes seconds, whatever it does."""
+"""Checks each sandbox from the inside with one command, because every command through Ansible takes seconds."""
 
 testinfra_hosts = ["source", "copies"]
 

@@ -1,4 +1,4 @@
-"""Each sandbox, from inside, through the connection plugin, in one question, for which it needs no Python."""
+"""Checks each sandbox from the inside with one command through the connection plugin, without Python."""
 
 testinfra_hosts = ["source", "copies"]
 

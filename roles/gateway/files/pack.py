@@ -1,7 +1,7 @@
-"""The gateway's package as one file, always the same bytes for the same source.
+"""Build a reproducible archive of the gateway's package.
 
-`pack.py SOURCE` prints the SHA-256 of its contents; `pack.py SOURCE OUT.tar.gz` writes it, and prints the SHA-256 of
-that file.
+`pack.py SOURCE` prints the SHA-256 of the contents. `pack.py SOURCE OUT.tar.gz` writes the archive and prints its
+SHA-256.
 """
 
 import gzip
@@ -22,7 +22,7 @@ ALONE = (
 
 
 def members(source):
-    """(name in the package, path) of each file that belongs into it, in a fixed order."""
+    """(name in the package, path) of each packaged file, in a fixed order."""
     found = [source / name for name in ALONE] + [path for path in (source / "src").rglob("*") if path.is_file()]
     names = {path.relative_to(source).as_posix(): path for path in found}
     return sorted((name, path) for name, path in names.items() if wanted(name))

@@ -1,8 +1,8 @@
-"""Say whether a guest really boots on /dev/kvm: print ``{"accelerator": "kvm"|"tcg", "reason": sentence}``.
+"""Test whether a guest boots on /dev/kvm: print ``{"accelerator": "kvm"|"tcg", "reason": sentence}``.
 
-That the device opens proves nothing: below another hypervisor it may open while no stock kernel gets past its boot
-loader. So a stock kernel is booted, until it looks for its root file system (which it has none of), or a deadline.
-Standard library only; leaves nothing behind.
+Opening the device is not enough: on some hypervisors it opens, but no stock kernel boots. So this boots a stock kernel
+until it looks for its root file system, which does not exist, or until a deadline. It uses only the standard library
+and leaves no files behind.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from pathlib import Path
 KVM = Path("/dev/kvm")
 BOOTED = (b"Kernel panic", b"VFS: Cannot open root device", b"Run /")
 BEGUN = b"Linux version"
-SILENT_SECONDS = 8.0  # A kernel that boots writes all the time: after so long it has hung.
+SILENT_SECONDS = 8.0  # A booting kernel writes constantly: after this long without output, it hangs.
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Does a guest really boot on /dev/kvm?")
+    parser = argparse.ArgumentParser(description="Test whether a guest boots on /dev/kvm.")
     parser.add_argument("--qemu", default="qemu-system-x86_64")
     parser.add_argument("--machine", default="q35")
-    parser.add_argument("--accelerator", default="kvm", help="what to boot on, instead of KVM")
+    parser.add_argument("--accelerator", default="kvm", help="accelerator to test instead of KVM")
     parser.add_argument("--seconds", type=float, default=20, help="deadline of the boot")
     parser.add_argument("--kernel", type=Path, help="kernel to boot; default: the host's, else Debian's cloud kernel")
     arguments = parser.parse_args()
@@ -51,13 +51,13 @@ def decide(arguments):
 
 
 def newest(directory):
-    """The kernel there whose version is highest; None if there is none that can be read."""
+    """The newest readable kernel in ``directory``, or None."""
     readable = [path for path in directory.glob("vmlinuz-*") if os.access(str(path), os.R_OK)]
     return max(readable, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)], default=None)
 
 
 def download(directory):
-    """Debian's cloud kernel, unpacked below ``directory`` and not installed; None if it cannot be had."""
+    """Debian's cloud kernel, unpacked below ``directory`` without installing it; None if it is not available."""
     try:
         shown = run(["apt-cache", "depends", "--important", "linux-image-cloud-amd64"], directory)
         package = re.findall(r"Depends: (linux-image-\S+)", shown)[0]
@@ -69,7 +69,7 @@ def download(directory):
 
 
 def run(argv, directory):
-    """Standard output of a command; raises when it fails or takes more than five minutes."""
+    """The standard output of a command. Raises an exception if it fails or takes more than five minutes."""
     done = subprocess.run(
         argv, cwd=str(directory), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=300, check=True
     )
@@ -101,7 +101,7 @@ def boot(arguments, kernel):
 
 
 def listen(process, seconds):
-    """What came on the serial console until the guest was up, hung, QEMU ended or the time was over; did it end?"""
+    """(console output, whether QEMU ended), read until the guest is up, hangs, QEMU ends or time runs out."""
     said = b""
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:

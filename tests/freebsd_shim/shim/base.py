@@ -1,7 +1,7 @@
-"""What every command of the shim shares: FreeBSD's ways of failing, its getopt, the state directory, system calls.
+"""Shared code of the shim's commands: FreeBSD's error handling, its getopt, the state directory, system calls.
 
-Imports are few on purpose: a command must be done in about 10 ms, and ``re``, ``json``, ``pathlib`` or ``subprocess``
-cost half of that each.
+There are few imports on purpose: a command must finish in about 10 ms, and ``re``, ``json``, ``pathlib`` or
+``subprocess`` cost half of that each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from _json import encode_basestring_ascii, make_scanner  # type: ignore[import-n
 
 PROG = "freebsd-shim"
 
-# sys/errno.h and lib/libc/gen/errlst.c: where FreeBSD's words differ from glibc's.
+# sys/errno.h and lib/libc/gen/errlst.c: messages in which FreeBSD differs from glibc.
 _STRERROR = {
     errno.ENXIO: "Device not configured",
     errno.EBUSY: "Device busy",
@@ -66,18 +66,18 @@ def usage(text: str, code: int = 1) -> SystemExit:
 
 
 def unbuilt(what: str) -> SystemExit:
-    """FreeBSD has it, the shim has not: never to be mistaken for FreeBSD's own refusal (exit 70, EX_SOFTWARE)."""
+    """A feature that FreeBSD has but the shim lacks: exit 70 (EX_SOFTWARE), distinct from FreeBSD's own errors."""
     sys.stdout.flush()
     sys.stderr.write(f"freebsd-shim: {PROG}: {what}: not built; see tests/freebsd_shim/README.md\n")
     return SystemExit(70)
 
 
 class BadOption(Exception):
-    """getopt(3) found an option it does not know, or one without its argument; it has said so already."""
+    """getopt(3) found an unknown option, or one without its argument; it has already printed the error."""
 
 
 def getopt(argv: list[str], spec: str) -> tuple[list[tuple[str, str]], list[str]]:
-    """FreeBSD's getopt(3): stops at the first word that is no option. Returns (options, the rest)."""
+    """FreeBSD's getopt(3): stops at the first word that is not an option. Returns (options, the rest)."""
     options: list[tuple[str, str]] = []
     at = 0
     while at < len(argv):
@@ -109,7 +109,7 @@ def getopt(argv: list[str], spec: str) -> tuple[list[tuple[str, str]], list[str]
 
 
 def take_libxo(argv: list[str]) -> tuple[list[str], bool]:
-    """xo_parse_args(3): takes ``--libxo`` out of the arguments. Returns (what is left, JSON is wanted)."""
+    """xo_parse_args(3): removes ``--libxo`` from the arguments. Returns (the rest, whether JSON is requested)."""
     left, json, at = [], False, 0
     while at < len(argv):
         word = argv[at]
@@ -178,8 +178,7 @@ def state_dir() -> str:
 
 
 def _inherit() -> None:
-    """Add the environment of the nearest ancestor that was started with FREEBSD_SHIM_STATE: a gateway gives its
-    children a clean one."""
+    """Add the environment of the nearest ancestor with FREEBSD_SHIM_STATE: a gateway gives its children a clean one."""
     pid = os.getppid()
     while pid > 1:
         try:
@@ -196,7 +195,7 @@ def _inherit() -> None:
 
 
 class locked:
-    """``with locked():`` one shim command at a time changes the state; nests inside one process."""
+    """``with locked():`` only one shim command at a time changes the state; nests inside one process."""
 
     depth = 0
     handle: int = -1
@@ -215,7 +214,7 @@ class locked:
 
 
 def load(name: str, empty: dict) -> dict:  # type: ignore[type-arg]
-    """The state file ``name``, or ``empty`` where there is none."""
+    """The state file ``name``, or ``empty`` if it does not exist."""
     try:
         with open(os.path.join(state_dir(), name + ".json")) as file:
             return from_json(file.read())  # type: ignore[return-value]
@@ -224,7 +223,7 @@ def load(name: str, empty: dict) -> dict:  # type: ignore[type-arg]
 
 
 def save(name: str, value: dict) -> None:  # type: ignore[type-arg]
-    """Replace the state file ``name`` at one blow; the lock must be held."""
+    """Replace the state file ``name`` atomically; the lock must be held."""
     os.makedirs(state_dir(), mode=0o755, exist_ok=True)
     path = os.path.join(state_dir(), name + ".json")
     with open(path + ".new", "w") as file:
@@ -254,7 +253,7 @@ def osreldate() -> int:
     return int(knob("kern.osreldate"))
 
 
-# system calls that os has not (before Python 3.12) ----------------------------------------------------------------
+# system calls that os lacks (before Python 3.12) ------------------------------------------------------------------
 
 MS_NOSUID, MS_NOEXEC, MS_BIND = 2, 8, 4096
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC = 1, 2, 4, 8
@@ -270,7 +269,7 @@ _libc = None
 
 
 def _call(name: str, *args: object) -> int:
-    """A libc function that answers -1 and errno where it fails. Raises OSError."""
+    """A libc function that returns -1 and sets errno on failure. Raises OSError."""
     global _libc
     import ctypes
 
@@ -290,7 +289,7 @@ def mount_syscall(source: str, target: str, fstype: str, flags: int, data: str =
 
 
 def clone_mount(source: str, attributes: int) -> int:
-    """A descriptor of a new mount of what is at ``source``, attached nowhere yet, with these MOUNT_ATTR_… if any."""
+    """A descriptor of a new, detached mount of ``source``, with these MOUNT_ATTR_… if any."""
     import ctypes
 
     tree = _call("syscall", SYS_OPEN_TREE, AT_FDCWD, os.fsencode(source), OPEN_TREE_CLONE | os.O_CLOEXEC)
@@ -302,7 +301,7 @@ def clone_mount(source: str, attributes: int) -> int:
 
 
 def attach_mount(tree: int, target: int) -> None:
-    """Attach it to a directory that is open."""
+    """Attach it to an open directory."""
     flags = MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH
     _call("syscall", SYS_MOVE_MOUNT, tree, b"", target, b"", flags)
 
@@ -326,7 +325,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def run(main: object, prog: str) -> None:
-    """Run one command's ``main(argv) -> exit code``; a surprise is a bug of the shim, exit 70, never FreeBSD's."""
+    """Run one command's ``main(argv) -> exit code``; an unexpected exception is a bug of the shim: exit 70."""
     global PROG
     PROG = prog
     code = 70

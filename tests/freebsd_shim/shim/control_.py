@@ -1,4 +1,4 @@
-"""``freebsd-shim``: what a test needs and FreeBSD has not: knobs, and putting everything back."""
+"""``freebsd-shim``: functions for tests that FreeBSD lacks: setting knobs, and restoring everything."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def purge() -> None:
                 try:
                     conversation.delete(link.index)
                 except OSError:
-                    continue  # it went with its other end
+                    continue  # it was removed together with its other end
         limits.purge()
         pf_nft.withdraw()
         for name in os.listdir(base.state_dir()):

@@ -1,4 +1,4 @@
-"""fstat(1). Words, columns and what is left out: usr.bin/fstat/fstat.c, lib/libprocstat/libprocstat.c."""
+"""fstat(1). Messages, columns and omissions: usr.bin/fstat/fstat.c, lib/libprocstat/libprocstat.c."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shim import base, mount_
 
 USAGE = "usage: fstat [-fmnv] [-M core] [-N system] [-p pid] [-u user] [file ...]"
 HEADER = "USER     CMD          PID   FD MOUNT      INUM MODE         SZ|DV R/W"
-# libprocstat procstat_getfiles_sysctl(): the order of what is no descriptor
+# libprocstat procstat_getfiles_sysctl(): the order of entries that are not descriptors
 LINKS = (("exe", "text"), ("cwd", "wd"), ("root", "root"))
 
 
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 
 
 def device_of(name: str) -> int:
-    """getfname(): 0 where there is no such file, which is said."""
+    """getfname(): 0 and an error message if the file does not exist."""
     try:
         return os.stat(name).st_dev
     except OSError as error:
@@ -60,7 +60,7 @@ def show(pid: int, systems: set[int], nodes: dict[int, str]) -> None:
 
 
 def vnode(path: str, systems: set[int], nodes: dict[int, str]) -> str:
-    """print_vnode_info(); "": it is on none of the file systems, or dead, as after a forced unmount."""
+    """print_vnode_info(); "" for a file on none of the file systems, or a dead one, as after a forced unmount."""
     try:
         found = os.stat(path)
         if found.st_dev not in systems:
@@ -78,7 +78,7 @@ def vnode(path: str, systems: set[int], nodes: dict[int, str]) -> str:
 
 
 def access(path: str) -> str:
-    """print_access_flags(); what is no descriptor is read."""
+    """print_access_flags(); entries that are not descriptors are read-only."""
     if "/fd/" not in path:
         return "r"
     try:

@@ -1,4 +1,4 @@
-"""ifconfig(8) for epair(4), bridge(4), lo(4) and what else is there. Words: sbin/ifconfig/*.c of FreeBSD 14."""
+"""ifconfig(8) for epair(4), bridge(4), lo(4) and existing interfaces. Messages: sbin/ifconfig/*.c of FreeBSD 14."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME_SIZE = 16  # IFNAMSIZ, with the final NUL
 FAMILIES = {"ether", "link", "lladdr", "inet", "inet6"}
 CLONERS = ("bridge", "epair")
 
-# What takes an argument, and what does not, of basic_cmds[], ifbridge.c and ifgroup.c as far as it is built.
+# Parameters of basic_cmds[], ifbridge.c and ifgroup.c that the shim has, with and without an argument.
 TAKES_ONE = {
     "addm",
     "deletem",
@@ -40,7 +40,7 @@ TAKES_ONE = {
     "-vnet",
     "prefixlen",
 }
-# FreeBSD has these; they would be taken for an address here.
+# FreeBSD has these; without this list they would be taken for addresses.
 KNOWN = (
     "arp -arp debug -debug promisc -promisc monitor -monitor staticarp -staticarp rxcsum -rxcsum txcsum -txcsum tso "
     "-tso lro -lro metric pcp -pcp tunnel deletetunnel fib stp -stp edge -edge autoedge -autoedge ptp -ptp learn "
@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
 
 
 def inside(key: str) -> net.Net:
-    """-j: the vnet of the jail. The words are Perror()'s, with the errno that jail_getid() leaves."""
+    """-j: the vnet of the jail. The messages are Perror()'s, with the errno that jail_getid() leaves."""
     try:
         return net.net_of(prison.find(key)["holder"])
     except prison.JailError:
@@ -130,7 +130,7 @@ def interface(conversation: net.Net, name: str, words: list[str]) -> int:
 
 
 def apply(conversation: net.Net, name: str, words: list[str], family: str, *, create: bool = False) -> int:
-    """The parameters one after the other; addresses last. The name is printed at the end if it became another."""
+    """The parameters in order; addresses last. Prints the name at the end if it has changed."""
     change = Change(conversation, name, family)
     try:
         with base.locked():
@@ -149,7 +149,7 @@ def apply(conversation: net.Net, name: str, words: list[str], family: str, *, cr
 
 
 def parameter(change: Change, words: list[str], at: int) -> int:
-    """Do the parameter at ``words[at]``; returns how many words it took."""
+    """Apply the parameter at ``words[at]``; returns the number of words that it took."""
     word = words[at]
     if word in TAKES_ONE:
         if at + 1 >= len(words):
@@ -202,7 +202,7 @@ def one_argument(change: Change, word: str, value: str) -> None:
 
 
 def attempt(what: str, do: object) -> None:
-    """err(1, what) for what the kernel refuses."""
+    """err(1, what) for errors of the kernel."""
     try:
         do()  # type: ignore[operator]
     except OSError as error:
@@ -252,14 +252,14 @@ def ends(driver: str, unit: int) -> list[str]:
 
 
 def remember(unit: str, made: bool) -> None:
-    """For ``freebsd-shim purge``: what this state directory's commands have created."""
+    """For ``freebsd-shim purge``: interfaces created by commands with this state directory."""
     state = base.load("interfaces", {"names": []})
     state["names"] = [name for name in state["names"] if name != unit] + ([unit] if made else [])
     base.save("interfaces", state)
 
 
 def destroy(change: Change) -> None:
-    """if_clone_destroy(): EINVAL for what was not cloned. Either end of an epair takes the other along."""
+    """if_clone_destroy(): EINVAL for interfaces that were not cloned. Either end of an epair also removes the other."""
     link = change.link()
     if not link.driver:
         raise base.err(1, "SIOCIFDESTROY", errno.EINVAL)
@@ -271,7 +271,7 @@ def destroy(change: Change) -> None:
 
 
 def rename(change: Change, name: str) -> None:
-    """SIOCSIFNAME, sys/net/if.c ifhwioctl(): at most 15 characters, no other of that name, not empty."""
+    """SIOCSIFNAME, sys/net/if.c ifhwioctl(): at most 15 characters, unique, not empty."""
     what = "ioctl SIOCSIFNAME (set name)"
     link = change.link()
     if len(name.encode()) >= NAME_SIZE:
@@ -332,7 +332,7 @@ def set_up(change: Change, up: bool) -> None:
     link = change.link()
     attempt("up" if up else "down", lambda: change.net.change(link.index, up=up))
     if up and link.flags & net.IFF_LOOPBACK and not link.flags & net.IFF_UP and change.name == "lo0":
-        # Linux gives a loopback that comes up 127.0.0.1; FreeBSD's has the addresses it is given.
+        # Linux gives a loopback that comes up 127.0.0.1; FreeBSD's has only its configured addresses.
         drop_loopback(change, link)
 
 
@@ -354,7 +354,7 @@ def jail_of(key: str) -> prison.Jail:
 
 def lend(change: Change, key: str) -> None:
     jail, link = jail_of(key), change.link()
-    # "Do not try to move the iface from and to the same prison", nor onto a name that is there: EEXIST
+    # "Do not try to move the iface from and to the same prison", nor to an existing name: EEXIST
     if not jail["vnet"] or net.net_of(jail["holder"]).link(link.name) is not None:
         raise base.err(1, "SIOCSIFVNET", errno.EEXIST)
     attempt("SIOCSIFVNET", lambda: change.net.change(link.index, net.number(net.LINK_NS_PID, jail["holder"])))
@@ -387,7 +387,7 @@ def bridge(change: Change, word: str, value: str) -> None:
     if member is None:
         raise base.err(1, what, errno.ENOENT)
     if word == "addm":
-        # bridge_ioctl_add(): EBUSY in another bridge, EEXIST in this one, EINVAL for what is no Ethernet
+        # bridge_ioctl_add(): EBUSY in another bridge, EEXIST in this one, EINVAL if it is not an Ethernet interface
         if member.master:
             raise base.err(1, what, errno.EEXIST if member.master == own.index else errno.EBUSY)
         if member.index == own.index or member.driver == "bridge" or member.flags & net.IFF_LOOPBACK:
@@ -406,7 +406,7 @@ def bridge(change: Change, word: str, value: str) -> None:
 
 
 def addresses(change: Change) -> None:
-    """The deferred part of ifconfig(): what was given as an address is set, or taken away."""
+    """The deferred part of ifconfig(): sets or removes the addresses."""
     if not change.address:
         if change.alias < 0 or change.netmask or change.prefix is not None:
             raise base.unbuilt("a mask, or -alias, without an address")

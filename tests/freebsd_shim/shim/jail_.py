@@ -1,4 +1,4 @@
-"""jail(8). Order and words: usr.sbin/jail/{jail,config,command,state}.c; there is no jail.conf."""
+"""jail(8). Order and messages: usr.sbin/jail/{jail,config,command,state}.c; there is no jail.conf."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ usage: jail [-dhilqv] [-J jid_file] [-u username] [-U username]
             [-n jailname] [-s securelevel]
             path hostname [ip[,...]] command ..."""
 
-# usr.sbin/jail/config.c intparams[]: what jail(8) keeps to itself, with the type it checks.
+# usr.sbin/jail/config.c intparams[]: parameters that only jail(8) itself uses, with the types that it checks.
 PSEUDO = {
     "allow.dying": "B",
     "command": "",
@@ -49,7 +49,7 @@ PSEUDO = {
     "vnet.interface": "",
     "zfs.dataset": "",
 }
-# Accepted and, as for a jail of the command line on FreeBSD, without effect: they matter at "jail -r" with jail.conf.
+# Accepted and, as for a jail from the command line on FreeBSD, without effect: only "jail -r" with jail.conf uses them.
 ONLY_AT_STOP = {"exec.stop", "exec.prestop", "exec.poststop", "exec.release", "stop.timeout"}
 BUILT = ONLY_AT_STOP | {
     "command",
@@ -67,11 +67,11 @@ SHELL = set("!\"$&'()*;<>?[\\]`{|}~")
 
 
 class Failed(Exception):
-    """The jail's work failed; it has been said why."""
+    """The jail's work failed, and the error has been printed."""
 
 
 class Work:
-    """One jail as jail(8) works on it (struct cfjail of a command line: it has no name to print)."""
+    """One jail in jail(8) (struct cfjail of a command line: it has no name to print)."""
 
     def __init__(self) -> None:
         self.given: dict[str, list[str]] = {}
@@ -79,7 +79,7 @@ class Work:
         self.jail: prison.Jail | None = None
 
     def add(self, word: str) -> None:
-        """config.c add_param(): later values are added to earlier ones; without a value they replace them."""
+        """config.c add_param(): later values are appended to earlier ones; without a value they replace them."""
         name, equals, value = word.partition("=")
         for known in list(self.given):
             if same_option(known, name):
@@ -191,7 +191,7 @@ def main(argv: list[str]) -> int:
 
 
 def gather(work: Work, words: list[str]) -> None:
-    """jail.c main(): "command" takes all that follows."""
+    """jail.c main(): "command" takes all following words."""
     for at, word in enumerate(words):
         if word == "command" or word.startswith("command="):
             work.given["command"] = ([word[8:]] if "=" in word else []) + words[at + 1 :]
@@ -203,7 +203,7 @@ def gather(work: Work, words: list[str]) -> None:
 
 
 def start(work: Work, print_jid: bool) -> int:
-    """The commands of startcommands[] in order; a failure undoes those before it, last first."""
+    """The commands of startcommands[] in order; a failure undoes the previous ones in reverse order."""
     work.check()
     if work.running() is not None:
         base.warnx(f'"{work.label()}" already exists')
@@ -222,7 +222,7 @@ def start(work: Work, print_jid: bool) -> int:
     try:
         for name, step in steps:
             for one in occasions(work, name):
-                done.append((name, one))  # the failing step's own undoing is tried too: next_command(create_failed)
+                done.append((name, one))  # the failed step is undone, too: next_command(create_failed)
                 step(one)
     except Failed:
         for name, one in reversed(done):
@@ -233,7 +233,7 @@ def start(work: Work, print_jid: bool) -> int:
 
 
 def occasions(work: Work, name: str) -> list[str]:
-    """Once for each value; the operation, mount.devfs and the command once."""
+    """One for each value; the operation, mount.devfs and the command run once."""
     if name == "":
         return [""]
     if name == "mount.devfs":
@@ -268,7 +268,7 @@ def mount_devfs(work: Work) -> None:
 
 
 def check_path(work: Work, name: str, path: str) -> None:
-    """command.c check_path(): absolute, and no symbolic link below the jail's path."""
+    """command.c check_path(): absolute, and without symbolic links below the jail's path."""
     if not path.startswith("/"):
         base.warnx(f"{name}: {path}: not an absolute pathname")
         raise Failed
@@ -320,7 +320,7 @@ def interface(work: Work, name: str) -> None:
 
 
 def call(main_: object, prog: str, shown: str, arguments: list[str]) -> None:
-    """Another command of the shim, in this process; its failure is told as that of any command."""
+    """Run another command of the shim in this process; its failure is reported like that of any command."""
     own, base.PROG = base.PROG, prog
     try:
         code = main_(arguments)  # type: ignore[operator]
@@ -336,7 +336,7 @@ def call(main_: object, prog: str, shown: str, arguments: list[str]) -> None:
 
 
 def command(work: Work, line: str, *, inside: bool) -> None:
-    """command.c run_command(), default_command: through the shell only if it must be; a last "&" is background."""
+    """command.c run_command(), default_command: through the shell only if necessary; a final "&" means background."""
     at = next((place for place, letter in enumerate(line) if letter in SHELL), -1)
     background = at >= 0 and line[at:] == "&"
     plain = (line[:at] if background else line).split()
@@ -370,7 +370,7 @@ def execute(work: Work, words: list[str], *, inside: bool, background: bool) -> 
 
 
 def wait(child: int, limit: int) -> int | None:
-    """The child's wait status; None if it is not done in ``limit`` seconds (0: wait for ever). It is not killed."""
+    """The child's wait status; None if it is not done after ``limit`` seconds (0: wait forever). It is not killed."""
     if not limit:
         return os.waitpid(child, 0)[1]
     import select
@@ -417,7 +417,7 @@ def work_in_child(work: Work, words: list[str], inside: bool, background: bool) 
 
 
 def undo(work: Work, name: str, one: str) -> None:
-    """startcommands[] backwards after a failure."""
+    """startcommands[] in reverse order after a failure."""
     from shim import ifconfig_, mount_
 
     try:
@@ -434,7 +434,7 @@ def undo(work: Work, name: str, one: str) -> None:
 
 
 def settle(work: Work) -> None:
-    """jail.c clear_persist(): the jail that is not to persist goes unless something runs in it."""
+    """jail.c clear_persist(): a jail without persist is removed unless a process runs in it."""
     assert work.jail is not None
     if work.values.get("persist"):
         return
@@ -500,7 +500,7 @@ def rename_host(jail: prison.Jail, hostname: str) -> None:
 
 
 def stop(names: list[str], conf: bool, by_force: bool, quiet: int) -> int:
-    """Without jail.conf both -r and -R run stopcommands[] with no parameters: exec.stop is not known any more."""
+    """Without jail.conf, both -r and -R run stopcommands[] without parameters: exec.stop is no longer known."""
     if not conf or not names:
         raise base.usage(USAGE)
     if not by_force and any("=" in name for name in names):
@@ -509,7 +509,7 @@ def stop(names: list[str], conf: bool, by_force: bool, quiet: int) -> int:
     code, chosen = 0, []
     for name in names:
         if name == "*":
-            # state.c start_state(): -r matches "*" against jail.conf, -R against what runs
+            # state.c start_state(): -r matches "*" against jail.conf, -R against running jails
             chosen += [jail for jail in prison.table()["jails"] if by_force and not jail["dying"]]
             continue
         try:
@@ -519,7 +519,7 @@ def stop(names: list[str], conf: bool, by_force: bool, quiet: int) -> int:
             code = 1
     for jail in chosen:
         if not jail["dying"]:
-            prison.terminate(jail, 10)  # DEFAULT_STOP_TIMEOUT: stop.timeout was jail(8)'s own, and is forgotten
+            prison.terminate(jail, 10)  # DEFAULT_STOP_TIMEOUT: stop.timeout belonged to jail(8) alone, and is lost
             prison.remove(jail)
         if note and quiet == 0:
             base.say(f"{jail['name']}: removed")

@@ -1,4 +1,4 @@
-"""jexec(8). Words and order: usr.sbin/jexec/jexec.c."""
+"""jexec(8). Messages and order: usr.sbin/jexec/jexec.c."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class User:
 
 
 def find_user(name: str) -> User:
-    """get_user_info(): from /etc/passwd of wherever this process is. Without a name: the caller's."""
+    """get_user_info(): from /etc/passwd in this process's root. Without a name: the caller."""
     try:
         with open("/etc/passwd") as file:
             for line in file:
@@ -114,7 +114,7 @@ def become(user: User, groups: list[int], clean: bool, named: bool, *, keep_dire
 
 
 def stand_for(child: int) -> None:
-    """Be, towards the caller, the process that was to be in the jail: signals go to it, its end is ours.
+    """Represent the process in the jail to the caller: forward signals to it, and end when it ends.
 
     On FreeBSD jexec becomes the command; here a process cannot enter a pid namespace, only its child can. Never
     returns.

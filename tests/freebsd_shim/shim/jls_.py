@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
 
 
 def show_json(jails: list[prison.Jail], names: list[str], by_name: bool) -> None:
-    """{a:/%s} emits every parameter as a string; the columns of a plain jls are of their own types."""
+    """{a:/%s} prints every parameter as a string; the columns of a plain jls have their own types."""
     rows = []
     for jail in jails:
         if names:

@@ -1,4 +1,4 @@
-"""rctl rules made true by cgroups (version 1): one per jail in pids, memory and cpu, only while it has rules."""
+"""Enforces rctl rules by cgroups (version 1): one per jail in pids, memory and cpu, only while it has rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def place(controller: str, jail: str) -> str:
 
 
 def doors(jail: str) -> list[int]:
-    """Descriptors by which a process comes under the jail's limits, wherever its root is then."""
+    """Descriptors through which a process joins the jail's limits, even after its root has changed."""
     found = []
     for controller in CONTROLLERS:
         try:
@@ -32,7 +32,7 @@ def doors(jail: str) -> list[int]:
 
 
 def join(doors_: list[int]) -> None:
-    """Put the calling process there."""
+    """Move the calling process there."""
     for door in doors_:
         os.write(door, b"0")
         os.close(door)
@@ -56,7 +56,7 @@ def wanted(rules: list[list[str]]) -> dict[str, str]:
 
 
 def apply(jail: str, rules: list[list[str]], pids: list[int]) -> None:
-    """Make exactly these rules hold for the jail; without rules its cgroups go."""
+    """Apply exactly these rules to the jail; without rules, its cgroups are removed."""
     if not rules:
         withdraw(jail)
         return
@@ -96,7 +96,7 @@ def withdraw(jail: str) -> None:
 
 
 def purge() -> None:
-    """Take away every limit of this state directory."""
+    """Remove every limit of this state directory."""
     names = set()
     for controller in CONTROLLERS:
         where = place(controller, "")
@@ -107,7 +107,7 @@ def purge() -> None:
 
 
 def remove_empty(where: str) -> None:
-    """rmdir the cgroup and those above it that have become empty, up to the shim's own."""
+    """Remove the cgroup and its empty ancestors, up to the shim's own."""
     while "freebsd_shim" in where:
         try:
             os.rmdir(where)

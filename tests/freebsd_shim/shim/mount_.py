@@ -1,7 +1,7 @@
-"""mount(8), mount_nullfs(8), umount(8). Words: sbin/{mount,mount_nullfs,umount}/*.c, sys/kern/vfs_mount.c.
+"""mount(8), mount_nullfs(8), umount(8). Messages: sbin/{mount,mount_nullfs,umount}/*.c, sys/kern/vfs_mount.c.
 
-nullfs is a bind mount, devfs a tmpfs with the nodes of ruleset 4. What FreeBSD's mount table says of them and Linux's
-does not (special, fsid, options) is recorded; a record whose mount is not there any more does not count.
+nullfs is a bind mount, devfs a tmpfs with the nodes of ruleset 4. The state directory records the data that only
+FreeBSD's mount table has (special, fsid, options); a record whose mount no longer exists is ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UMOUNT_USAGE = """\
 usage: umount [-dfNnv] special ... | node ... | fsid ...
        umount -a | -A [-F fstab] [-fnv] [-h host] [-t type]"""
 
-# vfs_mount.c global_opts[] and vfs_donmount(); the flag is Linux's, the words are sys/mount.h MNTOPT_NAMES and
+# vfs_mount.c global_opts[] and vfs_donmount(); the flags are Linux's, the words are sys/mount.h MNTOPT_NAMES and
 # mount.c flags2opts().
 OPTIONS = {
     "ro": (base.MOUNT_ATTR_RDONLY, "read-only", "ro"),
@@ -44,9 +44,9 @@ LINKS = {"stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "fd": "/proc/self/
 class Mount:
     """One line of the mount table.
 
-    ``node`` is where it was mounted (statfs.f_mntonname, set once by vfs_mount.c vfs_mount_alloc()); ``place`` is where
-    it is, since somebody may have renamed what is above it; ``what`` tells it from a later mount of the same number:
-    the kernel gives the number of a mount that is gone, and its device, to the next one.
+    ``node`` is the original mount point (statfs.f_mntonname, set once by vfs_mount.c vfs_mount_alloc()); ``place`` is
+    the current one, since directories above it may be renamed; ``what`` distinguishes it from a later mount of the same
+    number: the kernel reuses the number of a removed mount, and its device, for the next one.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ def table() -> list[Mount]:
 
 
 def record(special: str, node: str, fstype: str, options: list[str], identity: int) -> None:
-    """Note the mount just made; drops what is gone."""
+    """Record the new mount; drops records of mounts that no longer exist."""
     with base.locked():
         state = base.load("mounts", {"last": 0, "mounts": []})
         now = kernel_table()
@@ -116,7 +116,7 @@ def record(special: str, node: str, fstype: str, options: list[str], identity: i
         state["mounts"] = [each for each in state["mounts"] if there.get(each["id"]) == each["what"]]
         made = next(each for each in now if each.identity == identity)
         state["last"] += 1
-        # vfs_getnewfsid(): a number of its own and the file system's type number
+        # vfs_getnewfsid(): a unique number and the file system's type number
         kind = "29000000" if fstype == "nullfs" else "71000000"
         fsid = (0x00FF00 + state["last"]).to_bytes(4, "little").hex() + kind
         entry = {"id": made.identity, "what": made.what, "special": special, "node": node}
@@ -166,7 +166,7 @@ def main(argv: list[str]) -> int:
 
 
 def real_path(path: str) -> str:
-    """realpath(3), which reads a link before it asks what it is: what stops being one meanwhile is no error there."""
+    """realpath(3), which reads a link before it checks its type: it is not an error if it then stops being a link."""
     while True:
         try:
             return os.path.realpath(path)
@@ -205,7 +205,7 @@ def mount(fstype: str, special: str, node: str, words: list[str]) -> int:
 
 
 def options_of(words: list[str], own: tuple[str, ...]) -> tuple[list[str], str]:
-    """vfs_filteropt() and vfs_donmount(): (options that hold, the first word that is unknown)."""
+    """vfs_filteropt() and vfs_donmount(): (effective options, the first unknown word)."""
     on: list[str] = []
     for word in words:
         name = word.partition("=")[0]
@@ -230,7 +230,7 @@ def cover(node: str, on: list[str]) -> int:
 
 
 def mount_nullfs(special: str, node: str, words: list[str]) -> int:
-    """mount_nullfs.c: both paths are resolved, links and all; the errors are the kernel's."""
+    """mount_nullfs.c: both paths are resolved, including links; the errors are the kernel's."""
     try:
         source = check_path(special)
     except OSError as error:
@@ -254,8 +254,10 @@ def mount_nullfs(special: str, node: str, words: list[str]) -> int:
 
 
 def bind(source: str, node: str, attributes: int) -> tuple[str, int]:
-    """vfs_mount.c vfs_domount(): namei() with FOLLOW, then vn_path_to_global_path(): wherever links that came up since
-    have led, that is where the mount is, and what it is called: returned, with its number."""
+    """vfs_mount.c vfs_domount(): namei() with FOLLOW, then vn_path_to_global_path().
+
+    Links that appeared since are followed, and the mount is there. Returns the resulting path and the mount's number.
+    """
     covered = os.open(node, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     tree = base.clone_mount(source, attributes)
     base.attach_mount(tree, covered)
@@ -317,7 +319,7 @@ def show(fstype: str, json: bool, verbose: bool, fstab: bool) -> int:
 
 
 def option_words(each: Mount) -> list[str]:
-    """MNTOPT_NAMES; nullfs takes "local" over from what lies below (nullfs_mount())."""
+    """MNTOPT_NAMES; nullfs inherits "local" from the file system below (nullfs_mount())."""
     local = ["local"] if each.fstype in ("nullfs", "zfs") else []
     return local + [OPTIONS[name][1] for name in VERBOSE_ORDER if name in each.options]
 
@@ -377,7 +379,7 @@ def umount_main(argv: list[str]) -> int:
 
 
 def unmount(name: str, force: bool, verbose: bool) -> int:
-    """checkname(): an fsid, else a node, else a special, the newest first; then what statfs(2) would say."""
+    """checkname(): an fsid, else a node, else a special, the newest first; then the result of statfs(2)."""
     found = look_up(name) or look_up(name.rstrip("/") or "/")
     if found is None:
         real = real_path(name)
@@ -393,7 +395,7 @@ def unmount(name: str, force: bool, verbose: bool) -> int:
             return 1
     try:
         if found.node == base.knob("busy"):
-            # dounmount(): MNTK_UNMOUNT, another unmount of it is under way and hangs; no force helps
+            # dounmount(): MNTK_UNMOUNT, another unmount of it is under way and hangs; even force does not help
             raise OSError(errno.EBUSY, "")
         take_away(found, force)
     except OSError as error:
@@ -418,7 +420,7 @@ def look_up(name: str) -> Mount | None:
 
 
 def take_away(mount: Mount, force: bool) -> None:
-    """Of devfs the stand-in's second mount goes first."""
+    """For devfs, the shim's second mount must be removed first."""
     pts = os.path.join(mount.place, "pts")
     if mount.fstype == "devfs" and any(each.place == pts for each in kernel_table()):
         base.umount_syscall(pts, base.MNT_DETACH if force else 0)
@@ -428,7 +430,7 @@ def take_away(mount: Mount, force: bool) -> None:
 
 
 def at_its_place(mount: Mount, act: object) -> object:
-    """FreeBSD knows a mount by its number, Linux by a path: while somebody renames above it, it is looked for again."""
+    """FreeBSD addresses a mount by its number, Linux by a path: look it up again after renames above it."""
     deadline = time.monotonic() + 10
     while True:
         try:
@@ -451,10 +453,10 @@ def open_root(mount: Mount) -> int:
 
 
 def keep_below(mount: Mount) -> None:
-    """Keep the file system below a mount until nothing is open any more by way of that mount.
+    """Keep the file system below a mount in use until no file is open through that mount.
 
-    On FreeBSD what is open there is dead when the unmount was forced. Here it lives on; were the file system then to
-    go with the last close, zfs-fuse would wait for ever for that close, and answer nobody meanwhile.
+    On FreeBSD, files that are open there are dead after a forced unmount. Here they stay alive; if the file system
+    disappeared with the last close, zfs-fuse would wait forever for that close, and block all other requests.
     """
     root = at_its_place(mount, lambda: open_root(mount))
     if os.fork():
@@ -475,7 +477,7 @@ def keep_below(mount: Mount) -> None:
 
 
 def is_open(identity: int) -> bool:
-    """Has another process a file, or its directory or program, by way of the mount of this number?"""
+    """Whether another process has a file, its directory or its program open through the mount of this number."""
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
@@ -498,7 +500,7 @@ def is_open(identity: int) -> bool:
 
 
 def mount_of(fdinfo: str) -> int:
-    """The number of the mount that a file was opened by; 0: nobody knows."""
+    """The number of the mount through which a file was opened; 0: unknown."""
     try:
         with open(fdinfo) as file:
             return next((int(line[7:]) for line in file if line.startswith("mnt_id:")), 0)
@@ -507,10 +509,10 @@ def mount_of(fdinfo: str) -> int:
 
 
 def purge() -> None:
-    """Unmount all that was recorded, newest first."""
+    """Unmount all recorded mounts, newest first."""
     ours = {(entry["id"], entry["what"]) for entry in base.load("mounts", {"mounts": []})["mounts"]}
     for each in reversed(table()):
-        if (each.identity, each.what) in ours:  # the kernel gives the number of a mount that is gone to another
+        if (each.identity, each.what) in ours:  # the kernel reuses the number of a removed mount
             try:
                 take_away(each, True)
             except OSError as error:

@@ -1,7 +1,7 @@
 """Interfaces, addresses and routes by rtnetlink: no ``ip`` is forked.
 
-What FreeBSD keeps about an interface and Linux does not (driver, unit, groups, description) is kept in the
-interface's alias, so it goes with the interface through renames and from one network namespace to another.
+FreeBSD's data about an interface that Linux lacks (driver, unit, groups, description) is stored in the interface's
+alias, so it survives renames and moves between network namespaces.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def attributes(data: bytes) -> dict[int, bytes]:
 
 
 class Link:
-    """One interface, as Linux knows it and with FreeBSD's own data out of the alias."""
+    """One interface in Linux, with FreeBSD's data from the alias."""
 
     def __init__(self, index: int, type_: int, flags: int, found: dict[int, bytes]) -> None:
         self.index, self.type, self.flags = index, type_, flags
@@ -81,7 +81,7 @@ class Address:
 
 
 class Net:
-    """A conversation with the kernel about one network namespace: that in which it was opened."""
+    """A netlink socket for one network namespace: that in which it was opened."""
 
     def __init__(self, protocol: int = 0) -> None:
         self.socket = _socket.socket(_socket.AF_NETLINK, _socket.SOCK_RAW | _socket.SOCK_CLOEXEC, protocol)
@@ -154,7 +154,7 @@ class Net:
         self.ask(DELLINK, ACK, struct.pack("=BxHiII", 0, 0, index, 0, 0))
 
     def isolated(self) -> set[int]:
-        """Indexes of the bridge members that do not talk to each other."""
+        """Indexes of the isolated bridge members, which cannot reach each other."""
         found = set()
         for _, body in self.ask(GETLINK, DUMP, struct.pack("=BxHiII", 7, 0, 0, 0, 0)):
             port = attributes(attributes(body[16:]).get(LINK_PROTINFO, b""))
@@ -192,7 +192,7 @@ class Net:
         return self.ask(kind, flags, payload)
 
     def route_for(self, family: int, to: bytes) -> tuple[dict[int, bytes], int] | None:
-        """How ``to`` is reached: (attributes, prefix) of the kernel's choice; None where there is no way."""
+        """The route to ``to``: (attributes, prefix) of the kernel's choice; None if there is none."""
         size = len(to) * 8
         try:
             header = struct.pack("=BBBBBBBBI", family, size, 0, 0, 0, 0, 0, 0, 0x2000)  # RTM_F_FIB_MATCH
@@ -214,7 +214,7 @@ def own_namespace() -> int:
 
 
 def net_of(holder: int) -> Net:
-    """A conversation about the network namespace of the process ``holder``; this process stays where it is."""
+    """A netlink socket for the network namespace of the process ``holder``; this process stays in its own."""
     home = own_namespace()
     there = os.open(f"/proc/{holder}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:

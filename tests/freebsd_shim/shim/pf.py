@@ -1,4 +1,4 @@
-"""The part of pf.conf(5) that the gateway and its host role use: read strictly, printed as pfctl(8) prints it.
+"""The part of pf.conf(5) that the gateway and its host role use: parsed strictly, printed as pfctl(8) prints it.
 
 Grammar: pf.conf(5) "GRAMMAR" and sbin/pfctl/parse.y; printing: sbin/pfctl/pfctl_parser.c print_rule().
 """
@@ -11,7 +11,7 @@ from shim import base
 
 Rule = dict  # what, direction, drop, quick, on, af, proto, source, sport, target, dport, state, flags, to, toport, …
 
-# Words that begin or continue a rule in pf.conf(5) and that are not built: no syntax errors, and no silent misreading.
+# Words of pf.conf(5) that start or continue a rule and that the shim lacks: reported as such, not as syntax errors.
 UNBUILT = set(
     "log user group os match scrub altq queue table antispoof load binat binat-anchor route-to reply-to dup-to "
     "tag tagged probability rtable received-on max-mss set-tos allow-opts fragment icmp-type icmp6-type dnpipe dnqueue "
@@ -35,7 +35,7 @@ class SyntaxProblem(Exception):
 
 
 class Ruleset:
-    """What one file loads: ``nat`` (nat, rdr and their anchors) and ``filter``, in order; options of the main file."""
+    """The content of a file: ``nat`` (nat, rdr and their anchors) and ``filter``, in order; the main file's options."""
 
     def __init__(self) -> None:
         self.nat: list[Rule] = []
@@ -196,7 +196,7 @@ def option(result: Ruleset, words: Words, main: bool) -> None:
 
 
 def filter_rule(result: Ruleset, action: str, words: Words) -> list[Rule]:
-    """``action [in|out] [quick] [on if] [af] [proto p] [hosts] [options]``: in this order, as parse.y has it."""
+    """``action [in|out] [quick] [on if] [af] [proto p] [hosts] [options]``: in this order, as in parse.y."""
     rule: Rule = {"what": action, "drop": ""}
     if action == "block":
         rule["drop"] = words.take("drop", "return") or ("return" if result.block_return else "drop")
@@ -255,7 +255,7 @@ def translation(kind: str, no: bool, words: Words) -> list[Rule]:
 
 
 def common(rule: Rule, words: Words) -> list[Rule]:
-    """What filter and translation rules share; lists make one rule for each of their members (expand_rule())."""
+    """The common part of filter and translation rules; lists expand to one rule for each member (expand_rule())."""
     interfaces = words.many(interface) if words.take("on") else [""]
     af = words.take("inet", "inet6")
     protocols = words.many(protocol) if words.take("proto") else [""]
@@ -284,7 +284,7 @@ def common(rule: Rule, words: Words) -> list[Rule]:
 
 
 def fit(fields: Rule, words: Words) -> bool:
-    """The address families must go together; the rule takes them over."""
+    """The address families must match; the rule adopts them."""
     families = {family(fields[key].removeprefix("! ").partition("/")[0]) for key in ("source", "target")} - {""}
     if fields["af"]:
         families.add(fields["af"])
@@ -312,7 +312,7 @@ def protocol(words: Words) -> str:
 
 
 def family(text: str) -> str:
-    """inet, inet6, or "" for what is no address."""
+    """inet, inet6, or "" if it is not an address."""
     for af, name in ((_socket.AF_INET, "inet"), (_socket.AF_INET6, "inet6")):
         try:
             _socket.inet_pton(af, text)
@@ -330,7 +330,7 @@ def host(words: Words) -> str:
             raise words.problem()
         return "any"
     if word == "(" and words.take("self"):
-        words.need(")")  # every address of this machine, as it is at each packet
+        words.need(")")  # all addresses that this machine has when the packet arrives
         return no + "(self)"
     if word in ("<", "("):
         raise base.unbuilt("tables and interface addresses in pf rules")
@@ -346,7 +346,7 @@ def host(words: Words) -> str:
 
 
 def masked(text: str, af: str, length: int) -> str:
-    """pfctl keeps an address with its mask applied, and prints no mask of full length."""
+    """pfctl stores an address with its mask applied, and does not print a mask of full length."""
     kind, size = (_socket.AF_INET, 4) if af == "inet" else (_socket.AF_INET6, 16)
     bits = int.from_bytes(_socket.inet_pton(kind, text), "big") >> (8 * size - length) << (8 * size - length)
     plain: str = _socket.inet_ntop(kind, bits.to_bytes(size, "big"))

@@ -1,10 +1,10 @@
 """pf's rulesets as one nftables table.
 
-pf asks its rules twice for a packet that is forwarded, ``in`` on one interface and ``out`` on the other: the hooks
-prerouting (after rdr) and postrouting (after nat). The last rule that matches decides, ``quick`` decides at once, no
-match passes: a verdict is kept in packet mark bits until the end. ``keep state`` is a bit in the connection's mark for
-the direction it was made in; only connections with it are let through without asking. Anchors stand where the main
-ruleset calls them, wildcards in alphabetical order; rules in an anchor nobody calls do nothing.
+pf evaluates its rules twice for a forwarded packet, ``in`` on one interface and ``out`` on the other: the hooks
+prerouting (after rdr) and postrouting (after nat). The last matching rule decides, ``quick`` decides at once, and
+without a match the packet passes: a verdict is kept in packet mark bits until the end. ``keep state`` is a bit in the
+connection's mark for the direction in which it was made; only connections with it bypass the rules. Anchors are
+evaluated where the main ruleset calls them, wildcards in alphabetical order; anchors without a call have no effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NFT = ("/usr/sbin/nft", "/sbin/nft", "/usr/bin/nft")
 
 
 def table() -> str:
-    """A name of its own for each state directory."""
+    """The name of the table, unique for each state directory."""
     return "freebsd_shim_" + "".join(letter if letter.isalnum() else "_" for letter in base.state_dir())[-40:]
 
 
@@ -55,7 +55,7 @@ def conditions(rule: pf.Rule, interface_key: str) -> list[str]:
 
 
 def called(rulesets: dict, kind: str, anchors: tuple[str, ...], path: str = "") -> list[pf.Rule]:  # type: ignore[type-arg]
-    """The ruleset's rules with those of the anchors it calls in their place."""
+    """The rules of the ruleset, with its anchors replaced by their rules."""
     found: list[pf.Rule] = []
     for rule in rulesets.get(path, {}).get(kind, []):
         if "anchor" not in rule:
@@ -146,7 +146,7 @@ def rdr_lines(rules: list[pf.Rule]) -> list[str]:
 
 
 def ruleset(state: dict) -> str:  # type: ignore[type-arg]
-    """The nft(8) script that puts the state into force, at one blow."""
+    """The nft(8) script that applies the state atomically."""
     name = table()
     head = f"table inet {name}\ndelete table inet {name}\n"
     if not state["enabled"] or not any(any(each.values()) for each in state["rules"].values()):
@@ -169,7 +169,7 @@ def ruleset(state: dict) -> str:  # type: ignore[type-arg]
 
 
 def asked(state: dict, rules: list[pf.Rule], direction: str) -> list[str]:  # type: ignore[type-arg]
-    """One of the two passes through the filter rules; none if there are no rules."""
+    """One of the two passes through the filter rules; empty if there are no rules."""
     if not rules:
         return []
     key, own, other = ("iifname", STATE_IN, STATE_OUT) if direction == "in" else ("oifname", STATE_OUT, STATE_IN)
@@ -201,7 +201,7 @@ def withdraw() -> None:
 
 
 def feed(script: str) -> None:
-    """Give the script to nft(8). Raises RuntimeError with what it said: a bug of the translation."""
+    """Pass the script to nft(8). Raises RuntimeError with its error message: a bug of the translation."""
     nft = next((path for path in NFT if os.access(path, os.X_OK)), "")
     if not nft:
         raise base.unbuilt("pf without nftables")

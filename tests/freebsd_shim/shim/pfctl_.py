@@ -1,4 +1,4 @@
-"""pfctl(8). Words and order: sbin/pfctl/pfctl.c, sbin/pfctl/parse.y."""
+"""pfctl(8). Messages and order: sbin/pfctl/pfctl.c, sbin/pfctl/parse.y."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def kill(places: list[str], quiet: bool) -> None:
 
 
 def modifier(values: dict[str, str], letter: str, built: tuple[str, ...]) -> str:
-    """pfctl_lookup_option(): a beginning is enough ("-s r", "-F all"); the first that fits."""
+    """pfctl_lookup_option(): a prefix is enough ("-s r", "-F all"); the first match counts."""
     if letter not in values:
         return ""
     for name in MODIFIERS:
@@ -85,7 +85,7 @@ def modifier(values: dict[str, str], letter: str, built: tuple[str, ...]) -> str
 
 
 def commit(state: dict) -> None:  # type: ignore[type-arg]
-    """pf_remove_if_empty_ruleset(): an anchor without rules is none."""
+    """pf_remove_if_empty_ruleset(): an anchor without rules is removed."""
     state["rules"] = {name: each for name, each in state["rules"].items() if not name or each["nat"] or each["filter"]}
     pf_nft.put(state)
     base.save("pf", state)
@@ -118,7 +118,7 @@ def load(state: dict, anchor: str, path: str, dry: bool) -> None:  # type: ignor
 
 
 def not_loaded(dry: bool) -> SystemExit:
-    """pfctl_rules(): with -n the parser's line is all there is."""
+    """pfctl_rules(): with -n, only the parser's line is printed."""
     return SystemExit(1) if dry else base.errx(1, "Syntax error in config file: pf rules not loaded")
 
 

@@ -1,4 +1,4 @@
-"""pkill(1) and pgrep(1). Words, order and exit status: usr.bin/pkill/pkill.c (bin/pkill since 13)."""
+"""pkill(1) and pgrep(1). Messages, order and exit status: usr.bin/pkill/pkill.c (bin/pkill since 13)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def in_jails(lists: list[str]) -> list[int]:
         if word == "none":
             raise base.unbuilt("-j none")
         if word.isdigit():
-            # A number is not looked up: it matches the processes of such a jail, or none.
+            # A number is not looked up: it matches the processes of the jail with that number, or none.
             jails += [jail for jail in prison.table()["jails"] if jail["jid"] == int(word)]
             continue
         try:

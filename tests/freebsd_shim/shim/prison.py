@@ -1,9 +1,10 @@
-"""Jails as the kernel knows them: sys/kern/kern_jail.c on Linux namespaces.
+"""Jails as the kernel manages them: sys/kern/kern_jail.c on Linux namespaces.
 
-A jail is a *holder*: a sleeping process, first of a new pid namespace, with its own network (vnet), host name and
-System V IPC namespaces, whose working directory is the jail's path. As in FreeBSD the mount table is the host's: what
-is mounted or unmounted below the path is so for the jail at once, and a path with a jail in it is busy.
-Processes of a jail are confined by chroot(2) with the capabilities taken away that would lead out of it.
+A jail is a *holder*: a sleeping process, the first of a new pid namespace, with its own network (vnet), host name and
+System V IPC namespaces, whose working directory is the jail's path. As in FreeBSD, the mount table is the host's: a
+mount or unmount below the path immediately affects the jail, and a path with a jail in it is busy.
+
+Processes of a jail are confined by chroot(2), without the capabilities that would let them escape.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ JAIL_MAX = 999999
 
 
 class JailError(Exception):
-    """What libjail leaves in jail_errmsg."""
+    """The content of libjail's jail_errmsg."""
 
 
 def positive(name: str) -> str | None:
@@ -78,7 +79,7 @@ def positive(name: str) -> str | None:
 
 
 def describe(name: str) -> tuple[str, str, bool]:
-    """(the parameter's own name, its type, it was given in its "no" form). Raises JailError as jailparam_type()."""
+    """(the parameter's own name, its type, whether it has its "no" form). Raises JailError as jailparam_type()."""
     if name in PARAMS:
         return name, PARAMS[name], False
     if base.osreldate() >= 1500000 and (name in ("meta", "env") or name.startswith(("meta.", "env."))):
@@ -90,7 +91,7 @@ def describe(name: str) -> tuple[str, str, bool]:
 
 
 def convert(name: str, text: str | None) -> tuple[str, object]:
-    """A parameter as given → (own name, value). Raises JailError in the words of jailparam_import()."""
+    """A parameter as given → (own name, value). Raises JailError with the messages of jailparam_import()."""
     own, kind, no = describe(name)
     if kind[0] == "B":
         if text is None:
@@ -126,7 +127,7 @@ def is_integer(text: str) -> bool:
 
 
 def born(pid: int) -> int:
-    """When the process started (clock ticks since boot), 0 if it does not run: tells a pid from its successor."""
+    """The start time of the process (clock ticks since boot), 0 if it does not run: detects reuse of a pid."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -136,17 +137,17 @@ def born(pid: int) -> int:
 
 
 def table() -> dict:  # type: ignore[type-arg]
-    """The list of jails with those that are over taken out; changes are saved only under the lock."""
+    """The list of jails without those that have ended; saves changes only under the lock."""
     state = base.load("jails", {"last": 0, "jails": []})
     kept, changed = [], False
     for jail in state["jails"]:
         if born(jail["holder"]) != jail["born"]:
-            continue  # the machine was started anew, or somebody killed the holder
+            continue  # the machine was restarted, or the holder was killed
         if jail["dying"] and over(jail):
             finish(jail)
             continue
         if not jail["dying"] and not jail["params"]["persist"] and not processes(jail):
-            # A jail that does not persist goes with its last process (jail(8) "persist"), by way of dying as any.
+            # A jail without persist is removed with its last process (jail(8) "persist"), after dying like any jail.
             jail["dying"] = last_wish()
             if not jail["dying"]:
                 finish(jail)
@@ -161,20 +162,20 @@ def table() -> dict:  # type: ignore[type-arg]
 
 
 def last_wish() -> str:
-    """How long a jail that ends now stays dying: ``forever``, until a time, or "" for not at all."""
+    """How long a jail that ends now remains dying: ``forever``, until a time, or "" for not at all."""
     wish = base.knob("dying")
     return "" if wish == "0" else wish if wish == "forever" else str(time.time() + float(wish))
 
 
 def over(jail: Jail) -> bool:
-    """Is its time of dying up?"""
+    """Whether its time of dying is over."""
     if jail["dying"] == "forever":
         return base.knob("dying") == "0"
     return float(jail["dying"]) <= time.time()
 
 
 def find(key: str, *, dying: bool = False) -> Jail:
-    """jail_getid(3): by jid if it is a number, else by name. Raises JailError in the words of kern_jail_get()."""
+    """jail_getid(3): by jid if it is a number, else by name. Raises JailError with the messages of kern_jail_get()."""
     number = key.isascii() and key.isdigit()
     what = key if number else f'"{key}"'
     late = None
@@ -191,7 +192,7 @@ def find(key: str, *, dying: bool = False) -> Jail:
 
 
 def processes(jail: Jail) -> list[int]:
-    """Pids (as the host sees them) of the jail's processes, without the holder."""
+    """Pids (in the host's namespace) of the jail's processes, without the holder."""
     try:
         space = os.readlink(f"/proc/{jail['holder']}/ns/pid")
     except OSError:
@@ -208,7 +209,7 @@ def processes(jail: Jail) -> list[int]:
 
 
 def create(given: dict[str, object]) -> Jail:
-    """jail_set(JAIL_CREATE) with converted parameters. Raises JailError in the words of kern_jail_set()."""
+    """jail_set(JAIL_CREATE) with converted parameters. Raises JailError with the messages of kern_jail_set()."""
     check(given)
     if not given.get("persist"):
         raise JailError("new jail must persist or attach")
@@ -249,7 +250,7 @@ def create(given: dict[str, object]) -> Jail:
 
 
 def check(given: dict[str, object]) -> None:
-    """The values kern_jail_set() refuses, in its order; EPERM and EINVAL come without words of their own."""
+    """The values that kern_jail_set() rejects, in its order; EPERM and EINVAL have no messages of their own."""
 
     def within(key: str, low: int, high: int, number: int) -> None:
         if key in given and not low <= int(given[key]) <= high:  # type: ignore[call-overload]
@@ -268,7 +269,7 @@ def check(given: dict[str, object]) -> None:
 
 
 def next_jid(state: dict) -> int:  # type: ignore[type-arg]
-    """kern_jail.c get_next_prid(): one more than the last given, past those taken."""
+    """kern_jail.c get_next_prid(): one more than the last one, skipping those in use."""
     taken = {jail["jid"] for jail in state["jails"]}
     jid = state["last"] % JAIL_MAX + 1
     while jid in taken:
@@ -278,7 +279,7 @@ def next_jid(state: dict) -> int:  # type: ignore[type-arg]
 
 
 def start_holder(path: str, name: str, params: dict[str, object]) -> int:
-    """Start the process that is the jail; returns its pid."""
+    """Start the holder process of the jail; returns its pid."""
     kinds = base.CLONE_NEWPID | base.CLONE_NEWUTS | base.CLONE_NEWIPC
     kinds |= base.CLONE_NEWNET if params.get("vnet") == "new" else 0
     back, front = os.pipe()
@@ -296,7 +297,7 @@ def start_holder(path: str, name: str, params: dict[str, object]) -> int:
     os.waitpid(middle, 0)
     os.close(front)
     answer = os.read(back, 32)
-    # The holder closes its end of the pipe when it has become sleep(1), or writes "!": then it holds nothing.
+    # The holder's end of the pipe closes when the holder executes sleep(1); on failure it writes "!".
     rest = os.read(back, 1)
     os.close(back)
     if not answer or rest:
@@ -305,7 +306,7 @@ def start_holder(path: str, name: str, params: dict[str, object]) -> int:
 
 
 def hold(path: str, front: int) -> None:
-    """Become the holder: leave everything of the caller behind, be in ``path``, sleep. Never returns."""
+    """Become the holder: drop everything of the caller, change to ``path``, sleep. Never returns."""
     try:
         os.setsid()
         os.chdir(path)
@@ -316,7 +317,7 @@ def hold(path: str, front: int) -> None:
         os.closerange(3, front)
         os.closerange(front + 1, min(limit, 1 << 16))
         os.set_inheritable(front, False)
-        # Orphans of the pid namespace become its children: SIG_IGN, kept through exec, has the kernel reap them.
+        # Orphans of the pid namespace become its children: SIG_IGN, which exec keeps, makes the kernel reap them.
         _signal.signal(_signal.SIGCHLD, _signal.SIG_IGN)
         for number in (_signal.SIGHUP, _signal.SIGINT, _signal.SIGTERM):
             _signal.signal(number, _signal.SIG_IGN)
@@ -329,7 +330,7 @@ def hold(path: str, front: int) -> None:
 
 # ---- into a jail ------------------------------------------------------------------------------------------------
 
-# prison_priv_check() in kern_jail.c says what root may do in a jail; these capabilities have no counterpart there:
+# prison_priv_check() in kern_jail.c lists root's privileges in a jail; these capabilities have no counterpart there:
 # DAC_READ_SEARCH (open_by_handle_at), SYS_MODULE, SYS_RAWIO, SYS_CHROOT, SYS_PACCT, SYS_ADMIN, SYS_BOOT, SYS_RESOURCE,
 # SYS_TIME, SYS_TTY_CONFIG, MKNOD, AUDIT_CONTROL, MAC_*, SYSLOG, WAKE_ALARM, BLOCK_SUSPEND, AUDIT_READ, PERFMON, BPF,
 # CHECKPOINT_RESTORE.
@@ -351,10 +352,10 @@ def forbidden(jail: Jail) -> list[int]:
 
 
 def attach(jail: Jail, *, bound: bool = True) -> int:
-    """jail_attach(2) of a child: returns 0 in a new process that is in the jail (at its /), the child's pid here.
+    """jail_attach(2) in a child: returns 0 in a new process in the jail (at its /), and the child's pid in the caller.
 
-    The caller is spoilt by it for anything on the host: it is in the jail's namespaces and root as well. The child
-    ends with the caller if it is ``bound`` to it.
+    Afterwards the caller cannot do anything on the host: it is in the jail's namespaces and root as well. A child that
+    is ``bound`` ends with the caller.
     """
     from shim import limits
 
@@ -376,7 +377,7 @@ def attach(jail: Jail, *, bound: bool = True) -> int:
             try:
                 base.prctl(base.PR_CAPBSET_DROP, capability)
             except OSError:
-                continue  # a kernel that has fewer
+                continue  # a kernel with fewer capabilities
     return child
 
 
@@ -384,7 +385,7 @@ def attach(jail: Jail, *, bound: bool = True) -> int:
 
 
 def terminate(jail: Jail, timeout: float) -> None:
-    """usr.sbin/jail/command.c term_procs(): SIGTERM to all, wait for those to go, at most ``timeout`` seconds."""
+    """usr.sbin/jail/command.c term_procs(): SIGTERM to all processes, then wait up to ``timeout`` seconds."""
     signal_all(jail, _signal.SIGTERM, timeout)
 
 
@@ -409,7 +410,7 @@ def signal_all(jail: Jail, number: int, timeout: float) -> None:
 
 
 def remove(jail: Jail) -> None:
-    """jail_remove(2): kill what runs; the jail is gone, or dying (knob ``dying``). Mounts and rules stay."""
+    """jail_remove(2): kill all processes; the jail is gone, or dying (knob ``dying``). Mounts and rules remain."""
     with base.locked():
         state = table()
         known = [each for each in state["jails"] if each["jid"] == jail["jid"]]
@@ -426,7 +427,7 @@ def remove(jail: Jail) -> None:
 
 
 def finish(jail: Jail) -> None:
-    """The last reference goes: interfaces on loan go home (sys/net/if.c vnet_if_return), the holder ends."""
+    """The last reference is released: borrowed interfaces return (sys/net/if.c vnet_if_return), the holder ends."""
     if jail["vnet"]:
         return_interfaces(jail["holder"])
     try:
@@ -434,7 +435,7 @@ def finish(jail: Jail) -> None:
         os.kill(jail["holder"], _signal.SIGKILL)
     except OSError:
         return
-    # The end of a pid namespace's first process waits for all others: after this nothing of the jail runs.
+    # The first process of a pid namespace ends after all others: then nothing of the jail runs any more.
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     poll.poll(5000)

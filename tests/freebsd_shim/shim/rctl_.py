@@ -1,4 +1,4 @@
-"""rctl(8). Words: usr.bin/rctl/rctl.c; rules: sys/kern/kern_rctl.c; usage: sys/kern/kern_racct.c."""
+"""rctl(8). Messages: usr.bin/rctl/rctl.c; rules: sys/kern/kern_rctl.c; usage: sys/kern/kern_racct.c."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Refused(Exception):
 
 
 class Malformed(Exception):
-    """Said already; the rule is counted as failed."""
+    """The error has been printed; the rule counts as failed."""
 
 
 class Rule:
@@ -166,7 +166,7 @@ def one(mode: str, text: str, human: bool) -> None:
 
 
 def add(rule: Rule) -> None:
-    """sys_rctl_add_rule(), rctl_rule_add(); a deny rule replaces one that differs in the amount only."""
+    """sys_rctl_add_rule(), rctl_rule_add(); a deny rule replaces one that differs only in the amount."""
     rule.per = rule.per or rule.subject
     if not rule.complete() or not rule.amount.isdigit():
         raise Refused(errno.EINVAL)
@@ -190,7 +190,7 @@ def add(rule: Rule) -> None:
 
 
 def remove(rule: Rule) -> None:
-    """sys_rctl_remove_rule(): ESRCH where nothing matches."""
+    """sys_rctl_remove_rule(): ESRCH without a match."""
     with base.locked():
         state = base.load("rctl", {"rules": []})
         gone = [fields for fields in state["rules"] if rule.matches(fields)]
@@ -207,7 +207,7 @@ def enforce(name: str, rules: list[list[str]]) -> None:
     try:
         pids = prison.processes(prison.find(name))
     except prison.JailError:
-        pids = []  # a rule may be there before its jail, and outlives it
+        pids = []  # a rule may exist before its jail, and outlive it
     limits.apply(name, own, pids)
 
 
@@ -215,7 +215,7 @@ def enforce(name: str, rules: list[list[str]]) -> None:
 
 
 def usage(rule: Rule, human: bool) -> None:
-    """sys_rctl_get_racct(): every resource of the jail; zeros for one that is not."""
+    """sys_rctl_get_racct(): every resource of the jail; zeros if the jail does not exist."""
     if rule.subject != "jail" or not rule.name:
         raise Refused(errno.EINVAL) if rule.subject in ("", "jail") else base.unbuilt(f"-u {rule.subject}")
     amounts = dict.fromkeys(RESOURCES, 0)

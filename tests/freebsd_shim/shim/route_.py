@@ -1,4 +1,4 @@
-"""route(8): add, delete, get. Words and exit status: sbin/route/{route,route_netlink}.c of FreeBSD 14."""
+"""route(8): add, delete, get. Messages and exit status: sbin/route/{route,route_netlink}.c of FreeBSD 14."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import errno
 from shim import base, net, prison
 
 EX_USAGE, EX_DATAERR, EX_NOHOST = 64, 65, 68
-# newroute(): the words for an errno that are its own
+# newroute(): its own messages for some errno values
 WORDS = {
     errno.ESRCH: "not in table",
     errno.EBUSY: "entry in use",
@@ -102,7 +102,7 @@ def parse(words: list[str]) -> Request:
 
 
 def address(text: str) -> bytes:
-    """getaddr(): inet_aton(3)'s forms; a name would be looked up."""
+    """getaddr(): inet_aton(3)'s forms; FreeBSD would look up a name."""
     try:
         return bytes(_socket.inet_aton(text))
     except OSError:
@@ -110,7 +110,7 @@ def address(text: str) -> bytes:
 
 
 def destination(request: Request) -> tuple[bytes, int, bool]:
-    """(address, prefix, it is a host)."""
+    """(address, prefix, whether it is a host)."""
     if request.to == "default":
         return b"\0\0\0\0", 0, False
     text, slash, length = request.to.partition("/")

@@ -1,4 +1,4 @@
-"""pf's states as the kernel's connection tracking has them, by ctnetlink: found by their ends, and forgotten."""
+"""pf's states in the kernel's connection tracking, by ctnetlink: finds them by their ends, and deletes them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def masked(address: bytes, prefix: int) -> int:
 
 
 class Place:
-    """An address or network of a command line."""
+    """An address or network from a command line."""
 
     def __init__(self, text: str) -> None:
-        """Raises OSError for what is none."""
+        """Raises OSError for an invalid one."""
         plain, slash, length = text.partition("/")
         self.family = _socket.AF_INET6 if ":" in plain else _socket.AF_INET
         self.address = _socket.inet_pton(self.family, plain)
@@ -34,7 +34,7 @@ class Place:
 
 
 def kill(source: Place, target: Place | None) -> int:
-    """Forget the connections from ``source`` (and to ``target``); returns how many."""
+    """Delete the connections from ``source`` (and to ``target``); returns their number."""
     conversation = net.Net(NETFILTER)
     header = struct.pack("=BBH", source.family, 0, 0)
     keys = (1, 2) if source.family == _socket.AF_INET else (3, 4)

@@ -1,4 +1,4 @@
-"""sysctl(8) for the few names the gateway and its roles ask. Words: sbin/sysctl/sysctl.c."""
+"""sysctl(8) for the few names that the gateway and its roles read. Messages: sbin/sysctl/sysctl.c."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ USAGE = """\
 usage: sysctl [-j jail] [-bdeFhilnNoqTtVWx] [ -B <bufsize> ] [-f filename] name[=value[,value]] ...
        sysctl [-j jail] [-bdeFhlnNoqTtVWx] [ -B <bufsize> ] -a"""
 
-# name → where it is kept: "knob", "proc:FILE" (Linux's own of the same meaning), "=VALUE"; then what writing does.
+# name → its storage: "knob", "proc:FILE" (Linux's equivalent), "=VALUE"; then the effect of a write.
 NAMES = {
     "kern.ostype": ("=FreeBSD", "ro"),
     "kern.osrelease": ("release", "ro"),

@@ -1,5 +1,4 @@
-"""Telling a machine who it is: over the line to it where it listens there, by HTTP where it does not; and what
-a sandbox that is somebody else's may answer."""
+"""Sending a machine its identity: over its serial line or by HTTP; and the possible answers of a hostile sandbox."""
 
 from __future__ import annotations
 
@@ -23,16 +22,16 @@ FRAME = 4096
 
 
 class Machine:
-    """Something that keeps what it is told over the line, and the HTTP requests it gets.
+    """Records the messages over the line and the HTTP requests that it receives.
 
-    ``says``: what it answers over the line to a question; None: nothing, but for hanging up.
+    ``says``: its answers over the line to questions; None: it hangs up without an answer.
     """
 
     def __init__(self, says: list[bytes | None]) -> None:
         self.told: list[dict[str, Any]] = []
         self.requests: list[dict[str, Any]] = []
         self.hung_up = 0
-        """Connections on which nothing was asked."""
+        """Connections without a question."""
         self._says = says
         self._listener = socket.create_server((ADDRESS, 0))
         self.port = self._listener.getsockname()[1]
@@ -141,7 +140,7 @@ def test_what_does_not_fit_the_line_is_told_by_http(monkeypatch: pytest.MonkeyPa
 
 
 def test_of_attempts_that_are_answered_at_once_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when its guest's network comes up, or a host under load looks again."""
+    """For example when its guest's network comes up, or when a host under load tries again."""
     attempts, answered = 0, asyncio.Event()
     connect = agent.open_connection
 
@@ -191,11 +190,11 @@ def test_an_environment_that_no_process_can_have_is_refused(
 
 
 def _answering(answer: bytes, monkeypatch: pytest.MonkeyPatch, work: Any) -> Any:
-    """What comes of ``work(client)`` where an agent gives ``answer``, whole, to everything."""
+    """The result of ``work(client)`` with an agent that sends ``answer`` in one piece to every request."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        # What is left unread when a connection is closed resets it, and with it the answer.
+        # Closing a connection with unread data resets it, and loses the answer.
         await reader.readexactly(_length(head))
         with contextlib.suppress(ConnectionError):
             writer.write(answer)

@@ -1,4 +1,4 @@
-"""The configuration file: every mistake is named with its key."""
+"""The configuration file: every error names its key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counting connections, and keeping descriptors for what must go on."""
+"""Counting connections, and reserving descriptors for essential work."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from sandbox_gateway.api.metrics import Metrics
-from sandbox_gateway.cli import connections
-from sandbox_gateway.cli.connections import Connections
 from sandbox_gateway.config import Config, Server
+from sandbox_gateway.server import connections
+from sandbox_gateway.server.connections import Connections
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -50,7 +50,7 @@ def test_no_cap_for_an_address() -> None:
     ],
 )
 def test_what_counts_as_one_address(one: str, other: str, same: bool) -> None:
-    """Whoever has an IPv6 address has a /64 of them."""
+    """An IPv6 client usually has a whole /64."""
     assert admitted(counted(connections_per_address=1), one, other) == [True, not same]
 
 
@@ -68,7 +68,7 @@ def test_what_counts_as_one_address(one: str, other: str, same: bool) -> None:
 def test_descriptors_are_left(
     monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], raised: int | None, possible: int
 ) -> None:
-    """Where there are few, half of them are not for connections."""
+    """If there are few, half of them are not for connections."""
     set_to: list[tuple[int, int]] = []
     monkeypatch.setattr(connections.resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(connections.resource, "setrlimit", lambda _, pair: set_to.append(pair))

@@ -1,4 +1,4 @@
-"""What is freed is given back: measured in a process of its own, as the allocator is set once and for all."""
+"""Freed memory returns to the system: measured in a separate process, since the allocator's settings are permanent."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import numpy as np
-from sandbox_gateway.cli import heap
+from sandbox_gateway.server import heap
 
 if sys.argv[1] == "bounded":
-    heap.give_back()
+    heap.return_freed_memory()
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,17 @@ from hypothesis import strategies as st
 
 from sandbox_gateway.engine.index import Index
 from sandbox_gateway.errors import NameTaken, NotFound
-from sandbox_gateway.records import NAME_PATTERN, Sandbox, Snapshot, SnapshotKind, now
+from sandbox_gateway.records import (
+    NAME_PATTERN,
+    Mount,
+    Sandbox,
+    SandboxState,
+    Snapshot,
+    SnapshotKind,
+    Volume,
+    VolumeSnapshot,
+    now,
+)
 
 names = st.from_regex(NAME_PATTERN, fullmatch=True)
 
@@ -73,3 +85,172 @@ def test_wild_references_are_not_found_in_a_short_sentence(ref: str) -> None:
     with pytest.raises(NotFound) as refusal:
         Index().sandbox(ref)
     assert "not found" in refusal.value.message and len(refusal.value.message) < 700
+
+
+def test_every_reference_is_found_by_id_and_by_name_and_no_longer_after_it_is_dropped() -> None:
+    index = Index()
+    sandbox, snapshot, volume = Sandbox(name="box"), Snapshot(names=["shot", "alias"]), Volume(name="data")
+    template = Snapshot(kind=SnapshotKind.TEMPLATE, names=["ground"])
+    for thing in (sandbox, snapshot, volume, template):
+        index.put(thing)
+    assert index.sandbox("box") is index.sandbox(sandbox.id) is sandbox
+    assert index.snapshot("shot") is index.snapshot("alias") is index.snapshot(snapshot.id) is snapshot
+    assert index.volume("data") is index.volume(volume.id) is volume
+    assert index.snapshot("ground") is template
+    assert [index.owner(name) for name in ("box", "alias", volume.id, "other")] == [
+        sandbox.id, snapshot.id, volume.id, "",
+    ]  # fmt: skip
+    assert not any(map(index.free, ("box", "shot", "data", sandbox.id, snapshot.id, volume.id))) and index.free("other")
+    for thing in (sandbox, snapshot, volume):
+        index.drop(thing.id)
+    for find, kind, name in (
+        (index.sandbox, "sandbox", "box"), (index.snapshot, "snapshot", "alias"), (index.volume, "volume", "data"),
+    ):  # fmt: skip
+        with pytest.raises(NotFound, match=f"^{kind} '?{name}'? not found"):
+            find(name)
+        assert index.free(name)
+
+
+def test_what_is_put_again_goes_by_its_new_name_alone() -> None:
+    index = Index()
+    sandbox = Sandbox(name="before")
+    index.put(sandbox)
+    index.put(sandbox.model_copy(update={"name": "after"}))
+    assert index.owner("after") == sandbox.id and index.free("before")
+
+
+def test_only_visible_snapshots_of_the_kinds_asked_for_are_found() -> None:
+    index = Index()
+    kinds = {kind: Snapshot(kind=kind, names=[kind.value]) for kind in SnapshotKind}
+    for snapshot in kinds.values():
+        index.put(snapshot)
+    doomed = Snapshot(doomed=True)
+    index.put(doomed)
+    for kind, snapshot in kinds.items():
+        if kind in (SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE):
+            assert index.snapshot(snapshot.id) is snapshot
+        else:
+            with pytest.raises(NotFound):
+                index.snapshot(snapshot.id)
+        assert index.snapshot(snapshot.id, kinds=[kind]) is snapshot
+    with pytest.raises(NotFound, match=r"^template"):
+        index.snapshot("snapshot", what="template", kinds=[SnapshotKind.TEMPLATE])
+    with pytest.raises(NotFound):
+        index.snapshot(doomed.id)
+
+
+def test_a_name_that_cannot_be_had_is_refused_with_its_owner() -> None:
+    index = Index()
+    sandbox = Sandbox(name="a")
+    index.put(sandbox)
+    with index.reserved(["b"]):
+        assert not index.free("b")
+        with pytest.raises(NameTaken) as refused, index.reserved(["a", "b", "c"]):
+            pass
+    assert f"'a' ({sandbox.id}), 'b' (being made)" in refused.value.message and "'c'" not in refused.value.message
+    assert refused.value.blockers == [sandbox.id]
+    assert index.free("b") and index.free("c")
+
+
+def test_a_thing_is_in_use_until_its_last_user_ends() -> None:
+    index = Index()
+    one, other = Snapshot(), Snapshot()
+    with index.using(one, other):
+        with index.using(one):
+            assert index.in_use(one) and index.in_use(other)
+        assert index.in_use(one)
+    assert not index.in_use(one) and not index.in_use(other)
+    with pytest.raises(ZeroDivisionError), index.using(one):
+        _ = 1 / 0
+    assert not index.in_use(one)
+
+
+def test_volumes_their_snapshots_and_their_mounts() -> None:
+    index = Index()
+    volume, other = Volume(name="data"), Volume(name="other")
+    newer = VolumeSnapshot(name="newer", volume=volume.id, size_mb=64, created_at=now() + timedelta(hours=1))
+    older = VolumeSnapshot(name="older", volume=volume.id, size_mb=64)
+    same_name = VolumeSnapshot(name="older", volume=other.id, size_mb=64)
+    mount = Mount(volume=volume.id, path="/data")
+    sandbox = Sandbox(name="box", mounts=[mount, Mount(volume=other.id, path="/other")])
+    assert index.load([sandbox], [], [volume, other], [newer, older, same_name]) == []
+    assert index.snapshots_of(volume) == [older, newer]
+    assert index.volume_snapshot("older", volume) is older and index.volume_snapshot("older", other) is same_name
+    assert index.volume_snapshot(newer.id) is index.volume_snapshot(newer.id, volume) is newer
+    assert index.mounts_of(volume) == [(sandbox, mount)]
+    with pytest.raises(NotFound, match="snapshot of volume other,"):
+        index.volume_snapshot(newer.id, other)
+    with pytest.raises(NotFound, match="snapshot of a volume,"):
+        index.volume_snapshot("newer")
+    index.drop(older.id)
+    assert index.snapshots_of(volume) == [newer] and index.free("newer")
+
+
+def test_a_mount_whose_volume_is_not_there_is_told_and_kept() -> None:
+    index = Index()
+    sandbox = Sandbox(name="box", mounts=[Mount(volume="0" * 12, path="/data")])
+    (sentence,) = index.load([sandbox], [])
+    assert "000000000000" in sentence and sandbox.id in sentence and "/data" in sentence
+    assert index.sandbox("box").mounts == sandbox.mounts
+
+
+def test_of_two_snapshots_of_a_name_the_newer_loses_that_name_alone() -> None:
+    index = Index()
+    older = Snapshot(names=["a"])
+    newer = Snapshot(names=["a", "b"], created_at=now() + timedelta(hours=1))
+    (sentence,) = index.load([], [newer, older])
+    assert "'a'" in sentence and newer.id in sentence and older.id in sentence
+    assert index.snapshot("a") is older and index.snapshot("b") is newer and newer.names == ["b"]
+
+
+def test_who_was_made_from_a_snapshot_and_who_stands_on_it() -> None:
+    index = Index()
+    snapshot = Snapshot(names=["s"])
+    index.put(snapshot)
+    forked = Sandbox(name="forked", forked_from=snapshot.id)
+    rolled_back = Sandbox(name="rolled-back", base=snapshot.id)
+    paused = Sandbox(name="paused", pause_snapshot=snapshot.id)
+    for sandbox in (forked, rolled_back, paused, Sandbox(name="stranger")):
+        index.put(sandbox)
+    assert index.forks(snapshot) == [forked]
+    assert index.standing_on(snapshot) == [forked, rolled_back, paused]
+
+
+def test_lineage_is_the_tree_of_who_came_from_whom_or_a_branch_of_it() -> None:
+    index = Index()
+    template = Snapshot(kind=SnapshotKind.TEMPLATE, names=["t"])
+    source = Sandbox(name="source", forked_from=template.id)
+    hour = timedelta(hours=1)
+    first = Snapshot(names=["first"], source_sandbox=source.id, parent=template.id, created_at=now() + hour)
+    second = Snapshot(names=["second"], source_sandbox=source.id, doomed=True, created_at=now() + 2 * hour)
+    fork = Sandbox(name="fork", forked_from=first.id, state=SandboxState.PAUSED)
+    lonely = Sandbox(name="lonely", forked_from="0" * 12)
+    for thing in (second, lonely, fork, first, source, template):
+        index.put(thing)
+
+    def shown(node: dict[str, Any]) -> tuple[str, list[Any]]:
+        return node["id"], [shown(child) for child in node["children"]]
+
+    of_first = (first.id, [(fork.id, [])])
+    whole = (template.id, [(source.id, [of_first, (second.id, [])])])
+    assert sorted(map(shown, index.lineage())) == sorted([whole, (lonely.id, [])])
+    assert [shown(node) for node in index.lineage("first")] == [of_first]
+    assert [shown(node) for node in index.lineage(source.id)] == whole[1]
+    with pytest.raises(NotFound, match="sandbox, snapshot or template"):
+        index.lineage("nothing")
+    nodes = {node["id"]: node for name in ("t", "source", "first", "fork") for node in index.lineage(name)}
+    found = {each["names"][0]: (each["kind"], each["hidden"], each.get("state")) for each in nodes.values()}
+    assert found == {
+        "t": ("template", False, None),
+        "source": ("sandbox", False, "running"),
+        "first": ("snapshot", False, None),
+        "fork": ("sandbox", False, "paused"),
+    }
+    assert index.lineage(second.id)[0]["hidden"]
+
+
+def test_a_long_reference_is_cut() -> None:
+    for ref, shown in (("a" * 80, "a" * 80), ("a" * 81, "a" * 77 + "...")):
+        with pytest.raises(NotFound) as refusal:
+            Index().volume(ref)
+        assert re.search(rf"(?<!a){re.escape(shown)}(?!a|\.)", refusal.value.message), refusal.value.message

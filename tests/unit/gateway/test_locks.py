@@ -1,4 +1,4 @@
-"""Locks by name: one at a time, waits that end, nothing kept."""
+"""Locks by name: exclusive, with timeouts, without leftovers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of the log are the gateway's own."""
+"""Only the gateway itself writes lines of the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which snapshots a rule of retention gives up."""
+"""The snapshots that a retention rule removes."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def test_what_any_of_two_rules_wants_stays() -> None:
 
 def test_what_is_too_old_goes_though_a_rule_wants_it() -> None:
     assert given_up(Retention(max_age=3 * 3600), 1, 2, 4) == [4]
+    assert given_up(Retention(max_age=4 * 3600), 1, 2, 4) == [], "it is as old as it may be"
     assert given_up(Retention(keep_last=3, max_age=1.5 * 3600), 1, 2, 3, 4) == [2, 3, 4]
 
 

@@ -1,4 +1,4 @@
-"""The host's secret survives, is private, and is never weak."""
+"""The host's secret survives restarts, is private, and is never weak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small parts of the connection: how commands end, how paths are spelt, what a broken connection is called."""
+"""The small parts of the connection: ends of commands, quoting of paths, errors of broken connections."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_the_user_and_the_key_are_headers() -> None:
 
 
 class Become:
-    """As much of a become plugin as the connection asks for."""
+    """The part of a become plugin that the connection uses."""
 
     success = "BECOME-SUCCESS-x"
     prompt = "password for me:"
@@ -183,7 +183,7 @@ class Become:
 
 
 class Told:
-    """A process that is told things."""
+    """Records the input of a process."""
 
     def __init__(self) -> None:
         self.told = b""
@@ -192,7 +192,7 @@ class Told:
 
 @pytest.mark.parametrize("late", [b"", b"\n", b"\nerr\n"])
 def test_a_prompt_is_answered_once_and_is_no_output(late: bytes) -> None:
-    """What sudo wrote on one output may arrive after what the command wrote on the other."""
+    """sudo's output on one stream may arrive after the command's output on the other."""
     escalation, process = _Escalation(Become(), "web", 60), Told()
     told: Any = process
     out, err = bytearray(), bytearray()

@@ -1,4 +1,4 @@
-"""What the inventory makes of sandboxes, without Ansible around it: filters, names, groups, variables."""
+"""The inventory's variables for sandboxes, without Ansible around it: filters, names, groups, variables."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def sandbox(**more: Any) -> dict[str, Any]:
     ],
 )
 def test_filters(filters: dict[str, Any], through: bool) -> None:
-    assert _inventory.wanted(sandbox(), filters) is through
+    assert _inventory.passes(sandbox(), filters) is through
 
 
 def test_a_number_in_a_filter_is_text() -> None:
-    assert _inventory.wanted(sandbox(metadata={"run": "7"}), {"metadata": {"run": 7}})
+    assert _inventory.passes(sandbox(metadata={"run": "7"}), {"metadata": {"run": 7}})
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,10 @@ def test_keys(tmp_path: Path) -> None:
 
 
 def test_what_is_remembered() -> None:
-    gateway = Gateway("x")
+    gateway, other = Gateway("http://one"), Gateway("http://two")
     _gateways.remember("feedfeedfeed", gateway)
-    assert _gateways.recall("feedfeedfeed") is gateway
-    assert _gateways.recall("web") is None
+    _gateways.remember("feedfeedfeed", other)
+    assert _gateways.recall("feedfeedfeed", "http://one") is gateway
+    assert _gateways.recall("feedfeedfeed", "http://two") is other
+    assert _gateways.recall("feedfeedfeed", "http://three") is None
+    assert _gateways.recall("web", "http://one") is None

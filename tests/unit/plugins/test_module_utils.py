@@ -1,4 +1,4 @@
-"""The small parts under the plans: spelling, names, diffs, addresses, secrets."""
+"""The small helpers of the plans: spelling, names, diffs, addresses, secrets."""
 
 from __future__ import annotations
 

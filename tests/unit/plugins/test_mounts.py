@@ -1,4 +1,4 @@
-"""Where the modules let a volume be mounted: where the gateway does, so that check mode does not promise more."""
+"""The mount paths that modules accept: the same as the gateway's, so that check mode does not promise more."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Laws of every plan, tried on made-up states and wishes: said is done, and done once."""
+"""Properties of every plan, for generated states and options: predictions are correct, a second run does nothing."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +14,13 @@ from ansible_collections.grove.sandbox.plugins.module_utils import (
     _template,
     _volume,
 )
-from ansible_collections.grove.sandbox.plugins.module_utils._client import Client, _word
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 from ansible_collections.grove.sandbox.plugins.module_utils._run import run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.collection.double_gateway import DoubleGateway
 from tests.collection.runner import foretold
+from tests.support.faulty_gateway import FaultyGateway
 
 THINGS = {
     "sandbox": _sandbox,
@@ -32,20 +32,11 @@ THINGS = {
 }
 
 
-class Direct(Client):
-    """Speaks to a stand-in without a network between."""
-
-    def __init__(self, gateway: DoubleGateway) -> None:
-        super().__init__("http://gateway")
-        self.gateway = gateway
-
-    def _send(self, method: str, path: str, query: dict[str, Any] | None, body: Any) -> tuple[int, Any, bytes]:
-        from urllib.parse import urlencode
-
-        asked = {key: _word(value) for key, value in (query or {}).items() if value not in (None, "")}
-        target = path + ("?" + urlencode(asked) if asked else "")
-        status, data, headers = self.gateway.answer(method, target, body)
-        return status, headers, b"" if data is None else json.dumps(data).encode()
+@pytest.fixture(scope="module")
+def client(gateway: FaultyGateway) -> Iterator[Client]:
+    made = Client(gateway.url)
+    yield made
+    made.close()
 
 
 def defaults(thing: Any) -> dict[str, Any]:
@@ -106,6 +97,7 @@ wishes = {
                 "exact": st.booleans(),
                 "atomic": st.booleans(),
                 "metadata": metadata,
+                "timeout": st.sampled_from([None, None, -1, 3600, 7200]),
                 "paused": st.booleans(),
                 "cold_start": st.booleans(),
                 "volumes": volumes(clone=st.booleans()),
@@ -172,22 +164,23 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_template, "POLL_SECONDS", (0, 0))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(one_wish, max_size=6), st.lists(st.sampled_from(BOXES), max_size=3), one_wish)
 def test_said_is_done_and_done_once(
-    history: list[tuple[str, dict[str, Any]]], written: list[str], wish: tuple[str, dict[str, Any]]
+    gateway: FaultyGateway,
+    client: Client,
+    history: list[tuple[str, dict[str, Any]]],
+    written: list[str],
+    wish: tuple[str, dict[str, Any]],
 ) -> None:
-    gateway = DoubleGateway()
-    gateway.build_polls = 0
-    client = Direct(gateway)
-    carry_out(client, "template", {"name": ["base"]})
+    gateway.reset()
     carry_out(client, "volume", {"name": ["data", "cache"], "snapshots": ["one"]})
     carry_out(client, "sandbox", {"name": ["a"], "template": "base", "volumes": [{"name": "data", "path": "/srv/a"}]})
     carry_out(client, "snapshot", {"name": ["s"], "sandbox": ["a"], "volumes": ["data"]})
     for kind, params in history:
         carry_out(client, kind, params)
-    for box in gateway.sandboxes.values():
-        box["diverged"] = box["diverged"] or box["name"] in written
+    for name in dict.fromkeys(written):
+        gateway.write(name)
     kind, params = wish
     gateway.calls.clear()
     said = carry_out(client, kind, params, check=True)
@@ -200,11 +193,11 @@ def test_said_is_done_and_done_once(
     foretold(said, done)
     again = carry_out(client, kind, params)
     if params.get("rollback_to"):
-        # What was written to a volume since is not known: it is rolled back every time.
+        # Writes to a volume since the snapshot are not known: it is rolled back every time.
         assert {verb for each in again["outcomes"] for verb in each["actions"]} <= {"rollback"}
         return
     assert not again["changed"], (again["outcomes"], again["diff"])
-    # The sentence may count otherwise: what was removed is not among the names any more.
+    # The counts in the message may differ: removed objects are no longer among the names.
     for key in ("kind", "blockers"):
         assert again.get("failure", {}).get(key) == done.get("failure", {}).get(key)
 
@@ -215,11 +208,8 @@ def carry_out(client: Client, kind: str, params: dict[str, Any], *, check: bool 
 
 
 @pytest.mark.parametrize("way", [{"count": 3, "name_prefix": "ci", "exact": True}, {"names": ["ci-1", "ci-3"]}])
-def test_forks_that_are_all_there_cost_one_call(way: dict[str, Any]) -> None:
-    gateway = DoubleGateway()
-    gateway.build_polls = 0
-    client = Direct(gateway)
-    carry_out(client, "template", {"name": ["base"]})
+def test_forks_that_are_all_there_cost_one_call(gateway: FaultyGateway, client: Client, way: dict[str, Any]) -> None:
+    gateway.reset()
     wish = {"snapshot": "base", "metadata": {"run": 7}}
     made = carry_out(client, "fork", {**wish, "count": 3, "name_prefix": "ci"})
     gateway.calls.clear()
@@ -228,11 +218,8 @@ def test_forks_that_are_all_there_cost_one_call(way: dict[str, Any]) -> None:
     assert not again["changed"] and again["sandboxes"][0] == made["sandboxes"][0] and again["outcomes"] == []
 
 
-def test_of_forks_only_what_one_goes_on_with_is_listed() -> None:
-    gateway = DoubleGateway()
-    gateway.build_polls = 0
-    client = Direct(gateway)
-    carry_out(client, "template", {"name": ["base"]})
+def test_of_forks_only_what_one_goes_on_with_is_listed(gateway: FaultyGateway, client: Client) -> None:
+    gateway.reset()
     for check in (True, False):
         made = carry_out(client, "fork", {"snapshot": "base", "names": ["one"], "metadata": {"a": "b"}}, check=check)
         (listed,) = made["sandboxes"]

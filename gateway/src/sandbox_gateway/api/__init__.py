@@ -1,1 +1,1 @@
-"""HTTP dialects: translate, authorise, nothing else. Every rule is the engine's."""
+"""HTTP: access/ authorises requests, native/ and forkd/ translate them for the engine, data_plane/ is a proxy."""

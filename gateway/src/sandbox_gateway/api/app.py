@@ -1,4 +1,4 @@
-"""The application: routes, and the layers every request passes."""
+"""The application: routes and middleware."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from sandbox_gateway import __version__
-from sandbox_gateway.api import errors, events, metrics, sandboxes, snapshots, templates, v1, volumes
-from sandbox_gateway.api.auth import OPEN_PATHS, Authorise, Keys
+from sandbox_gateway.api import errors, events, metrics
+from sandbox_gateway.api.access.auth import OPEN_PATHS, Authorise, Keys
+from sandbox_gateway.api.access.limits import BodyLimit
+from sandbox_gateway.api.data_plane.pools import Pools
+from sandbox_gateway.api.data_plane.proxy import Addresses, DataPlane
+from sandbox_gateway.api.dependencies import EngineDep
 from sandbox_gateway.api.errors import ErrorShape, Guard
-from sandbox_gateway.api.limits import BodyLimit
-from sandbox_gateway.api.pools import Pools
-from sandbox_gateway.api.proxy import Addresses, DataPlane
-from sandbox_gateway.api.shapes import HealthShape
-from sandbox_gateway.api.view import EngineDep
+from sandbox_gateway.api.forkd import routes as forkd
+from sandbox_gateway.api.native import sandboxes, snapshots, templates, volumes
+from sandbox_gateway.api.native.shapes import HealthShape
+from sandbox_gateway.api.unknown_fields import CheckFields
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 
@@ -42,22 +45,25 @@ _ERROR_SCHEMA = {"$ref": "#/components/schemas/ErrorShape"}
 _health = APIRouter(tags=["gateway"])
 
 
-@_health.get("/health", summary="Is it up? Needs no key")
+@_health.get("/health", summary="Check that the gateway is running. Needs no key")
 async def health(engine: EngineDep) -> HealthShape:
-    return HealthShape(status="ok", sandboxes=len(engine.sandboxes()), version=__version__, backend=engine.host.kind)
+    return HealthShape(
+        status="ok", sandboxes=len(engine.sandboxes.list()), version=__version__, backend=engine.host.kind
+    )
 
 
 def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
-    """The ASGI application over ``engine``. Wrap it in ``auth.LocalPeer`` for the unix socket's listener.
+    """Create the ASGI application for ``engine``. Wrap it in ``auth.LocalPeer`` for the unix socket's listener.
 
     ``app.state.closing`` (an asyncio.Event) ends the streams that would otherwise never end;
-    ``app.state.pools.close()`` lets go of the connections to sandboxes.
+    ``app.state.pools.close()`` closes the connections to sandboxes.
     """
     app = FastAPI(
         title="sandbox-gateway",
         version=__version__,
         description=_DESCRIPTION,
         responses=_ERRORS,
+        dependencies=[CheckFields],
         docs_url=None,
         redoc_url=None,
         strict_content_type=False,
@@ -68,10 +74,10 @@ def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
     app.state.metrics = metrics.Metrics(engine)
     app.state.pools = Pools(engine)
     errors.register(app)
-    parts = (templates, sandboxes, snapshots, volumes, events, metrics, v1)
+    parts = (templates, sandboxes, snapshots, volumes, events, metrics, forkd)
     for router in (_health, *(part.router for part in parts)):
         app.include_router(router)
-    # The last one added is the first one passed.
+    # The middleware added last runs first.
     app.add_middleware(BodyLimit, seconds=config.server.request_seconds)
     app.add_middleware(Authorise, keys=keys)
     app.add_middleware(
@@ -83,14 +89,16 @@ def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The document of the routes, with how to authenticate; our 400 stands in for the framework's 422."""
+    """Return the OpenAPI document, with the authentication schemes, and our 400 in place of the framework's 422."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         for path, item in document["paths"].items():
             for operation in item.values():
                 operation["responses"].pop("422", None)
+                if "requestBody" not in operation:
+                    _hide_strict(operation)
                 for status in _ERRORS:
-                    # Also where the good answer is no JSON.
+                    # Errors are JSON even where the successful answer is not.
                     operation["responses"][str(status)]["content"] = {"application/json": {"schema": _ERROR_SCHEMA}}
                 if path in OPEN_PATHS:
                     operation["security"] = []
@@ -104,3 +112,10 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         document["security"] = [{"key": []}, {"bearer": []}]
         app.openapi_schema = document
     return app.openapi_schema
+
+
+def _hide_strict(operation: dict[str, Any]) -> None:
+    """Hide the parameter `strict` of requests without a body."""
+    operation["parameters"] = [each for each in operation["parameters"] if each["name"] != "strict"]
+    if not operation["parameters"]:
+        del operation["parameters"]

@@ -1,4 +1,4 @@
-"""Every error leaves as one shape: `{code, message, error, kind, blockers}`."""
+"""All errors have the same shape: `{code, message, error, kind, blockers}`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sandbox_gateway.api.limits import TooSlow
+from sandbox_gateway.api.access.limits import TooSlow
 from sandbox_gateway.api.metrics import Metrics
 from sandbox_gateway.errors import GatewayError, Invalid
 from sandbox_gateway.log import Logger
@@ -22,20 +23,24 @@ from sandbox_gateway.log import Logger
 log = Logger("api")
 
 SHOWN = 80
-"""Characters of a caller's input that an error repeats at most."""
+"""Maximum number of characters of a caller's input that an error repeats."""
 LISTED = 6
-"""Fields that a validation error names at most."""
+"""Maximum number of fields that a validation error names."""
 LONGEST = 4000
-"""Characters of an error's sentence at most."""
+"""Maximum length of an error message, in characters."""
 RETRY_SECONDS = 1
 GONE = 499
 _MOST_DIGITS = 15
 SWITCHED = 101
-"""Noted for a WebSocket that was accepted."""
+"""The status recorded for an accepted WebSocket."""
+
+
+WARNING = "sandbox_gateway.warning"
+"""The key in an ASGI scope under which the `Warning` header of the answer is stored."""
 
 
 class ErrorShape(BaseModel):
-    """What every refusal and failure looks like."""
+    """The shape of every refusal and failure."""
 
     code: int = Field(description="The HTTP status.")
     message: str = Field(description="A sentence: what is wrong and how to mend it.")
@@ -45,11 +50,11 @@ class ErrorShape(BaseModel):
 
 
 class ClientGone(Exception):
-    """The client went away before the answer; nobody reads what follows."""
+    """The client disconnected before it received the answer."""
 
 
 class Misframed(Invalid):
-    """Where this request ends, two readers could see in two ways: nothing more is read of its connection."""
+    """HTTP implementations could disagree about where this request ends, so its connection is closed."""
 
 
 def clip(text: str, limit: int) -> str:
@@ -57,7 +62,7 @@ def clip(text: str, limit: int) -> str:
 
 
 def body_of(status: int, kind: str, message: str, blockers: Sequence[str] = ()) -> dict[str, Any]:
-    # What a caller sent may hold halves of characters, which no answer can carry.
+    # A caller's input may contain lone surrogates, which cannot be encoded.
     sentence = clip(message, LONGEST).encode(errors="replace").decode()
     return {"code": status, "message": sentence, "error": sentence, "kind": kind, "blockers": list(blockers)}
 
@@ -77,7 +82,7 @@ def answer_to(error: GatewayError) -> JSONResponse:
 
 
 def register(app: FastAPI) -> None:
-    """Give ``app`` an answer of our shape to everything that can be wrong with a request."""
+    """Register handlers so that ``app`` answers all errors in our shape."""
 
     @app.exception_handler(GatewayError)
     async def _refused(_: Request, error: GatewayError) -> JSONResponse:
@@ -108,7 +113,7 @@ def _routing(request: Request, error: HTTPException) -> tuple[str, str]:
 
 
 def explain(errors: Sequence[Any]) -> str:
-    """One sentence that names each field that is wrong, how, and what was sent (shortened)."""
+    """Return one sentence that names each invalid field, the reason, and the shortened value."""
     parts = [_field(item) for item in errors[:LISTED]]
     if len(errors) > LISTED:
         parts.append(f"and {len(errors) - LISTED} more")
@@ -143,7 +148,7 @@ def _shown(value: object) -> str:
 
 
 class Guard:
-    """The outermost layer: nothing escapes it, and every request is logged and counted once."""
+    """The outermost layer: catches every exception, and logs and counts every request once."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app = app
@@ -159,6 +164,8 @@ class Guard:
             nonlocal status
             if message["type"] in ("http.response.start", "websocket.http.response.start"):
                 status = message["status"]
+                if WARNING in scope:
+                    MutableHeaders(scope=message)["Warning"] = scope[WARNING]
             elif message["type"] == "websocket.accept":
                 status = SWITCHED
             await send(message)
@@ -202,7 +209,7 @@ def _check_framing(scope: Scope) -> None:
     if b"content-length" in fields and b"transfer-encoding" in fields:
         raise Misframed("the request has both Content-Length and Transfer-Encoding: send one of them")
     if len(fields.get(b"content-length", b"")) > _MOST_DIGITS:
-        # A service inside may count in 64 bits, and see the end of the body before its beginning.
+        # A service inside may parse it as a 64-bit number and read a different length.
         raise Misframed(f"Content-Length has more than {_MOST_DIGITS} digits: send the length of the body")
 
 

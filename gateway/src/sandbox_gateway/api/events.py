@@ -1,4 +1,4 @@
-"""Server-sent events of every change."""
+"""Server-sent events for all changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from sandbox_gateway.api.view import EngineDep
+from sandbox_gateway.api.dependencies import EngineDep
 from sandbox_gateway.engine.events import Event, Events
 
 router = APIRouter(tags=["gateway"])
@@ -30,7 +30,7 @@ async def events(
 
 
 class _Stream(StreamingResponse):
-    """Ends its generator with itself; Starlette leaves one that waits for a slow client to the garbage collector."""
+    """A response that closes its generator at the end; Starlette leaves a slow client's to the garbage collector."""
 
     def __init__(self, stream: AsyncGenerator[str, None], **options: Any) -> None:
         super().__init__(stream, **options)
@@ -42,7 +42,7 @@ class _Stream(StreamingResponse):
 
 
 async def _stream(source: Events, operation: str, closing: asyncio.Event) -> AsyncGenerator[str, None]:
-    """Ends when the gateway closes; a comment now and then shows that the connection lives."""
+    """Yield events until the gateway closes; a comment every HEARTBEAT_SECONDS keeps the connection open."""
     ending = asyncio.ensure_future(closing.wait())
     try:
         with source.subscribed() as events:

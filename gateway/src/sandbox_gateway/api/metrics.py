@@ -1,4 +1,4 @@
-"""Prometheus metrics: requests, what there is, how long sources were stopped."""
+"""Prometheus metrics: requests, inventory, pauses of captured sandboxes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 _PAUSE_BUCKETS = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _STATUSES = {str(status.value) for status in HTTPStatus} | {"499"}
-"""Each is kept for ever, and a guest chooses that of its answer."""
+"""The allowed label values: each is kept forever, and guests choose the status of their answers."""
 _REQUEST_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
 
 router = APIRouter(tags=["gateway"])
 
 
 class Metrics:
-    """The gateway's counters, in a registry of their own."""
+    """The gateway's metrics, in their own registry."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
@@ -79,18 +79,18 @@ class Metrics:
 
 
 class _Inventory(Collector):
-    """Counts what the engine has at the moment it is asked."""
+    """A collector that counts sandboxes and snapshots on each scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        states = Tally(sandbox.state.value for sandbox in self._engine.sandboxes())
+        states = Tally(sandbox.state.value for sandbox in self._engine.sandboxes.list())
         sandboxes = GaugeMetricFamily("sandbox_gateway_sandboxes", "Sandboxes, by state.", labels=["state"])
         for state in SandboxState:
             sandboxes.add_metric([state.value], states[state.value])
         yield sandboxes
-        everything = self._engine.snapshots([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
+        everything = self._engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
         kinds = Tally(snapshot.kind.value for snapshot in everything)
         snapshots = GaugeMetricFamily("sandbox_gateway_snapshots", "Visible snapshots, by kind.", labels=["kind"])
         for kind in ("snapshot", "template"):

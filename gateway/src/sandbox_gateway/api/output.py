@@ -1,6 +1,6 @@
-"""Answers with the output of a guest's program. It has up to 32 MiB, and six times as much as JSON.
+"""Answers that contain the output of a guest's program: up to 32 MiB, and six times as much when encoded as JSON.
 
-They are made and sent in pieces, between which the event loop serves others.
+They are encoded and sent in pieces, so that the event loop can serve others in between.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SMALL = 64 << 10
 
 
 def respond(fields: Mapping[str, Output | int | bool | None]) -> Response:
-    """A JSON object. Output that is bytes becomes text: what is no UTF-8 is replaced."""
+    """Return a response with a JSON object. Output in bytes becomes text: invalid UTF-8 is replaced."""
     if sum(len(value) for value in fields.values() if isinstance(value, Output)) <= _SMALL:
         return Response(b"".join(_object(fields)), media_type="application/json")
     return StreamingResponse(_in_turns(_object(fields)), media_type="application/json")

@@ -1,4 +1,4 @@
-"""Pages by key: a cursor names the last thing seen, so what comes and goes in between moves nothing."""
+"""Pagination of lists: a cursor names the last entry, so that concurrent changes do not shift pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NextToken = Annotated[str, Query(max_length=500, description=f"The `{HEADER}` he
 def page(
     items: Iterable[Item], key: Callable[[Item], Key], response: Response, limit: int, token: str, order: Order = "asc"
 ) -> list[Item]:
-    """The page of ``items`` after ``token``; names the next one in ``response``'s header. Raises Invalid."""
+    """Return the page of ``items`` after ``token``, and set ``response``'s header for the next. Raises Invalid."""
     backwards = order == "desc"
     ordered = sorted(items, key=key, reverse=backwards)
     if token:

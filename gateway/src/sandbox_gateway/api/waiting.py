@@ -1,4 +1,4 @@
-"""Slow verbs end when their client goes away."""
+"""Cancels slow operations when their client disconnects."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Result = TypeVar("Result")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await ``work``; if the client disconnects first, cancel it, let it undo itself, and raise ClientGone.
+    """Await ``work``; if the client disconnects first, cancel it, wait for its cleanup, and raise ClientGone.
 
-    Work that is past its commit finishes in spite of the cancellation; its result is then returned as usual.
+    Work that has already committed finishes despite the cancellation; its result is then returned as usual.
     """
     worker = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(request))

@@ -1,1 +1,1 @@
-"""`sandboxctl`, which talks HTTP to a gateway, and `sandbox-gateway`, which is one."""
+"""`sandboxctl`, the command-line client: talks HTTP to a gateway."""

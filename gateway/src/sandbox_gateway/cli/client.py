@@ -1,4 +1,4 @@
-"""HTTP to a gateway, over its unix socket or a URL."""
+"""An HTTP client of the gateway, over its unix socket or TCP."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from urllib.parse import quote
 
 import httpx
 
-from sandbox_gateway.cli.failure import Exit, Failure, refused
+from sandbox_gateway.cli.failure import Exit, Failure, failure_from_answer
 
 DEFAULT_URL = "unix:///run/sandbox-gateway/gateway.sock"
 CONNECT_SECONDS = 10.0
 
 
 def path(*parts: str) -> str:
-    """A path of ``parts``, each quoted: `path("sandboxes", "a b")` is "/sandboxes/a%20b"."""
+    """Build a path from ``parts``, quoting each: `path("sandboxes", "a b")` is "/sandboxes/a%20b"."""
     return "".join(f"/{quote(part, safe='')}" for part in parts)
 
 
 class Client:
-    """Requests that answer parsed JSON, or raise Failure."""
+    """An HTTP client whose requests return parsed JSON. Raises Failure."""
 
     def __init__(self, url: str, token: str = "") -> None:
         self.url = url
@@ -36,7 +36,9 @@ class Client:
         elif url.startswith(("http://", "https://")):
             self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
         else:
-            raise Failure(f"{url!r} is not a gateway's address", Exit.USAGE, "use unix:///path, http:// or https://")
+            raise Failure(
+                f"{url!r} is not the address of a gateway", Exit.USAGE, "use unix:///path, http:// or https://"
+            )
 
     def call(
         self,
@@ -46,38 +48,39 @@ class Client:
         params: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """The answer's JSON; None where it has none."""
-        with self._reaching():
+        """Send a request. Returns the answer's JSON; None for an empty answer."""
+        params = params if body is None else {**(params or {}), "strict": True}
+        with self._errors_translated():
             answer = self._http.request(method, route, json=body, params=params, headers=headers)
-        self._judge(answer)
+        self._raise_for_error(answer)
         return answer.json() if answer.content else None
 
     def get(self, route: str, **params: Any) -> Any:
-        return self.call("GET", route, params=_present(params))
+        return self.call("GET", route, params=_without_empty(params))
 
-    def all(self, route: str, **params: Any) -> list[Any]:
-        """Every page of a list."""
+    def get_all(self, route: str, **params: Any) -> list[Any]:
+        """Return the items of all pages of a list."""
         found: list[Any] = []
         token = ""
         while True:
-            with self._reaching():
-                answer = self._http.get(route, params=_present({**params, "limit": 1000, "nextToken": token}))
-            self._judge(answer)
+            with self._errors_translated():
+                answer = self._http.get(route, params=_without_empty({**params, "limit": 1000, "nextToken": token}))
+            self._raise_for_error(answer)
             found += answer.json()
             token = answer.headers.get("x-next-token", "")
             if not token:
                 return found
 
     def lines(self, route: str, **params: Any) -> Iterator[str]:
-        """The lines of an answer as they come."""
-        with self._reaching(), self._http.stream("GET", route, params=_present(params)) as answer:
+        """Yield the lines of an answer as they arrive."""
+        with self._errors_translated(), self._http.stream("GET", route, params=_without_empty(params)) as answer:
             if answer.is_error:
                 answer.read()
-            self._judge(answer)
+            self._raise_for_error(answer)
             yield from answer.iter_lines()
 
     def events(self, operation: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-        """(type, data) of each event as it happens; first ("connected", {}) once nothing will be missed."""
+        """Yield (type, data) of each event as it happens. The first is ("connected", {}): no later event is missed."""
         kind = ""
         for line in self.lines("/events", operation=operation):
             if line == ": connected":
@@ -88,34 +91,34 @@ class Client:
                 yield kind, json.loads(line.removeprefix("data: "))
 
     @contextmanager
-    def _reaching(self) -> Iterator[None]:
+    def _errors_translated(self) -> Iterator[None]:
         try:
             yield
         except httpx.ConnectError as error:
             message = f"cannot reach the gateway at {self.url}: {_reason(error)}"
-            raise Failure(message, Exit.UNREACHABLE, _advice(error)) from None
+            raise Failure(message, Exit.UNREACHABLE, _hint(error)) from None
         except httpx.TimeoutException:
             raise Failure(f"the gateway at {self.url} did not answer in time", Exit.UNREACHABLE, "try again") from None
         except httpx.TransportError as error:
             raise Failure(
                 f"the connection to the gateway at {self.url} broke: {error}",
                 Exit.UNREACHABLE,
-                "it may have been restarted: see what came of it, then try again",
+                "the gateway may have restarted: check the result of the request, then try again",
             ) from None
         except httpx.InvalidURL as error:
-            raise Failure(f"{self.url!r} is not a gateway's address: {error}", Exit.USAGE) from None
+            raise Failure(f"{self.url!r} is not the address of a gateway: {error}", Exit.USAGE) from None
 
-    def _judge(self, answer: httpx.Response) -> None:
+    def _raise_for_error(self, answer: httpx.Response) -> None:
         if answer.is_success:
             return
         try:
             body = answer.json()
         except ValueError:
             body = None
-        raise refused(answer.status_code, body)
+        raise failure_from_answer(answer.status_code, body)
 
 
-def _present(params: Mapping[str, Any]) -> dict[str, Any]:
+def _without_empty(params: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in params.items() if value not in (None, "", False)}
 
 
@@ -123,10 +126,10 @@ def _reason(error: httpx.ConnectError) -> str:
     return str(error).partition("] ")[2] or str(error)
 
 
-def _advice(error: httpx.ConnectError) -> str:
+def _hint(error: httpx.ConnectError) -> str:
     text = str(error).lower()
     if "permission denied" in text:
         return "run this as root, or as a member of the socket's group"
     if "certificate" in text:
-        return "name the authority that signed its certificate with SSL_CERT_FILE"
-    return "start the gateway (`sandbox-gateway serve --config FILE`), or say where it is with --url"
+        return "set SSL_CERT_FILE to the certificate of the authority that signed the gateway's"
+    return "start the gateway (`sandbox-gateway serve --config FILE`), or name another one with --url"

@@ -1,4 +1,4 @@
-"""What every command shares: the gateway's address, the key, and how to answer."""
+"""Settings and arguments that all commands share."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Settings:
 
     @property
     def client(self) -> Client:
-        """The connection; made when first needed."""
+        """Return the client, created on first use."""
         if self._client is None:
             from sandbox_gateway.cli.client import DEFAULT_URL, Client
 
-            self._client = Client(self.url or DEFAULT_URL, self._secret())
+            self._client = Client(self.url or DEFAULT_URL, self._read_token())
         return self._client
 
-    def _secret(self) -> str:
+    def _read_token(self) -> str:
         if self.token:
             return self.token
         file = self.token_file or os.environ.get("SANDBOX_GATEWAY_TOKEN_FILE")

@@ -1,4 +1,4 @@
-"""What goes wrong on the command line: one sentence, what to do next, and an exit code that means something."""
+"""Errors of the command line: a message, a hint on what to do next, and an exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Exit(IntEnum):
 
 
 class Failure(Exception):
-    """Ends the command: ``message`` and ``hint`` go to standard error."""
+    """An error that ends the command: ``message`` and ``hint`` go to standard error."""
 
     def __init__(self, message: str, code: Exit = Exit.FAILED, hint: str = "") -> None:
         super().__init__(message)
@@ -33,53 +33,54 @@ _BY_STATUS = {
     403: Exit.UNREACHABLE,
     404: Exit.NOT_FOUND,
     409: Exit.CONFLICT,
+    410: Exit.NOT_FOUND,
     413: Exit.USAGE,
     507: Exit.NO_SPACE,
 }
 _BY_KIND = {"unsupported": Exit.FAILED, "over_quota": Exit.FAILED}
 
 
-def refused(status: int, body: Any) -> Failure:
-    """The Failure for a gateway's error answer; ``body`` is its JSON, or anything else where it is not ours."""
+def failure_from_answer(status: int, body: Any) -> Failure:
+    """Create the Failure for an error answer of the gateway; ``body`` is its JSON, or None."""
     if not isinstance(body, dict) or "message" not in body:
-        return Failure(f"the answer (HTTP {status}) is not a sandbox gateway's", Exit.UNREACHABLE, "check --url")
+        return Failure(f"no sandbox gateway sent the answer (HTTP {status})", Exit.UNREACHABLE, "check --url")
     kind, message = body.get("kind", ""), str(body["message"])
     code = _BY_KIND.get(kind) or _BY_STATUS.get(status, Exit.FAILED)
     return Failure(message, code, _hint(status, kind, message, body.get("blockers") or []))
 
 
 def _hint(status: int, kind: str, message: str, blockers: list[str]) -> str:
-    if kind == "in_use" and "volume " in message.partition(":")[0]:
-        return "; ".join(way for sign, way in _WAYS.items() if re.search(sign, message)) or "try again in a moment"
+    if kind == "in_use" and re.match(r"(snapshot \S+ of )?volume ", message):
+        return "; ".join(way for sign, way in _REMEDIES.items() if re.search(sign, message)) or "try again in a moment"
     if kind == "in_use":
         ways = f"sandboxctl kill {' '.join(blockers) or 'them'}"
-        if "made from what it holds" in message:
+        if "cloned volume" in message:
             ways = "sandboxctl kill SANDBOX, sandboxctl volume delete VOLUME"
-        return f"remove what uses it first ({ways}), or delete it with --when-unused"
+        return f"delete its users first ({ways}), or delete it with --when-unused"
     if kind == "not_found":
-        return f"`sandboxctl {_lister(message)}` shows what there is"
+        return f"`sandboxctl {_list_command(message)}` shows the existing ones"
     hints = {
-        "name_taken": "choose another name, or remove what has it",
+        "name_taken": "choose another name, or delete the one that has it",
         "unauthorized": "set SANDBOX_GATEWAY_TOKEN, or name a file that holds the key with --token-file",
         "forbidden": "use a key of a wider scope",
         "busy": "try again in a moment",
-        "no_space": "delete snapshots and templates that nothing needs (`sandboxctl tree`), or enlarge the disk",
+        "no_space": "delete unused snapshots and templates (`sandboxctl tree`), or enlarge the disk",
         "internal": "the gateway's log describes the incident",
     }
     return hints.get(kind, "")
 
 
-_WAYS = {
-    r"\d mounts? \(|mounted read-write": "`sandboxctl volume detach SANDBOX VOLUME` unmounts it",
-    r"\d sandbox snapshots? \(": "`sandboxctl snapshot delete SNAPSHOT` removes what holds it",
-    r"\d snapshots? \(": "--with-snapshots removes its snapshots along with it",
-    r"\d clones? \(": "`sandboxctl volume delete VOLUME` removes what was made from it",
-    r"\bforce it$": "--force does it all the same",
+_REMEDIES = {
+    r"\d (read-write )?mounts? \(": "`sandboxctl volume detach SANDBOX VOLUME` unmounts it",
+    r"\d sandbox snapshots? \(": "`sandboxctl snapshot delete SNAPSHOT` removes the snapshot that uses it",
+    r"\d snapshots? \(": "--with-snapshots removes its snapshots, too",
+    r"\d clones? \(": "`sandboxctl volume delete VOLUME` removes its clone",
+    r"or force the rollback": "--force does it anyway",
 }
-"""What helps against what stands in a volume's way, by what the sentence says of it."""
+"""The remedy for each obstacle that the gateway's message about a volume can name."""
 
 
-def _lister(message: str) -> str:
+def _list_command(message: str) -> str:
     if match := re.match(r"snapshot of volume (\S+),", message):
         return f"volume snapshots {match[1]}"
     if match := re.match(r"in sandbox (\S+),", message):

@@ -1,4 +1,4 @@
-"""`sandboxctl`: sandboxes from the command line, over HTTP."""
+"""`sandboxctl`: the command line and its global options."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from sandbox_gateway import __version__
-from sandbox_gateway.cli import render, sandboxes, snapshots, templates, volumes, watch
+from sandbox_gateway.cli import gateway, render, sandboxes, snapshots, templates, volumes
 from sandbox_gateway.cli.context import Settings
 from sandbox_gateway.cli.failure import Exit, Failure
 
-_HELP = """Sandboxes that are captured, forked and rolled back while they run.
+_HELP = """Create, capture, fork and roll back sandboxes while they run.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 in use or in the wrong state, 5 no access to the gateway,
 6 no space. `exec` passes on the exit code of the command it ran.
@@ -33,7 +33,7 @@ app.add_typer(snapshots.app, name="snapshot")
 app.add_typer(volumes.app, name="volume")
 sandboxes.register(app)
 snapshots.register(app)
-watch.register(app)
+gateway.register(app)
 
 
 @app.callback(invoke_without_command=True)
@@ -67,7 +67,7 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line; what goes wrong is a sentence on standard error."""
+    """Run the command line. Prints a Failure to standard error, and exits with its code."""
     try:
         app()
     except Failure as failure:
@@ -76,7 +76,7 @@ def main() -> None:
             render.note(f"  {failure.hint}")
         sys.exit(failure.code)
     except BrokenPipeError:
-        # The reader of our output has gone; keep the interpreter from complaining when it flushes.
+        # The reader of the output has closed it: keep the interpreter from flushing to it at exit.
         sys.stdout = None
         sys.exit(Exit.FAILED)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Bars and running logs, on standard error, for who looks at a terminal."""
+"""Progress bars and live logs on standard error, if it is a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SUBSCRIBE_SECONDS = 5
 
 
 def follow_log(lines: Iterable[str], title: str) -> None:
-    """Show ``lines`` as they come, above a clock that runs."""
+    """Print ``lines`` as they arrive, above a running clock."""
     lines = map(printable, lines)
     if not sys.stderr.isatty():
         for line in lines:
@@ -34,7 +34,7 @@ def follow_log(lines: Iterable[str], title: str) -> None:
 
 
 def fork_many(client: Client, route: str, body: dict[str, Any], count: int, title: str) -> Any:
-    """POST ``body`` to ``route``; for more than one fork, with a bar that the gateway's events move."""
+    """POST ``body`` to ``route``, with a progress bar if there is more than one fork."""
     if count < 2 or not sys.stderr.isatty():
         return client.call("POST", route, body)
     from rich.console import Console
@@ -47,7 +47,7 @@ def fork_many(client: Client, route: str, body: dict[str, Any], count: int, titl
         listening = threading.Event()
 
         def listen() -> None:
-            # The bar is a courtesy: the request itself reports what goes wrong.
+            # Ignore errors here: the request itself reports them.
             try:
                 for kind, data in client.events(operation):
                     listening.set()

@@ -1,4 +1,4 @@
-"""Tables for people, JSON for programs."""
+"""Output: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from sandbox_gateway.cli import words
+from sandbox_gateway.cli import formats
 from sandbox_gateway.printable import escaped, printable
 
-_WIDE = 200
+_PLAIN_WIDTH = 200
 
 
 def print_json(value: Any) -> None:
@@ -18,13 +18,15 @@ def print_json(value: Any) -> None:
 
 
 def note(text: str) -> None:
-    """A remark for a person, on standard error."""
+    """Print a human-readable note to standard error."""
     print(printable(text), file=sys.stderr)
 
 
 def sandboxes(items: Sequence[Mapping[str, Any]]) -> None:
-    heads = ("NAME", "ID", "STATE", "TEMPLATE", "FROM", "CPU", "MEMORY", "AGE", "LIFE")
-    _table(heads, (_sandbox_row(item) for item in items), empty="no sandboxes: `sandboxctl create TEMPLATE` makes one")
+    heads = ("NAME", "ID", "STATE", "TEMPLATE", "FROM", "CPU", "MEMORY", "AGE", "TIMEOUT")
+    _table(
+        heads, (_sandbox_row(item) for item in items), empty="no sandboxes: `sandboxctl create TEMPLATE` creates one"
+    )
 
 
 def snapshots(items: Sequence[Mapping[str, Any]]) -> None:
@@ -37,25 +39,25 @@ def snapshots(items: Sequence[Mapping[str, Any]]) -> None:
 
 
 def volumes(items: Sequence[Mapping[str, Any]]) -> None:
-    heads = ("NAME", "SIZE", "USED", "MOUNTED BY", "MADE FROM", "AGE")
+    heads = ("NAME", "SIZE", "USED", "MOUNTED BY", "FROM", "AGE")
     rows = (_volume_row(item) for item in items)
-    _table(heads, rows, empty="no volumes: `sandboxctl volume create NAME` makes one")
+    _table(heads, rows, empty="no volumes: `sandboxctl volume create NAME` creates one")
 
 
 def volume_snapshots(items: Sequence[Mapping[str, Any]], volume: str) -> None:
     heads = ("NAME", "ID", "SIZE", "PART OF", "AGE")
     rows = (_volume_snapshot_row(item) for item in items)
-    _table(heads, rows, empty=f"no snapshots of it: `sandboxctl volume snapshot {volume}` takes one")
+    _table(heads, rows, empty=f"no snapshots of {volume}: `sandboxctl volume snapshot {volume}` takes one")
 
 
 def templates(items: Sequence[Mapping[str, Any]]) -> None:
     heads = ("NAME", "ID", "STATUS", "CPU", "MEMORY", "DISK", "CAPTURED", "FORKS", "AGE")
     rows = (_template_row(item) for item in items)
-    _table(heads, rows, empty="no templates: `sandboxctl template build NAME` makes one")
+    _table(heads, rows, empty="no templates: `sandboxctl template build NAME` builds one")
 
 
 def detail(item: Mapping[str, Any]) -> None:
-    """One thing, a line for each of its properties."""
+    """Print the details of one item, one line per property."""
     from rich.table import Table
     from rich.text import Text
 
@@ -63,9 +65,9 @@ def detail(item: Mapping[str, Any]) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for key, value in item.items():
-        if value in (None, "", [], {}) or key in _SECRET:
+        if value in (None, "", [], {}) or key in _HIDDEN:
             continue
-        table.add_row(key, Text(printable(_value(key, value))))
+        table.add_row(key, Text(printable(_format_value(key, value))))
     console().print(table)
 
 
@@ -74,23 +76,23 @@ def tree(nodes: Sequence[Mapping[str, Any]]) -> None:
     from rich.tree import Tree
 
     if not nodes:
-        note("nothing yet: `sandboxctl template build NAME` makes a template")
+        note("no templates yet: `sandboxctl template build NAME` builds one")
     for node in nodes:
-        root = Tree(Text.from_markup(_label(node)))
-        _grow(root, node)
+        root = Tree(Text.from_markup(_format_node(node)))
+        _add_children(root, node)
         console().print(root)
 
 
 def console() -> Any:
-    """A console on standard output that does not cut lines short where nobody looks at a terminal."""
+    """Create a console on standard output, which wraps at the terminal's width, or else at a large width."""
     from rich.console import Console
 
-    return Console(soft_wrap=False, highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+    return Console(soft_wrap=False, highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
 
 
-_SECRET = frozenset({"envdAccessToken", "trafficAccessToken", "token", "clientID", "envdVersion"})
-_NAMED = 3
-"""Sandboxes that a row names at most."""
+_HIDDEN = frozenset({"envdAccessToken", "trafficAccessToken", "token", "clientID", "envdVersion"})
+_MAX_NAMES = 3
+"""Maximum number of sandboxes that a row names."""
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> None:
@@ -116,9 +118,9 @@ def _sandbox_row(item: Mapping[str, Any]) -> tuple[str, ...]:
         item.get("alias") or item["templateID"] or "-",
         item["forkedFrom"] or "-",
         str(item["cpuCount"]),
-        words.mib(item["memoryMB"]),
-        words.age(item["createdAt"]),
-        words.left(item["endAt"]),
+        formats.format_mib(item["memoryMB"]),
+        formats.format_age(item["createdAt"]),
+        formats.format_time_left(item["endAt"]),
     )
 
 
@@ -128,11 +130,11 @@ def _snapshot_row(item: Mapping[str, Any]) -> tuple[str, ...]:
         item["snapshotID"],
         item["sourceSandboxID"] or "-",
         item["memory"],
-        words.size(item["memoryBytesWritten"]),
-        words.size(item["diskBytesUnique"]),
+        formats.format_size(item["memoryBytesWritten"]),
+        formats.format_size(item["diskBytesUnique"]),
         f"{item['pauseMs']:.1f} ms",
         str(item["forks"]),
-        words.age(item["createdAt"]),
+        formats.format_age(item["createdAt"]),
     )
 
 
@@ -140,11 +142,11 @@ def _volume_row(item: Mapping[str, Any]) -> tuple[str, ...]:
     users = [user["sandboxName"] for user in item["mounts"]]
     return (
         item["name"],
-        words.mib(item["sizeMB"]),
-        "-" if item["usedMB"] is None else words.mib(item["usedMB"]),
-        (", ".join(users) if len(users) <= _NAMED else f"{len(users)} sandboxes") or "-",
+        formats.format_mib(item["sizeMB"]),
+        "-" if item["usedMB"] is None else formats.format_mib(item["usedMB"]),
+        (", ".join(users) if len(users) <= _MAX_NAMES else f"{len(users)} sandboxes") or "-",
         item["fromSnapshot"] or "-",
-        words.age(item["createdAt"]),
+        formats.format_age(item["createdAt"]),
     )
 
 
@@ -152,9 +154,9 @@ def _volume_snapshot_row(item: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         item["name"],
         item["snapshotID"],
-        words.mib(item["sizeMB"]),
+        formats.format_mib(item["sizeMB"]),
         item["sandboxSnapshotID"] or "-",
-        words.age(item["createdAt"]),
+        formats.format_age(item["createdAt"]),
     )
 
 
@@ -164,54 +166,54 @@ def _template_row(item: Mapping[str, Any]) -> tuple[str, ...]:
         item["templateID"],
         item["buildStatus"],
         str(item.get("cpuCount", "-")),
-        words.mib(item["memoryMB"]) if "memoryMB" in item else "-",
-        words.mib(item["diskSizeMB"]) if "diskSizeMB" in item else "-",
+        formats.format_mib(item["memoryMB"]) if "memoryMB" in item else "-",
+        formats.format_mib(item["diskSizeMB"]) if "diskSizeMB" in item else "-",
         item.get("memory", "-"),
         str(item["forks"]),
-        words.age(item["createdAt"]),
+        formats.format_age(item["createdAt"]),
     )
 
 
-def _value(key: str, value: Any) -> str:
+def _format_value(key: str, value: Any) -> str:
     if key in ("memoryMB", "diskSizeMB", "sizeMB", "usedMB"):
-        return words.mib(value)
+        return formats.format_mib(value)
     if key in ("memoryBytesWritten", "diskBytesUnique"):
-        return words.size(value)
+        return formats.format_size(value)
     if key == "pauseMs":
         return f"{value:.1f} ms"
-    if key in _LINES:
-        return "\n".join(_LINES[key](entry) for entry in value)
+    if key in _LINE_FORMATS:
+        return "\n".join(_LINE_FORMATS[key](entry) for entry in value)
     if key == "endAt":
-        return words.left(value)
+        return formats.format_time_left(value)
     if key in ("createdAt", "startedAt", "updatedAt"):
-        return f"{value} ({words.age(value)} ago)"
+        return f"{value} ({formats.format_age(value)} ago)"
     if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
         return ", ".join(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _user(entry: Mapping[str, Any]) -> str:
+def _format_user(entry: Mapping[str, Any]) -> str:
     mode = ", read-only" if entry["readonly"] else ""
     return f"{entry['sandboxName']} ({entry['sandboxID']}, {entry['state']}) at {entry['path']}{mode}"
 
 
-_LINES: dict[str, Callable[[Any], str]] = {
-    "mounts": _user,
-    "volumeMounts": words.mounted,
+_LINE_FORMATS: dict[str, Callable[[Any], str]] = {
+    "mounts": _format_user,
+    "volumeMounts": formats.format_mount,
     "volumes": lambda entry: f"{entry['name']}@{entry['snapshotID']}",
     "stuck": str,
 }
-"""A line for each entry of a list."""
+"""How to format the entries of list properties, one per line."""
 
 
-def _grow(branch: Any, node: Mapping[str, Any]) -> None:
+def _add_children(branch: Any, node: Mapping[str, Any]) -> None:
     from rich.text import Text
 
     for child in node["children"]:
-        _grow(branch.add(Text.from_markup(_label(child))), child)
+        _add_children(branch.add(Text.from_markup(_format_node(child))), child)
 
 
-def _label(node: Mapping[str, Any]) -> str:
+def _format_node(node: Mapping[str, Any]) -> str:
     colour = {"sandbox": "green", "snapshot": "cyan", "template": "magenta"}.get(node["kind"], "dim")
     names = ", ".join(name for name in node["names"] if name != node["id"])
     more = " (paused)" if node.get("state") == "paused" else " (hidden)" if node.get("hidden") else ""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sandbox_gateway.cli import making, render, words
+from sandbox_gateway.cli import formats, options, render
 from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, settings
 from sandbox_gateway.cli.failure import Exit, Failure
 
@@ -38,26 +38,26 @@ def register(app: typer.Typer) -> None:
 def create(
     ctx: typer.Context,
     template: Annotated[str, typer.Argument(metavar="TEMPLATE", help="A template or a snapshot, by id or name.")],
-    name: Annotated[str, typer.Option("--name", help="Default: its id.", show_default=False)] = "",
-    cpus: making.Cpus = None,
-    memory: making.Memory = "",
-    disk: making.Disk = "",
-    metadata: making.Metadata = None,
-    env: making.Env = None,
-    timeout: making.Life = "",
-    on_timeout: making.OnTimeout = "",
-    no_internet: making.NoInternet = False,
-    allow_out: making.AllowOut = None,
-    deny_out: making.DenyOut = None,
-    paused: making.Paused = False,
-    cold_start: making.ColdStart = False,
-    volume: making.Volumes = None,
-    no_volumes: making.NoVolumes = False,
+    name: Annotated[str, typer.Option("--name", help="Its name. Default: its id.", show_default=False)] = "",
+    cpus: options.Cpus = None,
+    memory: options.Memory = "",
+    disk: options.Disk = "",
+    metadata: options.Metadata = None,
+    env: options.Env = None,
+    timeout: options.Timeout = "",
+    on_timeout: options.OnTimeout = "",
+    no_internet: options.NoInternet = False,
+    allow_out: options.AllowOut = None,
+    deny_out: options.DenyOut = None,
+    paused: options.Paused = False,
+    cold_start: options.ColdStart = False,
+    volume: options.Volumes = None,
+    no_volumes: options.NoVolumes = False,
     as_json: Json = False,
 ) -> None:
-    """Make a sandbox from a template or a snapshot."""
+    """Create a sandbox from a template or a snapshot."""
     call = settings(ctx, as_json)
-    options = making.Options(
+    sandbox_options = options.SandboxOptions(
         cpus,
         memory,
         disk,
@@ -73,30 +73,32 @@ def create(
         volume,
         no_volumes,
     )
-    body = {"templateID": template, **({"name": name} if name else {}), **options.body()}
+    body = {"templateID": template, **({"name": name} if name else {}), **sandbox_options.body()}
     made = call.client.call("POST", "/sandboxes", body)
     _show_one(made, call.json)
 
 
 def list_(
     ctx: typer.Context,
-    state: Annotated[str, typer.Option("--state", metavar="running|paused", help="Only those.")] = "",
-    template: Annotated[str, typer.Option("--template", metavar="TEMPLATE", help="Only those of it.")] = "",
-    snapshot: Annotated[str, typer.Option("--snapshot", metavar="SNAPSHOT", help="Only those made from it.")] = "",
-    metadata: making.Metadata = None,
+    state: Annotated[str, typer.Option("--state", metavar="running|paused", help="Only sandboxes in this state.")] = "",
+    template: Annotated[
+        str, typer.Option("--template", metavar="TEMPLATE", help="Only sandboxes of this template.")
+    ] = "",
+    snapshot: Annotated[str, typer.Option("--snapshot", metavar="SNAPSHOT", help="Only forks of this snapshot.")] = "",
+    metadata: options.Metadata = None,
     as_json: Json = False,
 ) -> None:
     """List sandboxes."""
     from urllib.parse import urlencode
 
     call = settings(ctx, as_json)
-    query = urlencode(words.pairs(metadata or [], "metadata"))
-    found = call.client.all("/sandboxes", state=state, template=template, snapshotID=snapshot, metadata=query)
+    query = urlencode(formats.parse_pairs(metadata or [], "metadata"))
+    found = call.client.get_all("/sandboxes", state=state, template=template, snapshotID=snapshot, metadata=query)
     render.print_json(found) if call.json else render.sandboxes(found)
 
 
 def show(ctx: typer.Context, sandbox: SandboxRef, as_json: Json = False) -> None:
-    """Show all there is to know of a sandbox."""
+    """Show the details of a sandbox."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx, as_json)
@@ -105,7 +107,7 @@ def show(ctx: typer.Context, sandbox: SandboxRef, as_json: Json = False) -> None
 
 
 def usage(ctx: typer.Context, sandbox: SandboxRef, as_json: Json = False) -> None:
-    """Show what a sandbox costs its host: disk and memory that are its own."""
+    """Show the disk and memory that a sandbox shares with no other."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx, as_json)
@@ -113,33 +115,35 @@ def usage(ctx: typer.Context, sandbox: SandboxRef, as_json: Json = False) -> Non
     if call.json:
         render.print_json(found)
     else:
-        print(f"disk {words.size(found['diskBytes'])}, memory {words.size(found['memoryBytes'])}")
+        print(f"disk {formats.format_size(found['diskBytes'])}, memory {formats.format_size(found['memoryBytes'])}")
 
 
 def exec_(
     ctx: typer.Context,
     sandbox: SandboxRef,
     command: Annotated[list[str], typer.Argument(metavar="-- PROGRAM [ARGUMENT…]", help="Run without a shell.")],
-    env: making.Env = None,
+    env: options.Env = None,
     cwd: Annotated[str, typer.Option("--cwd", metavar="PATH", help="Directory to run it in.")] = "",
     user: Annotated[str, typer.Option("--user", metavar="NAME", help="User to run it as. Default: root.")] = "",
-    timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="How long it may take.")] = "never",
-    stdin: Annotated[bool, typer.Option("--stdin", "-i", help="Give it our standard input (read to its end).")] = False,
+    timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="Stop it after 90s, 10m, …")] = "never",
+    stdin: Annotated[
+        bool, typer.Option("--stdin", "-i", help="Pass on standard input, which is read to its end first.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run a program in a sandbox; its exit code becomes ours."""
+    """Run a program in a sandbox, and exit with its exit code."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx, as_json)
-    seconds = words.seconds(timeout)
-    # Options end at SANDBOX, so that PROGRAM may have its own; the customary `--` is then one of the words.
+    seconds = formats.parse_duration(timeout)
+    # Options end at SANDBOX, so that PROGRAM can have its own; a leading `--` then arrives as an argument.
     args = command[1:] if command[0] == "--" else command
     if not args:
-        raise Failure("there is no program to run", Exit.USAGE, "sandboxctl exec SANDBOX -- PROGRAM [ARGUMENT…]")
+        raise Failure("the program to run is missing", Exit.USAGE, "sandboxctl exec SANDBOX -- PROGRAM [ARGUMENT…]")
     body: dict[str, Any] = {"args": args, "timeout": _A_WEEK if seconds < 0 else seconds}
     body |= {key: value for key, value in (("cwd", cwd), ("user", user)) if value}
     if env:
-        body["env"] = words.pairs(env, "an environment variable")
+        body["env"] = formats.parse_pairs(env, "an environment variable")
     if stdin:
         body["stdin"] = base64.b64encode(sys.stdin.buffer.read()).decode()
     result = call.client.call("POST", path("sandboxes", sandbox, "exec"), body)
@@ -150,7 +154,7 @@ def exec_(
         sys.stdout.flush()
         sys.stderr.write(result["stderr"])
     if result["timedOut"]:
-        render.note(f"sandboxctl: it did not end within {timeout} and was stopped")
+        render.note(f"sandboxctl: the program did not end within {timeout} and was stopped")
         raise typer.Exit(_TIMED_OUT)
     raise typer.Exit(_exit_code(result["exitCode"]))
 
@@ -158,9 +162,11 @@ def exec_(
 def pause(
     ctx: typer.Context,
     sandboxes: Refs,
-    no_memory: Annotated[bool, typer.Option("--no-memory", help="Keep its disk only: it boots when resumed.")] = False,
+    no_memory: Annotated[
+        bool, typer.Option("--no-memory", help="Keep the disk only: the sandbox boots when it is resumed.")
+    ] = False,
 ) -> None:
-    """Pause sandboxes: they stay on the disk, with their memory."""
+    """Pause sandboxes, and store their memory on the disk."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx)
@@ -168,12 +174,12 @@ def pause(
         call.client.call("POST", path("sandboxes", ref, "pause"), {"memory": not no_memory})
 
 
-def resume(ctx: typer.Context, sandboxes: Refs, timeout: making.Life = "", as_json: Json = False) -> None:
+def resume(ctx: typer.Context, sandboxes: Refs, timeout: options.Timeout = "", as_json: Json = False) -> None:
     """Resume paused sandboxes."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx, as_json)
-    body = {"timeout": words.seconds(timeout)} if timeout else {}
+    body = {"timeout": formats.parse_duration(timeout)} if timeout else {}
     made = [call.client.call("POST", path("sandboxes", ref, "resume"), body) for ref in sandboxes]
     render.print_json(made if len(made) > 1 else made[0]) if call.json else render.sandboxes(made)
 
@@ -184,7 +190,7 @@ def rename(
     name: Annotated[str, typer.Argument(metavar="NEW-NAME")],
     as_json: Json = False,
 ) -> None:
-    """Give a sandbox another name; its id stays."""
+    """Rename a sandbox. Its id stays."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx, as_json)
@@ -194,9 +200,11 @@ def rename(
 def kill(
     ctx: typer.Context,
     sandboxes: Refs,
-    ignore_missing: Annotated[bool, typer.Option("--ignore-missing", help="What is not there is no error.")] = False,
+    ignore_missing: Annotated[
+        bool, typer.Option("--ignore-missing", help="Ignore sandboxes that do not exist.")
+    ] = False,
 ) -> None:
-    """End sandboxes and remove them. Their snapshots stay."""
+    """Kill and delete sandboxes. Their snapshots stay."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx)
@@ -207,11 +215,11 @@ def kill(
         except Failure as failure:
             if not (ignore_missing and failure.code is Exit.NOT_FOUND):
                 failures.append(failure)
-    raise_all(failures)
+    raise_first(failures)
 
 
 def rollback(ctx: typer.Context, sandbox: SandboxRef, snapshot: SnapshotRef, as_json: Json = False) -> None:
-    """Bring a sandbox back to a snapshot, under the same id. Changes since then are lost."""
+    """Roll a sandbox back to a snapshot, under the same id. Later changes are lost."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx, as_json)
@@ -225,24 +233,24 @@ def rollback(ctx: typer.Context, sandbox: SandboxRef, snapshot: SnapshotRef, as_
 def clone(
     ctx: typer.Context,
     sandbox: SandboxRef,
-    count: making.Count = None,
-    names: making.Names = None,
-    concurrency: making.Concurrency = None,
-    best_effort: making.BestEffort = False,
-    metadata: making.Metadata = None,
-    timeout: making.Life = "",
-    volume: making.Volumes = None,
-    no_volumes: making.NoVolumes = False,
+    count: options.Count = None,
+    names: options.Names = None,
+    concurrency: options.Concurrency = None,
+    best_effort: options.BestEffort = False,
+    metadata: options.Metadata = None,
+    timeout: options.Timeout = "",
+    volume: options.Volumes = None,
+    no_volumes: options.NoVolumes = False,
     as_json: Json = False,
 ) -> None:
-    """Make siblings of a running sandbox, with its files and its memory."""
+    """Create siblings of a running sandbox, with its files and its memory."""
     from sandbox_gateway.cli.client import path
     from sandbox_gateway.cli.progress import fork_many
 
     call = settings(ctx, as_json)
-    many, total = making.siblings(count, names, concurrency, best_effort)
-    options = making.Options(metadata=metadata, timeout=timeout, volumes=volume, no_volumes=no_volumes)
-    body = {**many, **options.body()}
+    many, total = options.count_fields(count, names, concurrency, best_effort)
+    sandbox_options = options.SandboxOptions(metadata=metadata, timeout=timeout, volumes=volume, no_volumes=no_volumes)
+    body = {**many, **sandbox_options.body()}
     made = fork_many(call.client, path("sandboxes", sandbox, "clone"), body, total, f"cloning {sandbox}")
     show_forks(made, call.json)
 
@@ -251,11 +259,14 @@ def promote(
     ctx: typer.Context,
     fork: SandboxRef,
     source: Annotated[
-        str, typer.Option("--source", metavar="SANDBOX", help="Default: what it was forked from.", show_default=False)
+        str,
+        typer.Option(
+            "--source", metavar="SANDBOX", help="Default: the sandbox that it was forked from.", show_default=False
+        ),
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Let the source of a fork go on from the fork's state. The fork stays."""
+    """Replace the state of a fork's source with the state of the fork. The fork stays."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx, as_json)
@@ -264,7 +275,7 @@ def promote(
 
 
 def show_forks(made: dict[str, Any], as_json: bool) -> None:
-    """Print what forks were made; ends with the first error's exit code where some were not."""
+    """Print the new forks. Exits with code 1 if some could not be created."""
     render.print_json(made) if as_json else render.sandboxes(made["sandboxes"])
     if not made["errors"]:
         return
@@ -273,8 +284,8 @@ def show_forks(made: dict[str, Any], as_json: bool) -> None:
     raise typer.Exit(Exit.FAILED)
 
 
-def raise_all(failures: list[Failure]) -> None:
-    """Report all but the first failure, and end with the first."""
+def raise_first(failures: list[Failure]) -> None:
+    """Report all failures but the first, then raise the first."""
     for failure in failures[1:]:
         render.note(f"sandboxctl: {failure.message}")
     if failures:
@@ -286,5 +297,5 @@ def _show_one(sandbox: dict[str, Any], as_json: bool) -> None:
 
 
 def _exit_code(code: int) -> int:
-    """What a shell would report: 128 + n where signal n ended it."""
+    """Return the exit code that a shell would report: 128 + n if signal n ended the program."""
     return code if 0 <= code <= 255 else 128 + abs(code) % 128

@@ -1,4 +1,4 @@
-"""Commands for snapshots, and the tree."""
+"""Commands for snapshots, and the command `tree`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from sandbox_gateway.cli import making, render, words
+from sandbox_gateway.cli import formats, options, render
 from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, settings
 from sandbox_gateway.cli.failure import Failure
-from sandbox_gateway.cli.sandboxes import raise_all, show_forks
+from sandbox_gateway.cli.sandboxes import raise_first, show_forks
 
-app = typer.Typer(help="Capture sandboxes, and fork what was captured.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Capture sandboxes, and fork the snapshots.", no_args_is_help=True, rich_markup_mode=None)
 WhenUnused = Annotated[
-    bool, typer.Option("--when-unused", help="If it is in use: hide it now, remove it with its last user.")
+    bool, typer.Option("--when-unused", help="If it is in use, hide it now and delete it with its last user.")
 ]
 
 
@@ -25,20 +25,24 @@ def register(root: typer.Typer) -> None:
 def create(
     ctx: typer.Context,
     sandbox: SandboxRef,
-    name: Annotated[str, typer.Option("--name", help="A name for it.", show_default=False)] = "",
+    name: Annotated[str, typer.Option("--name", help="The snapshot's name.", show_default=False)] = "",
     description: Annotated[str, typer.Option("--description", show_default=False)] = "",
-    no_memory: Annotated[bool, typer.Option("--no-memory", help="The disk only.")] = False,
+    no_memory: Annotated[bool, typer.Option("--no-memory", help="Capture the disk only.")] = False,
     expires_in: Annotated[
-        str, typer.Option("--expires-in", metavar="TIME", help="Remove it after 12h, 7d, …", show_default=False)
+        str, typer.Option("--expires-in", metavar="TIME", help="Delete it after 12h, 7d, …", show_default=False)
     ] = "",
     keep_last: Annotated[
-        int, typer.Option("--keep-last", metavar="N", help="Keep the newest N taken under a rule.", show_default=False)
+        int, typer.Option("--keep-last", metavar="N", help="Keep the newest N snapshots.", show_default=False)
     ] = 0,
     keep_daily: Annotated[
-        int, typer.Option("--keep-daily", metavar="N", help="Keep the newest of each of N days.", show_default=False)
+        int,
+        typer.Option(
+            "--keep-daily", metavar="N", help="Keep the newest snapshot of each of N days.", show_default=False
+        ),
     ] = 0,
     max_age: Annotated[
-        str, typer.Option("--max-age", metavar="TIME", help="Keep none older than 12h, 7d, …", show_default=False)
+        str,
+        typer.Option("--max-age", metavar="TIME", help="Delete snapshots older than 12h, 7d, …", show_default=False),
     ] = "",
     volumes: Annotated[
         list[str] | None,
@@ -46,19 +50,19 @@ def create(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Capture a sandbox while it runs: its disk and its memory, of one instant."""
+    """Capture the disk and the memory of a running sandbox at one instant."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx, as_json)
     body: dict[str, Any] = {"memory": "none" if no_memory else "auto"}
     body |= {key: value for key, value in (("name", name), ("description", description)) if value}
     if expires_in:
-        body["expiresIn"] = words.seconds(expires_in)
-    rule = {"keepLast": keep_last, "keepDaily": keep_daily, "maxAge": words.seconds(max_age) if max_age else 0}
+        body["expiresIn"] = formats.parse_duration(expires_in)
+    rule = {"keepLast": keep_last, "keepDaily": keep_daily, "maxAge": formats.parse_duration(max_age) if max_age else 0}
     if any(rule.values()):
         body["retention"] = {key: value for key, value in rule.items() if value}
     if volumes:
-        body["volumes"] = words.split(volumes)
+        body["volumes"] = formats.split_list(volumes)
     taken = call.client.call("POST", path("sandboxes", sandbox, "snapshots"), body)
     render.print_json(taken) if call.json else render.snapshots([taken])
 
@@ -66,19 +70,21 @@ def create(
 @app.command("list")
 def list_(
     ctx: typer.Context,
-    sandbox: Annotated[str, typer.Option("--sandbox", metavar="SANDBOX", help="Only those taken of it.")] = "",
-    template: Annotated[str, typer.Option("--template", metavar="TEMPLATE", help="Only its descendants.")] = "",
+    sandbox: Annotated[str, typer.Option("--sandbox", metavar="SANDBOX", help="Only snapshots of this sandbox.")] = "",
+    template: Annotated[
+        str, typer.Option("--template", metavar="TEMPLATE", help="Only descendants of this template.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """List snapshots."""
     call = settings(ctx, as_json)
-    found = call.client.all("/snapshots", sandboxID=sandbox, templateID=template)
+    found = call.client.get_all("/snapshots", sandboxID=sandbox, templateID=template)
     render.print_json(found) if call.json else render.snapshots(found)
 
 
 @app.command("show")
 def show(ctx: typer.Context, snapshot: SnapshotRef, as_json: Json = False) -> None:
-    """Show all there is to know of a snapshot."""
+    """Show the details of a snapshot."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx, as_json)
@@ -90,33 +96,33 @@ def show(ctx: typer.Context, snapshot: SnapshotRef, as_json: Json = False) -> No
 def fork(
     ctx: typer.Context,
     snapshot: SnapshotRef,
-    count: making.Count = None,
-    names: making.Names = None,
-    concurrency: making.Concurrency = None,
-    best_effort: making.BestEffort = False,
-    cpus: making.Cpus = None,
-    memory: making.Memory = "",
-    disk: making.Disk = "",
-    metadata: making.Metadata = None,
-    env: making.Env = None,
-    timeout: making.Life = "",
-    on_timeout: making.OnTimeout = "",
-    no_internet: making.NoInternet = False,
-    allow_out: making.AllowOut = None,
-    deny_out: making.DenyOut = None,
-    paused: making.Paused = False,
-    cold_start: making.ColdStart = False,
-    volume: making.Volumes = None,
-    no_volumes: making.NoVolumes = False,
+    count: options.Count = None,
+    names: options.Names = None,
+    concurrency: options.Concurrency = None,
+    best_effort: options.BestEffort = False,
+    cpus: options.Cpus = None,
+    memory: options.Memory = "",
+    disk: options.Disk = "",
+    metadata: options.Metadata = None,
+    env: options.Env = None,
+    timeout: options.Timeout = "",
+    on_timeout: options.OnTimeout = "",
+    no_internet: options.NoInternet = False,
+    allow_out: options.AllowOut = None,
+    deny_out: options.DenyOut = None,
+    paused: options.Paused = False,
+    cold_start: options.ColdStart = False,
+    volume: options.Volumes = None,
+    no_volumes: options.NoVolumes = False,
     as_json: Json = False,
 ) -> None:
-    """Make sandboxes from a snapshot: siblings, each going on from where it was captured."""
+    """Create sandboxes from a snapshot. Each continues from the captured state."""
     from sandbox_gateway.cli.client import path
     from sandbox_gateway.cli.progress import fork_many
 
     call = settings(ctx, as_json)
-    many, total = making.siblings(count, names, concurrency, best_effort)
-    options = making.Options(
+    many, total = options.count_fields(count, names, concurrency, best_effort)
+    sandbox_options = options.SandboxOptions(
         cpus,
         memory,
         disk,
@@ -133,7 +139,8 @@ def fork(
         no_volumes,
     )
     route = path("snapshots", snapshot, "fork")
-    show_forks(fork_many(call.client, route, {**many, **options.body()}, total, f"forking {snapshot}"), call.json)
+    body = {**many, **sandbox_options.body()}
+    show_forks(fork_many(call.client, route, body, total, f"forking {snapshot}"), call.json)
 
 
 @app.command("delete")
@@ -142,12 +149,12 @@ def delete(
     snapshots: Annotated[list[str], typer.Argument(metavar="SNAPSHOT…", help="Ids or names.")],
     when_unused: WhenUnused = False,
 ) -> None:
-    """Remove snapshots."""
+    """Delete snapshots."""
     delete_each(ctx, "snapshots", snapshots, when_unused)
 
 
 def delete_each(ctx: typer.Context, kind: str, refs: list[str], when_unused: bool) -> None:
-    """Remove snapshots or templates (``kind``); says of each that is only hidden."""
+    """Delete snapshots or templates (``kind``), and report those that were only hidden."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx)
@@ -160,16 +167,18 @@ def delete_each(ctx: typer.Context, kind: str, refs: list[str], when_unused: boo
             failures.append(failure)
             continue
         if hidden:
-            render.note(f"{ref} is hidden; it is removed with its last user ({', '.join(hidden['blockers'])})")
-    raise_all(failures)
+            render.note(f"{ref} is hidden; it is deleted with its last user ({', '.join(hidden['blockers'])})")
+    raise_first(failures)
 
 
 def tree(
     ctx: typer.Context,
-    root: Annotated[str, typer.Argument(metavar="[ROOT]", help="Only what descends from it.", show_default=False)] = "",
+    root: Annotated[
+        str, typer.Argument(metavar="[ROOT]", help="Only descendants of this one.", show_default=False)
+    ] = "",
     as_json: Json = False,
 ) -> None:
-    """Show what came from what: templates, sandboxes, snapshots, forks."""
+    """Show the lineage of templates, snapshots and sandboxes."""
     call = settings(ctx, as_json)
     found = call.client.get("/lineage", root=root)
     render.print_json(found) if call.json else render.tree(found)

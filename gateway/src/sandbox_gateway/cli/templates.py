@@ -9,12 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from sandbox_gateway.cli import making, render, words
+from sandbox_gateway.cli import formats, options, render
 from sandbox_gateway.cli.context import Json, TemplateRef, settings
 from sandbox_gateway.cli.failure import Exit, Failure
 from sandbox_gateway.cli.snapshots import WhenUnused, delete_each
 
-app = typer.Typer(help="Build what fresh sandboxes are made from.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Build templates, from which sandboxes are created.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 @app.command("build")
@@ -22,7 +24,7 @@ def build(
     ctx: typer.Context,
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="Its name.", show_default=False)] = "",
     file: Annotated[
-        Path | None, typer.Option("--file", "-f", metavar="FILE", help="A recipe in TOML or JSON; options win over it.")
+        Path | None, typer.Option("--file", "-f", metavar="FILE", help="A recipe in TOML or JSON; options override it.")
     ] = None,
     source: Annotated[
         str, typer.Option("--from", metavar="debootstrap|rootfs", help="Default: debootstrap.", show_default=False)
@@ -34,47 +36,57 @@ def build(
     packages: Annotated[list[str] | None, typer.Option("--packages", "-p", metavar="A,B,…")] = None,
     rootfs: Annotated[
         str,
-        typer.Option("--path", metavar="PATH", help="rootfs: a directory or tarball on the host.", show_default=False),
+        typer.Option(
+            "--path", metavar="PATH", help="With --from rootfs: a directory or tarball on the host.", show_default=False
+        ),
     ] = "",
-    setup: Annotated[list[str] | None, typer.Option("--setup", metavar="COMMAND", help="Run inside.")] = None,
+    setup: Annotated[
+        list[str] | None, typer.Option("--setup", metavar="COMMAND", help="Command to run inside; repeatable.")
+    ] = None,
     start_command: Annotated[
-        str, typer.Option("--start-command", metavar="COMMAND", help="Left running.", show_default=False)
+        str, typer.Option("--start-command", metavar="COMMAND", help="Command to leave running.", show_default=False)
     ] = "",
     ready_probe: Annotated[
-        str, typer.Option("--ready-probe", metavar="COMMAND", help="Exits 0 when ready.", show_default=False)
+        str,
+        typer.Option(
+            "--ready-probe",
+            metavar="COMMAND",
+            help="Command that exits 0 when the template is ready.",
+            show_default=False,
+        ),
     ] = "",
     ready_timeout: Annotated[str, typer.Option("--ready-timeout", metavar="TIME", show_default=False)] = "",
     setup_timeout: Annotated[str, typer.Option("--setup-timeout", metavar="TIME", show_default=False)] = "",
-    cpus: making.Cpus = None,
-    memory: making.Memory = "",
-    disk: making.Disk = "",
+    cpus: options.Cpus = None,
+    memory: options.Memory = "",
+    disk: options.Disk = "",
     description: Annotated[str, typer.Option("--description", show_default=False)] = "",
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Do not wait for it.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Do not wait for the build.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Build a template, or find that it exists: the same recipe is not built twice."""
+    """Build a template. Does nothing if it exists with the same recipe."""
     call = settings(ctx, as_json)
-    said: dict[str, Any] = {
+    given: dict[str, Any] = {
         "name": name,
         "from": source,
         "suite": suite,
         "mirror": mirror,
-        "packages": words.split(packages or []),
+        "packages": formats.split_list(packages or []),
         "path": rootfs,
         "setup": setup,
         "startCommand": start_command,
         "readyProbe": ready_probe,
-        "readyTimeout": words.seconds(ready_timeout) if ready_timeout else None,
-        "setupTimeout": words.seconds(setup_timeout) if setup_timeout else None,
+        "readyTimeout": formats.parse_duration(ready_timeout) if ready_timeout else None,
+        "setupTimeout": formats.parse_duration(setup_timeout) if setup_timeout else None,
         "description": description,
-        **making.sizes(cpus, memory, disk),
+        **options.size_fields(cpus, memory, disk),
     }
-    body = {**(_recipe(file) if file else {}), **{key: value for key, value in said.items() if value}}
+    body = {**(_read_recipe(file) if file else {}), **{key: value for key, value in given.items() if value}}
     if not body.get("name"):
-        raise Failure("the template needs a name", Exit.USAGE, "give it as an argument, or in the recipe")
+        raise Failure("the template needs a name", Exit.USAGE, "pass it as an argument, or set it in the recipe")
     started = call.client.call("POST", "/templates", body)
     if started["buildStatus"] != "ready" and not detach:
-        _wait(call.client, started)
+        _wait_for_build(call.client, started)
     _show(call.client.get(f"/templates/{started['templateID']}"), call.json)
 
 
@@ -82,13 +94,13 @@ def build(
 def list_(ctx: typer.Context, as_json: Json = False) -> None:
     """List templates."""
     call = settings(ctx, as_json)
-    found = call.client.all("/templates")
+    found = call.client.get_all("/templates")
     render.print_json(found) if call.json else render.templates(found)
 
 
 @app.command("show")
 def show(ctx: typer.Context, template: TemplateRef, as_json: Json = False) -> None:
-    """Show all there is to know of a template."""
+    """Show the details of a template."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx, as_json)
@@ -102,41 +114,41 @@ def delete(
     templates: Annotated[list[str], typer.Argument(metavar="TEMPLATE…", help="Ids or names.")],
     when_unused: WhenUnused = False,
 ) -> None:
-    """Remove templates."""
+    """Delete templates."""
     delete_each(ctx, "templates", templates, when_unused)
 
 
-def _wait(client: Any, started: dict[str, Any]) -> None:
-    """Show the build's log until it ends. Raises Failure when it failed."""
+def _wait_for_build(client: Any, started: dict[str, Any]) -> None:
+    """Print the build's log to its end. Raises Failure if the build failed."""
     from sandbox_gateway.cli.progress import follow_log
 
     route = f"/templates/{started['templateID']}/builds/{started['buildID']}"
     try:
         follow_log(client.lines(f"{route}/logs", follow="true"), f"building {started['names'][0]}")
     except KeyboardInterrupt:
-        render.note("sandboxctl: the build goes on; `sandboxctl template list` shows when it is ready")
+        render.note("sandboxctl: the build continues; `sandboxctl template list` shows its status")
         raise
     status = client.get(f"{route}/status", logsOffset=1 << 30)
     if status["status"] == "error":
         raise Failure(f"the template was not built: {status['reason']}", hint="mend the recipe, and build it again")
     if status["status"] != "ready":
-        raise Failure("the gateway broke off the log of the build", hint="`sandboxctl template list` shows how it goes")
+        raise Failure("the log ended before the build", hint="`sandboxctl template list` shows its status")
 
 
 def _show(template: dict[str, Any], as_json: bool) -> None:
     render.print_json(template) if as_json else render.templates([template])
 
 
-def _recipe(file: Path) -> dict[str, Any]:
-    """The recipe in ``file``, in the words of the HTTP surface."""
+def _read_recipe(file: Path) -> dict[str, Any]:
+    """Read the recipe in ``file``, with the field names of the HTTP API."""
     try:
         text = file.read_text()
         data = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise Failure(f"the recipe {file} cannot be read: {error}", Exit.USAGE) from None
     except ValueError as error:
-        hint = "it is TOML, or JSON if its name ends in .json"
-        raise Failure(f"the recipe {file} is not good: {error}", Exit.USAGE, hint) from None
+        hint = "write TOML, or JSON in a file that ends in .json"
+        raise Failure(f"the recipe {file} is invalid: {error}", Exit.USAGE, hint) from None
     if not isinstance(data, dict):
-        raise Failure(f"the recipe {file} is not an object", Exit.USAGE)
+        raise Failure(f"the recipe {file} must be a JSON object", Exit.USAGE)
     return data

@@ -6,15 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from sandbox_gateway.cli import render, words
+from sandbox_gateway.cli import formats, render
 from sandbox_gateway.cli.context import Json, SandboxRef, VolumeRef, settings
 from sandbox_gateway.cli.failure import Failure
-from sandbox_gateway.cli.sandboxes import raise_all
+from sandbox_gateway.cli.sandboxes import raise_first
 
 app = typer.Typer(
-    help="Storage that outlives sandboxes, and is shared by them.", no_args_is_help=True, rich_markup_mode=None
+    help="Storage that outlives sandboxes, and that they can share.", no_args_is_help=True, rich_markup_mode=None
 )
-Force = Annotated[bool, typer.Option("--force", help="Also while a sandbox may write to it: what it wrote is lost.")]
+Force = Annotated[bool, typer.Option("--force", help="Even if a sandbox can write to it. Its writes are lost.")]
 
 
 @app.command("create")
@@ -25,15 +25,18 @@ def create(
         str, typer.Option("--size", metavar="SIZE", help="Default: 1G, or the snapshot's.", show_default=False)
     ] = "",
     source: Annotated[
-        str, typer.Option("--from", metavar="VOLUME@SNAPSHOT", help="Begin with what it holds.", show_default=False)
+        str,
+        typer.Option(
+            "--from", metavar="VOLUME@SNAPSHOT", help="Copy the content of this snapshot.", show_default=False
+        ),
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Make a volume, empty or as a snapshot of one."""
+    """Create a volume, empty or from a snapshot of a volume."""
     call = settings(ctx, as_json)
     body: dict[str, Any] = {"name": name}
     if size:
-        body["sizeMB"] = words.mebibytes(size)
+        body["sizeMB"] = formats.parse_size(size)
     if source:
         body["fromSnapshot"] = source
     _show_one(call.client.call("POST", "/volumes", body), call.json)
@@ -43,13 +46,13 @@ def create(
 def list_(ctx: typer.Context, as_json: Json = False) -> None:
     """List volumes."""
     call = settings(ctx, as_json)
-    found = call.client.all("/volumes")
+    found = call.client.get_all("/volumes")
     render.print_json(found) if call.json else render.volumes(found)
 
 
 @app.command("show")
 def show(ctx: typer.Context, volume: VolumeRef, as_json: Json = False) -> None:
-    """Show all there is to know of a volume: what is in it, who mounts it where."""
+    """Show the details of a volume: its usage, and its mounts."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx, as_json)
@@ -61,32 +64,32 @@ def show(ctx: typer.Context, volume: VolumeRef, as_json: Json = False) -> None:
 def grow(
     ctx: typer.Context,
     volume: VolumeRef,
-    size: Annotated[str, typer.Argument(metavar="SIZE", help="What shall fit in: 20G.")],
+    size: Annotated[str, typer.Argument(metavar="SIZE", help="The new size, such as 20G.")],
     as_json: Json = False,
 ) -> None:
-    """Let a volume hold more, while it is mounted."""
+    """Grow a volume, even while it is mounted."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx, as_json)
-    _show_one(call.client.call("PATCH", path("volumes", volume), {"sizeMB": words.mebibytes(size)}), call.json)
+    _show_one(call.client.call("PATCH", path("volumes", volume), {"sizeMB": formats.parse_size(size)}), call.json)
 
 
 @app.command("attach")
 def attach(
     ctx: typer.Context,
     sandbox: SandboxRef,
-    volume: Annotated[str, typer.Argument(metavar="NAME:PATH[:ro]", help="The volume, and where it is seen.")],
+    volume: Annotated[str, typer.Argument(metavar="NAME:PATH[:ro]", help="The volume, and the path to mount it on.")],
     as_json: Json = False,
 ) -> None:
     """Mount a volume in a running sandbox."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx, as_json)
-    made = call.client.call("POST", path("sandboxes", sandbox, "volumes"), words.mount(volume))
+    made = call.client.call("POST", path("sandboxes", sandbox, "volumes"), formats.parse_mount(volume))
     if call.json:
         render.print_json(made)
     else:
-        print(f"{sandbox} has {words.mounted(made)}")
+        print(f"{sandbox} has {formats.format_mount(made)}")
 
 
 @app.command("detach")
@@ -95,7 +98,7 @@ def detach(
     sandbox: SandboxRef,
     volumes: Annotated[list[str], typer.Argument(metavar="VOLUME…", help="Ids or names.")],
 ) -> None:
-    """Unmount volumes of a sandbox, whatever it does with them. What is in them stays."""
+    """Unmount volumes from a sandbox, even if it uses them. Their content stays."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx)
@@ -105,17 +108,17 @@ def detach(
             call.client.call("DELETE", path("sandboxes", sandbox, "volumes", ref))
         except Failure as failure:
             failures.append(failure)
-    raise_all(failures)
+    raise_first(failures)
 
 
 @app.command("snapshot")
 def snapshot(
     ctx: typer.Context,
     volume: VolumeRef,
-    name: Annotated[str, typer.Option("--name", help="A name for it, within the volume.", show_default=False)] = "",
+    name: Annotated[str, typer.Option("--name", help="Its name, unique within the volume.", show_default=False)] = "",
     as_json: Json = False,
 ) -> None:
-    """Capture a volume. Sandboxes that mount it go on."""
+    """Capture a volume. Sandboxes that mount it keep running."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx, as_json)
@@ -129,7 +132,7 @@ def snapshots(ctx: typer.Context, volume: VolumeRef, as_json: Json = False) -> N
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx, as_json)
-    found = call.client.all(path("volumes", volume, "snapshots"))
+    found = call.client.get_all(path("volumes", volume, "snapshots"))
     render.print_json(found) if call.json else render.volume_snapshots(found, volume)
 
 
@@ -137,11 +140,11 @@ def snapshots(ctx: typer.Context, volume: VolumeRef, as_json: Json = False) -> N
 def rollback(
     ctx: typer.Context,
     volume: VolumeRef,
-    snapshot: Annotated[str, typer.Argument(metavar="SNAPSHOT", help="One of this volume's; id or name.")],
+    snapshot: Annotated[str, typer.Argument(metavar="SNAPSHOT", help="A snapshot of this volume; id or name.")],
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Let a volume be what a snapshot of it holds. Changes since then are lost."""
+    """Roll a volume back to one of its snapshots. Later changes are lost."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx, as_json)
@@ -155,10 +158,12 @@ def rollback(
 @app.command("delete")
 def delete(
     ctx: typer.Context,
-    volumes: Annotated[list[str], typer.Argument(metavar="VOLUME[@SNAPSHOT]…", help="Volumes, or snapshots of them.")],
-    with_snapshots: Annotated[bool, typer.Option("--with-snapshots", help="And the snapshots of it.")] = False,
+    volumes: Annotated[
+        list[str], typer.Argument(metavar="VOLUME[@SNAPSHOT]…", help="Volumes, or snapshots of volumes.")
+    ],
+    with_snapshots: Annotated[bool, typer.Option("--with-snapshots", help="Delete their snapshots, too.")] = False,
 ) -> None:
-    """Remove volumes that nothing mounts, and what is in them; or snapshots of volumes."""
+    """Delete unmounted volumes with their content, or snapshots of volumes."""
     from sandbox_gateway.cli.client import path
 
     call = settings(ctx)
@@ -172,7 +177,7 @@ def delete(
                 call.client.call("DELETE", path("volumes", volume), params={"withSnapshots": with_snapshots})
         except Failure as failure:
             failures.append(failure)
-    raise_all(failures)
+    raise_first(failures)
 
 
 def _show_one(volume: dict[str, Any], as_json: bool) -> None:

@@ -1,1 +1,1 @@
-"""The verbs, in terms of capture and fork: names, order, locks, undo, retention, lineage."""
+"""The gateway's operations, built on capture and fork: names, ordering, locks, undo, retention, lineage."""

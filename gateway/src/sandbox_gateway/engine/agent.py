@@ -1,4 +1,4 @@
-"""Talking to the agent inside a sandbox: HTTP/1.1 with JSON, and Connect streams for output as it comes."""
+"""A client for the agent inside a sandbox: HTTP/1.1 with JSON, and Connect streams for live output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sandbox_gateway.hosts.connect import open_connection
 from sandbox_gateway.printable import printable
 
 _READ = 1 << 14
-"""Bytes that are read, and looked at, in one turn of the event loop."""
+"""Bytes that are read and parsed per turn of the event loop."""
 _LARGEST_FRAME = 4 << 20
 _LARGEST_REFUSAL = 4096
 _LONGEST_REASON = 1000
@@ -45,7 +45,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass(frozen=True)
 class Identity:
-    """What makes one sibling differ from another."""
+    """The properties that distinguish forks of the same snapshot."""
 
     sandbox_id: str
     hostname: str
@@ -55,7 +55,7 @@ class Identity:
     grow_disk: bool = False
 
     def body(self) -> dict[str, Any]:
-        """Raises Invalid for an environment that the agent would refuse."""
+        """Return the body of `/identity`. Raises Invalid for an environment that the agent would refuse."""
         if not all(name and "=" not in name and "\0" not in name + value for name, value in self.env.items()):
             raise Invalid("env must map names of variables, without '=' and NUL, to strings without NUL")
         return {
@@ -68,13 +68,13 @@ class Identity:
             "env": self.env,
             "dns": self.dns,
             "growDisk": self.grow_disk,
-            # The agent lets no later request in before it is done: there is nothing to wait for.
+            # The agent delays later requests until the identity is set, so there is no need to wait.
             "wait": False,
         }
 
 
 class AgentClient:
-    """The agent at ``endpoint``. Every call opens a connection of its own: the machine may be another one by then."""
+    """A client for the agent at ``endpoint``. Each call opens a new connection: the machine may have been replaced."""
 
     def __init__(self, endpoint: Endpoint, access_token: str) -> None:
         self._address = endpoint.address
@@ -83,9 +83,9 @@ class AgentClient:
         self._token = access_token
 
     async def identify(self, identity: Identity, *, seconds: float, gone: Callable[[], str]) -> None:
-        """Tell a machine that was just started who it is; returns when it has answered.
+        """Send a newly started machine its identity; returns when the agent has answered.
 
-        ``gone()`` says why there is nothing to wait for any more. Raises Invalid, BackendFailed or Timeout.
+        ``gone()`` returns the reason to stop waiting, or "". Raises Invalid, BackendFailed or Timeout.
         """
         deadline = time.monotonic() + seconds
         body = identity.body()
@@ -102,7 +102,7 @@ class AgentClient:
             except TimeoutError:
                 raise Timeout(f"the sandbox's agent did not answer within {seconds:g} s") from None
             except (OSError, h11.RemoteProtocolError):
-                # It accepted and hung up: an agent that is only just starting, or one that never tells. Ask again.
+                # It accepted and hung up: the agent may still be starting. Try again.
                 if time.monotonic() > deadline:
                     raise Timeout(f"the sandbox's agent hung up for {seconds:g} s whenever it was asked") from None
                 await asyncio.sleep(_ATTEMPT_EVERY)
@@ -110,10 +110,10 @@ class AgentClient:
                 _hang_up(writer)
 
     async def _tell(self, line: socket.socket, body: dict[str, Any]) -> None:
-        """Tell it over the line to it, which costs a machine that has just come to be much less than a connection.
+        """Send the identity over the serial line, which is much cheaper for a new machine than a connection.
 
-        It is asked first, and told when it has answered: what it is told, the time above all, is fresh then. Raises
-        OSError where it hangs up, or does not answer within a few seconds (TimeoutError).
+        Sends a question first, and the identity after the answer, so that its time is current. Raises OSError if the
+        agent hangs up or does not answer within a few seconds (TimeoutError).
         """
         loop = asyncio.get_running_loop()
         question = b"?" + os.urandom(16)
@@ -121,7 +121,7 @@ class AgentClient:
         with line.dup() as ours:  # its owner may close it at any time
             async with asyncio.timeout(_LINE_SECONDS):
                 await loop.sock_sendall(ours, question)
-                # What it said to the host before it was captured may come first.
+                # Output that the agent wrote to the line before the capture may arrive first.
                 while question not in heard:
                     piece = await loop.sock_recv(ours, _LINE_FRAME)
                     heard += piece
@@ -132,8 +132,8 @@ class AgentClient:
     async def _reach(self, deadline: float, gone: Callable[[], str]) -> Streams:
         """Connect to a machine that is not listening yet.
 
-        A SYN sent before the guest's network runs is lost, and the kernel repeats it a second later only: so a new
-        attempt is made every few milliseconds, and the first that is answered is taken.
+        A SYN sent before the guest's network is up is lost, and the kernel retransmits it only after a second. So this
+        starts a new attempt every few milliseconds and uses the first that succeeds.
         """
         begun = time.monotonic()
         attempts: set[asyncio.Task[Streams]] = set()
@@ -161,8 +161,8 @@ class AgentClient:
     async def call(
         self, path: str, body: dict[str, Any] | None, *, seconds: float = 30, most: int = guest_json.USUAL
     ) -> dict[str, Any]:
-        """POST JSON (GET where there is no body), answer JSON of at most ``most`` bytes. Raises Invalid for what the
-        agent calls invalid, BackendFailed, Timeout."""
+        """POST JSON (or GET without a body) and return the answer's JSON, of at most ``most`` bytes. Raises Invalid if
+        the agent refuses the request as invalid, BackendFailed, Timeout."""
         try:
             async with asyncio.timeout(seconds):
                 reader, writer = await open_connection(self._address, AGENT_PORT)
@@ -176,7 +176,7 @@ class AgentClient:
             raise BackendFailed(f"the sandbox's agent cannot be reached: {error}") from None
 
     async def mounts(self, wanted: Sequence[GuestMount], *, seconds: float) -> None:
-        """Have mounted exactly what is ``wanted``, in this order: all of it, or nothing new."""
+        """Make the agent mount exactly ``wanted``, in this order. If one mount fails, no new one is made."""
         described = [
             {
                 "path": each.path,
@@ -215,7 +215,7 @@ class AgentClient:
             raise BackendFailed("the sandbox's agent answered /exec with something else than a result") from None
 
     async def eval(self, code: str, *, timeout: float) -> EvalResult:
-        """Evaluate in the default Python context of the sandbox's interpreter, which keeps what the code leaves."""
+        """Evaluate code in the default Python context of the sandbox's interpreter, which keeps its state."""
         try:
             body = {"code": code, "timeout": timeout}
             answer = await self.call("/eval", body, seconds=timeout + 30, most=guest_json.LARGEST)
@@ -231,11 +231,11 @@ class AgentClient:
             raise BackendFailed("the sandbox's agent answered /eval with something else than a result") from None
 
     async def ping(self, *, seconds: float) -> None:
-        """A round trip. Raises BackendFailed or Timeout."""
+        """Make one round trip to the agent. Raises BackendFailed or Timeout."""
         await self.call("/health", None, seconds=seconds)
 
     async def shell(self, command: str, output: Callable[[bytes], None], *, seconds: float) -> int:
-        """Run ``/bin/sh -c command`` as root, its output as it comes; returns the exit code."""
+        """Run ``/bin/sh -c command`` as root and pass on its output as it arrives; returns the exit code."""
         try:
             async with asyncio.timeout(seconds):
                 async for event in self._start(command):
@@ -281,7 +281,7 @@ class AgentClient:
             _hang_up(writer)
 
     async def _frames(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        """Connect's frames: a flag byte, a big-endian length, that many bytes of JSON."""
+        """Yield Connect frames: a flag byte, a big-endian length, that many bytes of JSON."""
         data = bytearray()
         async for chunk in chunks:
             data += chunk
@@ -317,7 +317,7 @@ class AgentClient:
         body: bytes | None,
         content_type: str,
     ) -> AsyncIterator[bytes]:
-        """Send one request; yields the body of its answer. The other end is the sandbox: it is believed nothing."""
+        """Send one request; yields the body of its answer, which is untrusted because it comes from the sandbox."""
         connection = h11.Connection(h11.CLIENT)
         headers = [("Host", "agent")]
         if body is not None:
@@ -337,12 +337,12 @@ class AgentClient:
             if event is h11.NEED_DATA:
                 connection.receive_data(await reader.read(_READ))
             elif isinstance(event, h11.InformationalResponse):
-                # None is asked for. Thousands of them fit into one read, and their number has no end.
+                # No request asks for one. Thousands of them fit into one read, and their number is unlimited.
                 raise BackendFailed(f"the sandbox's agent answered {path} with something else than it should")
             elif isinstance(event, h11.Response):
                 status = event.status_code
             elif isinstance(event, h11.Data):
-                # Thousands of small pieces come at once, and none of them has anybody wait.
+                # Thousands of small pieces may arrive at once; without this, parsing them would block the event loop.
                 await asyncio.sleep(0)
                 if status < 300:
                     yield bytes(event.data)
@@ -367,7 +367,7 @@ class AgentClient:
 
 
 def _now(body: dict[str, Any]) -> dict[str, Any]:
-    """An identity with the time as it is."""
+    """Set the time of an identity to the current time."""
     return body | {"time": time.time()}
 
 
@@ -376,20 +376,20 @@ def _told(body: dict[str, Any]) -> bytes:
 
 
 def _string(value: object) -> str:
-    """Raises ValueError for what is no text."""
+    """Return ``value``. Raises ValueError if it is not a string."""
     if not isinstance(value, str):
         raise ValueError("no text")
     return value
 
 
 def _part(message: dict[str, Any], name: str) -> dict[str, Any]:
-    """The object of that name; an empty one where there is none."""
+    """Return the object of that name; an empty one if there is none."""
     part = message.get(name)
     return part if isinstance(part, dict) else {}
 
 
 def _reason(words: object) -> str:
-    """What a guest gives as a reason, for a sentence of ours."""
+    """Return a guest's error message in printable form, shortened, for use in our messages."""
     return printable(str(words)[:_LONGEST_REASON])
 
 
@@ -399,7 +399,7 @@ def _hang_up(writer: asyncio.StreamWriter) -> None:
 
 
 def _discard(attempt: asyncio.Task[Streams]) -> None:
-    """It may have been answered meanwhile, or be so before it is cancelled."""
+    """Cancel a connection attempt, and close the connection if it succeeds before that."""
     attempt.add_done_callback(_closed)
     attempt.cancel()
 

@@ -1,4 +1,4 @@
-"""A template being built: its log as it grows, and how it ended."""
+"""The build of a template: its log, which can be followed, and its outcome."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST_LINE = 2000
 
 @dataclass
 class Build:
-    """``status`` is "building", "ready" or "error"; ``reason`` says why it failed."""
+    """A build. ``status`` is "building", "ready" or "error"; ``reason`` says why it failed."""
 
     template_id: str
     name: str
@@ -38,7 +38,7 @@ class Build:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def log(self, line: str) -> None:
-        """Keep a line: of the first ``_MOST_BYTES``, or one of the last."""
+        """Append a line. The log keeps the first ``_MOST_BYTES`` and the last lines."""
         line = printable(line[:LONGEST_LINE]).rstrip()
         self._bytes += sys.getsizeof(line)
         if self._bytes <= _MOST_BYTES:
@@ -57,7 +57,7 @@ class Build:
         self._wake()
 
     async def follow(self, start: int = 0) -> AsyncIterator[str]:
-        """Lines from ``start`` on, until the build has ended."""
+        """Yield the lines from ``start``, until the build has ended."""
         position = start
         while True:
             changed = self._changed
@@ -72,3 +72,22 @@ class Build:
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+class LogLines:
+    """Splits a command's output into lines for the log; keeps only the first bytes of an endless line."""
+
+    def __init__(self, build: Build) -> None:
+        self._build = build
+        self._rest = ""
+
+    def take(self, data: bytes) -> None:
+        *lines, rest = data.decode(errors="replace").split("\n")
+        for line in lines:
+            self._build.log(self._rest + line)
+            self._rest = ""
+        self._rest = (self._rest + rest)[:LONGEST_LINE]
+
+    def flush(self) -> None:
+        if self._rest:
+            self._build.log(self._rest)

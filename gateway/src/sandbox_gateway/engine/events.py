@@ -1,4 +1,4 @@
-"""What happens, told to whoever listens."""
+"""Events, and their distribution to subscribers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Event:
 
 
 class Events:
-    """Fan-out of events. A listener that does not keep up loses the oldest ones, never the gateway its memory."""
+    """Fan-out of events. A subscriber that is too slow loses the oldest events, so that memory use is bounded."""
 
     def __init__(self) -> None:
         self._queues: set[asyncio.Queue[Event]] = set()
@@ -37,7 +37,7 @@ class Events:
 
     @contextlib.contextmanager
     def subscribed(self) -> Iterator[asyncio.Queue[Event]]:
-        """Within, every event from now on is put into the queue."""
+        """Yield a queue that receives all events inside this context."""
         queue: asyncio.Queue[Event] = asyncio.Queue(_BACKLOG)
         self._queues.add(queue)
         try:

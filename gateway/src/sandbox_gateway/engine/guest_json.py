@@ -1,7 +1,7 @@
-"""JSON that a guest sent. Its root user is an enemy: size, structure, depth and numbers are bounded.
+"""Parses JSON from guests, which are untrusted: size, structure, depth and numbers are limited.
 
-Parsing happens in pieces of at most a few milliseconds, between which the event loop serves others. A thread would
-not do: ``json.loads`` holds the interpreter's lock until it returns, for 0.3 s with 48 MiB of short escapes.
+Parsing happens in steps of at most a few milliseconds, between which the event loop serves others. A thread would not
+help: ``json.loads`` holds the GIL until it returns, for 0.3 s with 48 MiB of short escapes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 from sandbox_gateway.errors import BackendFailed, Busy
 
 USUAL = 256 << 10
-"""Bytes of an answer that holds no output."""
+"""Maximum bytes of an answer without command output."""
 LARGEST = 48 << 20
-"""Bytes of an answer with output: twice 16 MiB in base64, and room."""
+"""Maximum bytes of an answer with output: twice 16 MiB in base64, plus a margin."""
 MOST_HELD = 2 * LARGEST
-"""Bytes of all answers of one sandbox that are being read at the same time."""
+"""Maximum bytes of all answers of one sandbox that are being read at the same time."""
 MOST_HELD_IN_ALL = 512 << 20
-"""The same, of all sandboxes together."""
+"""The same limit for all sandboxes together."""
 MOST_STRUCTURE = 8 << 10
-"""Bytes of an answer outside of its strings: each costs many times as much memory once it is parsed."""
+"""Maximum bytes of an answer outside its strings: each of them takes many times as much memory once parsed."""
 DEEPEST = 16
 _PIECE = 16 << 10
 _CONTENT = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
-# Units that must not be torn apart: characters, escapes, and pairs of escapes that are one character.
+# Units that must not be split: characters, escapes, and pairs of escapes that form one character.
 _UNITS = re.compile(
     rb"(?:[\x20-\x5b\x5d-\x7f]{1,64}+|[\xc2-\xf4][\x80-\xbf]{1,3}+"
     rb"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]){1,256}+"
@@ -38,9 +38,9 @@ _held: Counter[str] = Counter()
 
 
 class Answer:
-    """A JSON object that arrives in pieces; a context manager, at whose end its memory is accounted as free.
+    """A JSON object that arrives in pieces; a context manager that releases its memory from the quota at the end.
 
-    ``sandbox``: whose answer it is (its address), ``what``: to what, ``most``: bytes it may have.
+    ``sandbox``: the address of the answering sandbox; ``what``: the request; ``most``: maximum number of bytes.
     """
 
     def __init__(self, sandbox: str, what: str, most: int = USUAL) -> None:
@@ -49,9 +49,9 @@ class Answer:
         self._most = most
         self._size = 0
         self._structure = bytearray()
-        """The JSON, with the number of the string in place of each string's content."""
+        """The JSON, with each string's content replaced by the string's number."""
         self._outside = 0
-        """Bytes of the structure that the guest sent."""
+        """Bytes that the guest sent outside of strings."""
         self._strings: list[bytearray] = []
         self._in_string = False
         self._after_backslash = False
@@ -65,7 +65,7 @@ class Answer:
             del _held[self._sandbox]
 
     async def feed(self, data: bytes) -> None:
-        """Take the next bytes. Linear in their number. Raises BackendFailed at the first that may not be, Busy."""
+        """Add the next bytes, in linear time. Raises BackendFailed if they are not allowed, Busy beyond a quota."""
         for start in range(0, len(data), _PIECE):
             self._take(data[start : start + _PIECE])
             await asyncio.sleep(0)
@@ -125,7 +125,7 @@ class Answer:
         return end + 1
 
     async def parse(self) -> dict[str, Any]:
-        """The object; an empty one where nothing came, or something else than an object. Raises BackendFailed."""
+        """Return the object; an empty one if nothing was received, or no object. Raises BackendFailed."""
         if not self._size:
             return {}
         try:
@@ -142,14 +142,14 @@ class Answer:
 
 
 async def parse(sandbox: str, what: str, data: bytes, most: int = USUAL) -> dict[str, Any]:
-    """``data``, which came as a whole, as an object. Raises BackendFailed, Busy."""
+    """Parse a complete answer into an object. Raises BackendFailed, Busy."""
     with Answer(sandbox, what, most) as answer:
         await answer.feed(data)
         return await answer.parse()
 
 
 async def from_base64(text: object) -> bytes:
-    """Raises ValueError for what is no base64, or no text."""
+    """Decode base64. Raises ValueError if ``text`` is not a string of base64."""
     if not isinstance(text, str):
         raise ValueError("no text")
     found = bytearray()
@@ -160,7 +160,7 @@ async def from_base64(text: object) -> bytes:
 
 
 def integer(value: object, low: int, high: int) -> int:
-    """Raises ValueError for what is no integer from ``low`` to ``high``."""
+    """Return ``value``. Raises ValueError if it is not an integer from ``low`` to ``high``."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"no integer from {low} to {high}")
     return value
@@ -179,7 +179,7 @@ def _refuse(constant: str) -> None:
 
 
 async def _text(content: bytearray) -> str:
-    """What a string's content stands for; halves of characters, which no answer can carry, are replaced.
+    """Decode the content of a JSON string; lone surrogates, which answers cannot contain, are replaced.
 
     Raises ValueError.
     """

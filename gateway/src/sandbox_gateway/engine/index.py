@@ -1,4 +1,4 @@
-"""What exists, in memory: rebuilt from a scan, changed only after the host has committed."""
+"""The in-memory index of all objects: rebuilt from a scan, and changed only after the host has committed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from sandbox_gateway.errors import NameTaken, NotFound
 from sandbox_gateway.records import Mount, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 
 Thing = Sandbox | Snapshot | Volume | VolumeSnapshot
+Trees = list[dict[str, Any]]
 
 
 class Index:
-    """Sandboxes, snapshots and volumes by id, and the one namespace their names share."""
+    """Sandboxes, snapshots and volumes by id, and the namespace that their names share."""
 
     def __init__(self) -> None:
         self.sandboxes: dict[str, Sandbox] = {}
@@ -32,8 +33,8 @@ class Index:
         volumes: Iterable[Volume] = (),
         volume_snapshots: Iterable[VolumeSnapshot] = (),
     ) -> list[str]:
-        """Take in a scan, oldest first; returns a sentence for each name that was taken twice, and for each mount
-        of a volume that is not there."""
+        """Add the objects of a scan, oldest first; returns a sentence for each duplicate name, and for each mount of a
+        missing volume."""
         clashes = []
         things: list[Thing] = [*sandboxes, *snapshots, *volumes, *volume_snapshots]
         for thing in sorted(things, key=lambda thing: thing.created_at):
@@ -47,7 +48,7 @@ class Index:
         return [*clashes, *self._missing_volumes()]
 
     def _missing_volumes(self) -> list[str]:
-        """The records keep such mounts: the volume's own may only be damaged, and be restored."""
+        """Describe mounts of missing volumes. Records keep such mounts: a damaged volume may be restored."""
         return [
             f"the volume {mount.volume} that sandbox {sandbox.id} has at {mount.path} is not there: "
             "restore it, or detach it"
@@ -57,7 +58,7 @@ class Index:
         ]
 
     def put(self, thing: Thing) -> None:
-        """Add a thing, or what it has become."""
+        """Add an object, or replace its record."""
         self._drop_names(thing.id)
         if isinstance(thing, Sandbox):
             self.sandboxes[thing.id] = thing
@@ -81,7 +82,7 @@ class Index:
 
     @contextlib.contextmanager
     def reserved(self, names: Iterable[str]) -> Iterator[None]:
-        """Keep names for things about to exist. Raises NameTaken, naming each that is not free."""
+        """Reserve names for new objects. Raises NameTaken, which lists the names that are not free."""
         wanted = list(names)
         taken = [name for name in wanted if self.owner(name) or name in self._reserved or wanted.count(name) > 1]
         if taken:
@@ -97,7 +98,7 @@ class Index:
             self._reserved.difference_update(wanted)
 
     def owner(self, name: str) -> str:
-        """The id of what has a name; empty if it is free."""
+        """Return the id of the object that has a name; empty if the name is free."""
         if name in self._names:
             return self._names[name]
         return name if name in self.sandboxes or name in self.snapshots or name in self.volumes else ""
@@ -107,7 +108,7 @@ class Index:
 
     @contextlib.contextmanager
     def using(self, *things: Thing) -> Iterator[None]:
-        """Keep things from being removed while something is made with them."""
+        """Keep objects from being removed while a request uses them."""
         ids = [thing.id for thing in things]
         self._in_use.update(ids)
         try:
@@ -126,12 +127,18 @@ class Index:
         return found
 
     def snapshot(self, ref: str, *, what: str = "snapshot", kinds: Iterable[SnapshotKind] = ()) -> Snapshot:
-        """A visible snapshot or template by id or name."""
+        """Find a visible snapshot or template by id or name."""
         found = self.snapshots.get(ref) or self.snapshots.get(self._names.get(ref, ""))
         wanted = set(kinds) or {SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE}
         if found is None or found.doomed or found.kind not in wanted:
             raise NotFound(what, _shown(ref))
         return found
+
+    def any_snapshot(self, id: str) -> Snapshot:
+        """Find a snapshot of any kind, even a hidden one, by id."""
+        if id not in self.snapshots:
+            raise NotFound("snapshot", _shown(id))
+        return self.snapshots[id]
 
     def volume(self, ref: str) -> Volume:
         found = self.volumes.get(ref) or self.volumes.get(self._names.get(ref, ""))
@@ -140,7 +147,7 @@ class Index:
         return found
 
     def volume_snapshot(self, ref: str, volume: Volume | None = None) -> VolumeSnapshot:
-        """A snapshot of a volume by its id, or by its name among those of ``volume``."""
+        """Find a snapshot of a volume by id, or by its name among the snapshots of ``volume``."""
         found = self.volume_snapshots.get(ref)
         if volume is not None:
             found = next((each for each in self.snapshots_of(volume) if ref in (each.id, each.name)), None)
@@ -153,7 +160,7 @@ class Index:
         return sorted(found, key=lambda each: (each.created_at, each.id))
 
     def mounts_of(self, volume: Volume) -> list[tuple[Sandbox, Mount]]:
-        """Who has it mounted, running or paused."""
+        """Return the sandboxes that mount a volume, running or paused."""
         return [
             (sandbox, mount)
             for sandbox in self.sandboxes.values()
@@ -165,15 +172,15 @@ class Index:
         return [sandbox for sandbox in self.sandboxes.values() if sandbox.forked_from == snapshot.id]
 
     def standing_on(self, snapshot: Snapshot) -> list[Sandbox]:
-        """Sandboxes that were made from it, rolled back to it, or resume from it."""
+        """Return the sandboxes that were made from a snapshot, rolled back to it, or resume from it."""
         return [
             sandbox
             for sandbox in self.sandboxes.values()
             if snapshot.id in (sandbox.forked_from, sandbox.base, sandbox.pause_snapshot)
         ]
 
-    def lineage(self, root: str | None = None) -> list[dict[str, Any]]:
-        """Trees of templates and snapshots with the sandboxes forked from them, as nested plain data."""
+    def lineage(self, root: str | None = None) -> Trees:
+        """Return trees of templates and snapshots with the sandboxes forked from them, as nested plain data."""
         nodes: dict[str, dict[str, Any]] = {}
         for snapshot in sorted(self.snapshots.values(), key=lambda each: each.created_at):
             nodes[snapshot.id] = _node(snapshot.id, snapshot.kind.value, snapshot.names, snapshot.hidden)
@@ -189,11 +196,13 @@ class Index:
 
     def _attach(self, id: str, nodes: dict[str, dict[str, Any]]) -> bool:
         thing = self.sandboxes.get(id) or self.snapshots[id]
-        above = thing.forked_from if isinstance(thing, Sandbox) else thing.source_sandbox
-        if above not in nodes and isinstance(thing, Snapshot):
-            # Its source is gone: it hangs where the source hung.
-            above = thing.parent
-        if above not in nodes or above == id:
+        if isinstance(thing, Sandbox):
+            ancestors = [thing.forked_from, thing.template_id]
+        else:
+            # If its source was removed, it is shown below the source's former parent.
+            ancestors = [thing.source_sandbox, thing.parent, thing.origin]
+        above = next((ancestor for ancestor in ancestors if ancestor in nodes and ancestor != id), None)
+        if above is None:
             return False
         nodes[above]["children"].append(nodes[id])
         return True
@@ -204,7 +213,7 @@ def _node(id: str, kind: str, names: list[str], hidden: bool, **more: Any) -> di
 
 
 def _names(thing: Thing) -> list[str]:
-    """Its names in the namespace; a volume's snapshot has one among those of its volume only."""
+    """Return an object's names in the namespace. The name of a volume's snapshot is local to the volume."""
     if isinstance(thing, Snapshot):
         return [] if thing.doomed else thing.names
     return [] if isinstance(thing, VolumeSnapshot) else [thing.name]

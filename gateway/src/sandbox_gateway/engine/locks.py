@@ -1,4 +1,4 @@
-"""A lock to each name, waited for no longer than is bearable."""
+"""Locks by key, with a bounded wait."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from sandbox_gateway.errors import Busy
 
 
 class Locks:
-    """Locks by key; a key's lock is forgotten when nobody holds or awaits it."""
+    """Locks by key; a lock is dropped when no task holds or awaits it."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
 
-    def held(self, key: str) -> bool:
-        """Does anybody hold ``key``, or wait for it?"""
+    def is_held(self, key: str) -> bool:
+        """Return whether a task holds ``key`` or waits for it."""
         return key in self._locks
 
     @contextlib.asynccontextmanager
     async def hold(self, key: str, what: str) -> AsyncIterator[None]:
-        """Hold ``key``; ``what`` names it in the error. Raises Busy when it is not free in time."""
+        """Hold ``key``; ``what`` names it in the error. Raises Busy if it is not free in time."""
         lock, users = self._locks.get(key, (asyncio.Lock(), 0))
         self._locks[key] = (lock, users + 1)
         try:

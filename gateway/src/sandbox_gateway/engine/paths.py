@@ -1,4 +1,4 @@
-"""Where in a sandbox a volume may be mounted."""
+"""Rules for mount points of volumes in a sandbox."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sandbox_gateway.errors import Invalid
 _LONGEST = 255
 _PARTS = re.compile(r"(/[A-Za-z0-9_.@+:=-]+)+")
 _SYSTEM = ("/proc", "/sys", "/dev", "/run")
-"""Nothing is mounted there, nor below."""
+"""No volume is mounted at or below these."""
 _TOP = ("/etc", "/usr", "/bin", "/sbin", "/lib", "/boot", "/root", "/home", "/var", "/tmp")
-"""Nothing is mounted over these themselves."""
+"""No volume is mounted at these, but below them is allowed."""
 
 
 def check_mounts(paths: Iterable[str]) -> None:
-    """Raise Invalid, saying why, where one sandbox cannot have mounts at all of ``paths``."""
+    """Raise Invalid if one sandbox cannot have mounts at all of ``paths``."""
     seen: list[str] = []
     for path in paths:
         _check(path)

@@ -1,4 +1,4 @@
-"""Which snapshots a rule of retention gives up."""
+"""Finds snapshots that a retention rule no longer keeps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from sandbox_gateway.records import Snapshot
 
 
 def surplus(snapshots: Iterable[Snapshot], at: datetime) -> list[Snapshot]:
-    """Those that nothing wants kept any more, oldest first.
+    """Return the snapshots to remove, oldest first.
 
-    Snapshots of one sandbox that were taken under a rule are one series, and the newest one's rule is that of all;
-    those taken without a rule belong to none.
+    All snapshots of a sandbox that were taken under a rule form one series, to which the newest one's rule applies;
+    snapshots taken without a rule are not part of it.
     """
     series: dict[str, list[Snapshot]] = {}
     for snapshot in snapshots:

@@ -1,7 +1,9 @@
-"""The host's secret, from which the tokens of its sandboxes are made."""
+"""The host's secret, from which the tokens of its sandboxes are derived."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 import secrets
 from pathlib import Path
@@ -11,10 +13,24 @@ from sandbox_gateway.errors import Invalid
 _BYTES = 32
 
 
-def load_secret(path: Path) -> bytes:
-    """The 32 bytes in ``path``, which never leave this host; created on first use.
+class Secret:
+    """The host's secret, once loaded."""
 
-    Raises Invalid for a file of another length: anyone could compute the tokens that an empty one makes.
+    def __init__(self) -> None:
+        self.key = b""
+
+    def load(self, path: Path) -> None:
+        self.key = load_secret(path)
+
+    def derive(self, purpose: str) -> str:
+        """Derive a secret for one purpose: always the same, and not stored."""
+        return hmac.new(self.key, purpose.encode(), hashlib.sha256).hexdigest()
+
+
+def load_secret(path: Path) -> bytes:
+    """Load the 32 bytes in ``path``, which never leave this host; creates the file on first use.
+
+    Raises Invalid for a file of another length: anyone could compute tokens derived from an empty one.
     """
     try:
         secret = path.read_bytes()
@@ -39,7 +55,7 @@ def _create(path: Path) -> bytes:
         file.flush()
         os.fsync(descriptor)
     partial.rename(path)
-    # The first sandbox must not be committed before the secret that its token is made from.
+    # The secret must be on disk before the first sandbox whose token is derived from it.
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(directory)

@@ -1,4 +1,4 @@
-"""What callers ask the engine for, and what it answers."""
+"""Requests to the engine, and its results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sandbox_gateway.records import NetworkPolicy, OnTimeout
 
 
 class Unset:
-    """The type of UNSET: nothing was said, which is not the same as None."""
+    """The type of UNSET, which means that no value was given, as opposed to None."""
 
 
 UNSET: Final = Unset()
@@ -24,37 +24,37 @@ class MountSpec:
     path: str
     read_only: bool = False
     clone: bool = False
-    """Its own clone of what the snapshot holds of that volume, not the volume itself."""
+    """Mount a clone of the volume, made from the snapshot, instead of the volume itself."""
 
 
 @dataclass
 class ForkSpec:
-    """How many sandboxes to make, and what they shall be like. ``None`` and UNSET: as the snapshot has it."""
+    """The number and properties of sandboxes to create. ``None`` and UNSET: as in the snapshot."""
 
     count: int = 1
     names: list[str] | None = None
-    """One for each; without, each is named by its id."""
+    """One name per sandbox; without names, each is named after its id."""
     concurrency: int | None = None
     atomic: bool = True
-    """All or none; otherwise as many as could be made."""
+    """Create all sandboxes or none; otherwise as many as possible."""
     cpus: int | None = None
     memory_mb: int | None = None
     disk_mb: int | None = None
     cold_start: bool = False
-    """Boot from the snapshot's disk rather than go on from its memory."""
+    """Boot from the snapshot's disk instead of resuming from its memory."""
     paused: bool = False
     metadata: dict[str, str] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     network: NetworkPolicy = field(default_factory=NetworkPolicy)
     mounts: list[MountSpec] | None = None
-    """In the order in which they are mounted; None: what the snapshot's source had."""
+    """The mounts, in the order of mounting; None: the mounts of the snapshot's source."""
     timeout: float | Unset | None = UNSET
-    """Seconds to live; None: for ever; UNSET: the host's default."""
+    """Seconds to live; None: forever; UNSET: the host's default."""
     on_timeout: OnTimeout = OnTimeout.KILL
     auto_resume: bool = False
     idempotency_key: str = ""
     operation: str = ""
-    """Id under which progress is published."""
+    """The id under which progress events are published."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class ExecResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What became of code in the sandbox's interpreter."""
+    """The outcome of code in the sandbox's interpreter."""
 
     result: str
-    """The ``repr`` of what its last expression comes to."""
+    """The ``repr`` of its last expression's value."""
     error: str
-    """A sentence; empty where there was none."""
+    """The error message; empty if there was no error."""
     exit_code: int
     """0, or 1 after an error."""

@@ -1,1 +1,1 @@
-"""Kinds of host: each folder knows one substrate, and nothing of the verbs made of it."""
+"""Kinds of host: each folder implements one platform, independent of the engine's operations."""

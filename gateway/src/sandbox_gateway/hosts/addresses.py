@@ -1,4 +1,4 @@
-"""Addresses in policies and of name servers: the same on every kind of host."""
+"""Addresses in policies and of name servers, shared by all kinds of host."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ METADATA = (
     "168.63.129.16/32",  # Azure: WireServer.
     "192.0.0.192/32",  # Oracle Cloud.
 )
-"""Where clouds give a machine its credentials. Only an entry of `allow_out` that lies within one of these opens it."""
+"""Addresses at which clouds serve a machine's credentials. Only an `allow_out` entry within one of them opens it."""
 
 AGENT_PORT, CODE_PORT = 49983, 49999
-"""Where the agent listens in every sandbox, and where its code interpreter does."""
+"""Ports of the agent and of its code interpreter in every sandbox."""
 
 
 @dataclass(frozen=True)
 class EgressRule:
-    """What happens to a packet from a sandbox to one of ``networks``. The first rule that matches decides."""
+    """Whether packets from a sandbox to ``networks`` pass. The first rule that matches decides."""
 
     allow: bool
     networks: tuple[ipaddress.IPv4Network, ...]
     dns_only: bool = False
-    """Only port 53, over TCP and UDP."""
+    """The rule matches only port 53, over TCP and UDP."""
 
 
 def egress_rules(policy: NetworkPolicy, dns: Sequence[str]) -> list[EgressRule]:
-    """What ``policy`` means, for the addresses outside of the host. Raises Invalid for an address that is none.
+    """Translate ``policy`` into rules for addresses outside the host. Raises Invalid for an invalid address.
 
-    ``dns``: name servers. Where the policy lets a sandbox reach them, port 53 of those at a metadata address is open.
+    ``dns``: name servers. If the policy allows them, port 53 is open even on those at a metadata address.
     """
     metadata = [ipaddress.IPv4Network(text) for text in METADATA]
     allowed = _parse("allow_out", policy.allow_out)
@@ -85,7 +85,7 @@ def _parse(field: str, texts: Iterable[str]) -> list[ipaddress.IPv4Network]:
 
 
 def name_servers(network: Network) -> list[str]:
-    """IPv4 name servers for sandboxes: the configured ones, else the host's that are not on its loopback."""
+    """Return IPv4 name servers for sandboxes: the configured ones, or else the host's without loopback addresses."""
     if network.dns:
         return _ipv4(network.dns)
     for file in (Path("/etc/resolv.conf"), Path("/run/systemd/resolve/resolv.conf")):

@@ -1,7 +1,7 @@
-"""What the engine needs of a host.
+"""The interface between the engine and a host.
 
-Two primitives, ``capture`` and ``fork``; what is around them records, finds again and removes. A host knows
-machines (by ``Sandbox.instance``) and snapshots (by id); names, order, locks, undo and policy are the engine's.
+There are two primitives, ``capture`` and ``fork``; the other methods save, find and remove objects. A host manages
+machines (by ``Sandbox.instance``) and snapshots (by id); the engine manages names, ordering, locks, undo and policy.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
 Log = Callable[[str], None]
-"""Takes one line of progress for a person to read."""
+"""Receives one human-readable line of progress."""
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """What this kind of host can do; suites and verbs ask here, never for the kind's name."""
+    """Abilities of a kind of host; tests and operations check these, never the kind's name."""
 
     memory: bool
-    """Snapshots hold live memory; without it, ``memory: auto`` means none."""
+    """Snapshots can include memory; otherwise ``memory: auto`` means none."""
     resize_on_fork: bool
-    """A fork may have other cpus, memory and disk than its snapshot without being started afresh."""
+    """A fork with memory may have different cpus, memory and disk than its snapshot."""
     independent_snapshots: bool
-    """A snapshot can be removed while sandboxes stand on it; without it, a rolled-back sandbox holds its snapshot."""
+    """A snapshot can be removed while sandboxes depend on it; otherwise a rolled-back sandbox keeps its snapshot."""
     atomic_capture: bool = False
-    """A disk captured without memory is of one instant while its machine runs on: nothing has to be frozen for it."""
+    """A disk capture of a running machine is of one instant: the file system need not be frozen for it."""
     atomic_append: bool = False
-    """Sandboxes that append to one file of a volume at once lose nothing, and locks hold between them."""
+    """Appends by several sandboxes to a file of a volume are atomic, and file locks work across sandboxes."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a machine's ports are reached from the host: ``address`` forwards every port to the machine."""
+    """The address of a machine's ports on the host: ``address`` forwards every port to the machine."""
 
     address: str
     line: socket.socket | None = None
-    """To the machine's agent alone, without a network, where the agent is known to listen; closed by the host."""
+    """A connection to the machine's agent without the network, if the agent listens on it; the host closes it."""
     key: str = ""
-    """By which the agent knows the gateway, where the host's address does not tell."""
+    """Key by which the agent recognises the gateway, if the host's address does not suffice."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What an instance costs the host, in bytes: blocks no one else shares, memory with shared pages in proportion."""
+    """The resources that an instance uses, in bytes: unshared blocks, and memory with its share of shared pages."""
 
     disk_bytes: int
     memory_bytes: int
@@ -55,65 +55,68 @@ class Usage:
 
 @dataclass(frozen=True)
 class GuestMount:
-    """What a machine's agent must mount itself, because the host cannot do it from outside."""
+    """A mount that the machine's agent must make, because the host cannot make it from outside."""
 
     path: str
     source: str
     type: str
     options: str
-    """As mount(2) takes them, with commas; without the flags."""
+    """Options for mount(2), separated by commas, without the flags."""
     read_only: bool
 
 
 @dataclass(frozen=True)
 class VolumeState:
-    """How a volume fares on the host."""
+    """The state of a volume on the host."""
 
     used_bytes: int
     stuck: list[str] = field(default_factory=list)
-    """A sentence for each unmount that does not succeed and is tried again in the background."""
+    """A sentence for each failing unmount, which is retried in the background."""
 
 
 @dataclass
 class Scan:
-    """What was found at start-up."""
+    """The objects found at start-up."""
 
     snapshots: list[Snapshot] = field(default_factory=list)
     sandboxes: list[Sandbox] = field(default_factory=list)
     volumes: list[Volume] = field(default_factory=list)
     volume_snapshots: list[VolumeSnapshot] = field(default_factory=list)
     unreadable_sandboxes: list[str] = field(default_factory=list)
-    """Where the sandboxes are whose records cannot be read."""
+    """Paths of the sandboxes whose records cannot be read."""
     alive: set[str] = field(default_factory=set)
-    """Instances whose machine still runs; adopted."""
+    """Instances whose machines still run and were adopted."""
     repaired: list[str] = field(default_factory=list)
-    """A sentence for each thing that was swept, quarantined or mended."""
+    """A sentence for each object that was swept, quarantined or repaired."""
 
 
 class Host(Protocol):
     kind: str
     abilities: Abilities
     boot_seconds: float
-    """How long a machine that boots may take to answer."""
+    """How long a booting machine may take to answer."""
     resume_seconds: float
-    """How long a machine that goes on from its memory may take to answer."""
+    """How long a machine restored from memory may take to answer."""
 
     async def open(self) -> None:
-        """Check the host, take it for this gateway alone. Raises GatewayError with how to mend what is missing."""
+        """Check the host and lock it for this gateway. Raises GatewayError with a remedy for each missing part."""
 
     async def close(self) -> None:
-        """Let go of the host; machines go on."""
+        """Release the host; machines keep running."""
 
     async def scan(self) -> Scan:
-        """Sweep what was never committed, then say what there is and what still runs."""
+        """Remove uncommitted objects, then return all existing objects and running machines."""
+
+    def guest_digest(self) -> str:
+        """Return `guest_digest.digest_guest` for templates of this host. It may read files."""
 
     async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
-        """Make a file system from ``recipe`` and commit it as the (memoryless) snapshot ``base``."""
+        """Create a file system from ``recipe`` and commit it as the (memoryless) snapshot ``base``."""
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
         """Start ``sandbox.instance`` from ``snapshot``; fills ``sandbox.host``. Not committed until ``save``.
 
-        With memory it goes on mid-instruction; without, it boots from the disk. Undoes itself on failure.
+        With memory it resumes exactly where it was captured; without, it boots from the disk. Cleans up on failure.
         """
 
     async def start(self, sandbox: Sandbox) -> None:
@@ -122,96 +125,95 @@ class Host(Protocol):
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:
-        """Record the running instance as ``snapshot`` and commit it; returns it with what was measured.
+        """Capture the running instance as ``snapshot`` and commit it; returns the record with measurements.
 
-        The machine goes on in every case; on failure nothing of the snapshot remains. With memory, disk and memory
-        are of one instant; so are ``volumes``, which are captured in the same pause and committed before the
-        snapshot, whose record names them: those of a snapshot that was never committed are swept by the next scan.
+        The machine keeps running in every case; on failure nothing of the snapshot remains. Disk, memory and
+        ``volumes`` are captured at one instant. Snapshots of volumes are committed before the snapshot, whose record
+        names them; the next scan sweeps those whose snapshot was never committed.
         """
 
     async def save(self, sandbox: Sandbox) -> None:
-        """Commit the sandbox's record: from here on it exists, with the instance it names."""
+        """Commit the sandbox's record. From then on the sandbox exists, with the instance that the record names."""
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
-        """Write a committed snapshot's record anew (a name, ``doomed``, …)."""
+        """Replace a committed snapshot's record (a name, ``doomed``, …)."""
 
     async def stop(self, sandbox: Sandbox) -> None:
-        """End the instance's machine and give back its network; its disk stays."""
+        """End the instance's machine and release its network; its disk stays."""
 
     async def discard(self, instance: Sandbox) -> None:
-        """End the machine of ``sandbox.instance`` and remove all it had; the sandbox's record stays."""
+        """End the machine of ``sandbox.instance`` and remove its files; the sandbox's record stays."""
 
     async def remove(self, sandbox: Sandbox) -> None:
-        """The sandbox's record goes first, then its machine and disk."""
+        """Remove the sandbox's record first, then its machine and disk."""
 
     def places(self, snapshot: Snapshot) -> dict[str, str]:
-        """Where it is kept, for people: ``dir``, and ``memory`` and ``vmstate`` where it has such files."""
+        """Return a snapshot's paths, for display: ``dir``, and ``memory`` and ``vmstate`` if it has such files."""
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
-        """Remove a snapshot; at once, or not at all."""
+        """Remove a snapshot, atomically."""
 
-    # -- volumes: `Sandbox.mounts` says what a sandbox mounts; `fork` and `start` mount it, `discard` and `stop` undo it
+    # -- volumes: `Sandbox.mounts` lists a sandbox's mounts; `fork` and `start` mount them, `discard` and `stop` unmount
 
     async def create_volume(self, volume: Volume, source: VolumeSnapshot | None = None) -> None:
-        """Make a volume, empty or as ``source`` (which may be smaller), and commit it; fills ``volume.host``."""
+        """Create a volume, empty or from ``source`` (which may be smaller), and commit it; fills ``volume.host``."""
 
     async def grow_volume(self, volume: Volume, size_mb: int) -> None:
-        """Let it hold ``size_mb`` while it is mounted, and commit that; fills ``volume.size_mb``."""
+        """Grow a volume to ``size_mb``, even while it is mounted, and commit that; fills ``volume.size_mb``."""
 
     async def remove_volume(self, volume: Volume) -> None:
-        """Remove it and the snapshots of it; nobody mounts it. At once, or not at all."""
+        """Remove a volume that no sandbox mounts, and its snapshots, atomically."""
 
     async def volume_state(self, volume: Volume) -> VolumeState:
-        """What is in it, and what does not let go of it."""
+        """Return a volume's used bytes and its failing unmounts."""
 
     async def capture_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        """Record the volume as it is at one instant, and commit that. Who mounts it goes on."""
+        """Snapshot a volume at one instant, and commit the snapshot. Sandboxes that mount it keep running."""
 
     async def remove_volume_snapshot(self, snapshot: VolumeSnapshot) -> None:
-        """Remove a snapshot of a volume; raises InUse where snapshots are not
-        independent and something was made from it."""
+        """Remove a snapshot of a volume. Raises InUse if a volume was made from it and depends on it."""
 
     async def rollback_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        """Let the volume be what the snapshot holds: whole, or not at all. Who mounts it sees the old files anew.
+        """Replace the volume's content with the snapshot's, atomically. Sandboxes that mount the volume see the change.
 
-        It stays as large as it has become since.
+        The volume keeps its current size.
         """
 
     async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
-        """Let the running instance have a volume. On a path that cannot be mounted on: Invalid, nothing is changed.
+        """Give the running instance access to a volume. Raises Invalid for a path that cannot be a mount point.
 
-        What it must then mount itself is in ``guest_mounts``.
+        The agent then mounts the result of ``guest_mounts``.
         """
 
     async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
-        """Take it away again, whatever the instance does with it; ``sandbox.mounts`` lacks it already."""
+        """Unmount a volume, even if the instance uses it; it is no longer in ``sandbox.mounts``."""
 
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
-        """What the agent of the running instance is to have mounted, in this order, for ``sandbox.mounts``."""
+        """Return the mounts that the agent of the running instance must make for ``sandbox.mounts``, in order."""
 
     async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
-        """Has the instance's file system (as written through to its disk) changed since ``head``?
+        """Return whether the instance's file system (as written to its disk) has changed since ``head``.
 
-        Raises GatewayError for an instance that is gone.
+        Raises GatewayError if the instance does not exist.
         """
 
     async def usage(self, sandbox: Sandbox) -> Usage:
-        """What the instance costs. Raises GatewayError for one that is gone."""
+        """Return the instance's usage. Raises GatewayError if it does not exist."""
 
     async def console(self, sandbox: Sandbox) -> str:
-        """The end of what the running instance wrote to its console."""
+        """Return the tail of the running instance's console."""
 
     def ended(self, sandbox: Sandbox) -> str:
-        """Why the instance's machine does not run, as the middle of a sentence; empty while it runs."""
+        """Return why the instance's machine is not running, as the middle of a sentence; empty while it runs."""
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
-        """Make ``policy`` hold for the running instance."""
+        """Apply ``policy`` to the running instance."""
 
     def name_servers(self) -> list[str]:
-        """Addresses of the name servers that sandboxes here may ask."""
+        """Return the addresses of the name servers for sandboxes."""
 
     def endpoint(self, sandbox: Sandbox) -> Endpoint:
-        """Where the running instance is reached."""
+        """Return the endpoint of the running instance."""
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
-        """``callback(instance)`` is called when a machine ends that nobody here ended."""
+        """Set ``callback(instance)``, called when a machine ends by itself."""

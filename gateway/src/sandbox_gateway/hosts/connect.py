@@ -1,8 +1,8 @@
 """Connections of the gateway to its sandboxes.
 
-Agents obey the host without a token, because on the host nobody but the gateway can connect to them: the firewall lets
-only marked connections through (`kvm_xfs/netns`). To mark one takes CAP_NET_ADMIN. So every connection of the gateway
-into a sandbox is opened here.
+Agents accept requests from the host without a token, because only the gateway can connect to them from the host: the
+firewall accepts only marked connections (`kvm_xfs/network/rules`), and marking one requires CAP_NET_ADMIN. So all
+connections from the gateway to sandboxes are opened here.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections.abc import Callable
 from typing import TypeVar
 
 MARK = 0x1078
-"""Of the gateway's packets. It has no bit that Kubernetes, Calico, Cilium or Tailscale use in theirs."""
+"""Mark of the gateway's packets. It shares no bit with the marks of Kubernetes, Calico, Cilium and Tailscale."""
 
 _SO_MARK = getattr(socket, "SO_MARK", None)
-"""Linux only."""
+"""The socket option SO_MARK; Linux only."""
 
 _Protocol = TypeVar("_Protocol", bound=asyncio.BaseProtocol)
 
 
 async def connect(address: str, port: int) -> socket.socket:
-    """A connected socket that does not block. ``address``: an IPv4 address, in figures. Raises OSError."""
+    """Return a connected, non-blocking socket. ``address``: a numeric IPv4 address. Raises OSError."""
     made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         made.setblocking(False)
         if _SO_MARK is not None:
-            # Without the capability there is no firewall of ours, either.
+            # A gateway without the capability has no firewall either.
             with contextlib.suppress(PermissionError):
                 made.setsockopt(socket.SOL_SOCKET, _SO_MARK, MARK)
         await asyncio.get_running_loop().sock_connect(made, (address, port))
@@ -39,12 +39,12 @@ async def connect(address: str, port: int) -> socket.socket:
 
 
 async def open_connection(address: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """As asyncio.open_connection."""
+    """Open a connection like asyncio.open_connection."""
     return await asyncio.open_connection(sock=await connect(address, port))
 
 
 async def create_connection(
     protocol: Callable[[], _Protocol], address: str, port: int
 ) -> tuple[asyncio.Transport, _Protocol]:
-    """As loop.create_connection."""
+    """Open a connection like loop.create_connection."""
     return await asyncio.get_running_loop().create_connection(protocol, sock=await connect(address, port))

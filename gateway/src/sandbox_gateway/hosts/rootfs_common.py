@@ -1,7 +1,7 @@
-"""Root file systems on their way to become a template's, on every kind of host.
+"""Builds a template's root file system: parts that all kinds of host share.
 
-What a foreign tree holds is looked at, never executed; paths inside it are resolved as the sandbox would resolve them,
-so that a symbolic link to `/etc` means the sandbox's.
+Files of a foreign tree are read, never executed; paths inside it resolve as in the sandbox, so that a symbolic link to
+`/etc` refers to the sandbox's.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _LARGEST_FILE = 1 << 20
 
 
 class Tree:
-    """A guest's root directory; every path given is the guest's, absolute, and stays inside."""
+    """A guest's root directory. Paths are absolute, as seen by the guest, and cannot leave the directory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def real(self, path: str, *, follow: bool = True) -> Path:
-        """Where ``path`` is on the host, symbolic links resolved against the tree's root (the last one if asked)."""
+        """Return the path on the host, with symbolic links resolved inside the tree; ``follow``: even a final one."""
         waiting = deque(PurePosixPath(path).parts)
         at = self.root
         hops = 0
@@ -64,12 +64,12 @@ class Tree:
         return self.real(path).is_dir()
 
     def names(self, path: str) -> list[str]:
-        """Names in a directory; none if it is not one."""
+        """Return the sorted names in a directory; empty if it is not a directory."""
         real = self.real(path)
         return sorted(entry.name for entry in real.iterdir()) if real.is_dir() else []
 
     def read(self, path: str) -> str:
-        """What is in a file; nothing if it is none. Raises Invalid for one that is too large."""
+        """Return a file's text; empty if it is not a file. Raises Invalid for a file that is too large."""
         real = self.real(path)
         if not real.is_file():
             return ""
@@ -84,12 +84,12 @@ class Tree:
         missing = [place for place in (real, *real.parents) if not place.is_dir()]
         for place in reversed(missing):
             place.mkdir()
-            place.chmod(mode if place == real else 0o755)  # Whatever our umask is.
+            place.chmod(mode if place == real else 0o755)  # Independent of the umask.
         if missing:
             os.chown(real, owner, owner)
 
     def write(self, path: str, text: str, mode: int = 0o644, owner: int = 0) -> None:
-        """Make ``path`` a regular file, replacing what was there (also a link: its target is left alone)."""
+        """Make ``path`` a regular file; a file, link or directory there is replaced. A link's target is not changed."""
         real = self._fresh(path)
         with real.open("x") as file:
             file.write(text)
@@ -128,7 +128,7 @@ def agent_package() -> Path:
 
 
 def install_agent(tree: Tree, agent: Path) -> None:
-    """Put the agent's modules into `/opt/sandbox_agent`; ``agent`` is the directory of its package."""
+    """Install the agent's modules in `/opt/sandbox_agent`; ``agent`` is the directory of its package."""
     tree.remove("/opt/sandbox_agent")
     for source in sorted(agent.rglob("*")):
         if source.suffix == ".py" and source.is_file():
@@ -136,12 +136,12 @@ def install_agent(tree: Tree, agent: Path) -> None:
 
 
 async def compile_agent_of_foreign(root: Path, log: Log) -> None:
-    """Of a foreign tree nothing is run; our interpreter makes the same byte code where it is of its version."""
+    """Compile with the gateway's interpreter, of the same version: programs of a foreign tree are never run."""
     await compile_agent([sys.executable, "-I"], ["-s", str(root), "-p", "/", f"{root}/opt/sandbox_agent"], log)
 
 
 async def compile_agent(python: Sequence[str], arguments: Sequence[str], log: Log) -> None:
-    """Byte code for the agent, which writes none itself; without it the agent works, and starts later."""
+    """Compile the agent to byte code, so that it starts faster. The agent itself writes none."""
     compileall = ("-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash")
     done = await arun([*python, *compileall, *arguments], timeout=120, check=False)
     if done.returncode != 0:
@@ -149,7 +149,7 @@ async def compile_agent(python: Sequence[str], arguments: Sequence[str], log: Lo
 
 
 def add_user(tree: Tree) -> None:
-    """The unprivileged user that E2B's images have; left as it is where the tree has one of that name."""
+    """Add the unprivileged user `user`, as in E2B's images, unless the tree has an account of that name."""
     accounts = [line.split(":") for file in ("/etc/passwd", "/etc/group") for line in tree.read(file).splitlines()]
     if not any(account[0] == "user" for account in accounts):
         taken = {account[2] for account in accounts if len(account) > 2}
@@ -185,7 +185,7 @@ def as_gateway_error(error: OSError, doing: str) -> Exception:
 
 
 async def remove_tree(path: Path) -> None:
-    # Shielded: a cancelled build waits for the removal, it does not leave half of it.
+    # Shielded: a cancelled build waits for the removal to complete.
     removal = asyncio.ensure_future(asyncio.to_thread(shutil.rmtree, path, ignore_errors=True))
     try:
         await asyncio.shield(removal)
@@ -206,7 +206,7 @@ async def stream(
     env: dict[str, str] | None = None,
     timeout: float = STEP_SECONDS,
 ) -> None:
-    """Run ``argv``, handing its lines to ``log`` as they come; no process is left, however this ends."""
+    """Run ``argv`` and pass its output lines to ``log`` as they arrive; no process remains."""
     try:
         process = await asyncio.create_subprocess_exec(
             *argv,

@@ -1,4 +1,4 @@
-"""A connection that is not local by name, and reaches this machine: to see what takes the way of the module."""
+"""A connection that does not count as local but reaches this machine, for tests of tasks that run as a module."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""The command `forkd`, over a sandbox gateway."""
+"""The command `forkd`, implemented on top of a sandbox gateway."""
 
 __version__ = "0.1.0"

@@ -17,9 +17,9 @@ from sandbox_gateway_forkd.gateway import DEFAULT_URL, Failure, Gateway
 from sandbox_gateway_forkd.port import DEFAULT_TARGET, Port, bind
 
 LEASE_SECONDS = 60.0
-"""How long a sandbox lives on when this program was killed."""
+"""How long sandboxes outlive this program if it is killed."""
 END_SECONDS = 4.0
-"""For removing the sandboxes at the end: forkd's client waits five."""
+"""Time limit for removing the sandboxes at the end. forkd's client waits five seconds."""
 _EXIT_FAILED = 1
 _WARNING = (
     "Whoever can connect to the port can run anything in the sandbox: it asks nobody who they are. It is bound to "
@@ -123,7 +123,7 @@ async def _fork(options: argparse.Namespace) -> None:
 async def _serve(
     gateway: Gateway, made: list[str], bound: socket.socket, stop: asyncio.Event, seconds: float | None
 ) -> None:
-    """Until it is told to end, after ``seconds``, or until the first sandbox is gone (Failure)."""
+    """Serve the port until ``stop`` is set or ``seconds`` have passed. Raises Failure if the first sandbox is gone."""
     server = await Port(gateway, made[0]).listen(bound)
     stopped, kept = asyncio.create_task(stop.wait()), asyncio.create_task(_keep(gateway, made))
     try:
@@ -137,7 +137,7 @@ async def _serve(
 
 
 async def _keep(gateway: Gateway, made: list[str]) -> None:
-    """Prolong the sandboxes' lives, as long as the first one has one. A gateway that restarts is waited for."""
+    """Renew the sandboxes' leases for as long as the first sandbox exists. Tolerates restarts of the gateway."""
     while True:
         await asyncio.sleep(LEASE_SECONDS / 3)
         for failure in await gateway.prolong(made[:1], LEASE_SECONDS):
@@ -147,7 +147,7 @@ async def _keep(gateway: Gateway, made: list[str]) -> None:
 
 
 async def _end(gateway: Gateway, made: list[str]) -> None:
-    """Remove the sandboxes; one that somebody has removed is no failure."""
+    """Remove the sandboxes. Already removed ones are not a failure."""
     try:
         async with asyncio.timeout(END_SECONDS):
             failures = [failure for failure in await gateway.kill(made) if failure.status != 404]
@@ -179,7 +179,7 @@ def _told_to_end() -> asyncio.Event:
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """What ``work`` answers; None when it was told to end first, and the work could still be cancelled."""
+    """Return the result of ``work``; None if ``stop`` was set first and ``work`` could still be cancelled."""
     worker, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({worker, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()

@@ -1,4 +1,4 @@
-"""The gateway, as far as the command needs it."""
+"""A minimal client for the gateway."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import quote
 import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8889"
-"""Where forkd's client looks too."""
+"""The default of forkd's own client."""
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 30.0
 SPAWN_SECONDS = 600.0
@@ -18,7 +18,7 @@ _AT_ONCE = 16
 
 
 class Failure(Exception):
-    """A sentence for whoever runs the command; ``status``: the gateway's answer, 0 where there was none."""
+    """An error message for the user; ``status``: the HTTP status of the gateway's answer, 0 without one."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class Failure(Exception):
 
 
 class Gateway:
-    """Requests that answer parsed JSON, or raise Failure. ``url``: unix:///path, http:// or https://."""
+    """A client. Requests return parsed JSON or raise Failure. ``url``: unix:///path, http:// or https://."""
 
     def __init__(self, url: str, token: str) -> None:
         self._url = url
@@ -50,7 +50,7 @@ class Gateway:
     async def call(
         self, method: str, route: str, body: dict[str, Any] | None = None, *, seconds: float = CALL_SECONDS
     ) -> Any:
-        """The answer's JSON; None where it is empty."""
+        """Send a request. Returns the answer's JSON; None if the answer is empty."""
         timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS, pool=None)
         try:
             answer = await self._http.request(method, route, json=body, timeout=timeout)
@@ -70,7 +70,7 @@ class Gateway:
         raise Failure(_sentence(answer.status_code, found), answer.status_code)
 
     async def spawn(self, tag: str, count: int, lease: float) -> list[str]:
-        """Make sandboxes that end by themselves after ``lease`` seconds unless they are prolonged; their ids."""
+        """Create sandboxes that end after ``lease`` seconds unless the lease is renewed. Returns their ids."""
         body = {"snapshot_tag": tag, "n": count, "timeout": lease}
         made = await self.call("POST", "/v1/sandboxes", body, seconds=SPAWN_SECONDS)
         try:
@@ -82,14 +82,14 @@ class Gateway:
         return ids
 
     async def prolong(self, sandboxes: Sequence[str], lease: float) -> list[Failure]:
-        """Let them live ``lease`` seconds from now; what did not succeed."""
+        """Renew the leases: ``lease`` seconds from now. Returns the failures."""
         return await self._each("POST", "/sandboxes/{}/timeout", sandboxes, {"timeout": lease})
 
     async def kill(self, sandboxes: Sequence[str]) -> list[Failure]:
         return await self._each("DELETE", "/v1/sandboxes/{}", sandboxes, None)
 
     async def ask(self, sandbox: str, verb: str, body: dict[str, Any] | None = None, *, seconds: float) -> Any:
-        """``verb``: exec, eval or ping."""
+        """Send a request to a sandbox. ``verb``: exec, eval or ping."""
         return await self.call("POST", f"/v1/sandboxes/{quote(sandbox, safe='')}/{verb}", body, seconds=seconds)
 
     async def _each(

@@ -1,7 +1,7 @@
-"""The port that forkd's class `Sandbox` speaks to: a line of JSON for each request, a line for each answer.
+"""The port that forkd's class `Sandbox` connects to: one line of JSON for each request and each answer.
 
-Requests: `{action: "exec", args, timeout}`, `{action: "eval", code}`, `{action: "ping"}`. Whoever reaches it can run
-anything in the sandbox: the protocol knows no authentication.
+Requests: `{action: "exec", args, timeout}`, `{action: "eval", code}`, `{action: "ping"}`. Anyone who can
+connect to it can run anything in the sandbox: the protocol has no authentication.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from urllib.parse import urlsplit
 from sandbox_gateway_forkd.gateway import Failure, Gateway
 
 DEFAULT_TARGET = "10.42.0.2:8888"
-"""Where forkd's client looks."""
+"""The address that forkd's client connects to by default."""
 LONGEST_LINE = 2 << 20
 MOST_CONNECTIONS = 32
 IDLE_SECONDS = 30.0
-"""How long a connection may take for a request, or to read an answer."""
+"""How long a client may take to send a request or to read an answer."""
 RUN_SECONDS = 30.0
 _MARGIN_SECONDS = 35.0
-"""What the gateway may take beyond the time of a command."""
+"""Extra time that the gateway may take beyond a command's timeout."""
 _LONGEST_SECONDS = 604_800.0
 
 
 def bind(target: str, *, remote: bool) -> socket.socket:
-    """Take an address, without listening yet. ``remote``: also one that other machines reach. Raises Failure."""
+    """Bind an address without listening yet. ``remote``: allow one that other machines can reach. Raises Failure."""
     try:
         parts = urlsplit(f"//{target}")
         host, port = parts.hostname, parts.port
@@ -71,7 +71,7 @@ def _not_bound(target: str, error: OSError) -> NoReturn:
 
 
 class Port:
-    """Serves one sandbox."""
+    """A server for one sandbox."""
 
     def __init__(self, gateway: Gateway, sandbox: str) -> None:
         self._gateway = gateway
@@ -90,7 +90,7 @@ class Port:
                 await self._converse(reader, writer)
             writer.close()
         except (OSError, TimeoutError):
-            # It is gone, or sends or reads nothing.
+            # The client disconnected, or neither sends nor reads.
             writer.transport.abort()
         finally:
             self._connections -= 1
@@ -108,13 +108,13 @@ class Port:
             if not line:
                 return
             if not line.lstrip().startswith(b"{"):
-                # Perhaps HTTP, sent by a page in somebody's browser: its body must not be taken for a request.
+                # It may be HTTP from a web page in someone's browser: its body must not be parsed as a request.
                 await _say(writer, _refusal("a request is a line with a JSON object"))
                 return
             await _say(writer, await self.answer(line))
 
     async def answer(self, line: bytes) -> dict[str, Any]:
-        """What forkd's agent would say to a line, as far as there is an equivalent."""
+        """Answer a request line like forkd's agent, as far as the gateway has an equivalent."""
         try:
             request = json.loads(line, parse_constant=_no_number)
             if not isinstance(request, dict):
@@ -148,7 +148,7 @@ class Port:
 
 
 def _patience(seconds: object) -> float:
-    """How long to wait for a command; what is no time is the gateway's to refuse."""
+    """Return how long to wait for a command. The gateway refuses invalid times itself."""
     if isinstance(seconds, int | float) and 0 < seconds <= _LONGEST_SECONDS:
         return float(seconds)
     return RUN_SECONDS

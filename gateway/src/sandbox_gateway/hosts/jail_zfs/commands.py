@@ -1,4 +1,4 @@
-"""FreeBSD's commands, for coroutines: each runs to its end, so that what it began is known."""
+"""Runs FreeBSD's commands from coroutines. Each runs to completion, so that its result is known."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ SECONDS = 60.0
 
 
 class Commands:
-    """Runs commands with ``environment`` added to ``child_environment``."""
+    """A runner of commands with ``environment`` added to ``child_environment``."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._environment = dict(environment or {})
 
     async def __call__(self, *argv: str, input: str | None = None, silent: bool = False) -> str:
-        """Standard output of a command that must succeed. Raises BackendFailed with what it said.
+        """Run a command that must succeed, and return its standard output. Raises BackendFailed with its message.
 
-        ``silent``: that it fails without a word only means that there is nothing.
+        ``silent``: a failure without a message means that the command found nothing.
         """
         done = await self._run(argv, input=input, check=not silent)
-        if done.returncode != 0 and _said(done):
+        if done.returncode != 0 and _message(done):
             raise _failed(argv, done)
         return done.stdout
 
-    async def unless(self, *argv: str, absent: tuple[str, ...]) -> bool:
-        """Run a command that takes something away; False if it says, in words of ``absent``, that it is not there."""
+    async def run_unless_absent(self, *argv: str, absent: tuple[str, ...]) -> bool:
+        """Run a command that removes something; returns False if its message, one of ``absent``, says it is missing."""
         done = await self._run(argv, input=None, check=False)
         if done.returncode == 0:
             return True
-        if any(words in _said(done) for words in absent):
+        if any(words in _message(done) for words in absent):
             return False
         raise _failed(argv, done)
 
     async def _run(self, argv: tuple[str, ...], *, input: str | None, check: bool) -> CompletedProcess[str]:
         work = arun(argv, timeout=SECONDS, input=input, check=check, env=self._environment)
-        (done,) = await together(work)
+        (done,) = await finish_all(work)
         result: CompletedProcess[str] = done
         return result
 
 
-def _said(done: CompletedProcess[str]) -> str:
+def _message(done: CompletedProcess[str]) -> str:
     return done.stderr.strip() or done.stdout.strip()
 
 
 def _failed(argv: tuple[str, ...], done: CompletedProcess[str]) -> BackendFailed:
-    return BackendFailed(f"{' '.join(argv)} failed ({done.returncode}): {_said(done)[-1000:] or 'it said nothing'}")
+    return BackendFailed(f"{' '.join(argv)} failed ({done.returncode}): {_message(done)[-1000:] or 'no message'}")
 
 
-async def together(*works: Awaitable[Any]) -> list[Any]:
-    """Their results, when the last has ended; then the first error, if there was one.
+async def finish_all(*works: Awaitable[Any]) -> list[Any]:
+    """Wait until all ``works`` have ended, then return their results or raise the first error.
 
-    Nothing is broken off half-way: a caller that is cancelled waits for the end as well, and is cancelled then.
+    Nothing is interrupted: a cancelled caller also waits for the end, and is cancelled then.
     """
     gathered = asyncio.gather(*works, return_exceptions=True)
     try:

@@ -1,0 +1,1 @@
+"""Files: their contents, the entries of directories, and watching for changes."""

@@ -1,0 +1,1 @@
+"""HTTP and envd's Connect protocol: connections, requests, replies. Independent of the sandbox."""

@@ -1,0 +1,150 @@
+"""The Connect protocol with the JSON codec: https://connectrpc.com/docs/protocol
+
+A unary call is one JSON object each way. A streaming call is a sequence of frames: a byte of flags, a big-endian
+32-bit length, JSON. The last frame of an answer has flag 2 and reports the error, if any.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import struct
+import time
+
+from sandbox_agent.failure import Failure, from_os_error, invalid
+from sandbox_agent.http.server import Route
+from sandbox_agent.http.wire import MAX_JSON, Gone, parse_object
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from sandbox_agent.http.wire import Body, Reply, Request
+
+KEEPALIVE_SECONDS = 50.0
+_FRAME = struct.Struct(">BI")
+_COMPRESSED, _LAST = 1, 2
+
+
+def unary(call: Callable[[Request, dict[str, Any]], dict[str, Any] | bytes]) -> Route:
+    """Return a route that answers with the JSON object that ``call`` returns, as a dict or already encoded."""
+
+    def handler(request: Request, reply: Reply) -> None:
+        if request.headers.get("content-type", "application/json").partition(";")[0].strip() != "application/json":
+            raise Failure("unimplemented", "this call takes Content-Type application/json", 415)
+        answer = call(request, request.json())
+        if isinstance(answer, bytes):
+            reply.send(200, answer, b"application/json")
+        else:
+            reply.json(answer)
+
+    return Route(handler, named=True)
+
+
+def streamed(call: Callable[[Request, Stream], None]) -> Route:
+    """Return a route on which ``call`` receives and sends frames; the last frame reports its Failure."""
+
+    def handler(request: Request, reply: Reply) -> None:
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/connect+json":
+            raise Failure("unimplemented", "this call takes Content-Type application/connect+json", 415)
+        stream = Stream(request, reply)
+        try:
+            call(request, stream)
+        except Failure as failure:
+            stream.end(failure)
+        except OSError as error:
+            stream.end(from_os_error(error))
+
+    return Route(handler, named=True)
+
+
+def frame(data: bytes, flags: int = 0) -> bytes:
+    return _FRAME.pack(flags, len(data)) + data
+
+
+class Stream:
+    """Receives and sends the frames of one call.
+
+    ``deadline``: a time on the monotonic clock, or None; ``keepalive``: the longest silence in seconds that the
+    client accepts.
+    """
+
+    GONE = getattr(select, "POLLRDHUP", select.POLLHUP)
+    """Poll events that report a client's hang-up. On systems without one, the next write fails."""
+
+    def __init__(self, request: Request, reply: Reply) -> None:
+        self._body = request.body
+        self._reply = reply
+        timeout = request.headers.get("connect-timeout-ms", "")
+        # Some clients send "0" for no deadline.
+        milliseconds = int(timeout) if timeout.isdigit() else 0
+        self.deadline = time.monotonic() + milliseconds / 1000 if milliseconds else None
+        seconds = request.headers.get("keepalive-ping-interval", "")
+        self.keepalive = (
+            float(seconds) if seconds.isascii() and seconds.isdigit() and float(seconds) else KEEPALIVE_SECONDS
+        )
+
+    def fileno(self) -> int:
+        return self._reply.connection.sock.fileno()
+
+    def abandon(self) -> None:
+        """End the call without an answer, because the client is gone."""
+        raise Gone
+
+    def allow_silence(self, seconds: float) -> None:
+        """Set for how many seconds the client may neither send nor read before it counts as gone."""
+        self._reply.connection.sock.settimeout(seconds)
+
+    def receive(self) -> dict[str, Any] | None:
+        """Return the next frame's object; None at the end of the request."""
+        head = _read_exactly(self._body, _FRAME.size)
+        if not head:
+            return None
+        flags, size = _FRAME.unpack(head)
+        if size > MAX_JSON:
+            raise Failure("resource_exhausted", f"a message is larger than {MAX_JSON} bytes")
+        data = _read_exactly(self._body, size)
+        if flags & _COMPRESSED:
+            raise Failure("unimplemented", "compressed messages are not supported: send them uncompressed")
+        return None if flags & _LAST else parse_object(data)
+
+    def receive_only(self) -> dict[str, Any]:
+        """Return the only message of the request."""
+        message = self.receive()
+        if message is None:
+            raise invalid("the request has no message")
+        self._body.read_all(1024)
+        return message
+
+    def send(self, frames: bytes) -> None:
+        """Send encoded frames; see ``frame``."""
+        if self._reply.begun:
+            self._reply.write(frames)
+        else:
+            self._reply.begin(b"application/connect+json", frames)
+
+    def end(self, failure: Failure | None = None, before: bytes = b"") -> None:
+        """Send the last frame, together with the frames ``before`` it in one write."""
+        data = b"{}"
+        if failure is not None:
+            data = json.dumps({"error": {"code": failure.code, "message": failure.message}}).encode()
+        if not self._reply.begun:
+            self._reply.begin(b"application/connect+json")
+        self._reply.end(before + frame(data, _LAST))
+
+
+def _read_exactly(body: Body, size: int) -> bytes:
+    """Read ``size`` bytes; b"" if the body has ended. Raises Failure if it ends before that many."""
+    data = body.read(size)
+    if len(data) == size or not data:
+        return data
+    pieces = [data]
+    left = size - len(data)
+    while left:
+        data = body.read(left)
+        if not data:
+            raise invalid("the request ends within a message")
+        pieces.append(data)
+        left -= len(data)
+    return b"".join(pieces)

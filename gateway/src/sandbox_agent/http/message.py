@@ -1,0 +1,71 @@
+"""Read values of JSON messages. Each ``get_…`` raises Failure ``invalid_argument`` for a value of the wrong kind."""
+
+from __future__ import annotations
+
+import binascii
+import os
+
+from sandbox_agent.failure import invalid
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def get_object(message: dict[str, Any], key: str) -> dict[str, Any]:
+    value = message.get(key)
+    if not isinstance(value, dict):
+        raise invalid(f"{key} must be a JSON object")
+    return value
+
+
+def get_text(message: dict[str, Any], key: str) -> str:
+    """Return a string without NUL characters; "" if absent."""
+    value = message.get(key) or ""
+    if not isinstance(value, str) or "\0" in value:
+        raise invalid(f"{key} must be a string without NUL characters")
+    return value
+
+
+def get_number(message: dict[str, Any], key: str, *, default: float, most: float) -> float:
+    """Return a number above 0 and up to ``most``."""
+    value = message.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
+        raise invalid(f"{key} must be a number above 0, at most {most:.0f}")
+    return float(value)
+
+
+def get_bytes(message: dict[str, Any], key: str) -> bytes:
+    """Return bytes, decoded from base64; b"" if absent."""
+    try:
+        return binascii.a2b_base64(message.get(key) or "")
+    except (ValueError, TypeError):
+        raise invalid(f"{key} must be base64") from None
+
+
+def get_strings(message: dict[str, Any], key: str) -> list[str]:
+    value = message.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, str) and "\0" not in item for item in value):
+        raise invalid(f"{key} must be a list of strings without NUL characters")
+    return value
+
+
+def get_variables(message: dict[str, Any], key: str) -> dict[str, str]:
+    """Return environment variables; empty if absent."""
+    value = message.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(
+        isinstance(item, str) and name and "=" not in name and "\0" not in name + item for name, item in value.items()
+    ):
+        raise invalid(f"{key} must map names of variables to strings")
+    return value
+
+
+def displayable(text: str) -> str:
+    """Replace bytes that are not UTF-8 with U+FFFD: one such name would make the whole answer invalid."""
+    return os.fsencode(text).decode("utf-8", "replace")

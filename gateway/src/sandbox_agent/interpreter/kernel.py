@@ -1,0 +1,430 @@
+"""The program of a Python context: runs cells in one namespace until the agent hangs up.
+
+It runs on the sandbox's Python with all packages installed there, and does not interfere with the user's code: the
+agent's modules are not in its path, it does not load ``random`` (forks would share its state), and it does not depend
+on the sandbox's identity.
+
+Standard input is the channel to the agent; it is moved to another descriptor at once. The agent sends a frame for each
+cell, 32 bits of length and JSON: ``{code, count, changes, env, plain, sent, interrupts}``. ``sent`` is a time on the
+monotonic clock, ``interrupts`` the number of SIGINTs so far. An empty frame acknowledges the last event. The kernel
+sends frames that consist of a letter, 32 bits of length and content:
+
+    E   an event of the answer
+    S   an event in the middle of a cell; the kernel waits for the empty frame, to keep prints and results in order
+    D   the cell is done; the content is its count
+
+Printed text goes to standard output and standard error, as with any program.
+
+Rich results follow Jupyter's display protocol (``_repr_html_`` and so on); open matplotlib figures are shown at the end
+of a cell. IPython magics, ``_ipython_display_``, and the ``chart`` and ``data`` of figures are not supported.
+"""
+
+from __future__ import annotations
+import __future__ as futures
+
+import _thread
+import ast
+import binascii
+import builtins
+import json
+import linecache
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+
+from sandbox_agent.interpreter.kernel_protocol import DONE, EVENT, FIELDS, HEAD, MOST, SIZE, SYNC
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import CodeType, FrameType, TracebackType
+    from typing import Any
+
+_MOST_TEXT = 1 << 20
+"""Maximum number of characters in an error's text, and in its traceback."""
+_CELLS = 1000
+"""Number of cells whose source is kept for tracebacks."""
+_LATE = 100
+"""Milliseconds to wait for an interrupt; after that, the user's own signal handler must have handled it."""
+_PIECE = 64 << 10
+_COROUTINE = 0x80
+_FEATURES = 0
+for _name in futures.all_feature_names:
+    _FEATURES |= getattr(futures, _name).compiler_flag
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_METHODS = {mime: f"_repr_{field}_" for mime, field in FIELDS.items() if field != "text"}
+
+
+class Kernel:
+    def __init__(self, channel: int, namespace: dict[str, Any]) -> None:
+        self._fd = channel
+        self._ahead = bytearray()
+        self._namespace = namespace
+        self._features = 0
+        self._loop: Any = None
+        self._lock = _thread.allocate_lock()
+        self._main = _thread.get_ident()
+        self._running = False
+        self._forked = False
+        # An interrupt may end the user's code while it runs or is about to run, but never the kernel's own code.
+        self._armed = False
+        self._signals = 0
+        self._signalled_at = 0.0
+        self._foreign_signals = 0
+        self._sending = False
+        self._interrupted = False
+
+    def serve(self) -> None:
+        """Run cells until the agent hangs up."""
+        while True:
+            frame = self._receive()
+            if frame is None:
+                return
+            if frame:
+                self._run_cell(json.loads(frame))
+
+    # -- a cell ------------------------------------------------------------------------------------------------------
+
+    def _run_cell(self, request: dict[str, Any]) -> None:
+        lines: list[bytes] = []
+        before = {name: os.environ.get(name) for name in request["env"]}
+        self._interrupted = False
+        self._running = True
+        try:
+            try:
+                for name, value in [*request["changes"].items(), *request["env"].items()]:
+                    _set_variable(name, value)
+                self._await_interrupts(request["interrupts"])
+                self._armed = True
+                if (
+                    self._signals - self._foreign_signals > request["interrupts"]
+                    and self._signalled_at >= request["sent"]
+                ):
+                    raise KeyboardInterrupt
+                self._foreign_signals = self._signals - request["interrupts"]
+                self._run(request, lines)
+            finally:
+                self._armed = False
+        except BaseException as error:
+            self._armed = False  # an interrupt may have arrived before the line above
+            lines.append(_encode_event(_describe_error(error)))
+        if self._forked:
+            _exit_child(lines)
+        for name, value in before.items():
+            _set_variable(name, value)
+        with self._lock:
+            self._running = False
+            try:
+                self._send(*[(EVENT, line) for line in lines], (DONE, b"%d" % request["count"]))
+            except OSError:
+                sys.exit(0)
+
+    def _await_interrupts(self, sent: int) -> None:
+        """Wait until all ``sent`` interrupts of earlier cells have arrived, so that none of them hits this cell."""
+        for _ in range(_LATE):
+            if self._signals - self._foreign_signals >= sent:
+                return
+            time.sleep(0.001)
+
+    def _run(self, request: dict[str, Any], lines: list[bytes]) -> None:
+        try:
+            value = self._evaluate(request["code"], request["count"])
+            if value is not None:
+                fields = {"text": repr(value)} if request["plain"] else describe_value(value)
+                lines.append(_encode_event({"type": "result", **fields, "is_main_result": True}))
+                if _is_figure(value) and "matplotlib.pyplot" in sys.modules:
+                    sys.modules["matplotlib.pyplot"].close(value)  # otherwise it would be shown twice
+        finally:
+            try:
+                _show_figures(lines)
+            finally:
+                _flush()
+
+    def _evaluate(self, source: str, count: int) -> Any:
+        """Run the statements. Returns the value of the last one if it is an expression without a semicolon."""
+        name = f"<cell {count}>"
+        linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+        linecache.cache.pop(f"<cell {count - _CELLS}>", None)
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        tree: Any = compile(source, name, "exec", flags | self._features | ast.PyCF_ONLY_AST, dont_inherit=True)
+        last = None
+        if tree.body and isinstance(tree.body[-1], ast.Expr) and not _ends_with_semicolon(source, tree.body[-1]):
+            last = ast.Expression(tree.body.pop().value)
+        if tree.body:
+            code = compile(tree, name, "exec", flags | self._features, dont_inherit=True)
+            self._features |= code.co_flags & _FEATURES
+            self._execute(code)
+        if last is None:
+            return None
+        return self._execute(compile(last, name, "eval", flags | self._features, dont_inherit=True))
+
+    def _execute(self, code: CodeType) -> Any:
+        value = eval(code, self._namespace)
+        return self._await(value) if code.co_flags & _COROUTINE else value
+
+    def _await(self, coroutine: Any) -> Any:
+        import asyncio
+
+        if self._loop is None or self._loop.is_closed():
+            self._loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self._loop)
+        task = self._loop.create_task(coroutine)
+        try:
+            return self._loop.run_until_complete(task)
+        except KeyboardInterrupt:
+            task.cancel()
+            self._loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+            raise
+
+    # -- called by the user's code -----------------------------------------------------------------------------------
+
+    def display(self, *values: Any, **options: Any) -> None:
+        """Show each value at this point of the answer. Ignores the options of IPython's ``display``."""
+        for value in values:
+            self._send_result({"type": "result", **describe_value(value), "is_main_result": False})
+
+    def _send_result(self, event: dict[str, Any]) -> None:
+        if self._forked:
+            print(event.get("text", ""))
+            return
+        _flush()
+        line = _encode_event(event)
+        ours = _thread.get_ident() == self._main
+        self._sending = self._sending or ours
+        try:
+            with self._lock:
+                if self._running:
+                    self._send((SYNC, line))
+                    if self._receive() is None:
+                        os._exit(0)
+        finally:
+            if ours:
+                self._sending = False
+        if ours and self._interrupted:
+            self._interrupted = False
+            raise KeyboardInterrupt
+
+    def handle_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        self._signalled_at = time.monotonic()
+        if self._armed and self._sending:
+            self._interrupted = True
+        elif self._armed:
+            raise KeyboardInterrupt
+
+    def after_fork(self) -> None:
+        """Close the channel in a forked child, because it belongs to the parent."""
+        self._forked = True
+        try:
+            os.close(self._fd)
+        except OSError:
+            pass
+
+    # -- the channel -------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> bytes | None:
+        """Read the next frame; None if the agent hung up."""
+        head = self._receive_exactly(SIZE.size)
+        return None if head is None else self._receive_exactly(SIZE.unpack(head)[0])
+
+    def _receive_exactly(self, size: int) -> bytes | None:
+        while len(self._ahead) < size:
+            try:
+                piece = os.read(self._fd, max(_PIECE, size - len(self._ahead)))
+            except OSError:
+                return None
+            if not piece:
+                return None
+            self._ahead += piece
+        data = bytes(self._ahead[:size])
+        del self._ahead[:size]
+        return data
+
+    def _send(self, *frames: tuple[bytes, bytes]) -> None:
+        data = memoryview(b"".join([HEAD.pack(kind, len(content)) + content for kind, content in frames]))
+        while data:
+            data = data[os.write(self._fd, data) :]
+
+
+def describe_value(value: Any) -> dict[str, Any]:
+    """Return the fields of a result for ``value``, following Jupyter's display protocol."""
+    found: dict[str, Any] = {}
+    kind = type(value)
+    if not isinstance(value, type):
+        # Check the class: an object can pretend to have any attribute.
+        if hasattr(kind, "_repr_mimebundle_"):
+            found.update(_call_repr(value, "_repr_mimebundle_") or {})
+        for mime, method in _METHODS.items():
+            if mime not in found and hasattr(kind, method):
+                found[mime] = _call_repr(value, method)
+        if "image/png" not in found and _is_figure(value):
+            found["image/png"] = _render_png(value)
+    if not isinstance(found.get("text/plain"), str):
+        found["text/plain"] = repr(value)
+    fields: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    for mime, content in found.items():
+        shown = _encode_content(mime, content)
+        if shown is not None:
+            (fields if mime in FIELDS else extra)[FIELDS.get(mime, str(mime))] = shown
+    if extra:
+        fields["extra"] = extra
+    return fields
+
+
+def _call_repr(value: Any, method: str) -> Any:
+    """Call a method of the protocol; None if it fails, because the text representation is always available."""
+    try:
+        content = getattr(value, method)()
+    except Exception:
+        return None
+    if isinstance(content, tuple) and len(content) == 2:
+        content = content[0]  # the second item is metadata
+    return content if method != "_repr_mimebundle_" or isinstance(content, dict) else None
+
+
+def _encode_content(mime: Any, content: Any) -> Any:
+    if isinstance(content, (bytes, bytearray)):
+        return binascii.b2a_base64(content, newline=False).decode()
+    if mime in FIELDS and FIELDS[mime] != "json" and content is not None:
+        return str(content)
+    try:
+        json.dumps(content)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return content
+
+
+def _is_figure(value: Any) -> bool:
+    return hasattr(type(value), "savefig") and type(value).__module__.startswith("matplotlib.")
+
+
+def _render_png(figure: Any) -> Any:
+    from io import BytesIO
+
+    file = BytesIO()
+    try:
+        figure.savefig(file, format="png", bbox_inches="tight")
+    except Exception:
+        return None
+    return file.getvalue()
+
+
+def _show_figures(lines: list[bytes]) -> None:
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is None:
+        return
+    for number in pyplot.get_fignums():
+        figure = pyplot.figure(number)
+        lines.append(_encode_event({"type": "result", **describe_value(figure), "is_main_result": False}))
+        pyplot.close(figure)
+
+
+def _encode_event(event: dict[str, Any]) -> bytes:
+    line = _encode(event).encode()
+    if len(line) > MOST:
+        text = f"(a result of {len(line)} bytes was left out: the limit is {MOST})"
+        event = {"type": event["type"], "text": text, "is_main_result": event["is_main_result"]}
+        line = _encode(event).encode()
+    return line
+
+
+def _describe_error(error: BaseException) -> dict[str, Any]:
+    """Return the event for an error. Its traceback begins and ends in the user's code."""
+    try:
+        value = str(error)
+    except BaseException:
+        value = "(no text)"
+    try:
+        lines = traceback.format_exception(type(error), error, _trim_traceback(error.__traceback__))
+    except BaseException:
+        lines = [f"{type(error).__name__}: {value}\n"]
+    text = "".join(lines)
+    return {
+        "type": "error",
+        "name": type(error).__name__,
+        "value": value[:_MOST_TEXT],
+        "traceback": text[-_MOST_TEXT:].rstrip("\n"),
+    }
+
+
+def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
+    """Remove the kernel's own frames from the beginning and the end of a traceback."""
+    ours = _trim_traceback.__code__.co_filename
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    names = [frame.tb_frame.f_code.co_filename for frame in frames]
+    first = next((index for index, name in enumerate(names) if name.startswith("<cell ")), None)
+    if first is None:
+        first = next((index for index, name in enumerate(names) if name != ours), len(names))
+    last = max((index for index, name in enumerate(names) if name != ours), default=-1)
+    if last < first:
+        return None
+    frames[last].tb_next = None
+    return frames[first]
+
+
+def _ends_with_semicolon(source: str, node: ast.stmt) -> bool:
+    """Return whether a semicolon follows. If so, the value is not shown, as in Jupyter."""
+    line = source.splitlines()[node.end_lineno - 1] if node.end_lineno else ""
+    return line.encode(errors="replace")[node.end_col_offset or 0 :].lstrip().startswith(b";")
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__):
+        try:
+            stream.flush()  # type: ignore[union-attr]
+        except Exception:
+            pass  # closed, or replaced by the user
+
+
+def _exit_child(lines: list[bytes]) -> None:
+    """End a forked child at the end of the cell. Its error goes to standard error."""
+    failed = False
+    for line in lines:
+        event = json.loads(line)
+        if event["type"] == "error":
+            failed = event["name"] != "SystemExit"
+            print(event["traceback"], file=sys.stderr, flush=True)
+    os._exit(1 if failed else 0)
+
+
+def _refuse_input(prompt: object = "") -> str:
+    raise RuntimeError("input() is not available, as nobody can answer: put the value into the code")
+
+
+def main() -> None:
+    channel = os.dup(0)  # child processes do not inherit it
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+    if sys.path[:1] == [""]:
+        # Another user may own the directory: its files must not shadow installed modules.
+        sys.path.append(sys.path.pop(0))
+    sys.argv = [""]
+    namespace = sys.modules["__main__"].__dict__
+    for name in [name for name in namespace if not name.startswith("__")]:
+        del namespace[name]
+    kernel = Kernel(channel, namespace)
+    signal.signal(signal.SIGINT, kernel.handle_interrupt)
+    os.register_at_fork(after_in_child=kernel.after_fork)
+    builtins.display = kernel.display  # type: ignore[attr-defined]
+    builtins.input = _refuse_input
+    # There is no display: figures are shown at the end of the cell.
+    os.environ.setdefault("MPLBACKEND", "agg")
+    warnings.filterwarnings("ignore", message=".* is non-interactive, and thus cannot be shown")
+    kernel.serve()

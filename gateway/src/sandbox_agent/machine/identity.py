@@ -1,0 +1,341 @@
+"""The identity of this sandbox: forks of one snapshot start out identical and must become distinct.
+
+Nothing is written to the disk, so that a fresh fork does not diverge from its snapshot: the identity files are in /run
+and bind-mounted over the ones in /etc.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import string
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from sandbox_agent.failure import Failure, invalid
+from sandbox_agent.http.message import get_bytes, get_number, get_variables
+from sandbox_agent.http.wire import Gone, parse_object
+from sandbox_agent.machine import system
+from sandbox_agent.machine.line import ASK, REPLY_SECONDS
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from sandbox_agent.http.wire import Reply, Request
+    from sandbox_agent.machine.line import Line
+
+RUN = "/run/sandbox"
+FILES = ("hostname", "machine-id", "resolv.conf")
+MIN_ENTROPY = 32
+MAX_ENTROPY = 512
+_STATE = "agent.json"
+_KEY_FILE = "gateway-key"
+_UNMANAGED = "the agent does not manage this machine"
+
+
+class Identity:
+    """The sandbox's identity. ``managed``: whether the agent may set the machine's name, clock and files."""
+
+    def __init__(self, *, managed: bool = True, run: str = RUN, etc: str = "/etc") -> None:
+        self._managed = managed
+        self._run = run
+        self._etc = etc
+        self._lock = threading.Lock()
+        self._token = b""
+        self._gateway = ""
+        self._key = b""
+        self._env: dict[str, str] = {}
+        self._sandbox_id = ""
+        self._start = os.urandom(16).hex()
+        self._mounted: dict[str, str] = {}
+
+    def mount_files(self) -> list[str]:
+        """Mount files in /run over the ones in /etc, with the same content. Returns the skipped files, with reasons."""
+        self._key = self._read_key()
+        for name in FILES:
+            self._mounted[name] = self._mount(name)
+        if self._is_volatile():
+            self._restore()
+        return [f"{name}: {reason}" for name, reason in self._mounted.items() if reason]
+
+    def _mount(self, name: str) -> str:
+        """Mount one file. Returns the reason for a failure, "" on success."""
+        if not self._managed:
+            return _UNMANAGED
+        if not system.LINUX:
+            return "no bind mounts on this system"
+        if not self._is_volatile():
+            return f"{os.path.dirname(self._run)} is on the disk"
+        source, target = os.path.join(self._run, name), os.path.join(self._etc, name)
+        try:
+            os.makedirs(self._run, mode=0o755, exist_ok=True)
+            if not (os.path.exists(source) and os.path.samefile(source, target)):
+                with open(target, "rb") as file:
+                    _overwrite(source, file.read())
+                system.bind_mount(source, target)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that every process gets."""
+        known = {"E2B_SANDBOX": "true", "E2B_SANDBOX_ID": self._sandbox_id} if self._sandbox_id else {}
+        return {**known, **self._env}
+
+    def guard(self, request: Request) -> None:
+        """Raise Failure unless the request carries the access token, once a token is set.
+
+        Waits while the identity changes.
+        """
+        with self._lock:
+            pass
+        self._require_token()
+        if self._token and not _is_equal(self._token, request.headers.get("x-access-token", "")):
+            raise Failure("unauthenticated", "the X-Access-Token header is missing or wrong")
+
+    def guard_code(self, request: Request) -> None:
+        """Like ``guard``, for the code interpreter's port, which also accepts a token that is valid only there.
+
+        While no agent runs, any program in the sandbox can listen on that port and receive the tokens sent to it.
+        """
+        with self._lock:
+            pass
+        self._require_token()
+        given = request.headers.get("x-access-token", "")
+        if self._token and not (_is_equal(_derive_code_token(self._token), given) or _is_equal(self._token, given)):
+            raise Failure("unauthenticated", "the X-Access-Token header is missing or wrong")
+
+    def guard_for_gateway(self, request: Request) -> None:
+        """Raise Failure unless the request comes from the gateway or carries the access token."""
+        if self._is_gateway(request):
+            with self._lock:
+                return
+        if not self._token:
+            raise Failure("permission_denied", "only the gateway may ask for this")
+        self.guard(request)
+
+    def _is_gateway(self, request: Request) -> bool:
+        """Return whether the gateway sent the request: it has the key or, if there is no key, the host's address."""
+        if self._key:
+            return _is_equal(self._key, request.headers.get("x-gateway-key", ""))
+        return request.peer == self._gateway_address()
+
+    def _require_token(self) -> None:
+        """Raise Failure if there is a gateway key but the gateway has not set the access token yet."""
+        if self._key and not self._token:
+            raise Failure("unauthenticated", "the gateway has not set the access token of this sandbox yet")
+
+    def _read_key(self) -> bytes:
+        """Read the key, which a host provides if all its users share the gateway's address: see jail_zfs."""
+        try:
+            with open(os.path.join(self._run, _KEY_FILE), "rb") as file:
+                return file.read().strip()
+        except OSError:
+            return b""
+
+    # -- /identity ---------------------------------------------------------------------------------------------------
+
+    def handle(self, request: Request, reply: Reply) -> None:
+        """``{sandboxID, hostname, machineID, time, entropy, accessToken, env, dns, growDisk, wait}``, all optional.
+
+        → ``{hostname, machineID, bootID, skipped}``. An absent field changes nothing. ``skipped`` lists the steps that
+        failed, as "step: reason". With ``wait: false`` the answer is ``{accepted: true}``, sent before the steps are
+        done; later requests wait for them.
+        """
+        if (self._key or self._token) and not self._is_gateway(request):
+            self.guard(request)
+        received = time.monotonic()
+        message = request.json()
+        with self._lock:
+            steps = self._plan(message, received)
+            if message.get("wait") is False:
+                with suppress(Gone):  # do the steps even if the client hung up
+                    reply.json({"accepted": True})
+            skipped = self._apply(steps, message)
+        if message.get("wait") is False:
+            return
+        reply.json(
+            {
+                "hostname": socket.gethostname(),
+                "machineID": self._machine_id(),
+                "bootID": system.boot_id() or self._start,
+                "skipped": skipped,
+            }
+        )
+
+    def serve_line(self, line: Line) -> None:
+        """Serve the line to the host forever: answer its question, then apply the identity that it sends.
+
+        The answer is sent first. From then on, requests wait until the identity is set. The host sends only valid
+        identities.
+        """
+        while True:
+            frame = line.read()
+            if frame[:1] != ASK:
+                continue  # The frame was meant for the machine that this one was forked from.
+            with self._lock:
+                while frame[:1] == ASK:
+                    line.write(frame)
+                    frame = line.read(REPLY_SECONDS)
+                received = time.monotonic()
+                try:
+                    message = parse_object(frame[1:])
+                    self._apply(self._plan(message, received), message)
+                except Exception as error:  # The next fork needs this thread and the line as well.
+                    print(f"sandbox-agent: identity: {error}", file=sys.stderr)
+
+    def _apply(self, steps: list[tuple[str, Callable[[], None]]], message: dict[str, Any]) -> list[str]:
+        """Apply the checked ``message``. Returns the skipped steps, with reasons."""
+        # A machine whose /run is on disk is not a sandbox: do not change it.
+        ours = self._managed and (self._is_volatile() or not system.LINUX)
+        skipped = [reason for reason in (_run_step(name, step, ours) for name, step in steps) if reason]
+        self._set(message)
+        self._gateway_address()
+        if ours:
+            system.follow_generation()
+        return skipped
+
+    def _gateway_address(self) -> str:
+        """Return the host's address. It is cached because the first request after a fork must be fast."""
+        self._gateway = self._gateway or system.gateway_address()
+        return self._gateway
+
+    def _plan(self, message: dict[str, Any], received: float) -> list[tuple[str, Callable[[], None]]]:
+        """Return the steps that apply ``message`` to the machine. Checks the whole message before any step runs.
+
+        ``received``: when the time in ``message`` was correct, on the monotonic clock.
+        """
+        steps: list[tuple[str, Callable[[], None]]] = []
+        entropy = get_bytes(message, "entropy")
+        if entropy:
+            if not MIN_ENTROPY <= len(entropy) <= MAX_ENTROPY:
+                raise invalid(f"entropy must be {MIN_ENTROPY} to {MAX_ENTROPY} bytes")
+            steps.append(("entropy", lambda: system.add_entropy(entropy)))
+        now = get_number(message, "time", default=0, most=1 << 33)
+        if now:
+            steps.append(("time", lambda: system.set_clock(now + time.monotonic() - received)))
+        hostname = _check_text(message, "hostname", string.ascii_letters + string.digits + "-.", 64)
+        if hostname:
+            steps.append(("hostname", lambda: socket.sethostname(hostname)))
+            steps.append(("hostname file", lambda: self._write("hostname", hostname + "\n")))
+        machine_id = _check_text(message, "machineID", string.hexdigits, 32)
+        if machine_id:
+            if len(machine_id) != 32:
+                raise invalid("machineID must be 32 hexadecimal digits")
+            steps.append(("machine-id", lambda: self._write("machine-id", machine_id.lower() + "\n")))
+        resolvers = _check_addresses(message.get("dns"))
+        if resolvers:
+            text = "".join(f"nameserver {address}\n" for address in resolvers)
+            steps.append(("resolv.conf", lambda: self._write("resolv.conf", text)))
+        if message.get("growDisk"):
+            steps.append(("growDisk", system.grow_file_system))
+        get_variables(message, "env")
+        _check_text(message, "accessToken", string.printable[:95], 1024)
+        _check_text(message, "sandboxID", string.ascii_letters + string.digits + "-_.", 64)
+        return steps
+
+    def _set(self, message: dict[str, Any]) -> None:
+        """Set the agent's token, id and variables, and save them for a restarted agent."""
+        if message.get("accessToken") is not None:
+            self._token = message["accessToken"].encode()
+        if message.get("sandboxID"):
+            self._sandbox_id = message["sandboxID"]
+        if message.get("env") is not None:
+            self._env = get_variables(message, "env")
+        if self._is_volatile():
+            kept = {"accessToken": self._token.decode(), "sandboxID": self._sandbox_id, "env": self._env}
+            _overwrite(os.path.join(self._run, _STATE), json.dumps(kept).encode(), mode=0o600)
+
+    def _restore(self) -> None:
+        """Load the values that a previous agent saved: a sandbox must keep its token when its agent restarts."""
+        try:
+            with open(os.path.join(self._run, _STATE), "rb") as file:
+                kept = json.load(file)
+            self._token = kept["accessToken"].encode()
+            self._sandbox_id = kept["sandboxID"]
+            self._env = kept["env"]
+        except FileNotFoundError:
+            pass
+
+    def _is_volatile(self) -> bool:
+        """Return whether the agent may write to its directory: it must be in memory, not on the disk."""
+        return self._managed and os.path.ismount(os.path.dirname(self._run))
+
+    def _write(self, name: str, content: str) -> None:
+        reason = self._mounted.get(name, "not mounted")
+        if reason:
+            raise OSError(0, reason)
+        _overwrite(os.path.join(self._run, name), content.encode())
+
+    def _machine_id(self) -> str:
+        try:
+            with open(os.path.join(self._etc, "machine-id")) as file:
+                return file.read().strip()
+        except OSError:
+            return ""
+
+
+def _run_step(name: str, step: Callable[[], None], managed: bool) -> str:
+    """Run a step. Returns the reason if it was skipped, "" on success."""
+    if not managed:
+        return f"{name}: {_UNMANAGED}"
+    try:
+        step()
+    except Exception as error:
+        return f"{name}: {getattr(error, 'strerror', None) or error or type(error).__name__}"
+    return ""
+
+
+def _overwrite(path: str, content: bytes, mode: int = 0o644) -> None:
+    """Replace a file's content in place, because this inode is mounted. No reader finds it empty."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT, mode)
+    try:
+        os.pwrite(fd, content, 0)
+        os.ftruncate(fd, len(content))
+    finally:
+        os.close(fd)
+
+
+def _derive_code_token(token: bytes) -> bytes:
+    from hashlib import sha256
+
+    return sha256(b"code " + token).hexdigest().encode()
+
+
+def _is_equal(expected: bytes, given: str) -> bool:
+    from hmac import compare_digest
+
+    return compare_digest(expected, given.encode("latin-1"))
+
+
+def _check_text(message: dict[str, Any], key: str, letters: str, most: int) -> str:
+    value = message.get(key)
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > most or not set(value) <= set(letters):
+        raise invalid(f"{key} is not allowed: at most {most} characters of {letters!r}")
+    return value
+
+
+def _check_addresses(value: Any) -> list[str]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise invalid("dns must be a list of addresses")
+    for address in value:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            try:
+                socket.inet_pton(family, address)
+                break
+            except (OSError, TypeError, ValueError):
+                continue
+        else:
+            raise invalid(f"dns: {address!r} is not an address")
+    return value

@@ -1,0 +1,125 @@
+"""System calls and kernel interfaces: bind mounts, entropy, the clock. Constants and structures are those of Linux."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+LINUX = sys.platform.startswith("linux")
+
+MS_BIND = 0x1000
+RNDADDENTROPY = 0x40085203
+RNDRESEEDCRNG = 0x5207
+FIFREEZE = 0xC0045877
+FITHAW = 0xC0045878
+
+CLOCK_TOLERANCE = 0.05
+"""Seconds by which the clock may deviate: the request itself took some time."""
+
+
+def bind_mount(source: str, target: str) -> None:
+    """Mount the file ``source`` over the file ``target``."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(os.fsencode(source), os.fsencode(target), None, ctypes.c_ulong(MS_BIND), None) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), target)
+
+
+def sync_file_system(path: str) -> None:
+    """Sync only the file system that contains ``path``: sync(2) would also wait for a hanging network volume."""
+    if not LINUX:
+        os.sync()
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(fd) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
+    finally:
+        os.close(fd)
+
+
+def add_entropy(seed: bytes) -> None:
+    """Credit ``seed`` to the kernel's pool, and reseed the generator from it."""
+    fd = os.open("/dev/urandom", os.O_WRONLY)
+    try:
+        fcntl.ioctl(fd, RNDADDENTROPY, struct.pack("ii", len(seed) * 8, len(seed)) + seed)
+        fcntl.ioctl(fd, RNDRESEEDCRNG)
+    finally:
+        os.close(fd)
+
+
+def set_clock(now: float) -> None:
+    if abs(time.time() - now) > CLOCK_TOLERANCE:
+        time.clock_settime(time.CLOCK_REALTIME, now)
+
+
+def follow_generation() -> None:
+    """Unmask the ACPI event of a new VM generation only if the kernel has the driver for it.
+
+    Without the driver, each fork would start by interpreting ACPI code to no effect.
+    """
+    if os.path.isdir("/sys/bus/acpi/devices/QEMUVGID:00"):
+        listens = os.path.isdir("/sys/bus/acpi/drivers/vmgenid")
+        # The kernel refuses to set the state that is already set.
+        with suppress(OSError), open("/sys/firmware/acpi/interrupts/gpe05", "w") as event:
+            event.write("unmask\n" if listens else "mask\n")
+
+
+def grow_file_system(path: str = "/") -> None:
+    """Grow the ext4 file system at ``path`` to the size of its device."""
+    device = os.stat(path).st_dev
+    name = os.path.basename(os.readlink(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"))
+    done = subprocess.run(
+        ["resize2fs", f"/dev/{name}"],
+        env={"PATH": "/usr/sbin:/sbin:/usr/bin:/bin"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=300,
+    )
+    if done.returncode:
+        raise OSError(0, f"resize2fs: {done.stderr.decode(errors='replace').strip()}")
+
+
+def boot_id() -> str:
+    """Return the id of this boot; "" if the kernel has none."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def gateway_address() -> str:
+    """Return the address of the default route's gateway; "" if there is none."""
+    if not LINUX:
+        return _gateway_from_route()
+    try:
+        with open("/proc/net/route") as file:
+            lines = file.read().splitlines()[1:]
+    except OSError:
+        return ""
+    for line in lines:
+        fields = line.split()
+        if len(fields) > 2 and fields[1] == "00000000" and fields[2] != "00000000":
+            return socket.inet_ntoa(struct.pack("=I", int(fields[2], 16)))
+    return ""
+
+
+def _gateway_from_route() -> str:
+    """Return the same from the output of ``route``, on FreeBSD."""
+    try:
+        done = subprocess.run(["/sbin/route", "-n", "get", "default"], capture_output=True, timeout=5, text=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    for line in done.stdout.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "gateway":
+            return value.strip()
+    return ""

@@ -1,0 +1,103 @@
+"""Users of the sandbox: a request's user, home directories, relative paths, ownership."""
+
+from __future__ import annotations
+
+import binascii
+import grp
+import os
+import pwd
+
+from sandbox_agent.failure import Failure, invalid
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from sandbox_agent.http.wire import Request
+
+
+class User:
+    def __init__(self, entry: pwd.struct_passwd) -> None:
+        self.name = entry.pw_name
+        self.uid = entry.pw_uid
+        self.gid = entry.pw_gid
+        self.home = entry.pw_dir or "/"
+        self.shell = entry.pw_shell or "/bin/sh"
+
+    def path(self, path: str) -> str:
+        """Resolve ``path``: relative paths and ``~`` start at the user's home; "" is the home itself."""
+        if "\0" in path:
+            raise invalid("a path cannot contain a NUL character")
+        require_encodable(path)
+        if path == "~" or path.startswith("~/"):
+            path = path[2:]
+        return os.path.normpath(os.path.join(self.home, path))
+
+    def own(self, target: str | int) -> None:
+        """Make the user the owner of a new file (path or descriptor), if the agent runs as root."""
+        if os.geteuid() == 0 and self.uid != 0:
+            os.chown(target, self.uid, self.gid)
+
+    def make_dirs(self, path: str) -> None:
+        """Create the directory ``path`` and its missing parents; the user owns the new directories."""
+        missing = []
+        while not os.path.isdir(path):
+            missing.append(path)
+            parent = os.path.dirname(path)
+            if parent == path:
+                break
+            path = parent
+        for step in reversed(missing):
+            try:
+                os.mkdir(step)
+            except FileExistsError:
+                if not os.path.isdir(step):
+                    raise Failure("invalid_argument", f"{step} exists and is not a directory") from None
+            else:
+                self.own(step)
+
+
+def require_encodable(*texts: str) -> None:
+    """Raise Failure if the system cannot encode one of ``texts``; ``\\udc80`` to ``\\udcff`` stand for single bytes."""
+    try:
+        for text in texts:
+            os.fsencode(text)
+    except UnicodeEncodeError:
+        raise invalid("a name or an argument contains half of a surrogate pair: remove it") from None
+
+
+def find_user(name: str) -> User:
+    """Find the user called ``name``; "" is the user that the agent runs as, normally root."""
+    try:
+        if name:
+            return User(pwd.getpwnam(name))
+        return User(pwd.getpwuid(os.geteuid()))
+    except (KeyError, ValueError):
+        raise Failure("unauthenticated", f"the user {name!r} does not exist in this sandbox") from None
+
+
+def user_of(request: Request) -> User:
+    """Return the user named by ``Authorization: Basic base64("user:")``."""
+    return find_user(_basic(request.headers.get("authorization", "")))
+
+
+def _basic(header: str) -> str:
+    scheme, _, value = header.partition(" ")
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        return binascii.a2b_base64(value).decode().partition(":")[0]
+    except ValueError:
+        raise Failure("unauthenticated", "the Authorization header is not Basic base64(user:)") from None
+
+
+def user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def group_name(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)

@@ -1,0 +1,1 @@
+"""Commands and terminals: starting them, their input and output, and signals."""

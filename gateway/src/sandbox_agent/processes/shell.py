@@ -1,0 +1,29 @@
+"""Finds a shell for clients that request /bin/bash in a sandbox without it."""
+
+from __future__ import annotations
+
+import os
+
+BASH = "/bin/bash"
+SH = "/bin/sh"
+
+
+def resolve_program(argv: list[str], path: str) -> tuple[str, list[str]]:
+    """Return the program to run for ``argv``, and its arguments. ``path``: the variable PATH.
+
+    E2B's ``commands.run`` and ``pty.create`` always use /bin/bash, which FreeBSD and some Linux systems do not have.
+    The replacement is a bash elsewhere in PATH, or else /bin/sh as a login shell: bash features then fail with the
+    shell's own error, which begins with "sh:".
+    """
+    if argv[0] != BASH or os.access(BASH, os.X_OK):
+        return argv[0], argv
+    for place in path.split(":"):
+        elsewhere = os.path.join(place, "bash")
+        if place and os.path.isfile(elsewhere) and os.access(elsewhere, os.X_OK):
+            return elsewhere, argv
+    # Not every shell supports -l, but a leading dash in argv[0] makes any of them a login shell.
+    if argv[1:3] == ["-l", "-c"]:
+        return SH, ["-sh", *argv[2:]]
+    if argv[1:] == ["-i", "-l"]:
+        return SH, ["-sh", "-i"]
+    return argv[0], argv

@@ -1,0 +1,1 @@
+"""Keys and scopes (auth), tokens for the ports of sandboxes (ports), limits on request bodies (limits)."""

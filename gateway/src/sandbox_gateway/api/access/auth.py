@@ -1,0 +1,198 @@
+"""Authorises control-plane requests: by API keys from a file, or by the unix socket."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sandbox_gateway.errors import Forbidden, Invalid, Unauthorized
+from sandbox_gateway.records import check_name
+
+SHORTEST_KEY = 16
+OPEN_PATHS = frozenset({"/health", "/healthz"})
+_EXEC = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
+_CALLER = "sandbox_gateway.caller"
+_LOCAL = "sandbox_gateway.local"
+
+
+class Permission(IntEnum):
+    """The rights of a caller; each includes the ones before it."""
+
+    READ = 1
+    EXEC = 2
+    ADMIN = 3
+
+
+@dataclass(frozen=True)
+class Caller:
+    name: str
+    permission: Permission
+
+
+@dataclass(frozen=True)
+class Key:
+    name: str
+    permission: Permission
+    digest: bytes
+    """SHA-256 of the key: all compared values have the same length."""
+
+
+def digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()
+
+
+class Keys:
+    """The API keys; empty if none are configured."""
+
+    def __init__(self, keys: Iterable[Key] = ()) -> None:
+        self._keys = tuple(keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, secret: str) -> Caller | None:
+        """Return the caller that a key belongs to. Compares it with every key, each in constant time."""
+        offered, found = digest(secret), None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, offered):
+                found = Caller(key.name, key.permission)
+        return found
+
+    @classmethod
+    def load(cls, path: Path) -> Keys:
+        """Read a key file: one `name scope key` per line, `#` begins a comment. Raises Invalid."""
+        try:
+            with path.open() as file:
+                _check_mode(path, os.fstat(file.fileno()))
+                lines = file.read().splitlines()
+        except FileNotFoundError:
+            raise Invalid(f"key file {path} not found: create it with a line `name admin key`, mode 0600") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise Invalid(f"key file {path} cannot be read: {error}") from None
+        keys: dict[str, Key] = {}
+        for number, line in enumerate(lines, 1):
+            if line.strip() and not line.lstrip().startswith("#"):
+                key = _parse(line, f"key file {path}, line {number}")
+                if key.name in keys:
+                    raise Invalid(f"key file {path}, line {number}: the name {key.name!r} is there twice")
+                keys[key.name] = key
+        return cls(keys.values())
+
+
+def _check_mode(path: Path, status: os.stat_result) -> None:
+    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise Invalid(f"key file {path} may be read by others: chmod 600 {path}")
+    if status.st_uid not in (0, os.geteuid()):
+        raise Invalid(f"key file {path} belongs to user {status.st_uid}: chown root {path}")
+
+
+def _parse(line: str, where: str) -> Key:
+    words = line.split()
+    if len(words) != 3:
+        raise Invalid(f"{where}: expected `name scope key`, three words")
+    name, scope, secret = words
+    try:
+        check_name(name)
+        permission = Permission[scope.upper()]
+    except ValueError as error:
+        raise Invalid(f"{where}: {error}") from None
+    except KeyError:
+        raise Invalid(f"{where}: the scope is read, exec or admin") from None
+    if len(secret) < SHORTEST_KEY:
+        raise Invalid(f"{where}: a key has at least {SHORTEST_KEY} characters; `openssl rand -hex 32` makes one")
+    return Key(name, permission, digest(secret))
+
+
+class LocalPeer:
+    """Wraps the application of the unix socket's listener: anyone who can open the socket has administrator rights.
+
+    It marks the ASGI scope of the connection, which no header can change.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[_LOCAL] = True
+        await self.app(scope, receive, send)
+
+
+def presented_secrets(headers: Headers) -> list[str]:
+    """Return the secrets that a request sends as API keys."""
+    offered = [headers.get("x-api-key", "")]
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        offered.append(value.strip())
+    return [secret for secret in offered if secret]
+
+
+def identify(scope: Scope, keys: Keys) -> Caller | None:
+    """Return the caller of a request; None if its key is unknown."""
+    if scope.get(_LOCAL):
+        caller: Caller | None = Caller("local", Permission.ADMIN)
+    else:
+        found = [keys.find(secret) for secret in presented_secrets(Headers(scope=scope))]
+        caller = max((one for one in found if one), key=lambda one: one.permission, default=None)
+    if caller:
+        scope[_CALLER] = caller
+    return caller
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Return the caller of an authorised request."""
+    caller: Caller = scope[_CALLER]
+    return caller
+
+
+def unauthorized(scope: Scope, keys: Keys) -> Unauthorized:
+    if not len(keys):
+        return Unauthorized("no API key is configured for this address: set server.key_file, or use the unix socket")
+    if presented_secrets(Headers(scope=scope)):
+        return Unauthorized("the API key is not known here")
+    return Unauthorized("an API key is needed: send X-API-Key: KEY or Authorization: Bearer KEY")
+
+
+def required_permission(method: str, path: str) -> Permission:
+    """Return the permission that a control-plane request requires."""
+    if method in ("GET", "HEAD", "OPTIONS"):
+        return Permission.READ
+    if method == "POST" and _EXEC.fullmatch(path):
+        return Permission.EXEC
+    return Permission.ADMIN
+
+
+class Authorise:
+    """Middleware that accepts control-plane requests only with a key of sufficient scope."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self.app = app
+        self.keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            caller = identify(scope, self.keys)
+            if caller is None:
+                raise unauthorized(scope, self.keys)
+            require(caller, required_permission(scope["method"], scope["path"]))
+        await self.app(scope, receive, send)
+
+
+def require(caller: Caller, permission: Permission) -> None:
+    if caller.permission < permission:
+        raise insufficient(caller, permission)
+
+
+def insufficient(caller: Caller, permission: Permission) -> Forbidden:
+    return Forbidden(
+        f"the key {caller.name!r} has scope {caller.permission.name.lower()}; this needs {permission.name.lower()}"
+    )

@@ -1,0 +1,84 @@
+"""Limits on bodies of control-plane requests, which are held in memory: their size, total size and duration."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sandbox_gateway.errors import Busy, GatewayError, OverQuota
+
+LARGEST_BODY = 4 << 20
+MOST_HELD = 32 << 20
+"""Bytes of the bodies of all current requests."""
+
+
+class TooLarge(OverQuota):
+    kind = "invalid"
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"the body is larger than {LARGEST_BODY >> 20} MiB: send less; files go through the data plane"
+        )
+
+
+class TooSlow(GatewayError):
+    """The client stopped sending in the middle of its request; the rest may still arrive."""
+
+    kind = "timeout"
+    status = 408
+
+    @classmethod
+    def whole(cls, seconds: float) -> TooSlow:
+        return cls(f"the body was not there within {seconds:g} s (server.request_seconds): send it faster, or less")
+
+    @classmethod
+    def stalled(cls, seconds: float) -> TooSlow:
+        return cls(f"nothing of the body came for {seconds:g} s (server.stalled_seconds): send the request anew")
+
+
+class BodyLimit:
+    """Middleware that limits the size and duration of request bodies.
+
+    Raises TooLarge beyond LARGEST_BODY bytes, TooSlow after ``seconds``, Busy if all bodies together exceed MOST_HELD.
+    """
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        self.app = app
+        self.seconds = seconds
+        self._held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "0")
+        if declared.isdigit() and int(declared) > LARGEST_BODY:
+            raise TooLarge
+        due: float | None = asyncio.get_running_loop().time() + self.seconds
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen, due
+            try:
+                async with asyncio.timeout_at(due):
+                    message = await receive()
+            except TimeoutError:
+                raise TooSlow.whole(self.seconds) from None
+            if not message.get("more_body"):
+                # After the body, only the client's disconnect follows, at any time.
+                due = None
+            size = len(message.get("body", b""))
+            seen += size
+            self._held += size
+            if seen > LARGEST_BODY:
+                raise TooLarge
+            if self._held > MOST_HELD:
+                raise Busy(f"the bodies of all requests exceed {MOST_HELD >> 20} MiB: try again later")
+            return message
+
+        try:
+            await self.app(scope, counted, send)
+        finally:
+            self._held -= seen

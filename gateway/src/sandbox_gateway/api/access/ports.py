@@ -1,0 +1,148 @@
+"""Authorises requests to ports in sandboxes: by API key, by the sandbox's two tokens, by signed URL, or public ports.
+
+The tokens are derived from the sandbox's id, even after its removal: holders of its tokens learn that it was removed,
+and others cannot distinguish it from one that never existed.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import time
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, quote, urlencode
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from sandbox_gateway.api.access import auth
+from sandbox_gateway.api.errors import clip
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.errors import GatewayError, NotFound, Unauthorized
+from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT
+from sandbox_gateway.records import Sandbox
+
+AGENT_PORTS = frozenset({AGENT_PORT, CODE_PORT})
+"""Ports of the agent (E2B's envd, and the code interpreter): only these receive an inner access token."""
+TOKEN_HEADER = "x-access-token"
+TRAFFIC_HEADERS = ("e2b-traffic-access-token", "cube-traffic-access-token")
+SECRET_HEADERS = frozenset({"x-api-key", TOKEN_HEADER, *TRAFFIC_HEADERS})
+"""Headers for the gateway only: not passed on to services."""
+_OPERATIONS = {"GET": "read", "POST": "write"}
+_MOST_DIGITS = 15
+
+
+class NotRunning(GatewayError):
+    """The sandbox has no machine. E2B's clients look for "was not found" in an answer of status 502."""
+
+    status = 502
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    @classmethod
+    def gone(cls, ref: str) -> NotRunning:
+        return cls(NotFound.kind, f"sandbox {clip(ref, 80)!r} was not found: it was removed, or never was")
+
+    @classmethod
+    def because(cls, error: GatewayError) -> NotRunning:
+        return cls(error.kind, f"{error.message}; a running one was not found")
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The result of ``admit``. ``query`` replaces the query of a signed request: it has only the signed parts."""
+
+    sandbox: Sandbox
+    query: bytes | None = None
+
+
+def traffic_token(engine: Engine, sandbox_id: str) -> str:
+    """Return the sandbox's second token, which is valid for every port except the agent's first."""
+    return engine.secret.derive(f"traffic {sandbox_id}")
+
+
+def inner_token(token: str, port: int) -> str:
+    """Return the token that the agent at ``port`` requires: ``token``, or one derived from it for the code interpreter.
+
+    A program that listens on the interpreter's port while no agent runs must not learn the other port's token.
+    """
+    return token if port == AGENT_PORT else hashlib.sha256(f"code {token}".encode()).hexdigest()
+
+
+class Access:
+    def __init__(self, engine: Engine, keys: auth.Keys) -> None:
+        self.engine = engine
+        self.keys = keys
+
+    def admit(self, scope: Scope, headers: Headers, ref: str, port: int) -> Admission:
+        """Return the sandbox that a request may reach. Raises Unauthorized, Forbidden or NotRunning."""
+        sandbox = self._find(ref)
+        id = sandbox.id if sandbox else ref
+        caller = auth.identify(scope, self.keys)
+        query = None
+        if not (caller and caller.permission >= auth.Permission.EXEC):
+            open_to_all = sandbox is not None and sandbox.network.allow_public_traffic and port not in AGENT_PORTS
+            if not (open_to_all or self._has_token(id, headers, port)):
+                query = self._signed(scope, id, port)
+                if query is None:
+                    raise self._refused(scope, caller, headers)
+        if sandbox is None:
+            raise NotRunning.gone(ref)
+        return Admission(sandbox, query)
+
+    def _find(self, ref: str) -> Sandbox | None:
+        try:
+            return self.engine.sandboxes.get(ref)
+        except NotFound:
+            return None
+
+    def _has_token(self, id: str, headers: Headers, port: int) -> bool:
+        offered = [(headers.get(TOKEN_HEADER), self.engine.secret.derive(id))]
+        if port != AGENT_PORT:
+            offered += [(headers.get(name), traffic_token(self.engine, id)) for name in TRAFFIC_HEADERS]
+        return any(hmac.compare_digest(auth.digest(sent), auth.digest(right)) for sent, right in offered if sent)
+
+    def _signed(self, scope: Scope, id: str, port: int) -> bytes | None:
+        if port != AGENT_PORT or scope["type"] != "http" or scope.get("raw_path") != b"/files":
+            return None
+        return signed_query(scope["method"], scope.get("query_string", b""), self.engine.secret.derive(id), time.time())
+
+    def _refused(self, scope: Scope, caller: auth.Caller | None, headers: Headers) -> GatewayError:
+        if caller:
+            return auth.insufficient(caller, auth.Permission.EXEC)
+        if any(name in headers for name in (TOKEN_HEADER, *TRAFFIC_HEADERS)):
+            return Unauthorized("no sandbox of that id has this access token, or it is not good for this port")
+        return auth.unauthorized(scope, self.keys)
+
+
+def signed_query(method: str, query: bytes, token: str, now: float) -> bytes | None:
+    """Return the query to pass on for a `/files` URL that E2B's clients signed with ``token``; None if it was not.
+
+    The signature is over `path:operation:user:token[:expiration]`. A user name with a colon is refused: parts of the
+    path, or the operation, could be moved into it. Raises Unauthorized for an expired signature.
+    """
+    operation = _OPERATIONS.get(method)
+    try:
+        fields = parse_qsl(query.decode("ascii"), keep_blank_values=True, errors="strict")
+    except ValueError:
+        return None
+    given = dict(fields)
+    path, user, signature = given.get("path", ""), given.get("username", ""), given.get("signature", "")
+    expiration = given.get("signature_expiration")
+    if operation is None or len(given) != len(fields) or not path or not signature or ":" in user:
+        return None
+    raw = f"{path}:{operation}:{user}:{token}"
+    if expiration is not None:
+        if not (expiration.isascii() and expiration.isdigit() and len(expiration) <= _MOST_DIGITS):
+            return None
+        raw += f":{expiration}"
+    right = "v1_" + base64.b64encode(hashlib.sha256(raw.encode()).digest()).rstrip(b"=").decode()
+    if not hmac.compare_digest(signature.encode(), right.encode()):
+        return None
+    if expiration is not None and now > int(expiration):
+        raise Unauthorized("the signature of this URL has expired: make a new one")
+    passed = {"path": path, "username": user} if user else {"path": path}
+    return urlencode(passed, quote_via=quote).encode()

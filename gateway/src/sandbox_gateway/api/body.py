@@ -1,0 +1,39 @@
+"""The base class of all request bodies, and field types that both dialects share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from sandbox_gateway.api.dependencies import LONGEST_REF
+from sandbox_gateway.engine.spec import UNSET
+
+MOST_FORKS = 1000
+_CENTURY = 3_153_600_000
+
+
+def _never(value: object) -> object:
+    """Return None for -1, with which the dialects mean never."""
+    if isinstance(value, bool):
+        raise ValueError("a number of seconds is needed, or -1 for never")
+    return None if value == -1 else value
+
+
+AnyRef = Annotated[str, Field(min_length=1, max_length=LONGEST_REF)]
+Seconds = Annotated[float, Field(ge=0, le=_CENTURY, allow_inf_nan=False)]
+Timeout = Annotated[Seconds | None, BeforeValidator(_never)]
+"""Seconds from now until the sandbox ends; null or -1: never."""
+TIMEOUT = Field(None, description="Seconds from now; -1 or null: never. Absent: the host's default, or as it was.")
+
+
+class Body(BaseModel):
+    """Unknown fields are ignored, as the dialects' clients expect; ``unknown_fields`` warns of them."""
+
+    model_config = ConfigDict(extra="ignore", populate_by_name=True)
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """Fields that known clients send but that have no effect here: there is no warning about them."""
+
+    def given(self, field: str) -> Any:
+        """Return the value of ``field``, or UNSET if the caller did not send it."""
+        return getattr(self, field) if field in self.model_fields_set else UNSET

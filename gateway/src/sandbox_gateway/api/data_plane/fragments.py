@@ -1,0 +1,129 @@
+"""Parses WebSocket messages in fragments of bounded size, one at a time.
+
+Written by hand, because websockets buffers whole frames: a peer could make the gateway hold 16 MiB per connection.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Generator
+
+from websockets.client import ClientProtocol
+from websockets.exceptions import PayloadTooBig, ProtocolError
+from websockets.frames import CTRL_OPCODES, CloseCode, Frame, Opcode, apply_mask  # type: ignore[attr-defined]
+from websockets.protocol import SERVER, Protocol
+from websockets.server import ServerProtocol
+
+LARGEST_FRAGMENT = 16 << 10
+"""In bytes; a multiple of four, the length of a mask. A larger frame is passed on as several."""
+MOST_CONTROLS = 32
+"""Control frames handled per turn of the event loop: one read may contain thousands."""
+_FIN, _OPCODE, _MASKED, _LENGTH = 0x80, 0x0F, 0x80, 0x7F
+_LENGTHS = {126: "!H", 127: "!Q"}
+
+
+class Fragments(Protocol):
+    """A protocol that pauses parsing after each fragment of a message, and after ``MOST_CONTROLS`` control frames.
+
+    ``receive_data(b"")`` continues with the data already read. ``max_size`` limits a message. There are no extensions.
+    """
+
+    has_more = False
+    """A fragment was passed on, and another one may be available without reading more data."""
+    crowded = False
+    """Parsing paused among control frames: no fragment was passed on, and no more data should be read yet."""
+    _controls = 0
+
+    def parse(self) -> Generator[None]:
+        try:
+            while True:
+                self.has_more = self.crowded = False
+                if (yield from self.reader.at_eof()):
+                    raise EOFError("unexpected end of stream")
+                yield from self._frame()
+        except ProtocolError as error:
+            self._stop(error, CloseCode.PROTOCOL_ERROR, str(error))
+        except EOFError as error:
+            self._stop(error, CloseCode.ABNORMAL_CLOSURE, str(error))
+        except UnicodeDecodeError as error:
+            self._stop(error, CloseCode.INVALID_DATA, error.reason)
+        except PayloadTooBig as error:
+            error.set_current_size(self.current_size)
+            self._stop(error, CloseCode.MESSAGE_TOO_BIG, str(error))
+        yield
+
+    def receive_eof(self) -> None:
+        super().receive_eof()
+        while self.has_more:
+            next(self.parser)
+
+    def fail(self, code: CloseCode | int, reason: str = "") -> None:
+        self.has_more = self.crowded = False
+        super().fail(code, reason)
+
+    def _stop(self, error: Exception, code: CloseCode, reason: str) -> None:
+        self.fail(code, reason)
+        self.parser_exc = error
+
+    def _frame(self) -> Generator[None]:
+        """Parse one frame: a control frame is handled immediately, any other is passed on in fragments."""
+        first, second = yield from self.reader.read_exact(2)
+        opcode, fin, length = self._checked(first, second)
+        if length in _LENGTHS:
+            layout = _LENGTHS[length]
+            (length,) = struct.unpack(layout, (yield from self.reader.read_exact(struct.calcsize(layout))))
+        if opcode in CTRL_OPCODES:
+            if length > 125 or not fin:
+                raise ProtocolError("control frame too long, or fragmented")
+        elif self.max_message_size is not None and length > (most := self.max_message_size - (self.current_size or 0)):
+            raise PayloadTooBig(length, most)
+        mask = (yield from self.reader.read_exact(4)) if self.side is SERVER else b""
+        while True:
+            size = min(length, LARGEST_FRAGMENT)
+            data = yield from self.reader.read_exact(size)
+            length -= size
+            self.recv_frame(Frame(opcode, apply_mask(data, mask) if mask else bytes(data), fin and not length))
+            if opcode not in CTRL_OPCODES:
+                self._controls = 0
+                self.has_more = True
+                yield
+            elif opcode is not Opcode.CLOSE:  # Nothing is parsed after a close frame.
+                self._controls += 1
+                if self._controls == MOST_CONTROLS:
+                    self._controls = 0
+                    self.has_more = self.crowded = True
+                    yield
+            if not length:
+                return
+            self.has_more = False
+            opcode = Opcode.CONT
+
+    def _checked(self, first: int, second: int) -> tuple[Opcode, bool, int]:
+        """Check the first two bytes of a frame. Raises ProtocolError."""
+        try:
+            opcode = Opcode(first & _OPCODE)
+        except ValueError:
+            raise ProtocolError("invalid opcode") from None
+        if bool(second & _MASKED) != (self.side is SERVER):
+            raise ProtocolError("incorrect masking")
+        if first & ~(_FIN | _OPCODE):
+            raise ProtocolError("reserved bits must be 0")
+        return opcode, bool(first & _FIN), second & _LENGTH
+
+
+class ServerFragments(ServerProtocol, Fragments):
+    """The gateway's end of a client's connection."""
+
+
+class ClientFragments(ClientProtocol, Fragments):
+    """The gateway's end of a connection to a service."""
+
+
+def send_fragment(protocol: Protocol, frame: Frame) -> None:
+    """Send a fragment. Raises InvalidState if the connection is being closed."""
+    if frame.opcode is Opcode.CONT:
+        protocol.send_continuation(frame.data, frame.fin)
+    elif frame.opcode is Opcode.TEXT:
+        protocol.send_text(frame.data, frame.fin)
+    else:
+        protocol.send_binary(frame.data, frame.fin)

@@ -1,0 +1,117 @@
+"""Connection pools, one per machine: connections end with the machine, not with the sandbox.
+
+Written by hand, because httpx pools connections by address, and a new machine may get the address of an old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Iterator
+from datetime import datetime
+
+from sandbox_gateway.api.data_plane.transport import Transport
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.errors import Busy, NotFound
+from sandbox_gateway.records import Sandbox, SandboxState
+
+CONNECT_SECONDS = 10.0
+SMALL_PIECE = 4096
+"""In bytes. Thousands of smaller pieces may arrive in one read: other tasks run after each of them."""
+IDLE_CONNECTIONS = 16
+IDLE_SECONDS = 30.0
+"""Shorter than the agent's idle timeout, so that the agent never closes a connection that is about to be reused."""
+
+
+class Machine:
+    """One machine, from start to end, and the connections to it."""
+
+    def __init__(self, sandbox: Sandbox, tls: ssl.SSLContext, engine: Engine) -> None:
+        self.key = _key(sandbox)
+        self._sandbox = sandbox
+        self._engine = engine
+        self.transport = Transport(tls, max_idle=IDLE_CONNECTIONS, idle_seconds=IDLE_SECONDS)
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the sandbox no longer runs on this machine: current requests cannot complete."""
+        self.under_way = 0
+
+    def is_alive(self) -> bool:
+        """Return whether the machine still exists. Another one may get its address before ``gone`` is done."""
+        return not self.gone.done() and not self._engine.host.ended(self._sandbox)
+
+    async def end(self) -> None:
+        if not self.gone.done():
+            self.gone.set_result(None)
+        await self.transport.aclose()
+
+
+class Pools:
+    """The machines that requests were sent to, until they end."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        # Never used, because services inside speak plain HTTP; without it, httpcore would create one for each pool.
+        self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self._machines: dict[str, Machine] = {}
+        self._watcher: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+
+    @contextlib.contextmanager
+    def use(self, sandbox: Sandbox) -> Iterator[Machine]:
+        """Provide the machine that ``sandbox`` runs on, for one request. Raises Busy if it has too many."""
+        machine = self._machine_of(sandbox)
+        most = self._engine.config.limits.connections
+        if machine.under_way >= most:
+            raise Busy(f"{most} requests to sandbox {sandbox.id} are under way (limits.connections): try again later")
+        machine.under_way += 1
+        try:
+            yield machine
+        finally:
+            machine.under_way -= 1
+
+    def _machine_of(self, sandbox: Sandbox) -> Machine:
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.create_task(self._watch())
+        machine = self._machines.get(sandbox.id)
+        if machine is not None and machine.key == _key(sandbox):
+            return machine
+        self._drop(sandbox.id)
+        self._machines[sandbox.id] = Machine(sandbox, self._tls, self._engine)
+        return self._machines[sandbox.id]
+
+    async def _watch(self) -> None:
+        with self._engine.events.subscribed() as events:
+            while True:
+                await events.get()
+                self._drop_ended()
+
+    def _drop_ended(self) -> None:
+        for id in [id for id, machine in self._machines.items() if not self._is_current(id, machine)]:
+            self._drop(id)
+
+    def _is_current(self, id: str, machine: Machine) -> bool:
+        try:
+            sandbox = self._engine.sandboxes.get(id)
+        except NotFound:
+            return False
+        return sandbox.state is SandboxState.RUNNING and _key(sandbox) == machine.key
+
+    def _drop(self, id: str) -> None:
+        machine = self._machines.pop(id, None)
+        if machine is not None:
+            task = asyncio.create_task(machine.end())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        for id in list(self._machines):
+            self._drop(id)
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+
+def _key(sandbox: Sandbox) -> tuple[str, datetime]:
+    """Return the key of a machine. After a stop and a boot from its disk, a new machine has the same name."""
+    return sandbox.instance, sandbox.started_at

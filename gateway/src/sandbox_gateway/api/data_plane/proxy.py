@@ -1,0 +1,442 @@
+"""The data plane: streams requests to ports inside sandboxes, and their answers.
+
+A request belongs to a sandbox when its Host is `{port}-{sandboxID}.{domain}`, or when it carries `E2b-Sandbox-Id`
+and `E2b-Sandbox-Port`. `access.ports` authorises them. Written by hand, because proxy libraries trust the service and
+pool connections by address: here services are untrusted, and connections end with the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import anyio
+import httpx
+import websockets.datastructures
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from websockets.exceptions import InvalidHandshake
+
+from sandbox_gateway.api.access import auth
+from sandbox_gateway.api.access.limits import TooSlow
+from sandbox_gateway.api.access.ports import AGENT_PORTS, SECRET_HEADERS, TOKEN_HEADER, Access, NotRunning, inner_token
+from sandbox_gateway.api.data_plane import websocket
+from sandbox_gateway.api.data_plane.heads import Head
+from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE, Machine, Pools
+from sandbox_gateway.api.dependencies import LONGEST_REF
+from sandbox_gateway.api.errors import ClientGone, clip
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.errors import BackendFailed, Conflict, Invalid, NotFound, Unsupported
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Sandbox, SandboxState
+
+log = Logger("proxy")
+
+_ID_HEADER, _PORT_HEADER = "e2b-sandbox-id", "e2b-sandbox-port"
+_HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+_NOT_INWARD = _HOP_BY_HOP | SECRET_HEADERS | {_ID_HEADER, _PORT_HEADER, "expect", "host"}
+# uvicorn adds its own date. `Alt-Svc` would redirect clients to other ports at the gateway's address.
+_NOT_OUTWARD = _HOP_BY_HOP | {"date", "alt-svc"}
+# If the Host header is the gateway's own address, these would apply to the gateway and every sandbox behind it.
+_NOT_OURS = frozenset({"set-cookie", "strict-transport-security", "clear-site-data", "public-key-pins"})
+_COOKIE_DOMAIN = re.compile(rb";\s*domain\s*=\s*([^;\s]*)", re.IGNORECASE)
+_REPEATABLE = frozenset({"GET", "HEAD", "OPTIONS"})
+_TIMEOUTS = {"connect": CONNECT_SECONDS, "read": None, "write": None, "pool": None}
+
+
+class ProxyFailed(BackendFailed):
+    status = 502
+
+
+class NotPassedOn(Unsupported):
+    status = 501
+
+
+@dataclass(frozen=True)
+class Target:
+    """The target of a request. ``ref``: the sandbox; ``port``: 1 to 65535 inside it; ``host``: the Host header for the
+    service; ``by_host``: the request named the sandbox in its Host header."""
+
+    ref: str
+    port: int
+    host: str
+    by_host: bool
+
+
+class Addresses:
+    """The address formats in which requests name a sandbox and a port."""
+
+    def __init__(self, domain: str) -> None:
+        self._host = re.compile(rf"(\d+)-([^.]+)\.{re.escape(domain.lower())}\.?(?::\d{{1,5}})?")
+
+    def target(self, headers: Headers) -> Target | None:
+        """Return the target of a request; None: the gateway itself. Raises Invalid for an impossible port."""
+        asked = headers.get("host", "")
+        host = self._host.fullmatch(asked.lower())
+        if host:
+            return Target(host[2], _port(host[1]), asked, by_host=True)
+        if _ID_HEADER in headers and _PORT_HEADER in headers:
+            ref = headers[_ID_HEADER]
+            if not 0 < len(ref) <= LONGEST_REF:
+                raise Invalid(f"E2b-Sandbox-Id: an id or a name, of at most {LONGEST_REF} characters")
+            port = _port(headers[_PORT_HEADER])
+            return Target(ref, port, f"localhost:{port}", by_host=False)
+        return None
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= 65535):
+        raise Invalid(f"a port is a number from 1 to 65535 (got {clip(text, 40)!r})")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Errand:
+    """One request from a client to a service."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    target: Target
+    sandbox: Sandbox
+    address: str
+    path: bytes
+    """The path with the query."""
+    headers: list[tuple[bytes, bytes]]
+    """The headers for the service inside."""
+
+    @property
+    def place(self) -> str:
+        return f"port {self.target.port} of sandbox {self.sandbox.id}"
+
+
+class DataPlane:
+    """Middleware that passes requests for sandboxes to them, and all others to the control plane."""
+
+    def __init__(self, app: ASGIApp, engine: Engine, keys: auth.Keys, addresses: Addresses, pools: Pools) -> None:
+        self.app = app
+        self.engine = engine
+        self.keys = keys
+        self.addresses = addresses
+        self.pools = pools
+        self.access = Access(engine, keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        target = self.addresses.target(headers) if scope["type"] in ("http", "websocket") else None
+        if target is None:
+            if scope["type"] == "websocket":
+                raise Unsupported("the gateway itself has no WebSockets; address a port of a sandbox (docs/api.md)")
+            await self.app(scope, receive, send)
+            return
+        scope["sandbox_gateway.route"] = "data plane"
+        _check_target(scope, headers)
+        admission = self.access.admit(scope, headers, target.ref, target.port)
+        sandbox = await self._resume_if_paused(admission.sandbox)
+        try:
+            address, token = self.engine.agents.endpoint(sandbox.id)
+        except (Conflict, NotFound) as error:
+            raise NotRunning.because(error) from None
+        errand = Errand(
+            scope,
+            receive,
+            send,
+            target,
+            sandbox,
+            address,
+            _path(scope, admission.query),
+            self._headers_for_service(headers, target, token, signed=admission.query is not None),
+        )
+        with self.pools.use(sandbox) as machine:
+            if scope["type"] == "websocket":
+                await _websocket(errand, machine)
+            else:
+                await _http(errand, machine, self.engine.config.server.stalled_seconds, has_body=_has_body(headers))
+
+    async def _resume_if_paused(self, sandbox: Sandbox) -> Sandbox:
+        """Resume a paused sandbox that was created with autoResume; concurrent requests wait for it."""
+        if sandbox.state is SandboxState.PAUSED and sandbox.auto_resume:
+            try:
+                return await self.engine.sandboxes.resume(sandbox.id)
+            except Conflict:
+                pass
+            except NotFound as error:
+                raise NotRunning.because(error) from None
+        try:
+            return self.engine.sandboxes.get(sandbox.id)
+        except NotFound:
+            raise NotRunning.gone(sandbox.id) from None
+
+    def _headers_for_service(
+        self, headers: Headers, target: Target, token: str, *, signed: bool
+    ) -> list[tuple[bytes, bytes]]:
+        """Return the request's headers, without the gateway's secrets and connection-specific headers."""
+        dropped = _NOT_INWARD | _connection_options(headers)
+        # A signed URL is valid only for the user it names.
+        if signed or any(self._is_key(value) for value in headers.getlist("authorization")):
+            dropped |= {"authorization"}
+        kept = [(name, value) for name, value in headers.raw if _lower_name(name) not in dropped]
+        kept.insert(0, (b"host", target.host.encode("latin-1")))
+        if target.port in AGENT_PORTS:
+            kept.append((TOKEN_HEADER.encode(), inner_token(token, target.port).encode()))
+        return kept
+
+    def _is_key(self, authorization: str) -> bool:
+        scheme, _, secret = authorization.partition(" ")
+        return scheme.lower() == "bearer" and self.keys.find(secret.strip()) is not None
+
+
+def _check_target(scope: Scope, headers: Headers) -> None:
+    """Raise Invalid or NotPassedOn for a request that cannot be passed on to any service."""
+    if scope.get("method") == "CONNECT":
+        raise NotPassedOn("CONNECT is not passed on: only requests and WebSockets are")
+    if not scope.get("raw_path", b"/").startswith(b"/"):
+        raise Invalid("the target of a request is a path: it begins with '/'")
+    if scope["type"] == "http" and "upgrade" in _connection_options(headers):
+        wanted = headers.get("upgrade", "").strip()
+        # A client that offers an upgrade to HTTP/2 accepts an answer in HTTP/1.1.
+        if wanted and wanted.lower() != "h2c":
+            raise NotPassedOn(f"an upgrade to {clip(wanted, 40)!r} is not passed on: only WebSockets are")
+
+
+async def _http(errand: Errand, machine: Machine, stalled_seconds: float, *, has_body: bool) -> None:
+    body = _Body(errand.receive, stalled_seconds, expected=has_body)
+    request = httpx.Request(
+        errand.scope["method"],
+        httpx.URL(scheme="http", host=errand.address, port=errand.target.port),
+        headers=errand.headers,
+        content=body if has_body else None,
+        extensions={"timeout": _TIMEOUTS, "target": errand.path},
+    )
+    exchange = _Exchange(errand, machine, request, may_repeat=not has_body and request.method in _REPEATABLE)
+    if await _finish_unless_gone(exchange.run(), body, machine):
+        return
+    if not exchange.begun:
+        raise _machine_ended(errand)
+    # Returning before the answer is complete makes uvicorn close the client's connection.
+    log.info("data plane ended", sandbox=errand.sandbox.id, port=errand.target.port)
+
+
+class _Exchange:
+    """A request and its answer, passed on as it arrives."""
+
+    def __init__(self, errand: Errand, machine: Machine, request: httpx.Request, *, may_repeat: bool) -> None:
+        self.errand = errand
+        self.machine = machine
+        self.request = request
+        self.may_repeat = may_repeat
+        self.begun = False
+        """The answer has begun."""
+
+    async def run(self) -> None:
+        """Send the request and pass on the answer. Raises ProxyFailed before the answer has begun."""
+        response = await self._send()
+        try:
+            if not 200 <= response.status_code < 600:
+                raise ProxyFailed(
+                    f"{self.errand.place} answered with status {response.status_code}, which is no answer"
+                )
+            headers = _headers_for_client(response.headers.raw, self.errand.target)
+            self.begun = True
+            await self.errand.send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+            assert isinstance(response.stream, httpx.AsyncByteStream)
+            async for chunk in response.stream:
+                await self.errand.send({"type": "http.response.body", "body": chunk, "more_body": True})
+                if len(chunk) < SMALL_PIECE:
+                    await asyncio.sleep(0)
+            await self.errand.send({"type": "http.response.body", "body": b"", "more_body": False})
+        except httpx.TransportError as error:
+            # Returning before the answer is complete makes uvicorn close the client's connection.
+            log.warning(
+                "data plane broken", sandbox=self.errand.sandbox.id, port=self.errand.target.port, reason=str(error)
+            )
+        finally:
+            await response.aclose()
+
+    async def _send(self) -> httpx.Response:
+        place = self.errand.place
+        self.request.extensions["trace"] = Head().trace
+        try:
+            return await self._send_once()
+        except httpx.ConnectError:
+            raise _port_closed(self.errand) from None
+        except httpx.TimeoutException:
+            raise ProxyFailed(f"{place} did not accept a connection in time") from None
+        except httpx.TransportError as error:
+            raise ProxyFailed(f"{place} broke the connection: {error}") from None
+
+    async def _send_once(self) -> httpx.Response:
+        try:
+            return await self.machine.transport.handle_async_request(self.request)
+        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+            # The service may close an idle connection just as it is reused; it has not answered anything then.
+            if not self.may_repeat or not self.machine.is_alive():
+                raise
+        return await self.machine.transport.handle_async_request(self.request)
+
+
+class _Body(httpx.AsyncByteStream):
+    """The request's body as it arrives; ``expected`` False: it has none. Raises TooSlow if nothing arrives for
+    ``seconds``."""
+
+    def __init__(self, receive: Receive, seconds: float, *, expected: bool) -> None:
+        self.receive = receive
+        self.seconds = seconds
+        self.read = asyncio.Event()
+        """Set once the body has been read: only the client's disconnect can follow."""
+        if not expected:
+            self.read.set()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            more = True
+            while more:
+                message = await self._piece()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                more = message.get("more_body", False)
+                if chunk := message.get("body", b""):
+                    yield chunk
+        finally:
+            self.read.set()
+
+    async def _piece(self) -> Message:
+        try:
+            async with asyncio.timeout(self.seconds):
+                return await self.receive()
+        except TimeoutError:
+            raise TooSlow.stalled(self.seconds) from None
+
+
+async def _finish_unless_gone(work: Coroutine[Any, Any, None], body: _Body, machine: Machine) -> bool:
+    """Await ``work``. Cancels it if the client disconnects (raises ClientGone) or the machine ends (False)."""
+    scope = anyio.CancelScope()
+
+    async def within() -> None:
+        # httpcore shields its cleanup from the cancellation of a scope, but not of a task.
+        with scope:
+            await work
+
+    worker, watcher = asyncio.ensure_future(within()), asyncio.ensure_future(_wait_for_disconnect(body))
+    try:
+        await asyncio.wait({worker, watcher, machine.gone}, return_when=asyncio.FIRST_COMPLETED)
+        if worker.done():
+            worker.result()
+            return True
+        if machine.gone.done():
+            return False
+        raise ClientGone
+    finally:
+        watcher.cancel()
+        if not worker.done():
+            scope.cancel()
+            await asyncio.wait({worker})
+
+
+async def _wait_for_disconnect(body: _Body) -> None:
+    await body.read.wait()
+    while (await body.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _websocket(errand: Errand, machine: Machine) -> None:
+    tunnel = websocket.Tunnel(errand.receive, errand.send, machine)
+    target = errand.target
+    opening = asyncio.ensure_future(
+        websocket.connect(errand.address, target.port, target.host, errand.path, errand.headers[1:], errand.scope)
+    )
+    try:
+        inside = await tunnel.wait_until_open(opening)
+    except websocket.Refused as refusal:
+        response = refusal.response
+        # The body is sent as a whole: the length may differ if it arrived in chunks.
+        headers = _headers_for_client(_encode_headers(response.headers), target, {"content-length"})
+        await errand.send({"type": "websocket.http.response.start", "status": response.status_code, "headers": headers})
+        await errand.send({"type": "websocket.http.response.body", "body": bytes(response.body)})
+        return
+    except ConnectionRefusedError:
+        raise _port_closed(errand) from None
+    except TimeoutError:
+        raise ProxyFailed(f"{errand.place} did not answer a WebSocket in time") from None
+    except (OSError, InvalidHandshake) as error:
+        raise ProxyFailed(f"{errand.place} does not speak WebSocket there: {error}") from None
+    if inside is None:
+        raise _machine_ended(errand)
+    assert inside.response is not None
+    await tunnel.run(
+        inside, _headers_for_client(_encode_headers(inside.response.headers), target, websocket.OWN_HEADERS)
+    )
+
+
+def _port_closed(errand: Errand) -> ProxyFailed:
+    # E2B's clients search the message for "port is not open".
+    return ProxyFailed(
+        f"nothing listens on {errand.place}, the port is not open: start the service there, on all addresses"
+    )
+
+
+def _machine_ended(errand: Errand) -> ProxyFailed:
+    return ProxyFailed(f"sandbox {errand.sandbox.id} was rolled back, paused or ended during the request")
+
+
+def _headers_for_client(
+    raw: Iterable[tuple[bytes, bytes]], target: Target, more: Iterable[str] = ()
+) -> list[tuple[bytes, bytes]]:
+    """Return the service's headers, without connection-specific ones and without ``more``."""
+    headers = Headers(raw=[(name.lower(), value) for name, value in raw])
+    dropped = _NOT_OUTWARD.union(_connection_options(headers), more)
+    if not target.by_host:
+        dropped |= _NOT_OURS
+    if "transfer-encoding" in headers:
+        # Transfer-Encoding overrides Content-Length (RFC 9112, 6.3).
+        dropped |= {"content-length"}
+    host = target.host.partition(":")[0].rstrip(".").lower()
+    return [
+        (name, value)
+        for name, value in headers.raw
+        if _lower_name(name) not in dropped and not (name == b"set-cookie" and _is_for_other_hosts(value, host))
+    ]
+
+
+def _is_for_other_hosts(cookie: bytes, host: str) -> bool:
+    """Return whether the cookie's Domain includes other hosts, that is, other sandboxes."""
+    return any(domain.lstrip(b".").lower() != host.encode() for domain in _COOKIE_DOMAIN.findall(cookie) if domain)
+
+
+def _encode_headers(headers: websockets.datastructures.Headers) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.raw_items()]
+
+
+def _lower_name(name: bytes) -> str:
+    return name.decode("latin-1").lower()
+
+
+def _connection_options(headers: Headers) -> set[str]:
+    """Return the names of headers that `Connection` limits to this connection (RFC 9110, 7.6.1)."""
+    return {word.strip().lower() for value in headers.getlist("connection") for word in value.split(",")}
+
+
+def _has_body(headers: Headers) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
+def _path(scope: Scope, signed: bytes | None) -> bytes:
+    path: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
+    query: bytes = scope.get("query_string", b"") if signed is None else signed
+    return path + b"?" + query if query else path

@@ -1,0 +1,26 @@
+"""Parameters that routes of both dialects declare."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Header, Path, Request
+
+from sandbox_gateway.engine.engine import Engine
+
+LONGEST_REF = 128
+
+
+async def _engine(request: Request) -> Engine:
+    engine: Engine = request.app.state.engine
+    return engine
+
+
+EngineDep = Annotated[Engine, Depends(_engine)]
+Ref = Annotated[str, Path(max_length=LONGEST_REF, description="An id or a name.")]
+IdempotencyKey = Annotated[
+    str, Header(alias="Idempotency-Key", max_length=256, description="The same key again answers the same sandbox.")
+]
+Operation = Annotated[
+    str, Header(alias="X-Operation-Id", max_length=64, description="Events of this request carry it.")
+]

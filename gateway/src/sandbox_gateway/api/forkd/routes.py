@@ -1,0 +1,208 @@
+"""The dialect of forkd's clients: `/v1`, `/healthz`, `/version`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Request, Response
+
+from sandbox_gateway import __version__
+from sandbox_gateway.api import output
+from sandbox_gateway.api.dependencies import LONGEST_REF, EngineDep, Ref
+from sandbox_gateway.api.forkd import shapes
+from sandbox_gateway.api.waiting import unless_gone
+from sandbox_gateway.engine.builds import Build
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, NotFound, Unsupported
+from sandbox_gateway.recipes import Recipe, Source
+from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
+
+router = APIRouter(tags=["forkd"])
+TagRef = Annotated[str, Path(alias="ref", max_length=LONGEST_REF, description="A name or an id.")]
+
+
+@router.get("/healthz", summary="Check that the gateway is running. Needs no key")
+async def healthz() -> shapes.HealthInfo:
+    return shapes.HealthInfo()
+
+
+@router.get("/version", summary="The gateway's version, and that of these routes")
+async def version() -> shapes.VersionInfo:
+    return shapes.VersionInfo(version=__version__)
+
+
+@router.get("/v1/snapshots", response_model_exclude_none=True, summary="List snapshots and templates")
+async def list_snapshots(engine: EngineDep) -> list[shapes.SnapshotInfo]:
+    found = engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
+    return [_snapshot(engine, snapshot) for snapshot in found]
+
+
+@router.post(
+    "/v1/snapshots",
+    status_code=201,
+    response_model_exclude_none=True,
+    summary="Build a template from a root file system on the gateway's host, and wait for it",
+)
+async def create_snapshot(request: Request, body: shapes.BuildSnapshot, engine: EngineDep) -> shapes.SnapshotInfo:
+    if body.kernel:
+        raise Unsupported("kernel: a template has its own kernel here; leave it out, or build one with POST /templates")
+    if not body.rootfs.startswith("/"):
+        raise Invalid("rootfs: the absolute path of a directory or tarball on the gateway's host is needed")
+    build = await engine.templates.build(body.tag, Recipe(source=Source.ROOTFS, path=body.rootfs))
+    await unless_gone(request, _ended(build))
+    return _snapshot(engine, engine.snapshots.get(body.tag))
+
+
+@router.delete("/v1/snapshots/{ref}", status_code=204, summary="Remove a snapshot or template")
+async def delete_snapshot(
+    ref: TagRef,
+    engine: EngineDep,
+    cascade: Annotated[bool, Query(description="Refused: no snapshot depends on another")] = False,
+    force: Annotated[bool, Query(description="Hide it now, remove it with the last sandbox made from it")] = False,
+) -> None:
+    snapshot = engine.snapshots.get(ref)
+    if cascade:
+        raise Unsupported("cascade: no snapshot depends on another here; delete each one that shall go")
+    await engine.snapshots.delete(snapshot.id, when_unused=force)
+
+
+@router.get("/v1/snapshots/{ref}/info", response_model_exclude_none=True, summary="Show the details of a snapshot")
+async def show_snapshot(ref: TagRef, engine: EngineDep) -> shapes.SnapshotDetail:
+    snapshot = engine.snapshots.get(ref)
+    users = [sandbox.id for sandbox in engine.references.dependents(snapshot)]
+    return shapes.snapshot_detail(snapshot, engine.snapshots.places(snapshot.id), users)
+
+
+@router.post("/v1/snapshots/{ref}/compact", status_code=201, summary="Refused: every snapshot is complete by itself")
+async def compact_snapshot(ref: TagRef, body: shapes.CompactSnapshot, engine: EngineDep) -> shapes.SnapshotInfo:
+    tag = shapes.tag_of(engine.snapshots.get(ref))
+    raise Unsupported(f"compact: snapshot {tag} is complete by itself, as all are; make sandboxes from it as it is")
+
+
+@router.post("/v1/sandboxes", status_code=201, summary="Make n sandboxes from a snapshot or template: all, or none")
+async def create_sandboxes(
+    request: Request, body: shapes.CreateSandboxes, engine: EngineDep
+) -> list[shapes.SandboxInfo]:
+    snapshot = engine.snapshots.get(body.snapshot_tag)
+    if body.live_fork:
+        raise Unsupported(f"live_fork: {_NOT_LIVE}; leave it out")
+    spec = ForkSpec(count=body.n, memory_mb=body.memory_limit_mib, timeout=body.given("timeout"))
+    made = await unless_gone(request, engine.forks.fork(snapshot.id, spec))
+    return [_sandbox(engine, sandbox) for sandbox in made if isinstance(sandbox, Sandbox)]
+
+
+@router.get("/v1/sandboxes", summary="List sandboxes")
+async def list_sandboxes(engine: EngineDep) -> list[shapes.SandboxInfo]:
+    return [_sandbox(engine, sandbox) for sandbox in engine.sandboxes.list()]
+
+
+@router.get("/v1/sandboxes/{ref}", summary="Show a sandbox")
+async def show_sandbox(ref: Ref, engine: EngineDep) -> shapes.SandboxInfo:
+    return _sandbox(engine, engine.sandboxes.get(ref))
+
+
+@router.delete("/v1/sandboxes/{ref}", status_code=204, summary="Remove a sandbox")
+async def kill_sandbox(ref: Ref, engine: EngineDep) -> None:
+    await engine.sandboxes.delete(ref)
+
+
+@router.post(
+    "/v1/sandboxes/{ref}/exec",
+    response_model=shapes.ExecInfo,
+    summary="Run a program to its end and return its output",
+)
+async def execute(request: Request, ref: Ref, body: shapes.RunCommand, engine: EngineDep) -> Response:
+    """Exit code 127: there is no such program. 126: it cannot be executed. 137: it was killed at its timeout.
+
+    `stderr` says so.
+    """
+    result = await unless_gone(request, engine.commands.exec(ref, body.args, timeout=body.timeout_secs))
+    return output.respond(shapes.exec_fields(result, body.timeout_secs))
+
+
+@router.post(
+    "/v1/sandboxes/{ref}/eval",
+    response_model=shapes.EvalInfo,
+    summary="Evaluate Python in the sandbox's own interpreter",
+)
+async def evaluate(request: Request, ref: Ref, body: shapes.Eval, engine: EngineDep) -> Response:
+    """Its state is part of the memory of snapshots, and so of the sandboxes made from them."""
+    result = await unless_gone(request, engine.commands.eval(ref, body.code, timeout=body.timeout_secs))
+    return output.respond(shapes.eval_fields(result))
+
+
+@router.post("/v1/sandboxes/{ref}/ping", summary="A round trip to the sandbox's agent")
+async def ping(ref: Ref, engine: EngineDep) -> shapes.Pong:
+    await engine.commands.ping(ref)
+    return shapes.Pong()
+
+
+@router.post(
+    "/v1/sandboxes/{ref}/branch",
+    status_code=201,
+    response_model_exclude_none=True,
+    summary="Capture a sandbox while it runs",
+)
+async def branch(
+    request: Request, ref: Ref, engine: EngineDep, body: shapes.Branch | None = None
+) -> shapes.SnapshotInfo:
+    """Modes full and diff are one here: changes are written, and the snapshot is complete by itself."""
+    body, sandbox = body or shapes.Branch(), engine.sandboxes.get(ref)
+    _check_mode(body)
+    _check_parent(body, sandbox, engine)
+    taken = await unless_gone(request, engine.snapshots.branch(sandbox.id, body.tag))
+    request.app.state.metrics.captured(taken)
+    return _snapshot(engine, taken)
+
+
+_NOT_LIVE = "a sandbox stands still for the milliseconds in which it is captured"
+
+
+def _check_mode(body: shapes.Branch) -> None:
+    said = [word for word in ("diff", "live") if getattr(body, word)]
+    if body.mode and said:
+        raise Invalid(f"mode and {said[0]} say the same thing twice: leave {said[0]} out")
+    if body.diff and body.live:
+        raise Invalid("diff and live exclude each other: choose a mode")
+    if body.measure_diff and (body.diff or body.mode == "diff"):
+        raise Invalid("measure_diff goes with mode full: a diff is measured anyway")
+    if body.live or body.mode == "live":
+        raise Unsupported(f"mode live: {_NOT_LIVE}; use diff")
+
+
+def _check_parent(body: shapes.Branch, sandbox: Sandbox, engine: Engine) -> None:
+    """Raise an error if the parent is not the snapshot that the sandbox was made from."""
+    if body.parent_tag is None:
+        return
+    if not (body.diff or body.mode == "diff"):
+        raise Invalid("parent_tag goes with mode diff")
+    if engine.snapshots.get(body.parent_tag).id not in (sandbox.forked_from, sandbox.head):
+        origin = _tag(engine, sandbox.forked_from)
+        raise Invalid(f"parent_tag: sandbox {sandbox.id} was made from {origin}, not from {body.parent_tag}")
+
+
+async def _ended(build: Build) -> None:
+    async for _ in build.follow():
+        pass
+    if build.status != "ready":
+        raise BackendFailed(f"the template was not built: {build.reason}")
+
+
+def _snapshot(engine: Engine, snapshot: Snapshot) -> shapes.SnapshotInfo:
+    return shapes.snapshot_info(snapshot, engine.snapshots.places(snapshot.id))
+
+
+def _sandbox(engine: Engine, sandbox: Sandbox) -> shapes.SandboxInfo:
+    try:
+        address, _ = engine.agents.endpoint(sandbox.id)
+    except GatewayError:
+        address = ""
+    return shapes.sandbox_info(sandbox, _tag(engine, sandbox.forked_from), address)
+
+
+def _tag(engine: Engine, id: str) -> str:
+    try:
+        return shapes.tag_of(engine.snapshots.get(id))
+    except NotFound:
+        return id

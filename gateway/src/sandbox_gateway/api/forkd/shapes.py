@@ -1,0 +1,200 @@
+"""Bodies of forkd's requests and answers: one model for each."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, Field
+
+from sandbox_gateway.api.body import MOST_FORKS, TIMEOUT, AnyRef, Body, Timeout
+from sandbox_gateway.engine.spec import EvalResult, ExecResult
+from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind, SnapshotStatus
+
+AGENT_PORT = 8888
+"""The port of forkd's agent in a sandbox, as forkd's clients expect it."""
+LONGEST_TAG = 64
+_TAG = re.compile(rf"[A-Za-z0-9_-]{{1,{LONGEST_TAG}}}")
+_MIB = 1 << 20
+
+
+def _tag(value: str) -> str:
+    if not _TAG.fullmatch(value):
+        raise ValueError(f"a tag is 1 to {LONGEST_TAG} letters, digits, '_' or '-'")
+    return value
+
+
+Tag = Annotated[str, AfterValidator(_tag)]
+Patience = Annotated[float, Field(gt=0, le=604_800, allow_inf_nan=False, description="Seconds it may take.")]
+
+
+class BuildSnapshot(Body):
+    tag: Tag
+    rootfs: str = Field(
+        min_length=1, max_length=4096, description="Absolute path, on the gateway's host, of a directory or tarball."
+    )
+    kernel: str | None = Field(None, description="Refused: a template has its own.")
+
+
+class CompactSnapshot(Body):
+    to: Tag
+
+
+class CreateSandboxes(Body):
+    snapshot_tag: AnyRef = Field(description="A snapshot or a template, by one of its names or its id.")
+    n: int = Field(1, strict=True, ge=1, le=MOST_FORKS)
+    memory_limit_mib: int | None = Field(None, strict=True, ge=64, le=1 << 20, description="Absent: as the snapshot.")
+    live_fork: bool = Field(False, description="Refused: no sandbox can be captured while it goes on writing.")
+    per_child_netns: bool = Field(True, description="Ignored: every sandbox has a network of its own.")
+    prewarm: bool = Field(False, description="Ignored.")
+    hugepages: bool = Field(False, description="Ignored, as where a host has none to give.")
+    timeout: Timeout = TIMEOUT
+
+
+class RunCommand(Body):
+    args: list[str] = Field(min_length=1, max_length=10_000, description="The program and its arguments; no shell.")
+    timeout_secs: Patience = 30
+
+
+class Eval(Body):
+    code: str = Field(max_length=1 << 20, description="Python.")
+    timeout_secs: Patience = 30
+
+
+class Branch(Body):
+    tag: Tag | None = Field(None, description="Absent: `branch-ID-N`.")
+    mode: Literal["full", "diff", "live"] | None = None
+    diff: bool = Field(False, description="An older word for mode diff.")
+    live: bool = Field(False, description="An older word for mode live.")
+    measure_diff: bool = Field(False, description="Ignored: the answer always has these numbers.")
+    wait: bool = Field(True, description="Ignored: the answer comes when the snapshot is ready.")
+    parent_tag: AnyRef | None = Field(None, description="The snapshot that the sandbox was made from, or its head.")
+
+
+class HealthInfo(BaseModel):
+    ok: Literal[True] = True
+
+
+class VersionInfo(BaseModel):
+    version: str
+    api: Literal["v1"] = "v1"
+
+
+class SandboxInfo(BaseModel):
+    id: str
+    snapshot_tag: str = Field(description="The snapshot it was made from; its id if it has no tag or was removed.")
+    netns: None = Field(None, description="Its network is its own; the host names it as it likes.")
+    guest_addr: str = Field(
+        description="ADDRESS:8888, where ADDRESS is that of all its ports on the gateway's host; nothing listens on "
+        "that one by itself. Empty while it is paused."
+    )
+    created_at_unix: int
+    pid: None = Field(None, description="Machines are the host's own affair.")
+    memory_limit_mib: int
+    state: Literal["running", "paused"]
+
+
+class SnapshotInfo(BaseModel):
+    tag: str
+    id: str
+    dir: str = Field(description="Where the host keeps it.")
+    vmstate: str | None = Field(None, description="Where it is a file; also memory.")
+    memory: str | None = None
+    created_at_unix: int
+    branched_from: str | None = Field(None, description="Id of its source; templates have none.")
+    pause_ms: int | None = Field(None, description="How long its source stood still, rounded up.")
+    diff_physical_bytes: int | None = Field(None, description="Memory that was written; where only changes were.")
+    diff_logical_bytes: int | None = None
+    status: Literal["ready", "writing", "failed"]
+    bootable: bool = Field(description="Whether sandboxes can be made from it.")
+
+
+class SnapshotDetail(SnapshotInfo):
+    memory_logical_bytes: int
+    memory_physical_bytes: int = Field(description="Memory written when it was taken.")
+    disk_bytes_unique: int
+    chain_depth: Literal[0] = Field(0, description="Always: each snapshot is complete by itself.")
+    ancestors: list[str] = Field([], description="Always empty, as are its dependents.")
+    dependents: list[str] = []
+    sandboxes: list[str] = Field(description="Ids of the sandboxes that keep it from being deleted.")
+
+
+class ExecInfo(BaseModel):
+    stdout: str
+    stderr: str
+    exit_code: int
+
+
+class EvalInfo(BaseModel):
+    result: str | None
+    error: str | None
+    exit_code: int
+
+
+class Pong(BaseModel):
+    pong: Literal[True] = True
+    numpy_version: None = Field(None, description="The interpreter is not asked.")
+
+
+def tag_of(snapshot: Snapshot) -> str:
+    """Return the first of a snapshot's names that is a valid tag, or else its id, which always is."""
+    return next((name for name in snapshot.names if _TAG.fullmatch(name)), snapshot.id)
+
+
+def sandbox_info(sandbox: Sandbox, snapshot_tag: str, address: str) -> SandboxInfo:
+    """Describe a sandbox. ``address``: empty if it has none."""
+    return SandboxInfo(
+        id=sandbox.id,
+        snapshot_tag=snapshot_tag,
+        guest_addr=f"{address}:{AGENT_PORT}" if address else "",
+        created_at_unix=int(sandbox.created_at.timestamp()),
+        memory_limit_mib=sandbox.resources.memory_mb,
+        state=sandbox.state.value,
+    )
+
+
+def snapshot_info(snapshot: Snapshot, places: dict[str, str]) -> SnapshotInfo:
+    shape = SnapshotInfo(
+        tag=tag_of(snapshot),
+        id=snapshot.id,
+        created_at_unix=int(snapshot.created_at.timestamp()),
+        status=snapshot.status.value,
+        bootable=snapshot.status is SnapshotStatus.READY,
+        **places,
+    )
+    if snapshot.kind is SnapshotKind.SNAPSHOT:
+        shape.branched_from, shape.pause_ms = snapshot.source_sandbox, math.ceil(snapshot.pause_ms)
+    if snapshot.memory is Memory.INCREMENTAL:
+        shape.diff_physical_bytes = snapshot.memory_bytes_written
+        shape.diff_logical_bytes = snapshot.resources.memory_mb * _MIB
+    return shape
+
+
+def snapshot_detail(snapshot: Snapshot, places: dict[str, str], sandboxes: list[str]) -> SnapshotDetail:
+    with_memory = snapshot.memory is not Memory.NONE
+    return SnapshotDetail(
+        **snapshot_info(snapshot, places).model_dump(),
+        memory_logical_bytes=snapshot.resources.memory_mb * _MIB if with_memory else 0,
+        memory_physical_bytes=snapshot.memory_bytes_written,
+        disk_bytes_unique=snapshot.disk_bytes_unique,
+        sandboxes=sandboxes,
+    )
+
+
+def exec_fields(result: ExecResult, seconds: float) -> dict[str, bytes | int]:
+    """Return the fields of ``ExecInfo``."""
+    errors = result.stderr
+    if result.timed_out:
+        errors += f"the command did not end within {seconds:g} s and was killed\n".encode()
+    return {"stdout": result.stdout, "stderr": errors, "exit_code": result.exit_code}
+
+
+def eval_fields(result: EvalResult) -> dict[str, str | int | None]:
+    """Return the fields of ``EvalInfo``."""
+    failed = result.exit_code != 0
+    return {
+        "result": None if failed else result.result,
+        "error": result.error if failed else None,
+        "exit_code": result.exit_code,
+    }

@@ -1,0 +1,1 @@
+"""The native API (E2B, CubeSandbox and our additions): one file of routes per resource; requests, shapes and view."""

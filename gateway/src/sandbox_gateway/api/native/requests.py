@@ -1,0 +1,396 @@
+"""Models of request bodies."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from sandbox_gateway.api.body import MOST_FORKS, TIMEOUT, AnyRef, Body, Seconds, Timeout
+from sandbox_gateway.api.dependencies import LONGEST_REF
+from sandbox_gateway.api.native.naming import json_name
+from sandbox_gateway.config import explain
+from sandbox_gateway.engine.spec import ForkSpec, MountSpec
+from sandbox_gateway.errors import Invalid
+from sandbox_gateway.recipes import Recipe, Source
+from sandbox_gateway.records import Name, NetworkPolicy, OnTimeout, Resources
+
+MOST_MOUNTS = 64
+MOST_PAIRS = 10_000
+
+
+def _check_count(value: object) -> object:
+    """Refuse a large object before its members are validated: each invalid one would cost a kilobyte of error."""
+    if isinstance(value, dict) and len(value) > MOST_PAIRS:
+        raise ValueError(f"an object has at most {MOST_PAIRS} members here, not {len(value)}")
+    return value
+
+
+Pairs = Annotated[dict[str, str], BeforeValidator(_check_count)]
+VolumeSize = Annotated[int, Field(strict=True, ge=64, le=1 << 26)]
+"""In MiB."""
+
+
+class NativeBody(Body):
+    """A body whose fields are in camelCase in JSON, except those with an explicit alias."""
+
+    model_config = ConfigDict(alias_generator=json_name)
+
+
+class Network(NativeBody):
+    """The network policy of a sandbox."""
+
+    # e2b 2.63.
+    ignored = frozenset({"dnsServers"})
+
+    allow_internet: bool | None = Field(
+        None,
+        alias="allowInternetAccess",
+        validation_alias=AliasChoices("allowInternetAccess", "allow_internet_access"),
+    )
+    allow_out: list[str] | None = Field(None, max_length=1000)
+    deny_out: list[str] | None = Field(None, max_length=1000)
+    allow_public_traffic: bool | None = Field(
+        None,
+        strict=True,
+        description="True: anyone who reaches the gateway can reach the sandbox's ports, except those of the agent.",
+    )
+    rules: Any = None
+    egress_proxy: Any = None
+    mask_request_host: Any = None
+    https_ports: Any = None
+
+    @field_validator("rules", "egress_proxy", "mask_request_host", "https_ports")
+    @classmethod
+    def _not_here(cls, value: object) -> None:
+        """Refuse an unsupported field: a caller that sets it relies on it, so ignoring it would be worse."""
+        if value:
+            raise ValueError("not supported here: requests pass unchanged, to where they are sent; leave it out")
+
+    def policy(self, allow_internet: bool | None = None, *, public: bool = False) -> NetworkPolicy:
+        """Return the network policy. Fields of this object take precedence over ``allow_internet``, the request's field
+        outside this object, and ``public``, the current value."""
+        word = self.allow_internet if self.allow_internet is not None else allow_internet
+        return NetworkPolicy(
+            allow_internet=word is not False,
+            allow_out=self.allow_out or [],
+            deny_out=self.deny_out or [],
+            allow_public_traffic=public if self.allow_public_traffic is None else self.allow_public_traffic,
+        )
+
+
+class Lifecycle(NativeBody):
+    on_timeout: OnTimeout | None = None
+    auto_resume: bool = False
+
+
+class AutoResume(NativeBody):
+    enabled: bool = False
+
+
+class Sizes(NativeBody):
+    """Absent: as in the snapshot."""
+
+    cpus: int | None = Field(None, alias="cpuCount", strict=True, ge=1, le=256)
+    memory_mb: int | None = Field(None, strict=True, ge=64, le=1 << 20)
+    disk_mb: int | None = Field(None, alias="diskSizeMB", strict=True, ge=64, le=1 << 26)
+
+
+class VolumeMount(NativeBody):
+    """A volume, and its mount point in a sandbox."""
+
+    name: AnyRef = Field(description="The volume, by name or id.")
+    path: str = Field(min_length=1, max_length=4096, description="The mount point in the sandbox: absolute.")
+    read_only: bool = False
+    clone: bool = Field(
+        False, description="Mount a clone of the volume as the snapshot holds it, not the volume itself."
+    )
+
+    def spec(self) -> MountSpec:
+        return MountSpec(self.name, self.path, read_only=self.read_only, clone=self.clone)
+
+
+class Forked(Sizes):
+    """Fields of every request that makes sandboxes."""
+
+    metadata: Pairs = Field(default_factory=dict)
+    env: Pairs = Field(default_factory=dict, alias="envVars")
+    timeout: Timeout = TIMEOUT
+    network: Network | None = None
+    allow_internet_access: bool | None = Field(None, alias="allow_internet_access")
+    lifecycle: Lifecycle | None = None
+    auto_pause: bool = False
+    auto_pause_memory: bool = Field(True, description="Only true is offered.")
+    iam: Any = None
+    auto_resume: AutoResume | None = None
+    paused: bool = Field(False, description="Create it paused.")
+    cold_start: bool = Field(False, description="Boot from the snapshot's disk, without its memory.")
+    volume_mounts: list[VolumeMount] | None = Field(
+        None,
+        max_length=MOST_MOUNTS,
+        description="Absent or null: as the source of the snapshot had them. An empty list: none.",
+    )
+
+    @field_validator("iam")
+    @classmethod
+    def _no_identities(cls, value: object) -> None:
+        if value:
+            raise ValueError("not supported here: there are no workload identities; leave it out")
+
+    @field_validator("auto_pause_memory")
+    @classmethod
+    def _keeps_its_memory(cls, value: bool) -> bool:
+        if not value:
+            raise ValueError("not supported here: what is paused at the end of its time keeps its memory; leave it out")
+        return value
+
+    def spec(self, **more: Any) -> ForkSpec:
+        network = self.network or Network()
+        return ForkSpec(
+            cpus=self.cpus,
+            memory_mb=self.memory_mb,
+            disk_mb=self.disk_mb,
+            cold_start=self.cold_start,
+            paused=self.paused,
+            metadata=self.metadata,
+            env=self.env,
+            network=network.policy(self.allow_internet_access),
+            mounts=None if self.volume_mounts is None else [mount.spec() for mount in self.volume_mounts],
+            timeout=self.given("timeout"),
+            on_timeout=self._on_timeout(),
+            auto_resume=self._auto_resume(),
+            **more,
+        )
+
+    def _on_timeout(self) -> OnTimeout:
+        if self.lifecycle and self.lifecycle.on_timeout:
+            return self.lifecycle.on_timeout
+        return OnTimeout.PAUSE if self.auto_pause else OnTimeout.KILL
+
+    def _auto_resume(self) -> bool:
+        return bool((self.lifecycle and self.lifecycle.auto_resume) or (self.auto_resume and self.auto_resume.enabled))
+
+
+class CreateSandbox(Forked):
+    # e2b 2.63: secure, mcp. cubesandbox 0.7: distributionScope, mcp.
+    ignored = frozenset({"distributionScope", "mcp", "secure"})
+
+    template: AnyRef = Field(alias="templateID", description="A template or a snapshot, by id or name.")
+    name: Name | None = None
+
+    def create_spec(self, idempotency_key: str, operation: str) -> ForkSpec:
+        names = [self.name] if self.name else None
+        return self.spec(names=names, idempotency_key=idempotency_key, operation=operation)
+
+
+class Fork(Forked):
+    """One sandbox, `count` siblings, or one for each of `names`."""
+
+    name: Name | None = Field(None, description="Of a single sandbox; several have `names`.")
+    count: int | None = Field(None, strict=True, ge=1, le=MOST_FORKS)
+    names: list[Name] | None = Field(None, min_length=1, max_length=MOST_FORKS)
+    concurrency: int | None = Field(None, strict=True, ge=1, le=256)
+    atomic: bool = Field(True, description="All or none; false: as many as can be, with the errors of the others.")
+
+    @property
+    def has_count(self) -> bool:
+        return self.count is not None or self.names is not None
+
+    def fork_spec(self, idempotency_key: str, operation: str) -> ForkSpec:
+        """Return the engine's request. Raises Invalid if `name`, `names` and `count` contradict each other."""
+        names = self._names()
+        return self.spec(
+            count=self.count or len(names or ()) or 1,
+            names=names,
+            concurrency=self.concurrency,
+            atomic=self.atomic,
+            idempotency_key=idempotency_key,
+            operation=operation,
+        )
+
+    def _names(self) -> list[str] | None:
+        if self.name and self.names:
+            raise Invalid("name and names exclude each other: leave name out")
+        if self.name and self.count not in (None, 1):
+            raise Invalid(f"name is for a single sandbox and count is {self.count}: give names, one for each sandbox")
+        names = [self.name] if self.name else self.names
+        if names and self.count not in (None, len(names)):
+            raise Invalid(f"count is {self.count} and there are {len(names)} names: leave one of them out")
+        if names and len(set(names)) != len(names):
+            raise Invalid("names: each can be given to one sandbox only")
+        return names
+
+
+class SetTimeout(NativeBody):
+    timeout: Timeout = Field(description="Seconds from now; -1 or null: never; 0: now.")
+
+
+class Resume(NativeBody):
+    # e2b 2.63.
+    ignored = frozenset({"autoPause"})
+
+    timeout: Timeout = TIMEOUT
+    memory: bool | None = Field(None, description="false: boot from the disk, though its memory was captured.")
+
+
+class Pause(NativeBody):
+    # e2b 2.63.
+    ignored = frozenset({"requireHealthyGuest"})
+
+    memory: bool = True
+
+
+class Patch(NativeBody):
+    metadata: Pairs | None = Field(None, description="Replaces all metadata.")
+    timeout: Timeout = TIMEOUT
+    name: Name | None = None
+
+
+class Exec(NativeBody):
+    args: list[str] = Field(min_length=1, max_length=10_000, description="The program and its arguments; no shell.")
+    env: Pairs = Field(default_factory=dict)
+    cwd: str = Field("", max_length=4096)
+    user: str = Field("", max_length=256)
+    timeout: float = Field(60, gt=0, le=604_800, allow_inf_nan=False, description="Seconds it may take.")
+    stdin: str = Field("", description="Base64 of what it reads from standard input.")
+
+
+class KeepRule(NativeBody):
+    keep_last: int | None = Field(None, ge=1, le=100_000, description="Keep this many of the newest.")
+    keep_daily: int | None = Field(
+        None, ge=1, le=100_000, description="Keep the newest of a day (UTC), for this many days that have one."
+    )
+    max_age: float | None = Field(
+        None,
+        gt=0,
+        le=100 * 366 * 86400,
+        allow_inf_nan=False,
+        description="Keep none that is older, in seconds.",
+    )
+
+    @model_validator(mode="after")
+    def _says_something(self) -> KeepRule:
+        if self.keep_last is None and self.keep_daily is None and self.max_age is None:
+            raise ValueError("retention needs keepLast, keepDaily or maxAge")
+        return self
+
+
+class CreateSnapshot(NativeBody):
+    name: Name | None = None
+    description: str = Field("", max_length=4096)
+    memory: Literal["auto", "none"] | bool = Field("auto", description="none (or false): the disk only.")
+    expires_in: Seconds | None = Field(None, description="Seconds after which it may be removed.")
+    volumes: list[AnyRef] = Field(
+        default_factory=list, max_length=MOST_MOUNTS, description="Volumes to capture in the same pause."
+    )
+    retention: KeepRule | None = Field(
+        None,
+        description="Which of the sandbox's snapshots with a rule to keep; those in use are always kept.",
+    )
+
+    @property
+    def with_memory(self) -> Literal["auto", "none"]:
+        return "none" if self.memory in (False, "none") else "auto"
+
+
+class Rollback(NativeBody):
+    snapshot: AnyRef = Field(alias="snapshotID")
+    cold_start: bool = Field(False, description="Boot from its disk, though it holds memory.")
+
+
+class Promote(NativeBody):
+    source: AnyRef | None = Field(None, description="The sandbox that takes over; default: the one it was forked from.")
+
+
+def _unnamed(value: object) -> object:
+    """Treat "" as no name: CubeSandbox's client sends it to have a name generated."""
+    return None if value == "" else value
+
+
+class CreateVolume(NativeBody):
+    # cubesandbox 0.7.
+    ignored = frozenset({"driver"})
+
+    name: Annotated[Name | None, BeforeValidator(_unnamed)] = Field(None, description="Absent: generated.")
+    size_mb: VolumeSize | None = Field(None, description="Absent: 1024, or that of the snapshot.")
+    from_snapshot: str | None = Field(
+        None,
+        min_length=1,
+        max_length=2 * LONGEST_REF + 1,
+        description="VOLUME@SNAPSHOT, or the id of a volume's snapshot.",
+    )
+
+
+class GrowVolume(NativeBody):
+    size_mb: VolumeSize = Field(alias="sizeMB")
+
+
+class CreateVolumeSnapshot(NativeBody):
+    name: Annotated[Name | None, BeforeValidator(_unnamed)] = Field(None, description="Absent: its id.")
+
+
+class RollbackVolume(NativeBody):
+    snapshot: AnyRef = Field(description="A snapshot of this volume, by name or id.")
+    force: bool = Field(False, description="Also while a sandbox can write to it: later writes are lost.")
+
+
+class SetAlias(NativeBody):
+    alias: Name
+
+
+class CreateTemplate(Sizes):
+    # cubesandbox 0.7, whose templates are made from images.
+    ignored = frozenset(
+        {
+            "allowInternetAccess",
+            "allowOut",
+            "args",
+            "command",
+            "cpu",
+            "denyOut",
+            "dns",
+            "enableIvshmem",
+            "env",
+            "exposedPorts",
+            "image",
+            "instanceType",
+            "memory",
+            "networkType",
+            "nodes",
+            "probePath",
+            "probePort",
+            "registryPassword",
+            "registryUsername",
+            "writableLayerSize",
+        }
+    )
+
+    name: Name
+    source: Source = Field(Source.DEBOOTSTRAP, alias="from")
+    suite: str | None = None
+    mirror: str | None = None
+    packages: list[str] | None = Field(None, max_length=2000)
+    path: str | None = None
+    setup: list[str] | None = Field(None, max_length=1000)
+    start_command: str | None = None
+    ready_probe: str | None = None
+    ready_timeout: float | None = None
+    setup_timeout: float | None = None
+    description: str = Field("", max_length=4096)
+
+    def recipe(self) -> Recipe:
+        """Return the recipe, with defaults for missing fields. Raises Invalid."""
+        sizes = self.model_dump(include={"cpus", "memory_mb", "disk_mb"}, exclude_none=True)
+        rest = self.model_dump(exclude={"name", "description", "cpus", "memory_mb", "disk_mb"}, exclude_none=True)
+        try:
+            return Recipe(**rest, resources=Resources(**sizes))
+        except ValidationError as error:
+            raise Invalid(explain(error)) from None

@@ -1,0 +1,327 @@
+"""Routes of sandboxes."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Annotated
+from urllib.parse import parse_qsl, unquote
+
+from fastapi import APIRouter, Body, Query, Request, Response
+
+from sandbox_gateway.api import output
+from sandbox_gateway.api.dependencies import EngineDep, IdempotencyKey, Operation, Ref
+from sandbox_gateway.api.native import requests, shapes
+from sandbox_gateway.api.native.view import View, ViewDep, ids_of, template_or_snapshot
+from sandbox_gateway.api.paging import Limit, NextToken, Order, page
+from sandbox_gateway.api.waiting import unless_gone
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.spec import UNSET
+from sandbox_gateway.errors import GatewayError, Invalid
+from sandbox_gateway.records import Retention, Sandbox, SandboxState, new_id
+
+router = APIRouter(tags=["sandboxes"])
+
+
+@router.post(
+    "/sandboxes",
+    status_code=201,
+    response_model_exclude_unset=True,
+    summary="Make a sandbox from a template or a snapshot",
+)
+@router.post("/v2/sandboxes", status_code=201, response_model_exclude_unset=True, include_in_schema=False)
+async def create(
+    request: Request,
+    body: requests.CreateSandbox,
+    engine: EngineDep,
+    view: ViewDep,
+    idempotency_key: IdempotencyKey = "",
+    operation: Operation = "",
+) -> shapes.SandboxShape:
+    origin, spec = template_or_snapshot(engine, body.template), body.create_spec(idempotency_key, operation)
+    return view.sandbox(await unless_gone(request, engine.forks.create(origin.id, spec)))
+
+
+@router.get("/sandboxes", response_model_exclude_unset=True, summary="List sandboxes")
+@router.get("/v2/sandboxes", response_model_exclude_unset=True, include_in_schema=False)
+async def index(
+    response: Response,
+    engine: EngineDep,
+    view: ViewDep,
+    limit: Limit = 100,
+    next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
+    order: Order = "asc",
+    name: str = "",
+    state: Annotated[str, Query(description="running, paused, or both with a comma between")] = "",
+    metadata: Annotated[str, Query(description="`key=value&key=value`, URL-encoded; all must match")] = "",
+    template: Annotated[str, Query(description="Id or name")] = "",
+    forked_from: Annotated[
+        str, Query(alias="snapshotID", description="The snapshot or template they were made from")
+    ] = "",
+    started_after: Annotated[datetime | None, Query(alias="startedAfter")] = None,
+    diverged: Annotated[bool, Query(description="Say of each whether it diverged")] = False,
+) -> list[shapes.SandboxShape]:
+    tests = [
+        *_named(name),
+        *_in_state(state),
+        *_with_metadata(metadata),
+        *_of_template(template, engine),
+        *_forked_from(forked_from, engine),
+        *_started_after(started_after),
+    ]
+    found = [sandbox for sandbox in engine.sandboxes.list() if all(test(sandbox) for test in tests)]
+    shown = page(found, lambda sandbox: (sandbox.created_at, sandbox.id), response, limit, next_token, order)
+    if diverged:
+        return await view.with_divergences(shown)
+    return [view.sandbox(sandbox, secret=False) for sandbox in shown]
+
+
+@router.get("/sandboxes/{ref}", response_model_exclude_unset=True, summary="Show a sandbox")
+async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SandboxShape:
+    return await view.with_divergence(engine.sandboxes.get(ref))
+
+
+@router.get("/sandboxes/{ref}/usage", summary="Show its use of disk and memory")
+async def usage(ref: Ref, engine: EngineDep) -> shapes.UsageShape:
+    return shapes.usage_shape(await engine.sandboxes.usage(ref))
+
+
+@router.patch("/sandboxes/{ref}", response_model_exclude_unset=True, summary="Change name, metadata or timeout")
+async def patch(ref: Ref, body: requests.Patch, engine: EngineDep, view: ViewDep) -> shapes.SandboxShape:
+    sandbox = engine.sandboxes.get(ref)
+    if body.name is not None or body.metadata is not None:
+        await engine.sandboxes.update(sandbox.id, metadata=body.metadata, name=body.name)
+    if (timeout := body.given("timeout")) is not UNSET:
+        await engine.sandboxes.set_timeout(sandbox.id, timeout)
+    return await view.with_divergence(engine.sandboxes.get(sandbox.id))
+
+
+@router.delete("/sandboxes/{ref}", status_code=204, summary="Remove a sandbox")
+async def kill(ref: Ref, engine: EngineDep) -> None:
+    await engine.sandboxes.delete(ref)
+
+
+@router.post("/sandboxes/{ref}/connect", response_model_exclude_unset=True, summary="Resume it if it is paused")
+@router.post("/v2/sandboxes/{ref}/connect", response_model_exclude_unset=True, include_in_schema=False)
+async def connect(
+    request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.Resume | None = None
+) -> shapes.SandboxShape:
+    """A timeout moves the end of a running sandbox later, never earlier."""
+    body = body or requests.Resume()
+    timeout, sandbox = body.given("timeout"), engine.sandboxes.get(ref)
+    if timeout == 0:
+        raise Invalid("timeout: a connection needs a sandbox that lives: more than 0 seconds, or -1 for never")
+    if sandbox.state is SandboxState.PAUSED:
+        work = engine.sandboxes.resume(sandbox.id, timeout=timeout, cold_start=body.memory is False)
+        return view.sandbox(await unless_gone(request, work))
+    if timeout is not UNSET and _prolongs(timeout, sandbox):
+        await engine.sandboxes.set_timeout(sandbox.id, timeout)
+    return view.sandbox(engine.sandboxes.get(sandbox.id))
+
+
+@router.post("/sandboxes/{ref}/resume", status_code=201, response_model_exclude_unset=True, summary="Resume")
+async def resume(
+    request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.Resume | None = None
+) -> shapes.SandboxShape:
+    body = body or requests.Resume()
+    work = engine.sandboxes.resume(ref, timeout=body.given("timeout"), cold_start=body.memory is False)
+    return view.sandbox(await unless_gone(request, work))
+
+
+@router.post("/sandboxes/{ref}/pause", status_code=204, summary="Pause: keep it, with its memory, on the disk")
+async def pause(request: Request, ref: Ref, engine: EngineDep, body: requests.Pause | None = None) -> None:
+    await unless_gone(request, engine.sandboxes.pause(ref, memory=(body or requests.Pause()).memory))
+
+
+@router.post("/sandboxes/{ref}/timeout", status_code=204, summary="Set the time it has left")
+async def set_timeout(ref: Ref, body: requests.SetTimeout, engine: EngineDep) -> None:
+    await engine.sandboxes.set_timeout(ref, body.timeout)
+
+
+@router.put("/sandboxes/{ref}/network", status_code=204, summary="Replace its network policy")
+async def set_network(ref: Ref, body: requests.Network, engine: EngineDep) -> None:
+    await engine.sandboxes.set_network(ref, body.policy(public=engine.sandboxes.get(ref).network.allow_public_traffic))
+
+
+@router.post(
+    "/sandboxes/{ref}/exec",
+    response_model=shapes.ExecShape,
+    summary="Run a program to its end and return its output",
+)
+async def execute(request: Request, ref: Ref, body: requests.Exec, engine: EngineDep) -> Response:
+    work = engine.commands.exec(
+        ref,
+        body.args,
+        env=body.env,
+        cwd=body.cwd,
+        user=body.user,
+        timeout=body.timeout,
+        stdin=_decoded(body.stdin),
+    )
+    return output.respond(shapes.exec_fields(await unless_gone(request, work)))
+
+
+@router.post(
+    "/sandboxes/{ref}/snapshots",
+    status_code=201,
+    response_model_exclude_unset=True,
+    summary="Capture it while it runs",
+)
+async def snapshot(
+    request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.CreateSnapshot | None = None
+) -> shapes.SnapshotShape:
+    body = body or requests.CreateSnapshot()
+    work = engine.snapshots.create(
+        ref,
+        name=body.name,
+        description=body.description,
+        memory=body.with_memory,
+        expires_in=body.expires_in,
+        volumes=body.volumes,
+        retention=Retention.model_validate(body.retention.model_dump()) if body.retention else None,
+    )
+    taken = await unless_gone(request, work)
+    request.app.state.metrics.captured(taken)
+    return view.snapshot(taken)
+
+
+@router.post("/sandboxes/{ref}/rollback", summary="Roll it back to a snapshot, under the same id")
+async def rollback(
+    request: Request, ref: Ref, body: requests.Rollback, engine: EngineDep, operation: Operation = ""
+) -> shapes.RollbackShape:
+    target = engine.snapshots.get(body.snapshot)
+    sandbox = await unless_gone(request, engine.sandboxes.rollback(ref, target.id, cold_start=body.cold_start))
+    return shapes.RollbackShape(
+        sandbox_id=sandbox.id, snapshot_id=target.id, operation_id=operation or new_id(), status="READY"
+    )
+
+
+@router.post(
+    "/sandboxes/{ref}/promote",
+    response_model_exclude_unset=True,
+    summary="Replace the state of the sandbox it was forked from by its own",
+)
+async def promote(
+    request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.Promote | None = None
+) -> shapes.SandboxShape:
+    source = body.source if body else None
+    return view.sandbox(await unless_gone(request, engine.sandboxes.promote(ref, source)))
+
+
+@router.post(
+    "/sandboxes/{ref}/clone",
+    status_code=201,
+    response_model_exclude_unset=True,
+    summary="Fork a running sandbox",
+)
+async def clone(
+    request: Request,
+    ref: Ref,
+    engine: EngineDep,
+    view: ViewDep,
+    body: requests.Fork | None = None,
+    idempotency_key: IdempotencyKey = "",
+    operation: Operation = "",
+) -> shapes.ForksShape:
+    spec = (body or requests.Fork()).fork_spec(idempotency_key, operation)
+    return forks_shape(await unless_gone(request, engine.forks.clone(ref, spec)), spec.names, view)
+
+
+@router.post(
+    "/sandboxes/{ref}/fork",
+    status_code=201,
+    response_model_exclude_unset=True,
+    summary="Like clone; answers a sandbox or an error for each",
+)
+async def fork(
+    request: Request,
+    ref: Ref,
+    engine: EngineDep,
+    view: ViewDep,
+    body: Annotated[requests.Fork | None, Body()] = None,
+    idempotency_key: IdempotencyKey = "",
+    operation: Operation = "",
+) -> list[shapes.ForkResultShape]:
+    spec = (body or requests.Fork()).fork_spec(idempotency_key, operation)
+    made = forks_shape(await unless_gone(request, engine.forks.clone(ref, spec)), spec.names, view)
+    return [
+        *(shapes.ForkResultShape(sandbox=sandbox) for sandbox in made.sandboxes),
+        *(shapes.ForkResultShape(error=error) for error in made.errors),
+    ]
+
+
+def forks_shape(results: list[Sandbox | GatewayError], names: list[str] | None, view: View) -> shapes.ForksShape:
+    asked = shapes.names_for(results, names)
+    return shapes.ForksShape(
+        sandboxes=[view.sandbox(result) for result in results if isinstance(result, Sandbox)],
+        errors=[
+            shapes.fork_error_shape(result, name)
+            for result, name in zip(results, asked, strict=True)
+            if isinstance(result, GatewayError)
+        ],
+    )
+
+
+Test = Callable[[Sandbox], bool]
+
+
+def _named(name: str) -> list[Test]:
+    return [lambda sandbox: sandbox.name == name] if name else []
+
+
+def _in_state(states: str) -> list[Test]:
+    if not states:
+        return []
+    try:
+        wanted = {SandboxState(word.strip()) for word in states.split(",")}
+    except ValueError:
+        raise Invalid(f"state: running, paused, or both with a comma between (got {states[:80]!r})") from None
+    return [lambda sandbox: sandbox.state in wanted]
+
+
+def _with_metadata(query: str) -> list[Test]:
+    """Parse the metadata filter. Pairs may be URL-encoded once or, as one client does, twice."""
+    pairs = parse_qsl(query, keep_blank_values=True)
+    if query and not pairs:
+        raise Invalid(f"metadata: key=value pairs with & between (got {query[:80]!r})")
+
+    def matching(key: str, value: str) -> Test:
+        again = unquote(key), unquote(value)
+        return lambda sandbox: sandbox.metadata.get(key) == value or sandbox.metadata.get(again[0]) == again[1]
+
+    return [matching(key, value) for key, value in pairs]
+
+
+def _of_template(ref: str, engine: Engine) -> list[Test]:
+    if not ref:
+        return []
+    ids = ids_of(ref, engine)
+    return [lambda sandbox: sandbox.template_id in ids]
+
+
+def _forked_from(ref: str, engine: Engine) -> list[Test]:
+    if not ref:
+        return []
+    ids = ids_of(ref, engine)
+    return [lambda sandbox: sandbox.forked_from in ids]
+
+
+def _started_after(moment: datetime | None) -> list[Test]:
+    if moment is None:
+        return []
+    after = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return [lambda sandbox: sandbox.started_at >= after]
+
+
+def _prolongs(timeout: float | None, sandbox: Sandbox) -> bool:
+    if sandbox.end_at is None:
+        return False
+    return timeout is None or datetime.now(UTC) + timedelta(seconds=timeout) > sandbox.end_at
+
+
+def _decoded(stdin: str) -> bytes | None:
+    try:
+        return base64.b64decode(stdin, validate=True) if stdin else None
+    except ValueError:
+        raise Invalid("stdin: this is not base64") from None

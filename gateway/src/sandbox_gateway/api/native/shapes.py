@@ -1,0 +1,484 @@
+"""Models of response bodies: one model and one function for each JSON shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from sandbox_gateway.api.native.naming import json_name
+from sandbox_gateway.errors import GatewayError
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import NetworkPolicy, Retention, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+
+if TYPE_CHECKING:
+    from sandbox_gateway.engine.builds import Build
+    from sandbox_gateway.engine.spec import ExecResult
+    from sandbox_gateway.hosts.base import Usage, VolumeState
+
+ENVD_VERSION = "0.6.4"
+"""The envd version that the data plane implements: clients choose calls by it."""
+CLIENT_ID = "local"
+NEVER = datetime(9999, 1, 1, tzinfo=UTC)
+"""`endAt` of a sandbox without an end; well before the last date, for clients that convert it to their time zone."""
+_MIB = 1 << 20
+
+
+class Shape(BaseModel):
+    """An answer whose fields are in camelCase in JSON."""
+
+    model_config = ConfigDict(alias_generator=json_name, populate_by_name=True, serialize_by_alias=True)
+
+
+class NetworkShape(Shape):
+    allow_internet_access: bool
+    allow_out: list[str]
+    deny_out: list[str]
+    allow_public_traffic: bool
+
+
+class VolumeMountShape(Shape):
+    name: str = Field(description="The volume; its id if it was removed.")
+    path: str
+    read_only: bool
+
+
+class LifecycleShape(Shape):
+    on_timeout: str
+    auto_resume: bool
+
+
+class SandboxShape(Shape):
+    sandbox_id: str
+    name: str
+    template_id: str
+    alias: str | None = Field(None, description="The name of its template.")
+    client_id: str
+    envd_version: str
+    envd_access_token: str | None = Field(
+        None, description="For `X-Access-Token` of the data plane; not for read keys."
+    )
+    traffic_access_token: str | None = Field(
+        None, description="For `E2B-Traffic-Access-Token`: every port but the agent's 49983; not for read keys."
+    )
+    domain: str
+    state: Literal["running", "paused"]
+    state_reason: str
+    created_at: datetime
+    started_at: datetime
+    end_at: datetime = Field(description="Year 9999: never.")
+    on_timeout: str
+    lifecycle: LifecycleShape
+    cpu_count: int
+    memory_mb: int
+    disk_size_mb: int
+    metadata: dict[str, str]
+    snapshot_id: str = Field(description="Its head: the snapshot it descends from now.")
+    forked_from: str = Field(description="The snapshot or template it was made from; never changes.")
+    parent_sandbox_id: str
+    diverged: bool | None = Field(None, description="Whether the file system has changed since the head.")
+    network: NetworkShape
+    allow_internet_access: bool
+    volume_mounts: list[VolumeMountShape]
+    address: str | None = Field(None, description="Where its ports are reached, on the gateway's host.")
+    backend: str
+
+
+class VolumeCaptureShape(Shape):
+    """A volume that a snapshot includes."""
+
+    name: str = Field(description="The volume.")
+    snapshot_id: str = Field(description="The volume's snapshot, taken in the same pause.")
+
+
+class RetentionShape(Shape):
+    keep_last: int | None
+    keep_daily: int | None
+    max_age: float | None = Field(description="In seconds.")
+
+
+class SnapshotShape(Shape):
+    snapshot_id: str
+    kind: Literal["snapshot", "template"]
+    names: list[str]
+    description: str
+    status: str
+    source_sandbox_id: str
+    origin_sandbox_id: str
+    template_id: str
+    parent_snapshot_id: str
+    origin_id: str
+    created_at: datetime
+    updated_at: datetime
+    expires_at: datetime | None
+    retention: RetentionShape | None = Field(description="The rule it was taken under.")
+    memory: str
+    cold_startable: bool
+    memory_bytes_written: int
+    disk_bytes_unique: int
+    pause_ms: float
+    cpu_count: int
+    memory_mb: int
+    disk_size_mb: int
+    forks: int
+    volume_mounts: list[VolumeMountShape] = Field(description="Those of its source; forks get the same.")
+    volumes: list[VolumeCaptureShape] = Field(description="Volumes that were captured with it.")
+    backend: str
+    zfs_snapshot: str | None = Field(None, description="Its name in ZFS, on hosts that have one.")
+
+
+class TemplateShape(Shape):
+    template_id: str
+    names: list[str]
+    aliases: list[str]
+    build_id: str
+    build_status: Literal["building", "ready", "error"]
+    reason: str | None = Field(None, description="Why the build failed.")
+    digest: str
+    created_at: datetime
+    updated_at: datetime
+    forks: int
+    recipe: dict[str, Any] = Field({}, description="The recipe in canonical form, as it may be posted; once ready.")
+    description: str = ""
+    cpu_count: int | None = Field(None, description="This field and the following: once it is ready.")
+    memory_mb: int | None = None
+    disk_size_mb: int | None = None
+    memory: str | None = None
+
+
+class AliasShape(Shape):
+    template_id: str
+    public: bool
+
+
+class BuildShape(Shape):
+    build_id: str
+    template_id: str
+    status: Literal["building", "ready", "error"]
+    logs: list[str]
+    reason: str | None
+
+
+class LogShape(Shape):
+    logs: list[str]
+
+
+class BuildStarted(Shape):
+    template_id: str
+    build_id: str
+    names: list[str]
+    aliases: list[str]
+    build_status: Literal["building", "ready", "error"]
+    digest: str
+
+
+class VolumeUserShape(Shape):
+    """A sandbox that mounts a volume."""
+
+    sandbox_id: str
+    sandbox_name: str
+    path: str
+    readonly: bool
+    state: Literal["running", "paused"]
+
+
+class VolumeShape(Shape):
+    volume_id: str = Field(description="Its name.")
+    name: str
+    token: str | None = Field(None, description="The volume's own secret; only when it is made or shown alone.")
+    size_mb: int
+    used_mb: int | None = Field(description="Used space, rounded up; null where the host cannot tell.")
+    dataset: str | None = Field(None, description="Its name in ZFS, on hosts that have one.")
+    created_at: datetime
+    mounts: list[VolumeUserShape]
+    from_snapshot: str = Field(description="The volume's snapshot it was made from.")
+    owner_sandbox_id: str = Field(description="The sandbox whose own clone it is. Empty: it stays until it is deleted.")
+    stuck: list[str] = Field(description="A sentence for each unmount that fails; it is tried again in the background.")
+
+
+class VolumeSnapshotShape(Shape):
+    snapshot_id: str
+    name: str
+    volume_id: str
+    size_mb: int
+    sandbox_snapshot_id: str = Field(description="The snapshot of a sandbox it is part of, and goes with.")
+    created_at: datetime
+
+
+class ExecShape(Shape):
+    exit_code: int
+    stdout: str
+    stderr: str
+    timed_out: bool
+
+
+class UsageShape(Shape):
+    disk_bytes: int = Field(description="On disk, not shared with anything else.")
+    memory_bytes: int = Field(description="In memory; shared memory counts in proportion.")
+
+
+class ForkErrorShape(Shape):
+    name: str
+    code: int
+    kind: str
+    message: str
+
+
+class ForksShape(Shape):
+    sandboxes: list[SandboxShape]
+    errors: list[ForkErrorShape]
+
+
+class ForkResultShape(Shape):
+    sandbox: SandboxShape | None = None
+    error: ForkErrorShape | None = None
+
+
+class RollbackShape(Shape):
+    sandbox_id: str
+    snapshot_id: str
+    operation_id: str
+    status: Literal["READY"]
+
+
+class HealthShape(Shape):
+    status: Literal["ok"]
+    sandboxes: int
+    version: str
+    backend: str
+
+
+class Hidden(Shape):
+    """A snapshot that is removed with its last user."""
+
+    snapshot_id: str
+    status: Literal["hidden"]
+    blockers: list[str]
+
+
+def network_shape(policy: NetworkPolicy) -> NetworkShape:
+    return NetworkShape(
+        allow_internet_access=policy.allow_internet,
+        allow_out=policy.allow_out,
+        deny_out=policy.deny_out,
+        allow_public_traffic=policy.allow_public_traffic,
+    )
+
+
+def sandbox_shape(
+    sandbox: Sandbox, *, backend: str, domain: str, mounts: list[VolumeMountShape], **known: Any
+) -> SandboxShape:
+    """Describe a sandbox. ``known``: alias, address, envd_access_token, traffic_access_token, diverged, if known."""
+    sizes = sandbox.resources
+    return SandboxShape(
+        sandbox_id=sandbox.id,
+        name=sandbox.name,
+        template_id=sandbox.template_id,
+        client_id=CLIENT_ID,
+        envd_version=ENVD_VERSION,
+        domain=domain,
+        state=sandbox.state.value,
+        state_reason=sandbox.state_reason,
+        created_at=sandbox.created_at,
+        started_at=sandbox.started_at,
+        end_at=sandbox.end_at or NEVER,
+        on_timeout=sandbox.on_timeout.value,
+        lifecycle=LifecycleShape(on_timeout=sandbox.on_timeout.value, auto_resume=sandbox.auto_resume),
+        cpu_count=sizes.cpus,
+        memory_mb=sizes.memory_mb,
+        disk_size_mb=sizes.disk_mb,
+        metadata=sandbox.metadata,
+        snapshot_id=sandbox.head,
+        forked_from=sandbox.forked_from,
+        parent_sandbox_id=sandbox.parent_sandbox,
+        network=network_shape(sandbox.network),
+        allow_internet_access=sandbox.network.allow_internet,
+        volume_mounts=mounts,
+        backend=backend,
+        **known,
+    )
+
+
+def snapshot_shape(
+    snapshot: Snapshot,
+    *,
+    backend: str,
+    forks: int,
+    mounts: list[VolumeMountShape],
+    volumes: list[VolumeCaptureShape],
+    **known: Any,
+) -> SnapshotShape:
+    """Describe a snapshot. ``known``: zfs_snapshot, if the host has one."""
+    sizes = snapshot.resources
+    return SnapshotShape(
+        snapshot_id=snapshot.id,
+        kind="template" if snapshot.kind is SnapshotKind.TEMPLATE else "snapshot",
+        names=snapshot.names,
+        description=snapshot.description,
+        status=snapshot.status.value,
+        source_sandbox_id=snapshot.source_sandbox,
+        origin_sandbox_id=snapshot.origin_sandbox,
+        template_id=snapshot.template_id,
+        parent_snapshot_id=snapshot.parent,
+        origin_id=snapshot.origin,
+        created_at=snapshot.created_at,
+        updated_at=snapshot.updated_at,
+        expires_at=snapshot.expires_at,
+        retention=_retention(snapshot.retention),
+        memory=snapshot.memory.value,
+        cold_startable=True,
+        memory_bytes_written=snapshot.memory_bytes_written,
+        disk_bytes_unique=snapshot.disk_bytes_unique,
+        pause_ms=round(snapshot.pause_ms, 3),
+        cpu_count=sizes.cpus,
+        memory_mb=sizes.memory_mb,
+        disk_size_mb=sizes.disk_mb,
+        forks=forks,
+        volume_mounts=mounts,
+        volumes=volumes,
+        backend=backend,
+        **known,
+    )
+
+
+def volume_shape(volume: Volume, state: VolumeState | None, mounts: list[VolumeUserShape], **known: Any) -> VolumeShape:
+    """Describe a volume. ``state``: None if the host cannot determine it. ``known``: token, dataset, if known."""
+    return VolumeShape(
+        volume_id=volume.name,
+        name=volume.name,
+        size_mb=volume.size_mb,
+        used_mb=-(-state.used_bytes // _MIB) if state else None,
+        created_at=volume.created_at,
+        mounts=mounts,
+        from_snapshot=volume.from_snapshot,
+        owner_sandbox_id=volume.owner,
+        stuck=state.stuck if state else [],
+        **known,
+    )
+
+
+def volume_snapshot_shape(snapshot: VolumeSnapshot, volume: str) -> VolumeSnapshotShape:
+    """Describe a snapshot of a volume. ``volume`` is the volume's name."""
+    return VolumeSnapshotShape(
+        snapshot_id=snapshot.id,
+        name=snapshot.name,
+        volume_id=volume,
+        size_mb=snapshot.size_mb,
+        sandbox_snapshot_id=snapshot.sandbox_snapshot,
+        created_at=snapshot.created_at,
+    )
+
+
+def template_shape(template: Snapshot, *, build_id: str, forks: int) -> TemplateShape:
+    """Describe a template that is ready."""
+    sizes = template.resources
+    return TemplateShape(
+        template_id=template.id,
+        names=template.names,
+        aliases=template.names,
+        build_id=build_id,
+        build_status="ready",
+        digest=template.recipe_digest,
+        recipe=posted(template.recipe),
+        description=template.description,
+        created_at=template.created_at,
+        updated_at=template.updated_at,
+        cpu_count=sizes.cpus,
+        memory_mb=sizes.memory_mb,
+        disk_size_mb=sizes.disk_mb,
+        memory=template.memory.value,
+        forks=forks,
+    )
+
+
+def building_shape(build: Build) -> TemplateShape:
+    """Describe a template that is being built, or whose build failed."""
+    shape = TemplateShape(
+        template_id=build.template_id,
+        names=[build.name],
+        aliases=[build.name],
+        build_id=build.build_id,
+        build_status=build.status,
+        digest=build.digest,
+        recipe=posted(build.recipe),
+        created_at=build.started_at,
+        updated_at=build.started_at,
+        forks=0,
+    )
+    return shape.model_copy(update={"reason": build.reason}) if build.reason else shape
+
+
+def posted(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return a stored recipe with the field names of requests; ``packages`` is sorted and without duplicates."""
+    if not recipe:
+        return {}
+    known = Recipe.model_validate(recipe)
+    sizes = known.resources
+    return {
+        "from": known.source.value,
+        "suite": known.suite,
+        "mirror": known.mirror,
+        "packages": sorted(set(known.packages)),
+        "path": known.path,
+        "setup": known.setup,
+        "startCommand": known.start_command,
+        "readyProbe": known.ready_probe,
+        "readyTimeout": known.ready_timeout,
+        "setupTimeout": known.setup_timeout,
+        "cpuCount": sizes.cpus,
+        "memoryMB": sizes.memory_mb,
+        "diskSizeMB": sizes.disk_mb,
+    }
+
+
+def build_shape(build: Build, offset: int = 0, limit: int | None = None) -> BuildShape:
+    end = None if limit is None else offset + limit
+    return BuildShape(
+        build_id=build.build_id,
+        template_id=build.template_id,
+        status=build.status,
+        logs=build.lines[offset:end],
+        reason=build.reason or None,
+    )
+
+
+def started_shape(build: Build) -> BuildStarted:
+    return BuildStarted(
+        template_id=build.template_id,
+        build_id=build.build_id,
+        names=[build.name],
+        aliases=[build.name],
+        build_status=build.status,
+        digest=build.digest,
+    )
+
+
+def exec_fields(result: ExecResult) -> dict[str, bytes | int]:
+    """Return the fields of ``ExecShape``."""
+    return {
+        "exitCode": result.exit_code,
+        "stdout": result.stdout,
+        "stderr": result.stderr,
+        "timedOut": result.timed_out,
+    }
+
+
+def usage_shape(usage: Usage) -> UsageShape:
+    return UsageShape(disk_bytes=usage.disk_bytes, memory_bytes=usage.memory_bytes)
+
+
+def fork_error_shape(error: GatewayError, name: str) -> ForkErrorShape:
+    return ForkErrorShape(name=name, code=error.status, kind=error.kind, message=error.message)
+
+
+def names_for(results: Sequence[object], names: Sequence[str] | None) -> list[str]:
+    """Return the requested name of each result; "" if none was given."""
+    return list(names) if names else [""] * len(results)
+
+
+def _retention(rule: Retention | None) -> RetentionShape | None:
+    if rule is None:
+        return None
+    return RetentionShape(keep_last=rule.keep_last, keep_daily=rule.keep_daily, max_age=rule.max_age)

@@ -1,0 +1,103 @@
+"""Routes of snapshots, and the lineage."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
+
+from sandbox_gateway.api.dependencies import LONGEST_REF, EngineDep, IdempotencyKey, Operation, Ref
+from sandbox_gateway.api.native import requests, shapes
+from sandbox_gateway.api.native.sandboxes import forks_shape
+from sandbox_gateway.api.native.view import ViewDep, ids_of
+from sandbox_gateway.api.paging import Limit, NextToken, page
+from sandbox_gateway.api.waiting import unless_gone
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.records import Snapshot
+
+router = APIRouter(tags=["snapshots"])
+When = Annotated[
+    Literal["unused"] | None, Query(description="unused: hide it now, remove it with the last sandbox made from it")
+]
+
+
+@router.get("/snapshots", response_model_exclude_unset=True, summary="List snapshots")
+async def index(
+    response: Response,
+    engine: EngineDep,
+    view: ViewDep,
+    limit: Limit = 100,
+    next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
+    name: str = "",
+    sandbox: Annotated[str, Query(alias="sandboxID", description="Taken of this sandbox (id or name)")] = "",
+    template: Annotated[str, Query(alias="templateID", description="Descending from this template (id or name)")] = "",
+) -> list[shapes.SnapshotShape]:
+    sources, templates = _sandbox_ids(sandbox, engine), ids_of(template, engine)
+    found = [
+        snapshot
+        for snapshot in engine.snapshots.list()
+        if (not name or name in snapshot.names)
+        and (not sandbox or snapshot.source_sandbox in sources)
+        and (not template or snapshot.template_id in templates)
+    ]
+    shown = page(found, lambda snapshot: (snapshot.created_at, snapshot.id), response, limit, next_token)
+    return [view.snapshot(snapshot) for snapshot in shown]
+
+
+@router.get("/snapshots/{ref}", response_model_exclude_unset=True, summary="Show a snapshot (or a template as one)")
+async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SnapshotShape:
+    return view.snapshot(engine.snapshots.get(ref))
+
+
+@router.delete(
+    "/snapshots/{ref}",
+    status_code=204,
+    summary="Remove a snapshot",
+    responses={202: {"model": shapes.Hidden, "description": "Hidden; removed with its last user"}},
+)
+async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
+    return await remove(engine, engine.snapshots.get(ref), when)
+
+
+@router.post(
+    "/snapshots/{ref}/fork",
+    status_code=201,
+    response_model_exclude_unset=True,
+    summary="Make one sandbox from a snapshot, or with `count` or `names` several",
+)
+async def fork(
+    request: Request,
+    ref: Ref,
+    engine: EngineDep,
+    view: ViewDep,
+    body: requests.Fork | None = None,
+    idempotency_key: IdempotencyKey = "",
+    operation: Operation = "",
+) -> shapes.SandboxShape | shapes.ForksShape:
+    body = body or requests.Fork()
+    spec = body.fork_spec(idempotency_key, operation)
+    if not body.has_count:
+        return view.sandbox(await unless_gone(request, engine.forks.create(ref, spec)))
+    return forks_shape(await unless_gone(request, engine.forks.fork(ref, spec)), spec.names, view)
+
+
+@router.get("/lineage", summary="The tree: templates, sandboxes, snapshots, forks", tags=["gateway"])
+async def lineage(
+    engine: EngineDep, root: Annotated[str, Query(max_length=LONGEST_REF, description="Only below this")] = ""
+) -> list[dict[str, Any]]:
+    return engine.snapshots.lineage(root or None)
+
+
+async def remove(engine: Engine, snapshot: Snapshot, when: str | None) -> Response:
+    """Delete a snapshot. 204: deleted. 202: hidden until its last user is removed."""
+    if await engine.snapshots.delete(snapshot.id, when_unused=when == "unused"):
+        return Response(status_code=204)
+    clones = engine.references.clones_of(engine.references.volume_snapshots_in(snapshot))
+    users = [*(sandbox.id for sandbox in engine.references.dependents(snapshot)), *(volume.id for volume in clones)]
+    shape = shapes.Hidden(snapshot_id=snapshot.id, status="hidden", blockers=users)
+    return JSONResponse(shape.model_dump(), 202)
+
+
+def _sandbox_ids(ref: str, engine: Engine) -> set[str]:
+    return {ref, *(sandbox.id for sandbox in engine.sandboxes.list() if sandbox.name == ref)}

@@ -1,0 +1,128 @@
+"""Routes of templates and their builds."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from sandbox_gateway.api.dependencies import EngineDep, Ref
+from sandbox_gateway.api.native import requests, shapes
+from sandbox_gateway.api.native.snapshots import When, remove
+from sandbox_gateway.api.native.view import template_or_snapshot
+from sandbox_gateway.api.paging import Limit, NextToken, page
+from sandbox_gateway.engine.builds import Build
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.errors import NotFound
+from sandbox_gateway.records import Snapshot, SnapshotKind
+
+router = APIRouter(tags=["templates"])
+
+
+@router.post(
+    "/templates",
+    status_code=202,
+    summary="Build a template in the background, or find the one of the same recipe",
+    responses={200: {"model": shapes.BuildStarted, "description": "It exists already"}},
+)
+async def create(body: requests.CreateTemplate, engine: EngineDep, response: Response) -> shapes.BuildStarted:
+    build = await engine.templates.build(body.name, body.recipe(), description=body.description)
+    if build.status == "ready":
+        response.status_code = 200
+    return shapes.started_shape(build)
+
+
+@router.get("/templates", response_model_exclude_unset=True, summary="List templates")
+async def index(
+    response: Response,
+    engine: EngineDep,
+    limit: Limit = 100,
+    next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
+    name: str = "",
+) -> list[shapes.TemplateShape]:
+    """Those that are ready, being built, or whose build failed since the gateway started."""
+    ready = engine.snapshots.list([SnapshotKind.TEMPLATE])
+    there = {template.id for template in ready}
+    found = [
+        *(_ready(engine, template) for template in ready),
+        *(
+            shapes.building_shape(build)
+            for build in engine.templates.list_unfinished_builds()
+            if build.template_id not in there
+        ),
+    ]
+    wanted = [template for template in found if not name or name in template.names]
+    return page(wanted, lambda shape: (shape.created_at, shape.template_id), response, limit, next_token)
+
+
+@router.get("/templates/{ref}", response_model_exclude_unset=True, summary="Show a template")
+async def show(ref: Ref, engine: EngineDep) -> shapes.TemplateShape:
+    try:
+        return _ready(engine, engine.templates.get(ref))
+    except NotFound:
+        build = engine.templates.get_build(ref)
+        if build.status == "ready":
+            # The template was built and has been removed since.
+            raise
+        return shapes.building_shape(build)
+
+
+@router.get("/templates/aliases/{ref}", summary="Find the template of this name")
+async def by_alias(ref: Ref, engine: EngineDep) -> shapes.AliasShape:
+    return shapes.AliasShape(template_id=engine.templates.get(ref).id, public=False)
+
+
+@router.put("/templates/{ref}/alias", response_model_exclude_unset=True, summary="Give it one more name")
+async def set_alias(ref: Ref, body: requests.SetAlias, engine: EngineDep) -> shapes.TemplateShape:
+    return _ready(engine, await engine.templates.set_alias(ref, body.alias))
+
+
+@router.get("/templates/{ref}/builds/{build}/status", summary="Show the status of a build")
+async def build_status(
+    ref: Ref,
+    build: Ref,
+    engine: EngineDep,
+    offset: Annotated[int, Query(alias="logsOffset", ge=0, description="Skip this many lines")] = 0,
+    limit: Annotated[int | None, Query(ge=0, le=100_000, description="Lines at most")] = None,
+) -> shapes.BuildShape:
+    return shapes.build_shape(engine.templates.get_build(ref, build), offset, limit)
+
+
+@router.get(
+    "/templates/{ref}/builds/{build}/logs",
+    summary="A build's log",
+    response_model=shapes.LogShape,
+    responses={200: {"content": {"text/plain": {}}, "description": "With `follow`: lines of text, as they come"}},
+)
+async def build_logs(
+    ref: Ref,
+    build: Ref,
+    engine: EngineDep,
+    follow: Annotated[bool, Query(description="Until it ends, as text")] = False,
+) -> Response:
+    found = engine.templates.get_build(ref, build)
+    if follow:
+        return StreamingResponse(_lines(found), media_type="text/plain; charset=utf-8")
+    return JSONResponse({"logs": found.lines})
+
+
+@router.delete(
+    "/templates/{ref}",
+    status_code=204,
+    summary="Remove a template (or a snapshot)",
+    responses={202: {"model": shapes.Hidden, "description": "Hidden; removed with its last user"}},
+)
+async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
+    return await remove(engine, template_or_snapshot(engine, ref), when)
+
+
+def _ready(engine: Engine, template: Snapshot) -> shapes.TemplateShape:
+    build = engine.templates.get_build(template.id)
+    return shapes.template_shape(template, build_id=build.build_id, forks=len(engine.references.dependents(template)))
+
+
+async def _lines(build: Build) -> AsyncIterator[str]:
+    async for line in build.follow():
+        yield f"{line}\n"

@@ -1,0 +1,163 @@
+"""Converts the engine's records to shapes, with fields that depend on the host and on the caller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+
+from sandbox_gateway.api.access.auth import Permission, caller_of
+from sandbox_gateway.api.access.ports import traffic_token
+from sandbox_gateway.api.native import shapes
+from sandbox_gateway.config import Config
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.errors import GatewayError, NotFound
+from sandbox_gateway.hosts.base import VolumeState
+from sandbox_gateway.records import Mount, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+
+_ASKED_AT_ONCE = 16
+
+
+class View:
+    def __init__(self, engine: Engine, config: Config, permission: Permission) -> None:
+        self.engine = engine
+        self.config = config
+        self.permission = permission
+
+    @property
+    def backend(self) -> str:
+        return self.engine.host.kind
+
+    def sandbox(self, sandbox: Sandbox, *, secret: bool = True, **known: Any) -> shapes.SandboxShape:
+        """Describe a sandbox. Without access tokens if not ``secret``, or for a read-only caller."""
+        known |= self._reach(sandbox, secret and self.permission >= Permission.EXEC)
+        if alias := self._alias(sandbox.template_id):
+            known["alias"] = alias
+        return shapes.sandbox_shape(
+            sandbox,
+            backend=self.backend,
+            domain=self.config.server.domain,
+            mounts=self._mounts(sandbox.mounts),
+            **known,
+        )
+
+    def snapshot(self, snapshot: Snapshot) -> shapes.SnapshotShape:
+        known = {"zfs_snapshot": name} if (name := snapshot.host.get("zfsSnapshot")) else {}
+        return shapes.snapshot_shape(
+            snapshot,
+            backend=self.backend,
+            forks=len(self.engine.references.dependents(snapshot)),
+            mounts=self._mounts(snapshot.mounts),
+            volumes=[
+                shapes.VolumeCaptureShape(name=self._volume_name(each.volume), snapshot_id=each.snapshot)
+                for each in snapshot.volumes
+            ],
+            **known,
+        )
+
+    async def volume(self, volume: Volume, *, secret: bool = False) -> shapes.VolumeShape:
+        """Describe a volume. ``secret``: with its token, which is empty for a read-only caller."""
+        known = {"dataset": name} if (name := volume.host.get("dataset")) else {}
+        if secret:
+            known["token"] = self._volume_token(volume) if self.permission >= Permission.EXEC else ""
+        return shapes.volume_shape(volume, await self._volume_state(volume), self._users(volume), **known)
+
+    def volume_snapshot(self, snapshot: VolumeSnapshot) -> shapes.VolumeSnapshotShape:
+        return shapes.volume_snapshot_shape(snapshot, self._volume_name(snapshot.volume))
+
+    def mount(self, mount: Mount) -> shapes.VolumeMountShape:
+        return shapes.VolumeMountShape(name=self._volume_name(mount.volume), path=mount.path, read_only=mount.read_only)
+
+    async def with_divergence(self, sandbox: Sandbox) -> shapes.SandboxShape:
+        return self.sandbox(sandbox, diverged=await self._diverged(sandbox))
+
+    async def with_divergences(self, sandboxes: Sequence[Sandbox]) -> list[shapes.SandboxShape]:
+        """Describe sandboxes, without secrets. Queries their agents concurrently, because some may not answer."""
+        gate = asyncio.Semaphore(_ASKED_AT_ONCE)
+
+        async def ask(sandbox: Sandbox) -> bool | None:
+            async with gate:
+                return await self._diverged(sandbox)
+
+        answers = await asyncio.gather(*map(ask, sandboxes))
+        pairs = zip(sandboxes, answers, strict=True)
+        return [self.sandbox(sandbox, secret=False, diverged=diverged) for sandbox, diverged in pairs]
+
+    async def _diverged(self, sandbox: Sandbox) -> bool | None:
+        """Return whether a sandbox has diverged; None if it was removed or its agent does not answer in time."""
+        try:
+            return await self.engine.sandboxes.has_diverged(sandbox.id)
+        except GatewayError:
+            return None
+
+    def _reach(self, sandbox: Sandbox, secret: bool) -> dict[str, Any]:
+        known = {}
+        if secret:
+            known["envd_access_token"] = self.engine.agents.access_token(sandbox)
+            known["traffic_access_token"] = traffic_token(self.engine, sandbox.id)
+        try:
+            address, _ = self.engine.agents.endpoint(sandbox.id)
+        except GatewayError:
+            return known
+        return {**known, "address": address}
+
+    def _mounts(self, mounts: Iterable[Mount]) -> list[shapes.VolumeMountShape]:
+        return [self.mount(mount) for mount in mounts]
+
+    def _volume_name(self, id: str) -> str:
+        try:
+            return self.engine.volumes.get(id).name
+        except NotFound:
+            return id
+
+    def _volume_token(self, volume: Volume) -> str:
+        return self.engine.secret.derive(f"volume {volume.id}")
+
+    async def _volume_state(self, volume: Volume) -> VolumeState | None:
+        try:
+            return await self.engine.volumes.state(volume.id)
+        except GatewayError:
+            return None
+
+    def _users(self, volume: Volume) -> list[shapes.VolumeUserShape]:
+        return [
+            shapes.VolumeUserShape(
+                sandbox_id=sandbox.id,
+                sandbox_name=sandbox.name,
+                path=mount.path,
+                readonly=mount.read_only,
+                state=sandbox.state.value,
+            )
+            for sandbox, mount in self.engine.volumes.mounts_of(volume)
+        ]
+
+    def _alias(self, template_id: str) -> str | None:
+        try:
+            names = self.engine.templates.get(template_id).names if template_id else []
+        except NotFound:
+            return None
+        return names[0] if names else None
+
+
+def template_or_snapshot(engine: Engine, ref: str) -> Snapshot:
+    """Return the template or snapshot to make a sandbox from. Raises NotFound with the wording that clients expect."""
+    try:
+        return engine.snapshots.get(ref)
+    except NotFound:
+        raise NotFound("template or snapshot", ref[:80]) from None
+
+
+def ids_of(ref: str, engine: Engine) -> set[str]:
+    """Return ``ref`` and the id of the template or snapshot with that name; for filters, which never fail."""
+    everything = engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
+    return {ref, *(snapshot.id for snapshot in everything if ref in snapshot.names)}
+
+
+async def _view(request: Request) -> View:
+    state = request.app.state
+    return View(state.engine, state.config, caller_of(request.scope).permission)
+
+
+ViewDep = Annotated[View, Depends(_view)]

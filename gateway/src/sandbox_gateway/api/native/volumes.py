@@ -1,0 +1,111 @@
+"""Routes of volumes (storage that outlives sandboxes), their snapshots and mounts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Request, Response
+
+from sandbox_gateway.api.dependencies import LONGEST_REF, EngineDep, Ref
+from sandbox_gateway.api.native import requests, shapes
+from sandbox_gateway.api.native.view import ViewDep
+from sandbox_gateway.api.paging import MOST, Limit, NextToken, page
+from sandbox_gateway.api.waiting import unless_gone
+from sandbox_gateway.records import new_id
+
+router = APIRouter(tags=["volumes"])
+OfVolume = Annotated[str, Path(max_length=LONGEST_REF, description="An id or a name, within the volume.")]
+
+
+@router.post("/volumes", status_code=201, response_model_exclude_unset=True, summary="Make a volume")
+async def create(request: Request, body: requests.CreateVolume, engine: EngineDep, view: ViewDep) -> shapes.VolumeShape:
+    work = engine.volumes.create(body.name or new_id(), body.size_mb, body.from_snapshot)
+    return await view.volume(await unless_gone(request, work), secret=True)
+
+
+@router.get("/volumes", response_model_exclude_unset=True, summary="List volumes")
+async def index(
+    response: Response,
+    engine: EngineDep,
+    view: ViewDep,
+    # The published clients request only one page.
+    limit: Limit = MOST,
+    next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
+    name: str = "",
+) -> list[shapes.VolumeShape]:
+    found = [volume for volume in engine.volumes.list() if not name or volume.name == name]
+    shown = page(found, lambda volume: (volume.created_at, volume.id), response, limit, next_token)
+    return list(await asyncio.gather(*(view.volume(volume) for volume in shown)))
+
+
+@router.get("/volumes/{ref}", response_model_exclude_unset=True, summary="Show a volume")
+async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.VolumeShape:
+    return await view.volume(engine.volumes.get(ref), secret=True)
+
+
+@router.patch("/volumes/{ref}", response_model_exclude_unset=True, summary="Grow a volume")
+async def grow(
+    request: Request, ref: Ref, body: requests.GrowVolume, engine: EngineDep, view: ViewDep
+) -> shapes.VolumeShape:
+    return await view.volume(await unless_gone(request, engine.volumes.grow(ref, body.size_mb)))
+
+
+@router.delete("/volumes/{ref}", status_code=204, summary="Remove a volume that nothing mounts")
+async def delete(
+    ref: Ref,
+    engine: EngineDep,
+    with_snapshots: Annotated[bool, Query(alias="withSnapshots", description="And the snapshots of it")] = False,
+) -> None:
+    await engine.volumes.delete(ref, with_snapshots=with_snapshots)
+
+
+@router.post("/sandboxes/{ref}/volumes", status_code=201, summary="Mount a volume in a running sandbox")
+async def attach(
+    request: Request, ref: Ref, body: requests.VolumeMount, engine: EngineDep, view: ViewDep
+) -> shapes.VolumeMountShape:
+    return view.mount(await unless_gone(request, engine.attachments.attach(ref, body.spec())))
+
+
+@router.delete("/sandboxes/{ref}/volumes/{volume}", status_code=204, summary="Unmount a volume")
+async def detach(ref: Ref, volume: Ref, engine: EngineDep) -> None:
+    await engine.attachments.detach(ref, volume)
+
+
+@router.post("/volumes/{ref}/snapshots", status_code=201, summary="Capture a volume while sandboxes use it")
+async def snapshot(
+    request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.CreateVolumeSnapshot | None = None
+) -> shapes.VolumeSnapshotShape:
+    work = engine.volumes.snapshot(ref, (body and body.name) or "")
+    return view.volume_snapshot(await unless_gone(request, work))
+
+
+@router.get("/volumes/{ref}/snapshots", summary="List the snapshots of a volume")
+async def snapshots(
+    ref: Ref,
+    response: Response,
+    engine: EngineDep,
+    view: ViewDep,
+    limit: Limit = 100,
+    next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
+    name: str = "",
+) -> list[shapes.VolumeSnapshotShape]:
+    found = [each for each in engine.volumes.list_snapshots(ref) if not name or each.name == name]
+    shown = page(found, lambda each: (each.created_at, each.id), response, limit, next_token)
+    return [view.volume_snapshot(each) for each in shown]
+
+
+@router.delete("/volumes/{ref}/snapshots/{snapshot}", status_code=204, summary="Remove a snapshot of a volume")
+async def delete_snapshot(ref: Ref, snapshot: OfVolume, engine: EngineDep) -> None:
+    await engine.volumes.delete_snapshot(ref, snapshot)
+
+
+@router.post(
+    "/volumes/{ref}/rollback", response_model_exclude_unset=True, summary="Roll a volume back to a snapshot of it"
+)
+async def rollback(
+    request: Request, ref: Ref, body: requests.RollbackVolume, engine: EngineDep, view: ViewDep
+) -> shapes.VolumeShape:
+    volume = engine.volumes.get(ref)
+    await unless_gone(request, engine.volumes.rollback(volume.id, body.snapshot, force=body.force))
+    return await view.volume(engine.volumes.get(volume.id))

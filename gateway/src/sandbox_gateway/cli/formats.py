@@ -1,0 +1,103 @@
+"""Parses and formats sizes, durations and pairs in human-readable notation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from sandbox_gateway.cli.failure import Exit, Failure
+
+_MIB = {"": 1, "m": 1, "g": 1024, "t": 1024 * 1024}
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_NEVER_YEAR = 9999
+
+
+def parse_size(text: str) -> int:
+    """Parse a size: "512M", "4G", or a plain number of MiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mgt]?)(?:i?b)?", text.strip().lower())
+    if not match:
+        raise Failure(f"{text!r} is not a size", Exit.USAGE, "write 512M, 4G, or a number of MiB")
+    return round(float(match[1]) * _MIB[match[2]])
+
+
+def parse_duration(text: str) -> float:
+    """Parse a duration: "90", "10m", "2h", "1d"; "never" is -1."""
+    if text.strip().lower() in ("never", "-1"):
+        return -1
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
+    if not match:
+        raise Failure(f"{text!r} is not a time", Exit.USAGE, "write 90s, 10m, 2h, 1d, or never")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def parse_pairs(texts: list[str], what: str) -> dict[str, str]:
+    """Parse texts such as `KEY=VALUE` into a mapping; ``what`` is the noun for one in error messages."""
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise Failure(f"{text!r} is not {what}", Exit.USAGE, f"write {what} as KEY=VALUE")
+        found[key] = value
+    return found
+
+
+def parse_mount(text: str) -> dict[str, Any]:
+    """Return the request's fields for `NAME:PATH`, followed by `:ro` and `:clone` in any order."""
+    name, _, rest = text.partition(":")
+    path, flags = rest, set()
+    while (cut := path.rpartition(":"))[2] in ("ro", "clone"):
+        path = cut[0]
+        flags.add(cut[2])
+    if not name or not path.startswith("/"):
+        raise Failure(f"{text!r} is not a volume and a path", Exit.USAGE, "write NAME:/PATH, followed by :ro or :clone")
+    return {"name": name, "path": path, "readOnly": "ro" in flags, "clone": "clone" in flags}
+
+
+def format_mount(mount: Mapping[str, Any]) -> str:
+    """Format a mount from the gateway's answer as an option: "data:/srv/data:ro"."""
+    return f"{mount['name']}:{mount['path']}{':ro' if mount['readOnly'] else ''}"
+
+
+def split_list(texts: list[str]) -> list[str]:
+    """Split values at commas."""
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+
+def format_size(count: float) -> str:
+    """Format a number of bytes: "0 B", "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_mib(count: int) -> str:
+    return format_size(count * 1024 * 1024).replace(".0 ", " ")
+
+
+def format_duration(length: float) -> str:
+    """Format a number of seconds: "42 s", "3 m", "5 h", "12 d"."""
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "m"), (172_800, 3600, "h")):
+        if length < limit:
+            return f"{int(length / unit)} {name}"
+    return f"{int(length / 86400)} d"
+
+
+def parse_time(text: str) -> datetime:
+    found = datetime.fromisoformat(text)
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def format_age(text: str, now: datetime | None = None) -> str:
+    return format_duration(max(0.0, ((now or datetime.now(UTC)) - parse_time(text)).total_seconds()))
+
+
+def format_time_left(text: str, now: datetime | None = None) -> str:
+    end = parse_time(text)
+    if end.year >= _NEVER_YEAR:
+        return "never ends"
+    remaining = (end - (now or datetime.now(UTC))).total_seconds()
+    return f"ends in {format_duration(remaining)}" if remaining > 0 else "ending"

@@ -1,0 +1,47 @@
+"""Commands for the gateway itself: events, health."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from sandbox_gateway.cli import render
+from sandbox_gateway.cli.context import Json, settings
+from sandbox_gateway.printable import printable
+
+
+def register(root: typer.Typer) -> None:
+    root.command("events")(events)
+    root.command("health")(health)
+
+
+def events(
+    ctx: typer.Context,
+    operation: Annotated[
+        str, typer.Option("--operation", metavar="ID", help="Only this operation.", show_default=False)
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Print events as they happen, until interrupted. With --json: one object a line."""
+    call = settings(ctx, as_json)
+    for kind, data in call.client.events(operation):
+        if kind == "connected":
+            continue
+        if call.json:
+            print(json.dumps({"type": kind, **data}), flush=True)
+        else:
+            at = str(data.pop("at", ""))[11:19]
+            fields = " ".join(f"{key}={value}" for key, value in data.items())
+            print(printable(f"{at} {kind} {fields}").replace("\n", " "), flush=True)
+
+
+def health(ctx: typer.Context, as_json: Json = False) -> None:
+    """Check that the gateway is running."""
+    call = settings(ctx, as_json)
+    found = call.client.get("/health")
+    if call.json:
+        render.print_json(found)
+    else:
+        print(f"{found['status']}: {found['backend']}, version {found['version']}, {found['sandboxes']} sandboxes")

@@ -1,0 +1,121 @@
+"""Options shared by the commands that create sandboxes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from sandbox_gateway.cli import formats
+from sandbox_gateway.cli.failure import Exit, Failure
+
+Cpus = Annotated[int | None, typer.Option("--cpus", metavar="N", help="Virtual CPUs.", show_default=False)]
+Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory, such as 512M.", show_default=False)]
+Disk = Annotated[str, typer.Option("--disk", metavar="SIZE", help="Disk, such as 4G.", show_default=False)]
+Metadata = Annotated[
+    list[str] | None, typer.Option("--metadata", "-m", metavar="KEY=VALUE", help="Metadata; repeatable.")
+]
+Env = Annotated[
+    list[str] | None,
+    typer.Option("--env", "-e", metavar="KEY=VALUE", help="Environment variable of its processes; repeatable."),
+]
+Timeout = Annotated[
+    str,
+    typer.Option("--timeout", metavar="TIME", help="Time to live: 90s, 10m, 2h, never.", show_default=False),
+]
+OnTimeout = Annotated[
+    str, typer.Option("--on-timeout", metavar="kill|pause", help="What happens then.", show_default=False)
+]
+NoInternet = Annotated[bool, typer.Option("--no-internet", help="Block all outgoing connections.")]
+AllowOut = Annotated[list[str] | None, typer.Option("--allow-out", metavar="CIDR", help="Network to allow.")]
+DenyOut = Annotated[list[str] | None, typer.Option("--deny-out", metavar="CIDR", help="Network to block.")]
+Paused = Annotated[bool, typer.Option("--paused", help="Create it paused.")]
+ColdStart = Annotated[bool, typer.Option("--cold-start", help="Boot from the disk, without the captured memory.")]
+Volumes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--volume", metavar="NAME:PATH[:ro][:clone]", help="Mount a volume; repeatable. Default: the captured mounts."
+    ),
+]
+NoVolumes = Annotated[bool, typer.Option("--no-volumes", help="Mount no volumes, not even the captured ones.")]
+Count = Annotated[
+    int | None, typer.Option("--count", "-n", min=1, max=1000, help="Number of sandboxes.", show_default=False)
+]
+Names = Annotated[list[str] | None, typer.Option("--names", metavar="A,B,…", help="One sandbox for each name.")]
+Concurrency = Annotated[
+    int | None, typer.Option("--concurrency", min=1, max=256, help="Sandboxes to create at a time.", show_default=False)
+]
+BestEffort = Annotated[bool, typer.Option("--best-effort", help="Create as many as possible. Default: all or none.")]
+
+
+@dataclass
+class SandboxOptions:
+    """The options of a command that creates sandboxes; ``body`` returns the fields of the request."""
+
+    cpus: int | None = None
+    memory: str = ""
+    disk: str = ""
+    metadata: list[str] | None = None
+    env: list[str] | None = None
+    timeout: str = ""
+    on_timeout: str = ""
+    no_internet: bool = False
+    allow_out: list[str] | None = None
+    deny_out: list[str] | None = None
+    paused: bool = False
+    cold_start: bool = False
+    volumes: list[str] | None = None
+    no_volumes: bool = False
+
+    def body(self) -> dict[str, Any]:
+        network: dict[str, Any] = {"allowOut": formats.split_list(self.allow_out or [])}
+        network["denyOut"] = formats.split_list(self.deny_out or [])
+        given = {
+            **size_fields(self.cpus, self.memory, self.disk),
+            "metadata": formats.parse_pairs(self.metadata or [], "metadata"),
+            "envVars": formats.parse_pairs(self.env or [], "an environment variable"),
+            "network": {key: value for key, value in network.items() if value},
+            "paused": self.paused,
+            "coldStart": self.cold_start,
+        }
+        body = {key: value for key, value in given.items() if value}
+        if self.volumes or self.no_volumes:
+            body["volumeMounts"] = mount_fields(self.volumes or [], self.no_volumes)
+        if self.timeout:
+            body["timeout"] = formats.parse_duration(self.timeout)
+        if self.on_timeout:
+            body["lifecycle"] = {"onTimeout": self.on_timeout}
+        if self.no_internet:
+            body["allow_internet_access"] = False
+        return body
+
+
+def size_fields(cpus: int | None, memory: str, disk: str) -> dict[str, int]:
+    given = {
+        "cpuCount": cpus,
+        "memoryMB": formats.parse_size(memory) if memory else None,
+        "diskSizeMB": formats.parse_size(disk) if disk else None,
+    }
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def mount_fields(volumes: list[str], none: bool) -> list[dict[str, Any]]:
+    if volumes and none:
+        raise Failure("--volume and --no-volumes exclude each other", Exit.USAGE, "leave one of them out")
+    return [formats.parse_mount(volume) for volume in volumes]
+
+
+def count_fields(
+    count: int | None, names: list[str] | None, concurrency: int | None, best_effort: bool
+) -> tuple[dict[str, Any], int]:
+    """Return the request's fields for the number and names of sandboxes, and the number."""
+    wanted = formats.split_list(names or [])
+    body: dict[str, Any] = {"names": wanted} if wanted else {"count": count or 1}
+    if wanted and count is not None:
+        body["count"] = count
+    if concurrency is not None:
+        body["concurrency"] = concurrency
+    if best_effort:
+        body["atomic"] = False
+    return body, len(wanted) or count or 1

@@ -1,0 +1,44 @@
+"""The agents inside sandboxes: their tokens, addresses and identities."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from sandbox_gateway.engine.agent import AgentClient, Identity
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.running import require_running
+from sandbox_gateway.records import NetworkPolicy, Sandbox
+
+
+class Agents:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._host = context.host
+
+    def access_token(self, sandbox: Sandbox) -> str:
+        """Return the token that the sandbox's agent requires."""
+        return self._context.secret.derive(sandbox.id)
+
+    def client(self, sandbox: Sandbox) -> AgentClient:
+        return AgentClient(self._host.endpoint(sandbox), self.access_token(sandbox))
+
+    def endpoint(self, ref: str) -> tuple[str, str]:
+        """Return (address, access token) of a running sandbox."""
+        sandbox = require_running(self._context, ref)
+        return self._host.endpoint(sandbox).address, self.access_token(sandbox)
+
+    async def identify(self, sandbox: Sandbox, *, booted: bool) -> None:
+        """Send the machine of a sandbox its identity; returns when its agent has answered."""
+        identity = Identity(
+            sandbox_id=sandbox.id,
+            hostname=sandbox.hostname,
+            access_token=self.access_token(sandbox),
+            env=sandbox.env,
+            dns=self._name_servers(sandbox.network),
+            grow_disk=booted,
+        )
+        seconds = self._host.boot_seconds if booted else self._host.resume_seconds
+        await self.client(sandbox).identify(identity, seconds=seconds, gone=partial(self._host.ended, sandbox))
+
+    def _name_servers(self, policy: NetworkPolicy) -> list[str]:
+        return self._host.name_servers() if policy.allow_internet or policy.allow_out else []

@@ -1,0 +1,109 @@
+"""Volumes in existing sandboxes: attach, detach, and the mounts inside."""
+
+from __future__ import annotations
+
+from sandbox_gateway.engine.agents import Agents
+from sandbox_gateway.engine.background import finish_despite_cancellation
+from sandbox_gateway.engine.collector import Collector
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.locking import Locking
+from sandbox_gateway.engine.paths import check_mounts
+from sandbox_gateway.engine.saving import save_sandbox
+from sandbox_gateway.engine.spec import MountSpec
+from sandbox_gateway.errors import Conflict, GatewayError, Invalid, NotFound
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Mount, Sandbox, SandboxState
+
+_MOUNT_SECONDS = 30.0
+_UNMOUNT_SECONDS = 10.0
+
+log = Logger("engine")
+
+
+class Attachments:
+    def __init__(self, context: Context, locking: Locking, agents: Agents, collector: Collector) -> None:
+        self._context = context
+        self._host = context.host
+        self._index = context.index
+        self._events = context.events
+        self._locking = locking
+        self._agents = agents
+        self._collector = collector
+
+    async def attach(self, sandbox_ref: str, spec: MountSpec) -> Mount:
+        """Mount a volume in a running sandbox. The record is saved first: after a crash the mount is completed."""
+        if spec.clone:
+            raise Invalid(
+                "a clone cannot be attached to a running sandbox: make one from a snapshot of it first, and attach that"
+            )
+        async with self._locking.running_sandbox(sandbox_ref) as sandbox:
+            volume = self._index.volume(spec.volume)
+            mount = Mount(volume=volume.id, path=spec.path, read_only=spec.read_only)
+            if any(each.volume == volume.id for each in sandbox.mounts):
+                raise Conflict(f"sandbox {sandbox.name} has volume {volume.name} already: detach it first")
+            check_mounts([*(each.path for each in sandbox.mounts), mount.path])
+            async with self._locking.shared_volumes([volume.id]):
+                await finish_despite_cancellation(self._attach(sandbox, mount))
+            self._events.publish("volume.attached", volumeID=volume.name, sandboxID=sandbox.id, path=mount.path)
+            return mount
+
+    async def _attach(self, sandbox: Sandbox, mount: Mount) -> None:
+        changed = await save_sandbox(self._context, sandbox.id, mounts=[*sandbox.mounts, mount])
+        try:
+            await self._host.attach(changed, mount)
+            try:
+                await self.mount_inside(changed)
+            except BaseException:
+                await self._unmount(changed, mount)
+                raise
+        except BaseException:
+            await save_sandbox(self._context, sandbox.id, mounts=sandbox.mounts)
+            raise
+
+    async def detach(self, sandbox_ref: str, volume_ref: str) -> None:
+        """Detach a volume from a sandbox, even while programs use it; a paused sandbox resumes without it."""
+        async with self._locking.sandbox(sandbox_ref) as sandbox:
+            # A volume whose record is missing can be named by its id.
+            mount = next((each for each in sandbox.mounts if each.volume == volume_ref), None)
+            name = volume_ref
+            if mount is None or mount.volume in self._index.volumes:
+                volume = self._index.volume(volume_ref)
+                name = volume.name
+                mount = next((each for each in sandbox.mounts if each.volume == volume.id), None)
+            if mount is None:
+                raise NotFound(f"in sandbox {sandbox.name}, volume", name)
+            await finish_despite_cancellation(self._detach(sandbox, mount))
+            self._events.publish("volume.detached", volumeID=name, sandboxID=sandbox.id)
+            await self._collector.collect()
+
+    async def _detach(self, sandbox: Sandbox, mount: Mount) -> None:
+        if sandbox.state is SandboxState.RUNNING and not self._host.ended(sandbox):
+            await self._unmount(sandbox, mount)
+        await save_sandbox(self._context, sandbox.id, mounts=_without(sandbox, mount).mounts)
+
+    async def _unmount(self, sandbox: Sandbox, mount: Mount) -> None:
+        """Unmount inside first, so that no program sees a dead mount; then on the host, even if the agent fails."""
+        remaining = _without(sandbox, mount)
+        if self._host.guest_mounts(sandbox):
+            try:
+                guest_mounts = self._host.guest_mounts(remaining)
+                await self._agents.client(sandbox).mounts(guest_mounts, seconds=_UNMOUNT_SECONDS)
+            except GatewayError as error:
+                log.warning("unmount inside failed", sandbox=sandbox.id, path=mount.path, reason=error.message)
+        await self._host.detach(remaining, mount)
+
+    async def mount_inside(self, sandbox: Sandbox, *, stale: bool = False, seconds: float = _MOUNT_SECONDS) -> None:
+        """Make the agent mount volumes that the host cannot mount from outside; ``stale``: it may have others."""
+        guest_mounts = self._host.guest_mounts(sandbox)
+        if guest_mounts or stale:
+            await self._agents.client(sandbox).mounts(guest_mounts, seconds=seconds)
+
+    async def complete_mounts(self, sandbox_id: str) -> None:
+        """After a restart, complete an attachment or detachment that was interrupted."""
+        async with self._locking.sandbox(sandbox_id) as sandbox:
+            if sandbox.state is SandboxState.RUNNING:
+                await self.mount_inside(sandbox)
+
+
+def _without(sandbox: Sandbox, mount: Mount) -> Sandbox:
+    return sandbox.model_copy(update={"mounts": [each for each in sandbox.mounts if each.volume != mount.volume]})

@@ -1,0 +1,124 @@
+"""Capture: snapshots of sandboxes that keep running."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+
+from sandbox_gateway.engine.agents import Agents
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.locking import Locking
+from sandbox_gateway.engine.saving import save_sandbox, save_snapshot
+from sandbox_gateway.engine.volumes import Volumes
+from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeCapture, VolumeSnapshot
+
+_FREEZE_SECONDS = 20
+_SYNC_SECONDS = 10
+
+log = Logger("engine")
+
+
+class Captures:
+    def __init__(self, context: Context, locking: Locking, agents: Agents, volumes: Volumes) -> None:
+        self._context = context
+        self._host = context.host
+        self._index = context.index
+        self._locking = locking
+        self._agents = agents
+        self._volumes = volumes
+
+    def new_snapshot_record(self, sandbox: Sandbox, kind: SnapshotKind) -> Snapshot:
+        """Create the record of a snapshot that is about to be taken of ``sandbox``."""
+        parent = self._index.snapshots.get(sandbox.head)
+        return Snapshot(
+            kind=kind,
+            source_sandbox=sandbox.id,
+            origin_sandbox=(parent.origin_sandbox if parent else "") or sandbox.id,
+            template_id=sandbox.template_id,
+            parent=sandbox.head,
+            origin=(parent.origin if parent else "") or sandbox.template_id or sandbox.head,
+            mounts=list(sandbox.mounts),
+        )
+
+    async def take(
+        self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = ()
+    ) -> Snapshot:
+        """Capture a sandbox. The snapshot becomes the sandbox's head, unless it is taken for a pause."""
+        taken = await self.capture(sandbox, snapshot, memory=memory, volumes=volumes)
+        head = self._index.sandbox(sandbox.id).head
+        if head != taken.parent:
+            # The former head was deleted during the capture.
+            taken = await save_snapshot(self._context, taken.id, parent=head)
+        if taken.kind is not SnapshotKind.PAUSE:
+            await save_sandbox(self._context, sandbox.id, head=taken.id)
+        self._context.events.publish(
+            "snapshot.created", snapshotID=taken.id, sandboxID=sandbox.id, pauseMs=taken.pause_ms
+        )
+        if reason := self._host.ended(sandbox):
+            raise BackendFailed(f"snapshot {taken.id} was taken and is valid, but its source died: {reason}")
+        return taken
+
+    async def capture(
+        self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = ()
+    ) -> Snapshot:
+        """Capture a sandbox and the given ``volumes``. ``memory``: include its memory, if the host can.
+
+        The sandbox's own record does not change, and need not be saved.
+        """
+        memory = memory and self._host.abilities.memory
+        async with self._locking.volumes(self._require_mounted(sandbox, volumes)) as found:
+            parts = _new_volume_snapshot_records(snapshot, found)
+            async with self._flushed(sandbox, freeze=not memory and not self._host.abilities.atomic_capture):
+                taken = await self._host.capture(sandbox, snapshot, memory=memory, volumes=parts)
+            for volume, part in zip(found, parts, strict=True):
+                self._volumes.add_snapshot(volume, part)
+        self._index.put(taken)
+        return taken
+
+    def _require_mounted(self, sandbox: Sandbox, refs: Iterable[str]) -> list[str]:
+        """Return the ids of the volumes in ``refs``. Raises Invalid for one that ``sandbox`` does not mount."""
+        volumes = [self._index.volume(ref) for ref in refs]
+        for volume in volumes:
+            if all(mount.volume != volume.id for mount in sandbox.mounts):
+                raise Invalid(
+                    f"volume {volume.name} is not mounted in sandbox {sandbox.name}: attach it first, "
+                    "or take a snapshot of the volume alone"
+                )
+        return [volume.id for volume in volumes]
+
+    async def _write_through(self, sandbox: Sandbox) -> None:
+        """Make the guest write its cache to the disk, so that the disk alone is usable and equals the new head.
+
+        A guest that is too busy is captured without this: the captured memory includes the cache.
+        """
+        try:
+            await self._agents.client(sandbox).call("/sync", {}, seconds=_SYNC_SECONDS)
+        except GatewayError as error:
+            log.debug("sync before capture failed", sandbox=sandbox.id, reason=error.message)
+
+    @contextlib.asynccontextmanager
+    async def _flushed(self, sandbox: Sandbox, *, freeze: bool) -> AsyncIterator[None]:
+        """Flush the guest's cache to the disk first; ``freeze``: also block its writes inside this context."""
+        if not freeze:
+            await self._write_through(sandbox)
+            yield
+            return
+        agent = self._agents.client(sandbox)
+        if not (await agent.call("/freeze", {"seconds": _FREEZE_SECONDS})).get("frozen"):
+            raise BackendFailed("the sandbox's file system could not be frozen: capture it with its memory")
+        try:
+            yield
+        finally:
+            await agent.call("/thaw", {})
+
+
+def _new_volume_snapshot_records(snapshot: Snapshot, volumes: Iterable[Volume]) -> list[VolumeSnapshot]:
+    """Create records for snapshots of ``volumes`` as parts of ``snapshot``, and add them to ``snapshot``'s record."""
+    found = [
+        VolumeSnapshot(name=snapshot.id, volume=each.id, size_mb=each.size_mb, sandbox_snapshot=snapshot.id)
+        for each in volumes
+    ]
+    snapshot.volumes = [VolumeCapture(volume=each.volume, snapshot=each.id) for each in found]
+    return found

@@ -1,0 +1,171 @@
+"""Removal of snapshots and volumes, on request and once they are unused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from sandbox_gateway.engine.background import finish_despite_cancellation
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.index import Thing
+from sandbox_gateway.engine.references import References
+from sandbox_gateway.engine.saving import save_sandbox, save_snapshot
+from sandbox_gateway.errors import GatewayError
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+
+log = Logger("engine")
+
+
+class Collector:
+    def __init__(self, context: Context, references: References) -> None:
+        self._context = context
+        self._host = context.host
+        self._index = context.index
+        self._references = references
+        self._lineage = asyncio.Lock()
+        self._removing: dict[str, Snapshot] = {}
+        """Snapshots that the index has no longer and the host still has, with the parents that they have by now."""
+
+    async def remove_snapshot(self, snapshot: Snapshot) -> None:
+        """Remove a snapshot that nobody uses, with its snapshots of volumes; its descendants get its parent."""
+        self._index.drop(snapshot.id)
+        self._removing[snapshot.id] = snapshot
+        await finish_despite_cancellation(self._remove_snapshot(snapshot.id))
+
+    async def _remove_snapshot(self, id: str) -> None:
+        moved: list[Sandbox | Snapshot] = []
+        parent = ""
+        try:
+            # The descendants first: a crash in between leaves them in their tree.
+            async with self._lineage:
+                parent = self._removing[id].parent
+                moved = await self._reparent(id, parent)
+            snapshot = self._removing[id]
+            await self._host.remove_snapshot(snapshot)
+        except BaseException:
+            async with self._lineage:
+                self._index.put(self._removing.pop(id))
+                await self._restore(id, parent, moved)
+            raise
+        del self._removing[id]
+        if not snapshot.hidden:
+            self._context.events.publish("snapshot.deleted", snapshotID=id)
+        for each in self._references.volume_snapshots_in(snapshot):
+            try:
+                await self.remove_volume_snapshot(each)
+            except GatewayError as error:
+                log.warning("volume snapshot not removed", volume_snapshot=each.id, reason=error.message)
+
+    async def _reparent(self, id: str, parent: str) -> list[Sandbox | Snapshot]:
+        """Make ``parent`` the snapshot that the descendants of ``id`` descend from; returns their former records.
+
+        A descendant whose record cannot be saved stays as it is, so that a full disk does not prevent a removal.
+        """
+        moved: list[Sandbox | Snapshot] = []
+        tried: set[str] = set()
+        # A capture can add descendants meanwhile.
+        while found := [each for each in self._descendants(id) if each.id not in tried]:
+            for each in found:
+                tried.add(each.id)
+                try:
+                    if isinstance(each, Sandbox):
+                        await save_sandbox(self._context, each.id, only_if={"head": id}, head=parent)
+                    else:
+                        await save_snapshot(self._context, each.id, only_if={"parent": id}, parent=parent)
+                    moved.append(each)
+                except GatewayError as error:
+                    log.warning("lineage not saved", id=each.id, parent=parent, reason=error.message)
+        for other, snapshot in self._removing.items():
+            if snapshot.parent == id:
+                self._removing[other] = snapshot.model_copy(update={"parent": parent})
+        return moved
+
+    async def _restore(self, id: str, parent: str, moved: list[Sandbox | Snapshot]) -> None:
+        """Undo ``_reparent`` for descendants that nobody has changed since."""
+        for each in moved:
+            with contextlib.suppress(GatewayError):
+                if isinstance(each, Sandbox):
+                    unchanged = {"head": parent, "instance": each.instance}
+                    await save_sandbox(self._context, each.id, only_if=unchanged, head=id)
+                else:
+                    await save_snapshot(self._context, each.id, only_if={"parent": parent}, parent=id)
+
+    def _descendants(self, id: str) -> list[Sandbox | Snapshot]:
+        return [
+            *(each for each in self._index.snapshots.values() if each.parent == id),
+            *(each for each in self._index.sandboxes.values() if each.head == id),
+        ]
+
+    async def remove_volume_snapshot(self, snapshot: VolumeSnapshot) -> None:
+        self._index.drop(snapshot.id)
+        try:
+            await self._host.remove_volume_snapshot(snapshot)
+        except BaseException:
+            self._index.put(snapshot)
+            raise
+
+    async def remove_volume(self, volume: Volume) -> None:
+        """Remove a volume that nobody uses, and its snapshots."""
+        things: list[Thing] = [volume, *self._index.snapshots_of(volume)]
+        for thing in things:
+            self._index.drop(thing.id)
+        try:
+            await self._host.remove_volume(volume)
+        except BaseException:
+            for thing in things:
+                self._index.put(thing)
+            raise
+        self._context.events.publish("volume.deleted", volumeID=volume.name)
+
+    async def collect(self) -> None:
+        """Remove hidden snapshots without users, and clones of volumes whose last sandbox is gone."""
+        await self._collect_volumes()
+        await self._collect_volume_snapshots()
+        await self._collect_snapshots()
+        # Where a snapshot keeps its volume from going, the first pass could not remove it.
+        await self._collect_volumes()
+
+    async def _collect_snapshots(self) -> None:
+        for id in list(self._index.snapshots):
+            # Read late: removing one snapshot changes the records of others.
+            snapshot = self._index.snapshots.get(id)
+            if snapshot is None or (not snapshot.doomed and snapshot.kind is not SnapshotKind.TRANSIENT):
+                continue
+            heads = (sandbox.head for sandbox in self._index.sandboxes.values())
+            if self._index.standing_on(snapshot) or (not snapshot.doomed and snapshot.id in heads):
+                continue
+            volume_snapshots = self._references.volume_snapshots_in(snapshot)
+            if self._references.is_busy(snapshot) or self._references.clones_of(volume_snapshots):
+                continue
+            try:
+                await self.remove_snapshot(snapshot)
+            except GatewayError as error:
+                log.warning("snapshot not collected", snapshot=snapshot.id, reason=error.message)
+
+    async def _collect_volume_snapshots(self) -> None:
+        """A clone's snapshot may stay for long, as its source's head; its snapshots of volumes need not."""
+        for snapshot in list(self._index.snapshots.values()):
+            transient = snapshot.kind is SnapshotKind.TRANSIENT
+            found = self._references.volume_snapshots_in(snapshot) if transient else []
+            if not found or self._references.is_busy(snapshot) or self._references.clones_of(found):
+                continue
+            try:
+                for each in found:
+                    await asyncio.shield(self.remove_volume_snapshot(each))
+                await save_snapshot(self._context, snapshot.id, volumes=[])
+            except GatewayError as error:
+                log.warning("volume snapshots not collected", snapshot=snapshot.id, reason=error.message)
+
+    async def _collect_volumes(self) -> None:
+        if self._context.unreadable_sandboxes:
+            return
+        for volume in list(self._index.volumes.values()):
+            if not volume.owner or self._context.locks.is_held(volume.id):
+                continue
+            if self._references.volume_in_use(volume, with_snapshots=False):
+                continue
+            try:
+                await asyncio.shield(self.remove_volume(volume))
+            except GatewayError as error:
+                log.warning("volume not collected", volume=volume.id, reason=error.message)

@@ -1,0 +1,91 @@
+"""Commands and code in running sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from sandbox_gateway.engine.agents import Agents
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.locking import Locking
+from sandbox_gateway.engine.running import require_running
+from sandbox_gateway.engine.spec import EvalResult, ExecResult
+from sandbox_gateway.errors import BackendFailed, Busy, Conflict, GatewayError, Gone, NotFound, Timeout
+from sandbox_gateway.records import Sandbox, SandboxState
+
+_CHECK_EVERY = 0.25
+_PING_SECONDS = 10
+_Result = TypeVar("_Result")
+
+
+class Commands:
+    def __init__(self, context: Context, locking: Locking, agents: Agents) -> None:
+        self._context = context
+        self._locking = locking
+        self._agents = agents
+
+    async def exec(
+        self,
+        ref: str,
+        args: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        cwd: str = "",
+        user: str = "",
+        timeout: float = 60,
+        stdin: bytes | None = None,
+    ) -> ExecResult:
+        """Run a program to its end, for at most ``timeout`` seconds."""
+        sandbox = require_running(self._context, ref)
+        command = self._agents.client(sandbox).exec(args, env=env, cwd=cwd, user=user, timeout=timeout, stdin=stdin)
+        return await self._while_running(sandbox, command)
+
+    async def eval(self, ref: str, code: str, *, timeout: float = 60) -> EvalResult:
+        """Evaluate Python in the sandbox's own interpreter, whose state is part of the sandbox's memory."""
+        sandbox = require_running(self._context, ref)
+        return await self._while_running(sandbox, self._agents.client(sandbox).eval(code, timeout=timeout))
+
+    async def ping(self, ref: str) -> None:
+        """Wait for an answer of the sandbox's agent. Raises BackendFailed or Timeout."""
+        sandbox = require_running(self._context, ref)
+        await self._while_running(sandbox, self._agents.client(sandbox).ping(seconds=_PING_SECONDS))
+
+    async def _while_running(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Await ``work`` while the sandbox's machine runs. Raises Conflict or Gone if another request ends it."""
+        try:
+            return await self._until_ended(sandbox, work)
+        except (BackendFailed, Timeout) as error:
+            raise await self._explain(sandbox, error) from None
+
+    async def _until_ended(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Await ``work``, but no longer than the machine runs: a dead guest does not close its connections."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=_CHECK_EVERY)
+                if not task.done() and (reason := self._context.host.ended(sandbox)):
+                    raise BackendFailed(f"the sandbox stopped during the command: {reason}")
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def _explain(self, before: Sandbox, error: GatewayError) -> GatewayError:
+        """Return the error to raise: another request ended or replaced the machine of ``before``, or ``error``."""
+        current = self._context.index.sandboxes.get(before.id)
+        unchanged = current is not None and (current.instance, current.state) == (before.instance, before.state)
+        if unchanged and not self._context.host.ended(before):
+            return error
+        try:
+            # The lock is held by others until the record says what happened to the machine.
+            async with self._locking.sandbox(before.id) as sandbox:
+                pass
+        except NotFound:
+            return Gone(f"sandbox {before.id} was deleted during the request")
+        except Busy:
+            return error
+        if sandbox.instance != before.instance:
+            return Conflict(f"sandbox {before.id} was rolled back or paused during the request: send it again")
+        if sandbox.state is SandboxState.PAUSED and not sandbox.state_reason:
+            return Conflict(f"sandbox {before.id} was paused during the request: resume it, and send it again")
+        return error

@@ -1,0 +1,70 @@
+"""Expiry: timeouts of sandboxes, expiry times of snapshots, retention rules."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime
+
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.references import References
+from sandbox_gateway.engine.retention import surplus
+from sandbox_gateway.engine.sandboxes import Sandboxes
+from sandbox_gateway.engine.snapshots import Snapshots
+from sandbox_gateway.engine.timeouts import has_expired
+from sandbox_gateway.errors import GatewayError, NotFound
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Snapshot, now
+
+_CHECK_EVERY = 0.25
+
+log = Logger("engine")
+
+
+class Expiry:
+    def __init__(self, context: Context, references: References, snapshots: Snapshots, sandboxes: Sandboxes) -> None:
+        self._events = context.events
+        self._references = references
+        self._snapshots = snapshots
+        self._sandboxes = sandboxes
+
+    async def watch(self) -> None:
+        """Check every quarter of a second; never returns."""
+        while True:
+            await asyncio.sleep(_CHECK_EVERY)
+            at = now()
+            await self._expire_sandboxes(at)
+            await self._expire_snapshots(at)
+
+    async def _expire_sandboxes(self, at: datetime) -> None:
+        for id in [each.id for each in self._sandboxes.list() if has_expired(each, at)]:
+            try:
+                await self._sandboxes.expire(id)
+            except NotFound:
+                pass
+            except Exception as error:
+                _log_failure(error, sandbox=id)
+                await asyncio.sleep(_CHECK_EVERY)
+
+    async def _expire_snapshots(self, at: datetime) -> None:
+        for snapshot in self._snapshots.list():
+            if snapshot.expires_at and snapshot.expires_at <= at and not self._references.users(snapshot):
+                await self._expire_snapshot(snapshot)
+        for snapshot in surplus(self._snapshots.list(), at):
+            if not self._references.users(snapshot) and await self._expire_snapshot(snapshot):
+                self._events.publish("snapshot.pruned", snapshotID=snapshot.id, sandboxID=snapshot.source_sandbox)
+
+    async def _expire_snapshot(self, snapshot: Snapshot) -> bool:
+        """Remove an expired snapshot; True if it was removed."""
+        try:
+            return await self._snapshots.delete(snapshot.id)
+        except Exception as error:
+            _log_failure(error, snapshot=snapshot.id)
+            return False
+
+
+def _log_failure(error: Exception, **what: str) -> None:
+    """Log a failure. A failure of any kind affects the expiry of only one object."""
+    if isinstance(error, GatewayError):
+        log.warning("expiry failed", reason=error.message, **what)
+    else:
+        log.error("expiry failed", exc_info=True, **what)

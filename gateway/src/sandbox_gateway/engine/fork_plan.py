@@ -1,0 +1,76 @@
+"""Plans forks: their names, their records, and whether they use the snapshot's memory."""
+
+from __future__ import annotations
+
+from sandbox_gateway.config import Config
+from sandbox_gateway.engine.names import require_valid_name
+from sandbox_gateway.engine.spec import ForkSpec, Unset
+from sandbox_gateway.engine.timeouts import end_after
+from sandbox_gateway.errors import Invalid, Unsupported
+from sandbox_gateway.records import Memory, Resources, Sandbox, SandboxState, Snapshot, SnapshotKind, new_id, now
+
+_MOST_AT_ONCE = 1000
+
+
+def requested_names(spec: ForkSpec) -> list[str]:
+    """Return a name for each fork; empty if none is given. Raises Invalid."""
+    if spec.names is not None:
+        if spec.count not in (1, len(spec.names)):
+            raise Invalid(f"{len(spec.names)} names do not fit a count of {spec.count}: give one of them, or as many")
+        return [require_valid_name(name) for name in spec.names]
+    if not 1 <= spec.count <= _MOST_AT_ONCE:
+        raise Invalid(f"a count of {spec.count} is not possible: ask for 1 to {_MOST_AT_ONCE}")
+    return [""] * spec.count
+
+
+def new_sandbox_record(snapshot: Snapshot, spec: ForkSpec, name: str, config: Config) -> Sandbox:
+    """Create the record of a sandbox that is about to be forked from ``snapshot``."""
+    have = snapshot.resources
+    id = new_id()
+    started = now()
+    return Sandbox(
+        id=id,
+        name=name or id,
+        state=SandboxState.PAUSED if spec.paused else SandboxState.RUNNING,
+        pause_snapshot=snapshot.id if spec.paused else "",
+        cold_start=spec.paused and spec.cold_start,
+        template_id=snapshot.id if snapshot.kind is SnapshotKind.TEMPLATE else snapshot.template_id,
+        forked_from=snapshot.id,
+        head=snapshot.id,
+        base=snapshot.id,
+        parent_sandbox=snapshot.source_sandbox,
+        resources=Resources(
+            cpus=spec.cpus or have.cpus,
+            memory_mb=spec.memory_mb or have.memory_mb,
+            disk_mb=spec.disk_mb or have.disk_mb,
+        ),
+        network=spec.network,
+        metadata=spec.metadata,
+        env=spec.env,
+        created_at=started,
+        started_at=started,
+        end_at=end_after(spec.timeout, config),
+        timeout=None if isinstance(spec.timeout, Unset) else spec.timeout or None,
+        on_timeout=spec.on_timeout,
+        auto_resume=spec.auto_resume,
+        idempotency_key=spec.idempotency_key,
+    )
+
+
+def forks_with_memory(snapshot: Snapshot, spec: ForkSpec, resources: Resources, *, can_resize: bool) -> bool:
+    """Return whether forks resume from the snapshot's memory. Raises Invalid or Unsupported for bad ``resources``.
+
+    ``can_resize``: the host can change the resources of a machine that resumes from memory.
+    """
+    have = snapshot.resources
+    if resources.disk_mb < have.disk_mb:
+        raise Invalid(f"a disk of {resources.disk_mb} MiB is smaller than the snapshot's {have.disk_mb} MiB")
+    if snapshot.memory is Memory.NONE or spec.cold_start:
+        return False
+    if resources != have and not can_resize:
+        raise Unsupported(
+            f"snapshot {snapshot.id} holds the memory of a machine with {have.cpus} cpus, {have.memory_mb} MiB of "
+            f"memory and a disk of {have.disk_mb} MiB: fork it with the same, or ask for a cold start (coldStart) "
+            "from its disk"
+        )
+    return True

@@ -1,0 +1,173 @@
+"""Fork: creates n sandboxes from a snapshot, all or none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from sandbox_gateway.engine.background import finish_despite_cancellation
+from sandbox_gateway.engine.captures import Captures
+from sandbox_gateway.engine.collector import Collector
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.fork_plan import forks_with_memory, new_sandbox_record, requested_names
+from sandbox_gateway.engine.locking import Locking
+from sandbox_gateway.engine.machines import Machines
+from sandbox_gateway.engine.mounts import Mounts
+from sandbox_gateway.engine.saving import save_sandbox
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.errors import GatewayError, OverQuota
+from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume
+
+
+class Forks:
+    def __init__(
+        self,
+        context: Context,
+        locking: Locking,
+        collector: Collector,
+        mounts: Mounts,
+        machines: Machines,
+        captures: Captures,
+    ) -> None:
+        self._context = context
+        self._host = context.host
+        self._index = context.index
+        self._locking = locking
+        self._collector = collector
+        self._mounts = mounts
+        self._machines = machines
+        self._captures = captures
+        self._pending = 0
+        """Sandboxes that are being created."""
+
+    async def create(self, ref: str, spec: ForkSpec) -> Sandbox:
+        """Create one sandbox from a snapshot or template, or return the one that has ``spec.idempotency_key``."""
+        if spec.idempotency_key:
+            for sandbox in self._index.sandboxes.values():
+                if sandbox.idempotency_key == spec.idempotency_key:
+                    return sandbox
+        (created,) = await self.fork(ref, spec)
+        if isinstance(created, GatewayError):
+            raise created
+        return created
+
+    async def fork(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
+        """Create ``spec.count`` sandboxes from a snapshot or template: all, or none and the first error."""
+        return await self._fork(self._index.snapshot(ref), spec)
+
+    async def clone(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
+        """Capture a sandbox and fork the capture ``count`` times; the capture is removed with its last user.
+
+        The capture includes the volumes that each fork gets a clone of.
+        """
+        self._mounts.resolve_volumes(spec.mounts or [])
+        with self._index.reserved(name for name in requested_names(spec) if name):
+            pass  # detect a taken name before the source is paused
+        async with self._locking.running_sandbox(ref) as sandbox:
+            snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
+            try:
+                return await self._clone(sandbox, snapshot, spec)
+            finally:
+                await asyncio.shield(self._collector.collect())
+
+    async def _clone(self, sandbox: Sandbox, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
+        with self._index.using(snapshot):
+            volumes = [each.volume for each in spec.mounts or [] if each.clone]
+            taken = await finish_despite_cancellation(
+                self._captures.take(sandbox, snapshot, memory=True, volumes=volumes)
+            )
+            try:
+                return await self._fork(taken, spec)
+            except BaseException:
+                head = self._index.any_snapshot(taken.id).parent
+                await asyncio.shield(save_sandbox(self._context, sandbox.id, head=head))
+                raise
+
+    async def _fork(self, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
+        config = self._context.config
+        sandboxes = [new_sandbox_record(snapshot, spec, name, config) for name in requested_names(spec)]
+        resize = self._host.abilities.resize_on_fork
+        with_memory = forks_with_memory(snapshot, spec, sandboxes[0].resources, can_resize=resize)
+        planned = self._mounts.plan(snapshot, spec.mounts)
+        self._require_quota(len(sandboxes))
+        with self._index.reserved(sandbox.name for sandbox in sandboxes), self._index.using(snapshot):
+            self._pending += len(sandboxes)
+            try:
+                if not planned:
+                    return await self._start_all(snapshot, spec, sandboxes, with_memory)
+                async with self._mounts.with_mounts(planned, sandboxes) as clones:
+                    return await self._start_all(snapshot, spec, sandboxes, with_memory, clones)
+            finally:
+                self._pending -= len(sandboxes)
+
+    async def _start_all(
+        self,
+        snapshot: Snapshot,
+        spec: ForkSpec,
+        sandboxes: list[Sandbox],
+        with_memory: bool,
+        clones: Mapping[str, list[Volume]] = MappingProxyType({}),
+    ) -> list[Sandbox | GatewayError]:
+        gate = asyncio.Semaphore(spec.concurrency or self._context.config.limits.concurrency)
+        done = 0
+
+        async def start_one(sandbox: Sandbox) -> Sandbox:
+            nonlocal done
+            async with gate:
+                if sandbox.id in clones:
+                    await self._mounts.create_clones(clones[sandbox.id])
+                await self._machines.start(snapshot, sandbox, with_memory=with_memory)
+            done += 1
+            self._report_progress(spec, done, len(sandboxes), sandbox.id)
+            return sandbox
+
+        tasks = [asyncio.create_task(start_one(sandbox)) for sandbox in sandboxes]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION if spec.atomic else asyncio.ALL_COMPLETED)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._undo(tasks, sandboxes))
+            raise
+        failed = [error for task in tasks if task.done() and (error := task.exception())]
+        if failed and spec.atomic:
+            await asyncio.shield(self._undo(tasks, sandboxes))
+            raise failed[0]
+        if bug := next((error for error in failed if not isinstance(error, GatewayError)), None):
+            await asyncio.shield(self._undo(tasks, sandboxes))
+            raise bug
+        started = [task.result() for task in tasks if task.exception() is None]
+        await asyncio.shield(self._commit(started))
+        answers = (task.exception() or task.result() for task in tasks)
+        return [answer for answer in answers if isinstance(answer, Sandbox | GatewayError)]
+
+    def _report_progress(self, spec: ForkSpec, done: int, total: int, sandbox_id: str) -> None:
+        if spec.operation:
+            self._context.events.publish(
+                "fork.progress", operation=spec.operation, done=done, total=total, sandboxID=sandbox_id
+            )
+
+    async def _commit(self, sandboxes: list[Sandbox]) -> None:
+        try:
+            for sandbox in sandboxes:
+                await self._host.save(sandbox)
+        except BaseException:
+            for sandbox in sandboxes:
+                await self._host.remove(sandbox)
+            raise
+        for sandbox in sandboxes:
+            self._index.put(sandbox)
+            self._context.events.publish(
+                "sandbox.created", sandboxID=sandbox.id, name=sandbox.name, forkedFrom=sandbox.forked_from
+            )
+
+    async def _undo(self, tasks: list[asyncio.Task[Sandbox]], sandboxes: list[Sandbox]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for sandbox in sandboxes:
+            await self._host.remove(sandbox)
+
+    def _require_quota(self, count: int) -> None:
+        cap = self._context.config.limits.sandboxes
+        if len(self._index.sandboxes) + self._pending + count > cap:
+            raise OverQuota(f"this host keeps at most {cap} sandboxes (limits.sandboxes): remove some first")

@@ -1,0 +1,60 @@
+"""Locks on sandboxes and volumes.
+
+Order: sandboxes before volumes; volumes by id. Mounting a volume takes a shared lock: it waits only for a change in
+progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.running import require_running
+from sandbox_gateway.records import Sandbox, Volume
+
+
+class Locking:
+    """Locks. Each context manager yields the records as they are once it holds the lock."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._index = context.index
+        self._locks = context.locks
+
+    @contextlib.asynccontextmanager
+    async def sandbox(self, ref: str) -> AsyncIterator[Sandbox]:
+        """Lock a sandbox for one change."""
+        id = self._index.sandbox(ref).id
+        async with self._locks.hold(id, f"sandbox {id}"):
+            yield self._index.sandbox(id)
+
+    @contextlib.asynccontextmanager
+    async def running_sandbox(self, ref: str) -> AsyncIterator[Sandbox]:
+        """Lock a sandbox for one change. Raises Conflict if it is not running."""
+        async with self.sandbox(ref) as sandbox:
+            yield require_running(self._context, sandbox.id)
+
+    @contextlib.asynccontextmanager
+    async def volumes(self, refs: Iterable[str]) -> AsyncIterator[list[Volume]]:
+        """Lock volumes for a change of all of them; yields each once."""
+        found = {volume.id: volume for volume in map(self._index.volume, refs)}
+        async with contextlib.AsyncExitStack() as stack:
+            for id in sorted(found):
+                await stack.enter_async_context(self._locks.hold(id, f"volume {found[id].name}"))
+            yield [self._index.volume(id) for id in found]
+
+    @contextlib.asynccontextmanager
+    async def shared_volumes(self, ids: Iterable[str]) -> AsyncIterator[None]:
+        """Keep volumes unchanged while they are being mounted; waits for changes in progress."""
+        with contextlib.ExitStack() as stack:
+            for id in ids:
+                async with self.volumes([id]) as (volume,):
+                    stack.enter_context(self._index.using(volume))
+            yield
+
+    @contextlib.asynccontextmanager
+    async def shared_mounts(self, sandbox: Sandbox) -> AsyncIterator[None]:
+        """Apply ``shared_volumes`` to the volumes that ``sandbox`` mounts, except missing ones."""
+        async with self.shared_volumes([each.volume for each in sandbox.mounts if each.volume in self._index.volumes]):
+            yield

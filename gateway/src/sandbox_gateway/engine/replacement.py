@@ -1,0 +1,60 @@
+"""Replaces the machine of a sandbox: the new one takes over once it answers, and the old one runs until then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sandbox_gateway.engine.background import finish_despite_cancellation
+from sandbox_gateway.engine.collector import Collector
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.locking import Locking
+from sandbox_gateway.engine.machines import Machines
+from sandbox_gateway.engine.saving import save_sandbox
+from sandbox_gateway.records import Memory, Sandbox, SandboxState, Snapshot, SnapshotKind, new_id, now
+
+
+class Replacement:
+    def __init__(self, context: Context, locking: Locking, collector: Collector, machines: Machines) -> None:
+        self._context = context
+        self._host = context.host
+        self._index = context.index
+        self._locking = locking
+        self._collector = collector
+        self._machines = machines
+
+    async def replace(self, old: Sandbox, snapshot: Snapshot, *, from_disk: bool, **changes: Any) -> Sandbox:
+        """Start a machine from ``snapshot`` that takes over the identity of ``old``, which the caller has locked.
+
+        ``from_disk``: boot, even if the snapshot holds memory. ``changes``: fields of the new record.
+        """
+        new = old.model_copy(update=changes)
+        new.instance, new.host, new.started_at = new_id(), {}, now()
+        new.state, new.state_reason, new.pause_snapshot = SandboxState.RUNNING, "", ""
+        with self._index.using(snapshot):
+            async with self._locking.shared_mounts(new):
+                with_memory = not from_disk and snapshot.memory is not Memory.NONE
+                await self._machines.start(snapshot, new, with_memory=with_memory)
+                return await finish_despite_cancellation(self._take_over(old, new))
+
+    async def _take_over(self, old: Sandbox, new: Sandbox) -> Sandbox:
+        try:
+            new = await save_sandbox(self._context, old.id, **_difference(old, new))
+        except BaseException:
+            await self._host.discard(new)
+            raise
+        self._context.events.publish("sandbox.replaced", sandboxID=new.id, head=new.head)
+        await self._host.discard(old)
+        await self.remove_pause_snapshot(old)
+        await self._collector.collect()
+        return new
+
+    async def remove_pause_snapshot(self, sandbox: Sandbox) -> None:
+        """Remove the snapshot that ``sandbox`` would have resumed from, if it was taken for that."""
+        snapshot = self._index.snapshots.get(sandbox.pause_snapshot)
+        if snapshot is not None and snapshot.kind is SnapshotKind.PAUSE:
+            await self._collector.remove_snapshot(snapshot)
+
+
+def _difference(old: Sandbox, new: Sandbox) -> dict[str, Any]:
+    """Return the fields of ``new`` that differ from ``old``."""
+    return {name: value for name, value in new if value != getattr(old, name)}

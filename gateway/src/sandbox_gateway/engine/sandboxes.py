@@ -1,0 +1,214 @@
+"""Existing sandboxes: find, change, roll back, promote, pause, resume, delete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from sandbox_gateway.engine.agents import Agents
+from sandbox_gateway.engine.background import finish_despite_cancellation
+from sandbox_gateway.engine.captures import Captures
+from sandbox_gateway.engine.collector import Collector
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.locking import Locking
+from sandbox_gateway.engine.machines import Machines
+from sandbox_gateway.engine.mounts import Mounts
+from sandbox_gateway.engine.names import require_valid_name
+from sandbox_gateway.engine.replacement import Replacement
+from sandbox_gateway.engine.running import require_running
+from sandbox_gateway.engine.saving import save_sandbox
+from sandbox_gateway.engine.spec import UNSET, Unset
+from sandbox_gateway.engine.timeouts import end_after, has_expired
+from sandbox_gateway.errors import Conflict, Invalid, NotFound
+from sandbox_gateway.hosts.base import Usage
+from sandbox_gateway.records import NetworkPolicy, OnTimeout, Sandbox, SandboxState, Snapshot, SnapshotKind, now
+
+_SYNC_SECONDS = 2
+
+
+class Sandboxes:
+    def __init__(
+        self,
+        context: Context,
+        locking: Locking,
+        agents: Agents,
+        collector: Collector,
+        mounts: Mounts,
+        machines: Machines,
+        captures: Captures,
+        replacement: Replacement,
+    ) -> None:
+        self._context = context
+        self._host = context.host
+        self._index = context.index
+        self._events = context.events
+        self._locking = locking
+        self._agents = agents
+        self._collector = collector
+        self._mounts = mounts
+        self._machines = machines
+        self._captures = captures
+        self._replacement = replacement
+
+    def get(self, ref: str) -> Sandbox:
+        return self._index.sandbox(ref)
+
+    def list(self) -> Sequence[Sandbox]:
+        return sorted(self._index.sandboxes.values(), key=lambda each: (each.created_at, each.id))
+
+    async def has_diverged(self, ref: str) -> bool:
+        """Return whether a sandbox's file system has changed since its head, including unwritten changes in the guest.
+
+        Raises GatewayError if that is unknown; Timeout after two seconds without an answer from its agent.
+        """
+        sandbox = self.get(ref)
+        head = self._index.snapshots.get(sandbox.head)
+        if head is None:
+            return True
+        if sandbox.state is SandboxState.PAUSED:
+            return not sandbox.pause_snapshot or sandbox.pause_snapshot != sandbox.head
+        await self._agents.client(sandbox).call("/sync", {}, seconds=_SYNC_SECONDS)
+        return await self._host.diverged(sandbox, head)
+
+    async def usage(self, ref: str) -> Usage:
+        sandbox = self.get(ref)
+        if sandbox.state is SandboxState.PAUSED:
+            return Usage(disk_bytes=0, memory_bytes=0)
+        return await self._host.usage(sandbox)
+
+    async def update(self, ref: str, *, metadata: dict[str, str] | None = None, name: str | None = None) -> Sandbox:
+        """Change a sandbox's metadata (all of it) or name."""
+        async with self._locking.sandbox(ref) as sandbox:
+            new_name = require_valid_name(name) if name is not None and name != sandbox.name else ""
+            changes: dict[str, Any] = {} if metadata is None else {"metadata": metadata}
+            with self._index.reserved([new_name] if new_name else []):
+                return await save_sandbox(self._context, sandbox.id, name=new_name or sandbox.name, **changes)
+
+    async def set_timeout(self, ref: str, seconds: float | None) -> None:
+        """Set a sandbox's timeout to ``seconds`` from now; None: never."""
+        async with self._locking.sandbox(ref) as sandbox:
+            end_at = end_after(seconds, self._context.config)
+            await save_sandbox(self._context, sandbox.id, end_at=end_at, timeout=seconds or sandbox.timeout)
+
+    async def set_network(self, ref: str, policy: NetworkPolicy) -> None:
+        async with self._locking.sandbox(ref) as sandbox:
+            if sandbox.state is SandboxState.RUNNING:
+                await self._host.apply_network(sandbox, policy)
+            await save_sandbox(self._context, sandbox.id, network=policy)
+
+    async def rollback(self, ref: str, snapshot_ref: str, *, cold_start: bool = False) -> Sandbox:
+        """Roll a sandbox back to a snapshot; it keeps its id and name. The old machine runs until the new one answers.
+
+        The sandbox mounts the volumes that the snapshot's source mounted, except deleted ones; their contents do not
+        change. ``cold_start``: boot from the snapshot's disk instead of resuming from its memory.
+        """
+        snapshot = self._index.snapshot(snapshot_ref)
+        async with self._locking.sandbox(ref) as sandbox:
+            return await self._rollback(sandbox, snapshot, cold_start=cold_start)
+
+    async def promote(self, fork_ref: str, source_ref: str | None = None) -> Sandbox:
+        """Replace the source's state with its fork's: capture the fork and roll the source back to the capture."""
+        fork = require_running(self._context, fork_ref)
+        source = self.get(source_ref or fork.parent_sandbox or "")
+        if source.id == fork.id:
+            raise Invalid("a sandbox cannot be promoted over itself: name the source it was forked from")
+        async with self._locking.running_sandbox(fork.id) as sandbox:
+            snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
+            snapshot = await finish_despite_cancellation(self._captures.take(sandbox, snapshot, memory=True))
+        async with self._locking.sandbox(source.id) as sandbox:
+            return await self._rollback(sandbox, snapshot)
+
+    async def _rollback(self, sandbox: Sandbox, snapshot: Snapshot, *, cold_start: bool = False) -> Sandbox:
+        return await self._replacement.replace(
+            sandbox,
+            snapshot,
+            from_disk=cold_start,
+            head=snapshot.id,
+            base=snapshot.id,
+            resources=snapshot.resources,
+            mounts=self._mounts.without_deleted(snapshot.mounts, sandbox),
+        )
+
+    async def pause(self, ref: str, *, memory: bool = True) -> None:
+        """Capture the sandbox and stop its machine. Without memory, the disk is synced and the machine is killed."""
+        async with self._locking.running_sandbox(ref) as sandbox:
+            await finish_despite_cancellation(self._pause(sandbox, memory and self._host.abilities.memory))
+
+    async def _pause(self, sandbox: Sandbox, memory: bool) -> None:
+        changes: dict[str, Any] = {"state": SandboxState.PAUSED, "state_reason": ""}
+        if memory:
+            snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.PAUSE)
+            changes["pause_snapshot"] = (await self._captures.take(sandbox, snapshot, memory=True)).id
+        else:
+            await self._agents.client(sandbox).call("/sync", {})
+        await self._machines.stop_paused(await save_sandbox(self._context, sandbox.id, **changes))
+        self._events.publish("sandbox.paused", sandboxID=sandbox.id)
+
+    async def resume(self, ref: str, *, timeout: float | Unset | None = UNSET, cold_start: bool = False) -> Sandbox:
+        """Resume a paused sandbox, from its snapshot or else from its disk; with ``cold_start`` never from memory.
+
+        Its timeout continues. If it has already passed, it starts again, with the last timeout that was set or else the
+        host's default.
+        """
+        async with self._locking.sandbox(ref) as sandbox:
+            if sandbox.state is SandboxState.RUNNING:
+                raise Conflict(f"sandbox {sandbox.id} is running already")
+            expired = sandbox.end_at is not None and sandbox.end_at <= now()
+            if isinstance(timeout, Unset) and expired:
+                timeout = sandbox.timeout or UNSET
+            goes_on = isinstance(timeout, Unset) and not expired
+            end_at = sandbox.end_at if goes_on else end_after(timeout, self._context.config)
+            if sandbox.pause_snapshot:
+                return await self._resume_from_snapshot(sandbox, end_at, cold_start or sandbox.cold_start)
+            async with self._locking.shared_mounts(sandbox):
+                return await finish_despite_cancellation(self._resume_from_disk(sandbox, end_at))
+
+    async def _resume_from_snapshot(self, old: Sandbox, end_at: datetime | None, cold_start: bool) -> Sandbox:
+        snapshot = self._index.snapshots.get(old.pause_snapshot)
+        if snapshot is None:
+            raise NotFound("the capture of this paused sandbox, snapshot", old.pause_snapshot)
+        new = await self._replacement.replace(old, snapshot, from_disk=cold_start, end_at=end_at, cold_start=False)
+        self._events.publish("sandbox.resumed", sandboxID=old.id)
+        return new
+
+    async def _resume_from_disk(self, sandbox: Sandbox, end_at: datetime | None) -> Sandbox:
+        booted = sandbox.model_copy(deep=True)
+        await self._machines.boot(booted)
+        changes: dict[str, Any] = {
+            "state": SandboxState.RUNNING,
+            "state_reason": "",
+            "end_at": end_at,
+            "started_at": now(),
+        }
+        try:
+            resumed = await save_sandbox(self._context, sandbox.id, host=booted.host, **changes)
+        except BaseException:
+            await self._host.stop(booted)
+            raise
+        self._events.publish("sandbox.resumed", sandboxID=sandbox.id)
+        self._machines.notice_end(resumed)
+        return resumed
+
+    async def expire(self, ref: str) -> None:
+        """Pause or delete a sandbox, as its record says, if its timeout is over by now."""
+        async with self._locking.sandbox(ref) as sandbox:
+            if not has_expired(sandbox, now()):
+                return  # extended or paused while others expired
+            if sandbox.on_timeout is OnTimeout.PAUSE:
+                require_running(self._context, sandbox.id)
+                await finish_despite_cancellation(self._pause(sandbox, self._host.abilities.memory))
+            else:
+                await finish_despite_cancellation(self._delete(sandbox))
+
+    async def delete(self, ref: str) -> None:
+        """Stop a sandbox and remove it; its snapshots stay."""
+        async with self._locking.sandbox(ref) as sandbox:
+            await finish_despite_cancellation(self._delete(sandbox))
+
+    async def _delete(self, sandbox: Sandbox) -> None:
+        await self._host.remove(sandbox)
+        self._index.drop(sandbox.id)
+        self._events.publish("sandbox.killed", sandboxID=sandbox.id, name=sandbox.name)
+        await self._replacement.remove_pause_snapshot(sandbox)
+        await self._collector.collect()

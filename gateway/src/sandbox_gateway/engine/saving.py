@@ -1,0 +1,55 @@
+"""Changes of records: the host commits a changed copy, then the index is updated.
+
+Changes are applied to single fields of the current record, so concurrent changes do not overwrite each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sandbox_gateway.engine.background import finish_despite_cancellation
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.records import Sandbox, Snapshot
+
+Fields = Mapping[str, Any]
+
+
+async def save_sandbox(context: Context, id: str, *, only_if: Fields | None = None, **changes: Any) -> Sandbox:
+    """Commit ``changes`` of a sandbox's record; returns the new one. On failure the index keeps the old one.
+
+    ``only_if``: values that the record must have by then; it stays unchanged if it has others.
+    """
+    return await finish_despite_cancellation(_save_sandbox(context, id, only_if or {}, changes))
+
+
+async def save_snapshot(context: Context, id: str, *, only_if: Fields | None = None, **changes: Any) -> Snapshot:
+    """Commit ``changes`` of a snapshot's record, like ``save_sandbox``."""
+    return await finish_despite_cancellation(_save_snapshot(context, id, only_if or {}, changes))
+
+
+async def _save_sandbox(context: Context, id: str, only_if: Fields, changes: Fields) -> Sandbox:
+    async with context.locks.hold(f"record {id}", f"sandbox {id}"):
+        current = context.index.sandbox(id)
+        if not _has(current, only_if):
+            return current
+        changed = current.model_copy(update=changes, deep=True)
+        await context.host.save(changed)
+        context.index.put(changed)
+        return changed
+
+
+async def _save_snapshot(context: Context, id: str, only_if: Fields, changes: Fields) -> Snapshot:
+    async with context.locks.hold(f"record {id}", f"snapshot {id}"):
+        current = context.index.any_snapshot(id)
+        if not _has(current, only_if):
+            return current
+        changed = current.model_copy(update=changes, deep=True)
+        await context.host.save_snapshot(changed)
+        if id in context.index.snapshots:  # may have been removed meanwhile
+            context.index.put(changed)
+        return changed
+
+
+def _has(record: Sandbox | Snapshot, values: Fields) -> bool:
+    return all(getattr(record, name) == value for name, value in values.items())

@@ -1,0 +1,103 @@
+"""Builds a template: creates a base, boots it, sets it up from inside, and captures it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from sandbox_gateway.engine.agents import Agents
+from sandbox_gateway.engine.builds import Build, LogLines
+from sandbox_gateway.engine.captures import Captures
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.machines import Machines
+from sandbox_gateway.errors import BackendFailed, Timeout
+from sandbox_gateway.printable import printable
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind
+
+_PROBE_EVERY = 0.5
+_PROBE_SECONDS = 30
+_TAIL = 1000
+
+
+class TemplateBuilder:
+    def __init__(self, context: Context, agents: Agents, machines: Machines, captures: Captures) -> None:
+        self._host = context.host
+        self._agents = agents
+        self._machines = machines
+        self._captures = captures
+
+    async def build(self, build: Build, recipe: Recipe, description: str) -> Snapshot:
+        """Build the template for ``build``, which receives the log. The template has no name yet."""
+        host = self._host
+        base = Snapshot(kind=SnapshotKind.BASE, resources=recipe.resources)
+        base = await host.build_base(base, recipe, build.log)
+        try:
+            sandbox = self._new_sandbox_record(build, base, recipe)
+            build.log("booting it")
+            await self._machines.start(base, sandbox, with_memory=False)
+            try:
+                await self._set_up(build, sandbox, recipe)
+                return await self._capture(build, sandbox, description)
+            finally:
+                await asyncio.shield(host.remove(sandbox))
+        finally:
+            await asyncio.shield(host.remove_snapshot(base))
+
+    def _new_sandbox_record(self, build: Build, base: Snapshot, recipe: Recipe) -> Sandbox:
+        """Create the record of the sandbox to set up. It is never saved: a start after a crash removes the sandbox."""
+        return Sandbox(
+            name=f"build-{build.build_id}", forked_from=base.id, head=base.id, base=base.id, resources=recipe.resources
+        )
+
+    async def _set_up(self, build: Build, sandbox: Sandbox, recipe: Recipe) -> None:
+        agent = self._agents.client(sandbox)
+        for command in recipe.setup:
+            build.log(f"$ {command}")
+            lines = LogLines(build)
+            code = await agent.shell(command, lines.take, seconds=recipe.setup_timeout)
+            lines.flush()
+            if code != 0:
+                raise BackendFailed(f"the set-up command {command[:200]!r} failed with exit code {code}: see the log")
+        if recipe.start_command:
+            build.log(f"starting {recipe.start_command}")
+            await agent.launch(recipe.start_command)
+        if recipe.ready_probe:
+            await self._wait_until_ready(build, sandbox, recipe)
+
+    async def _wait_until_ready(self, build: Build, sandbox: Sandbox, recipe: Recipe) -> None:
+        build.log(f"waiting for {recipe.ready_probe}")
+        agent = self._agents.client(sandbox)
+        deadline = time.monotonic() + recipe.ready_timeout
+        while True:
+            result = await agent.exec(["/bin/sh", "-c", recipe.ready_probe], timeout=_PROBE_SECONDS)
+            if result.exit_code == 0 and not result.timed_out:
+                return
+            if time.monotonic() > deadline:
+                said = printable((result.stderr or result.stdout)[-_TAIL:].decode(errors="replace")).strip()[-200:]
+                raise Timeout(
+                    f"the ready probe did not succeed within {recipe.ready_timeout:g} s; it last said: {said}"
+                )
+            await asyncio.sleep(_PROBE_EVERY)
+
+    async def _capture(self, build: Build, sandbox: Sandbox, description: str) -> Snapshot:
+        agent = self._agents.client(sandbox)
+        if self._host.abilities.memory:
+            # The interpreter becomes part of the template's memory, so that forks run their first code immediately.
+            build.log("starting its code interpreter")
+            await agent.call("/contexts/default/start", {}, seconds=120)
+        build.log("capturing it")
+        await agent.call("/sync", {}, seconds=120)
+        template = Snapshot(
+            id=build.template_id,
+            kind=SnapshotKind.TEMPLATE,
+            description=description,
+            template_id=build.template_id,
+            origin=build.template_id,
+            recipe_digest=build.digest,
+            recipe=build.recipe,
+        )
+        template = await self._captures.capture(sandbox, template, memory=True)
+        held = "memory and disk" if template.memory is not Memory.NONE else "disk"
+        build.log(f"captured {held} in {template.pause_ms:.0f} ms")
+        return template

@@ -1,0 +1,151 @@
+"""Templates: builds in the background, and names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from sandbox_gateway.engine.builds import Build
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.names import require_valid_name
+from sandbox_gateway.engine.saving import save_snapshot
+from sandbox_gateway.engine.snapshots import Snapshots
+from sandbox_gateway.engine.template_builder import TemplateBuilder
+from sandbox_gateway.errors import GatewayError, NameTaken, NotFound
+from sandbox_gateway.log import Logger
+from sandbox_gateway.recipes import Recipe, source_digest
+from sandbox_gateway.records import Snapshot, SnapshotKind, new_id, now
+
+log = Logger("templates")
+
+_KEPT_BUILDS = 100
+
+
+class Templates:
+    """Templates. Builds, even failed ones, are kept until the gateway stops; a finished template is a snapshot."""
+
+    def __init__(self, context: Context, snapshots: Snapshots, builder: TemplateBuilder) -> None:
+        self._context = context
+        self._index = context.index
+        self._snapshots = snapshots
+        self._builder = builder
+        self._builds: dict[str, Build] = {}
+        self._gate = asyncio.Semaphore(context.config.limits.builds)
+
+    def get(self, ref: str) -> Snapshot:
+        return self._index.snapshot(ref, what="template", kinds=[SnapshotKind.TEMPLATE])
+
+    def list(self) -> Sequence[Snapshot]:
+        return self._snapshots.list([SnapshotKind.TEMPLATE])
+
+    async def build(self, name: str, recipe: Recipe, description: str = "") -> Build:
+        """Build a template in the background, or return the existing build if the recipe is the same."""
+        require_valid_name(name)
+        guest = await asyncio.to_thread(self._context.host.guest_digest)
+        digest = recipe.digest(guest, await asyncio.to_thread(source_digest, recipe))
+        if (under_way := self._find_running_build(name, digest)) is not None:
+            return under_way
+        if (same := self._find_template(name, digest)) is not None:
+            return _finished_build(same, name, digest)
+        self._require_available(name)
+        build = Build(template_id=new_id(), name=name, digest=digest, recipe=_canonical(recipe))
+        self._remember(build)
+        self._context.background.start(self._run(build, recipe, description))
+        return build
+
+    def get_build(self, template_ref: str, build_id: str = "") -> Build:
+        """Return the newest build of a template (by id or name), or its build ``build_id``."""
+        for build in reversed(self._builds.values()):
+            if template_ref in (build.template_id, build.name) and build_id in ("", build.build_id):
+                return build
+        template = self.get(template_ref)
+        build = _finished_build(template, template_ref, template.recipe_digest)
+        if build_id not in ("", build.build_id):
+            raise NotFound(f"build of template {template.id},", build_id)
+        return build
+
+    def list_unfinished_builds(self) -> Sequence[Build]:
+        return [build for build in self._builds.values() if build.status != "ready"]
+
+    async def set_alias(self, template_ref: str, alias: str) -> Snapshot:
+        """Give a template a name, taking it from another template if necessary, but not from other objects."""
+        template = self.get(template_ref)
+        require_valid_name(alias)
+        if alias in template.names:
+            return template
+        self._require_available(alias)
+        for other in self.list():
+            if alias in other.names:
+                await self._take_name(other, alias)
+        return await self._set_names(template, [*template.names, alias])
+
+    def _require_available(self, name: str) -> None:
+        """Raise NameTaken unless the name is free or another template's: only templates can lose their names."""
+        owner = self._index.owner(name)
+        if owner and not (
+            owner in self._index.snapshots and self._index.snapshots[owner].kind is SnapshotKind.TEMPLATE
+        ):
+            raise NameTaken(f"the name {name!r} is taken by {owner}: choose another", blockers=[owner])
+
+    async def _take_name(self, old: Snapshot, name: str) -> None:
+        names = [each for each in old.names if each != name]
+        await self._set_names(old, names)
+        if not names:
+            await self._snapshots.delete(old.id, when_unused=True)
+
+    async def _set_names(self, template: Snapshot, names: Sequence[str]) -> Snapshot:
+        return await save_snapshot(self._context, template.id, names=[*names], updated_at=now())
+
+    def _find_running_build(self, name: str, digest: str) -> Build | None:
+        return next(
+            (
+                build
+                for build in self._builds.values()
+                if build.status == "building" and (build.name, build.digest) == (name, digest)
+            ),
+            None,
+        )
+
+    def _find_template(self, name: str, digest: str) -> Snapshot | None:
+        return next(
+            (template for template in self.list() if template.recipe_digest == digest and name in template.names),
+            None,
+        )
+
+    def _remember(self, build: Build) -> None:
+        self._builds[build.build_id] = build
+        ended = [each for each in self._builds.values() if each.status != "building"]
+        for each in ended[: max(0, len(self._builds) - _KEPT_BUILDS)]:
+            del self._builds[each.build_id]
+
+    async def _run(self, build: Build, recipe: Recipe, description: str) -> None:
+        publish = self._context.events.publish
+        publish("template.building", templateID=build.template_id, buildID=build.build_id, name=build.name)
+        try:
+            async with self._gate:
+                template = await self._builder.build(build, recipe, description)
+                await self.set_alias(template.id, build.name)
+        except GatewayError as error:
+            build.log(f"failed: {error.message}")
+            build.end("error", error.message)
+        except asyncio.CancelledError:
+            build.end("error", "the gateway was stopped while it was built: build it again")
+            raise
+        except Exception as error:
+            log.error("build failed", exc_info=True, template=build.template_id)
+            build.end("error", f"a bug in the gateway stopped the build: {error}")
+        else:
+            build.log("ready")
+            build.end("ready")
+        publish("template.built", templateID=build.template_id, buildID=build.build_id, status=build.status)
+
+
+def _finished_build(template: Snapshot, name: str, digest: str) -> Build:
+    build = Build(template_id=template.id, name=name, digest=digest, build_id=template.id)
+    build.end("ready")
+    return build
+
+
+def _canonical(recipe: Recipe) -> dict[str, Any]:
+    return {**recipe.model_dump(mode="json"), "packages": sorted(set(recipe.packages))}

@@ -1,0 +1,1 @@
+"""Jails: their file systems, mounts, limits and processes."""

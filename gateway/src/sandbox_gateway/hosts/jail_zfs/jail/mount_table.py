@@ -1,0 +1,68 @@
+"""The mount table of this machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.jail_zfs.commands import Commands
+
+_NOT_MOUNTED = ("not a file system root directory", "unknown file system")
+
+
+@dataclass(frozen=True)
+class Mounted:
+    """An entry of the mount table: ``special`` is mounted at ``node``. ``fsid``: its file system id, 16 hex digits."""
+
+    special: str
+    node: str
+    kind: str
+    fsid: str = ""
+    read_only: bool = False
+
+    @property
+    def handle(self) -> str:
+        """The argument of `umount` for this mount: its id, because another mount may cover the path by now."""
+        return self.fsid or self.node
+
+
+def parse_mounts(text: str) -> list[Mounted]:
+    """Parse the output of ``mount --libxo json -v``. Raises BackendFailed for anything else."""
+    try:
+        rows = json.loads(text)["mount"].get("mounted", [])
+        return [
+            Mounted(
+                str(row["special"]),
+                str(row["node"]),
+                str(row["fstype"]),
+                str(row.get("fsid", "")),
+                "read-only" in row.get("opts", []),
+            )
+            for row in rows
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise BackendFailed(f"the output of `mount` is not a table of mounts: {text[:200]!r}") from None
+
+
+class MountTable:
+    def __init__(self, run: Commands) -> None:
+        self._run = run
+
+    async def list_all(self) -> list[Mounted]:
+        """Return every mount of this machine, oldest first."""
+        return parse_mounts(await self._run("mount", "--libxo", "json", "-v"))
+
+    async def list_below(self, directory: Path) -> list[Mounted]:
+        """Return the mounts below a directory, deepest and newest first."""
+        inside = [each for each in await self.list_all() if each.node.startswith(f"{directory}/")]
+        inside.reverse()
+        return sorted(inside, key=lambda each: each.node.count("/"), reverse=True)
+
+    async def unmount(self, mount: Mounted) -> None:
+        """Remove a mount, by force if it is in use; does nothing if it is not mounted."""
+        try:
+            await self._run.run_unless_absent("umount", mount.handle, absent=_NOT_MOUNTED)
+        except BackendFailed:
+            await self._run.run_unless_absent("umount", "-f", mount.handle, absent=_NOT_MOUNTED)

@@ -1,0 +1,77 @@
+"""Limits of jails, with rctl, which requires `kern.racct.enable=1`."""
+
+from __future__ import annotations
+
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Resources
+
+_ABSENT = ("No such process",)
+
+log = Logger("rctl")
+
+
+def rules(jail: str, resources: Resources, processes: int) -> list[str]:
+    """Return the rules of a jail. ``memoryuse`` would not be a hard limit; ``pcpu`` is in percent of one processor."""
+    limits = {
+        "maxproc": str(processes),
+        "vmemoryuse": str(resources.memory_mb << 20),
+        "pcpu": str(resources.cpus * 100),
+    }
+    return [f"jail:{jail}:{resource}:deny={amount}" for resource, amount in limits.items()]
+
+
+def parse_usage(text: str) -> dict[str, int]:
+    """Parse the output of ``rctl -u``, lines of ``resource=amount``."""
+    pairs = (line.strip().partition("=") for line in text.splitlines())
+    return {name: int(amount) for name, _, amount in pairs if amount.isascii() and amount.isdigit()}
+
+
+class Limits:
+    """The limits of jails. ``processes``: maximum number of processes in each sandbox."""
+
+    def __init__(self, run: Commands, processes: int) -> None:
+        self._run = run
+        self._processes = processes
+        self.enabled = False
+
+    async def open(self) -> None:
+        """Check whether the kernel supports limits. Logs a warning if not: the host works without them."""
+        try:
+            self.enabled = (await self._run("sysctl", "-n", "kern.racct.enable")).strip() == "1"
+        except BackendFailed as error:
+            if "unknown oid" not in error.message:
+                raise
+            self.enabled = False
+        if not self.enabled:
+            log.warning(
+                "sandboxes have no limits of memory, processors and processes: "
+                "put kern.racct.enable=1 into /boot/loader.conf and restart the machine"
+            )
+
+    async def apply(self, jail: str, resources: Resources) -> None:
+        """Set the limits, before the jail is created, so that they apply to its first process."""
+        if self.enabled:
+            await self._run("rctl", "-a", *rules(jail, resources, self._processes))
+
+    async def remove(self, jail: str) -> None:
+        if self.enabled:
+            await self._run.run_unless_absent("rctl", "-r", f"jail:{jail}", absent=_ABSENT)
+
+    async def memory_bytes(self, jail: str) -> int:
+        """Return the resident memory of a jail; 0 if the kernel does not account for it."""
+        if not self.enabled:
+            return 0
+        return parse_usage(await self._run("rctl", "-u", f"jail:{jail}")).get("memoryuse", 0)
+
+    async def sweep(self, prefix: str, kept: set[str]) -> list[str]:
+        """Remove the rules of jails whose names begin with ``prefix`` and are not in ``kept``; returns their names."""
+        if not self.enabled:
+            return []
+        fields = (line.split(":") for line in (await self._run("rctl")).splitlines())
+        named = {field[1] for field in fields if len(field) > 2 and field[0] == "jail"}
+        strays = sorted(name for name in named - kept if name.startswith(prefix))
+        for name in strays:
+            await self.remove(name)
+        return strays

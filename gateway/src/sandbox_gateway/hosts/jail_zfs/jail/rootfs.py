@@ -1,0 +1,129 @@
+"""Builds the file system of a jail template: an unpacked tree, the agent, and settings for jails.
+
+All commands run on the host, with options that both GNU's and FreeBSD's ``tar`` and ``cp`` support.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from sandbox_gateway.command import arun, proxy_settings
+from sandbox_gateway.errors import Invalid, Unsupported
+from sandbox_gateway.hosts.base import Log
+from sandbox_gateway.hosts.guest_digest import digest_guest
+from sandbox_gateway.hosts.jail_zfs.jail.jails import IDENTITY
+from sandbox_gateway.hosts.rootfs_common import (
+    STEP_SECONDS,
+    Tree,
+    add_user,
+    agent_package,
+    as_gateway_error,
+    compile_agent_of_foreign,
+    install_agent,
+    kind_of,
+    python_minor,
+    stream,
+)
+from sandbox_gateway.recipes import Recipe, Source
+
+_PYTHONS = ("/usr/local/bin/python3", "/usr/bin/python3")
+_FILES = ("machine-id", "resolv.conf")
+"""Files in /etc that link to IDENTITY."""
+_HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
+_MIN_PYTHON = 9
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise Unsupported for a recipe that only other kinds of host can build."""
+    if recipe.source is not Source.ROOTFS:
+        raise Unsupported(
+            "a jail host cannot debootstrap: use 'from: rootfs' with the path of a directory or tarball on the host, "
+            "such as FreeBSD's base.txz with Python installed in it"
+        )
+
+
+def guest_digest() -> str:
+    """Return a digest of everything but the recipe that determines a template: the agent and the builder."""
+    return digest_guest(Path(__file__))
+
+
+async def build_rootfs(recipe: Recipe, root: Path, log: Log) -> None:
+    """Fill the empty directory ``root``; needs root. Raises Invalid if the recipe's tree cannot serve as a sandbox."""
+    check_recipe(recipe)
+    try:
+        await _unpack(Path(recipe.path), root, log)
+        if recipe.packages:
+            log(f"installing {len(recipe.packages)} packages")
+            await _install_packages(root, recipe.packages, log)
+        log("installing the agent and the settings of the sandbox")
+        minor = await asyncio.to_thread(_prepare_tree, root)
+        await _add_user(root)
+        if minor == sys.version_info.minor:
+            await compile_agent_of_foreign(root, log)
+    except OSError as error:
+        raise as_gateway_error(error, "building the file system") from error
+
+
+async def _unpack(source: Path, root: Path, log: Log) -> None:
+    kind = await asyncio.to_thread(kind_of, source)
+    if kind == "directory":
+        if await asyncio.to_thread(lambda: root.resolve().is_relative_to(source.resolve())):
+            raise Invalid(f"{source} contains the gateway's own state: give a directory that holds a root file system")
+        log(f"copying {source}")
+        await stream(["cp", "-a", "-x", f"{source}/.", f"{root}/"], log)
+    elif kind == "file":
+        log(f"unpacking {source}")
+        # Device nodes are excluded, because a jail has a devfs. Both versions of tar detect compression.
+        excluded = [f"--exclude={place}dev/*" for place in ("./", "")]
+        argv = ["tar", "-x", "-p", "-f", str(source), "-C", str(root), "--numeric-owner", *excluded]
+        await stream(argv, lambda line: None)
+    else:
+        raise Invalid(f"{source} does not exist: 'path' must name a directory or a tarball on the gateway's host")
+
+
+async def _install_packages(root: Path, packages: list[str], log: Log) -> None:
+    env = {**proxy_settings(), "ASSUME_ALWAYS_YES": "yes"}
+    await stream(["pkg", "-r", str(root), "install", "-y", *packages], log, env=env)
+
+
+def _prepare_tree(root: Path) -> int:
+    """Prepare an unpacked tree for a sandbox; returns the minor version of its Python 3."""
+    tree = Tree(root)
+    minor = _check_tree(tree)
+    install_agent(tree, agent_package())
+    for directory in ("/dev", "/run", IDENTITY):
+        if tree.real(directory, follow=False).is_symlink():
+            tree.remove(directory)
+        tree.mkdir(directory)
+    for name in _FILES:
+        tree.link(f"/etc/{name}", f"{IDENTITY}/{name}")
+    tree.write("/etc/hosts", _HOSTS)
+    return minor
+
+
+def _check_tree(tree: Tree) -> int:
+    if not tree.is_file("/bin/sh"):
+        raise Invalid("the root file system has no /bin/sh: give one with a complete system")
+    found = [tree.real(place) for place in _PYTHONS if tree.is_file(place)]
+    if not found:
+        raise Invalid(
+            f"the root file system has no {' or '.join(_PYTHONS)}: install Python 3.{_MIN_PYTHON} or later in it "
+            "for the agent (FreeBSD: `pkg -r ROOT install python3`, or the recipe's packages)"
+        )
+    minor = python_minor(tree, found[0].name)
+    if minor is None or minor < _MIN_PYTHON:
+        named = "of an unknown version" if minor is None else f"3.{minor}"
+        raise Invalid(f"the root file system's python3 is {named}: the agent needs Python 3.{_MIN_PYTHON} or later")
+    return minor
+
+
+async def _add_user(root: Path) -> None:
+    """Add the unprivileged user of E2B's images. FreeBSD keeps accounts in a database, which `pw` updates."""
+    if not await asyncio.to_thread((root / "etc/master.passwd").is_file):
+        await asyncio.to_thread(add_user, Tree(root))
+        return
+    known = await arun(["pw", "-R", str(root), "usershow", "user"], timeout=STEP_SECONDS, check=False)
+    if known.returncode != 0:
+        await arun(["pw", "-R", str(root), "useradd", "user", "-m", "-s", "/bin/sh"], timeout=STEP_SECONDS)

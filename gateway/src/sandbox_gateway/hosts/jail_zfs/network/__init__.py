@@ -1,0 +1,1 @@
+"""The network of jails: a bridge, an epair to each jail, and the packet filter."""

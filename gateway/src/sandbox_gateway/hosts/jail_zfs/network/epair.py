@@ -1,0 +1,112 @@
+"""A bridge with an address, and an epair from it to each jail.
+
+::
+
+    jail: <prefix>-<n>b ══ <prefix>-<n>a ─ bridge, first address of the subnet ─ host
+          n-th address
+
+The members of the bridge are private: they reach the host, but not each other. pf controls access to the host and
+beyond. Every epair is in the interface group ``<prefix>-epair`` as soon as it exists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import re
+from dataclasses import dataclass
+
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.jail_zfs.commands import Commands, finish_all
+
+_ABSENT = ("does not exist",)
+
+
+@dataclass(frozen=True)
+class Epair:
+    """The names of both ends; the IP and MAC address of the inner end, which is in the jail."""
+
+    number: int
+    outer: str
+    inner: str
+    address: str
+    mac: str
+
+
+def parse_inet(text: str) -> list[str]:
+    """Return the IPv4 addresses in the output of ``ifconfig NAME``, as ``address/prefix length``."""
+    found = re.findall(r"^\s+inet (\d{1,3}(?:\.\d{1,3}){3}) netmask 0x([0-9a-f]{8})\b", text, re.MULTILINE)
+    return [f"{address}/{int(mask, 16).bit_count()}" for address, mask in found]
+
+
+class Bridge:
+    """The bridge ``name`` for the addresses of ``subnet``; names of epairs begin with ``prefix``."""
+
+    def __init__(self, run: Commands, *, name: str, prefix: str, subnet: str) -> None:
+        self._run = run
+        self.name = name
+        self._prefix = prefix
+        self._group = f"{prefix}-epair"
+        self.subnet = ipaddress.IPv4Network(subnet)
+        self.gateway = str(self.subnet.network_address + 1)
+        self.capacity = min(self.subnet.num_addresses - 3, 999_999)
+        """Epairs have the numbers 2 to ``capacity`` + 1."""
+
+    def epair(self, number: int) -> Epair:
+        address = self.subnet.network_address + number
+        tail = ":".join(f"{byte:02x}" for byte in address.packed)
+        name = f"{self._prefix}-{number}"
+        return Epair(number, f"{name}a", f"{name}b", str(address), f"02:5b:{tail}")
+
+    async def open(self) -> None:
+        """Create the bridge if it is missing. Raises BackendFailed if another interface has its name."""
+        wanted = f"{self.gateway}/{self.subnet.prefixlen}"
+        if self.name not in (await self._run("ifconfig", "-l")).split():
+            await self._run("ifconfig", "bridge", "create", "name", self.name)
+            tail = hashlib.sha256(self.name.encode()).hexdigest()
+            await self._run("ifconfig", self.name, "ether", f"58:9c:fc:{tail[:2]}:{tail[2:4]}:{tail[4:6]}")
+        addresses = parse_inet(await self._run("ifconfig", self.name))
+        if addresses and wanted not in addresses:
+            raise BackendFailed(
+                f"the bridge {self.name} has the address {addresses[0]}, not {wanted}: "
+                "name another in [jail_zfs] bridge, or set [network] subnet to fit it"
+            )
+        await self._run("ifconfig", self.name, *([] if addresses else ["inet", wanted]), "up")
+
+    async def close(self) -> None:
+        """Remove the bridge, which no longer has members."""
+        await self._run.run_unless_absent("ifconfig", self.name, "destroy", absent=_ABSENT)
+
+    async def create(self, epair: Epair) -> None:
+        """Create an epair and add its outer end to the bridge; nothing is left on failure."""
+        name = (await self._run("ifconfig", "epair", "create", "group", self._group)).strip()
+        if not re.fullmatch(r"epair\d+a", name):
+            raise BackendFailed(f"`ifconfig epair create` printed {name[:80]!r}, not the name of an epair")
+        try:
+            await finish_all(
+                self._run("ifconfig", name, "name", epair.outer, "up"),
+                self._run("ifconfig", f"{name[:-1]}b", "ether", epair.mac, "name", epair.inner),
+            )
+            await self._run("ifconfig", self.name, "addm", epair.outer, "private", epair.outer)
+        except BaseException:
+            await finish_all(self._destroy(name), self._destroy(epair.outer))
+            raise
+
+    async def destroy(self, epair: Epair) -> None:
+        """Destroy both ends, wherever they are."""
+        await self._destroy(epair.outer)
+
+    async def _destroy(self, interface: str) -> None:
+        await self._run.run_unless_absent("ifconfig", interface, "destroy", absent=_ABSENT)
+
+    async def sweep(self, kept: set[int]) -> list[str]:
+        """Destroy the epairs whose numbers are not in ``kept``; returns their names."""
+        known = {self.epair(number).outer for number in kept}
+        strays = [name for name in (await self._members()) if name not in known]
+        for name in strays:
+            await self._destroy(name)
+        return strays
+
+    async def _members(self) -> list[str]:
+        """Return the outer ends of our epairs; `ifconfig -g` fails without a message if there are none."""
+        return (await self._run("ifconfig", "-g", self._group, silent=True)).split()

@@ -1,0 +1,1 @@
+"""Datasets, snapshots and records of a jail host in ZFS."""

@@ -1,0 +1,165 @@
+"""Ensures that only one gateway uses a root dataset.
+
+A file lock excludes other gateways on the same machine, and ends with its holder. It does not help across containers,
+or after a crash of the machine. For these cases the user property ``sandbox:owner`` on the root dataset names the
+owner: host, process, and the start times of process and kernel. A gateway takes over from an owner that provably ended.
+
+Commands of a killed gateway keep running, and could change datasets that its successor has already scanned. They
+inherit the lock, so the successor waits until they have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import IO
+
+from sandbox_gateway import command, zfs
+from sandbox_gateway.errors import BackendFailed, Conflict
+from sandbox_gateway.zfs import process
+
+OWNER = "sandbox:owner"
+_RETRY_SECONDS = 0.05
+
+
+class Ownership:
+    """The ownership of the dataset ``root``; the lock file is in ``directory``."""
+
+    def __init__(self, root: str, directory: Path) -> None:
+        self._root = root
+        self._path = directory / f"sandbox-gateway-{hashlib.sha256(root.encode()).hexdigest()[:16]}.lock"
+        self._file: IO[str] | None = None
+
+    def take(self) -> list[str]:
+        """Take the dataset; returns a sentence if it had another owner. Raises Conflict if that owner still runs."""
+        self._lock()
+        try:
+            notes = self._take_over()
+            mine = _own_identity()
+            zfs.lzc_set_prop(self._root, OWNER, mine)
+            if self._owner() != mine:
+                raise Conflict(f"another gateway took {self._root} at the same moment: stop one of them")
+        except BaseException:
+            self._unlock()
+            raise
+        return notes
+
+    def release(self) -> None:
+        """Remove the property, then the lock, even if ZFS does not answer."""
+        if self._file is None:
+            return
+        with contextlib.suppress(zfs.exceptions.ZFSError):
+            zfs.lzc_inherit_prop(self._root, OWNER)
+        self._unlock()
+
+    def _lock(self) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            file = self._path.open("a+")
+        except OSError as error:
+            raise BackendFailed(f"the lock {self._path} cannot be opened: {error.strerror}; run as root") from None
+        deadline = time.monotonic() + process.SECONDS
+        while not _is_locked_by(file):
+            if not self._is_orphaned():
+                file.close()
+                raise Conflict(
+                    f"another gateway on this machine works on {self._root} (lock {self._path}): "
+                    "stop it, or give this one another root dataset"
+                )
+            if time.monotonic() > deadline:
+                file.close()
+                raise Conflict(
+                    f"zfs commands of an earlier gateway still work on {self._root} after {process.SECONDS:g} s: "
+                    f"find the processes that have {self._path} open, end them, and start the gateway again"
+                )
+            time.sleep(_RETRY_SECONDS)
+        self._file = file
+        process.inherit(file)
+
+    def _is_orphaned(self) -> bool:
+        """Return whether the last owner has ended, so that only commands that it started still hold the lock.
+
+        An owner that stopped in order has removed its name.
+        """
+        text = self._owner()
+        if not text:
+            return True
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            other = json.loads(text)
+            mine = (socket.gethostname(), _kernel_start())
+            return (other["host"], other["kernel"]) == mine and _start_of(int(other["pid"])) != other["started"]
+        return False
+
+    def _unlock(self) -> None:
+        if self._file is not None:
+            process.disinherit(self._file)
+            self._file.close()
+            self._file = None
+
+    def _owner(self) -> str:
+        found = zfs.get_props([self._root], [OWNER])[self._root][OWNER]
+        return found.value if found.is_local else ""
+
+    def _take_over(self) -> list[str]:
+        text = self._owner()
+        if not text:
+            return []
+        try:
+            other = {key: str(value) for key, value in json.loads(text).items()}
+            host, pid, started, kernel = other["host"], int(other["pid"]), other["started"], other["kernel"]
+        except (ValueError, KeyError, AttributeError):
+            return [f"{self._root}: replaced its owner {text[:80]!r}, which cannot be read"]
+        owner = f"process {pid} of host {host}"
+        if kernel != _kernel_start():
+            return [f"{self._root}: taken over from {owner}, which ended with its machine"]
+        if host != socket.gethostname():
+            raise Conflict(
+                f"{self._root} belongs to a gateway in another container of this machine ({owner}): stop it; "
+                f"if it is gone, `zfs inherit {OWNER} {self._root}` says so"
+            )
+        if _start_of(pid) == started and pid != os.getpid():
+            raise Conflict(f"{self._root} belongs to a gateway that still runs ({owner}): stop it first")
+        return [f"{self._root}: taken over from {owner}, which is gone"]
+
+
+def _is_locked_by(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _own_identity() -> str:
+    return json.dumps(
+        {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": _start_of(os.getpid()),
+            "kernel": _kernel_start(),
+        }
+    )
+
+
+def _start_of(pid: int) -> str:
+    """Return the process's start time, as a stable text; empty if the process does not exist."""
+    stat = Path(f"/proc/{pid}/stat")
+    if Path("/proc/self/stat").exists():
+        try:
+            return stat.read_text().rpartition(")")[2].split()[19]
+        except OSError:
+            return ""
+    return command.run(["ps", "-o", "lstart=", "-p", str(pid)], timeout=10, check=False).stdout.strip()
+
+
+def _kernel_start() -> str:
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    if boot_id.exists():
+        return boot_id.read_text().strip()
+    return command.run(["sysctl", "-n", "kern.boottime"], timeout=10).stdout.partition("}")[0].strip()

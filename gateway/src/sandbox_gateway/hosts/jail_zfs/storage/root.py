@@ -1,0 +1,71 @@
+"""The root dataset, below which a gateway stores everything."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from sandbox_gateway import zfs
+from sandbox_gateway.errors import BackendFailed, Conflict
+
+TEMPLATE = "_template-"
+"""Prefix of the datasets of templates."""
+SANDBOXES, RETIRED, VOLUMES = CONTAINERS = ("sandboxes", "retired", "volumes")
+
+
+class RootDataset:
+    """The mount point of the root dataset, and locks shared by the parts of the storage."""
+
+    def __init__(self, dataset: str) -> None:
+        self.dataset = dataset
+        self._mountpoint: Path | None = None
+        self.index_lock = threading.RLock()
+        """Guards the maps from ids to datasets and snapshots."""
+        self.tree_lock = threading.RLock()
+        """Held while datasets that others may depend on are moved or removed."""
+
+    @property
+    def mountpoint(self) -> Path:
+        """The root dataset's mount point. Raises Conflict before ``mount``."""
+        if self._mountpoint is None:
+            raise Conflict("the storage is not open")
+        return self._mountpoint
+
+    @property
+    def is_mounted(self) -> bool:
+        return self._mountpoint is not None
+
+    def child(self, container: str, name: str) -> str:
+        """Return the full name of a dataset in one of CONTAINERS."""
+        return f"{self.dataset}/{container}/{name}"
+
+    def check(self) -> None:
+        """Raise BackendFailed, with the remedy, unless ZFS answers and the dataset exists."""
+        zfs.check_reachable()
+        if not zfs.lzc_exists(self.dataset):
+            raise BackendFailed(
+                f"the dataset {self.dataset} does not exist: `zfs create {self.dataset}`, or run the role jail_zfs_host"
+            )
+
+    def mount(self) -> None:
+        """Mount the dataset and its containers, and create missing containers."""
+        facts = zfs.get_props([self.dataset], ["mountpoint", "type"])[self.dataset]
+        path = facts["mountpoint"].value
+        if facts["type"].value != "filesystem" or not path.startswith("/"):
+            raise BackendFailed(
+                f"the dataset {self.dataset} has no place in the file system (mountpoint {path}): "
+                f"`zfs set mountpoint=/some/directory {self.dataset}`"
+            )
+        zfs.mount(self.dataset)
+        self._mountpoint = Path(path)
+        for name in CONTAINERS:
+            self._ensure_container(f"{self.dataset}/{name}")
+        # Root in a jail can create set-user-ID programs, which users of the host must not be able to reach.
+        for name in CONTAINERS:
+            (self._mountpoint / name).chmod(0o700)
+
+    def _ensure_container(self, name: str) -> None:
+        if not zfs.lzc_exists(name):
+            # a tool that snapshots all datasets would keep instances from being destroyed
+            zfs.lzc_create(name, props={"atime": "off", "com.sun:auto-snapshot": "false"})
+        zfs.mount(name)

@@ -1,0 +1,156 @@
+"""Interprets the datasets of sandboxes and their snapshots, without changing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from sandbox_gateway.hosts.jail_zfs.storage.marks import Facts, Marks, UserProperties, is_retired
+from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE, Stored, decode, stale_parts
+from sandbox_gateway.hosts.jail_zfs.storage.root import RETIRED, SANDBOXES, TEMPLATE, VOLUMES
+from sandbox_gateway.records import Sandbox, Snapshot
+
+
+@dataclass
+class SandboxFindings(Marks):
+    snapshots: list[Snapshot] = field(default_factory=list)
+    """Oldest first."""
+    sandboxes: list[Sandbox] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)
+    """Full name of each snapshot, by its id."""
+    generations: dict[str, int] = field(default_factory=dict)
+    """Generation of each record, by the id of the sandbox or snapshot."""
+    multipart: set[str] = field(default_factory=set)
+    """Datasets and snapshots that have parts of records."""
+    uncommitted: list[str] = field(default_factory=list)
+    """Instances without a record, to be removed."""
+    superseded: dict[str, str] = field(default_factory=dict)
+    """Instances whose sandbox has a newer instance, to be removed, with the reason."""
+    empty: list[str] = field(default_factory=list)
+    """Retired datasets and datasets of templates, without snapshots."""
+    to_move: list[str] = field(default_factory=list)
+    """Retired datasets with snapshots that have not been moved from ``sandboxes/`` yet."""
+
+
+class _Claim(NamedTuple):
+    """An instance with the record of a sandbox. If several instances have one, the highest claim wins."""
+
+    generation: int
+    createtxg: int
+    instance: str
+    record: Sandbox
+
+
+def interpret_sandboxes(root: str, facts: Facts, local: UserProperties) -> SandboxFindings:
+    """Interpret FACTS of everything below ``root``, and ``local``, the user properties set locally."""
+    return _Reading(root, facts, local).findings
+
+
+class _Reading:
+    def __init__(self, root: str, facts: Facts, local: UserProperties) -> None:
+        self._root = root
+        self._facts = facts
+        self._local = local
+        self._retired_in_place: set[str] = set()
+        self.findings = SandboxFindings()
+        for name in self._snapshot_names():
+            self._read_snapshot(name)
+        self._resolve_claims(self._read_instances())
+        self._find_parts()
+        self._find_empty()
+
+    def _props(self, name: str) -> Mapping[str, str]:
+        return self._local.get(name, {})
+
+    def _snapshot_names(self) -> list[str]:
+        """Return names, oldest first; skips volumes, other tools' snapshots and those whose destruction is deferred."""
+        names = (
+            name
+            for name, facts in self._facts.items()
+            if "@" in name and not facts["defer_destroy"].is_on and HEAD in self._props(name)
+            if not name.startswith(f"{self._root}/{VOLUMES}/")
+        )
+        return sorted(names, key=lambda name: self._facts[name]["createtxg"].number)
+
+    def _read_snapshot(self, name: str) -> None:
+        stored = self._decoded(name, "snapshot")
+        if stored is None or not isinstance(record := stored.record, Snapshot):
+            return
+        if record.id in self.findings.places:
+            self._quarantine(name, f"{self.findings.places[record.id]} has the record of the snapshot {record.id} too")
+            return
+        self.findings.places[record.id] = name
+        self.findings.generations[record.id] = stored.generation
+        self.findings.snapshots.append(record)
+        self._confirm(name)
+
+    def _read_instances(self) -> dict[str, list[_Claim]]:
+        prefix = f"{self._root}/{SANDBOXES}/"
+        claims: dict[str, list[_Claim]] = {}
+        for name, facts in self._facts.items():
+            instance = name.removeprefix(prefix)
+            if not name.startswith(prefix) or "@" in name or "/" in instance:
+                continue
+            if HEAD not in self._props(name):
+                self._read_uncommitted(name, instance)
+            elif (stored := self._decoded(name, "sandbox")) and isinstance(record := stored.record, Sandbox):
+                if record.instance != instance:
+                    self._quarantine(name, f"its record belongs to the instance {record.instance}")
+                    continue
+                claim = _Claim(stored.generation, facts["createtxg"].number, instance, record)
+                claims.setdefault(record.id, []).append(claim)
+                self._confirm(name)
+        return claims
+
+    def _read_uncommitted(self, name: str, instance: str) -> None:
+        if QUARANTINE in self._props(name):
+            self._quarantine(name, self._props(name)[QUARANTINE])
+        elif is_retired(self._facts[name]["canmount"], has_record=False):
+            self._retired_in_place.add(name)
+        else:
+            self.findings.uncommitted.append(instance)
+
+    def _resolve_claims(self, claims: Mapping[str, list[_Claim]]) -> None:
+        """Resolve conflicts: if two instances have a record of the same sandbox, the newer record wins."""
+        for sandbox_id, rivals in claims.items():
+            *older, newest = sorted(rivals, key=lambda claim: claim[:2])
+            self.findings.generations[sandbox_id] = newest.generation
+            self.findings.sandboxes.append(newest.record)
+            for claim in older:
+                self.findings.superseded[claim.instance] = (
+                    f"the instance of sandbox {sandbox_id} is {newest.instance} now"
+                )
+        self.findings.sandboxes.sort(key=lambda sandbox: sandbox.created_at.isoformat())
+
+    def _decoded(self, name: str, kind: Literal["sandbox", "snapshot"]) -> Stored | None:
+        try:
+            return decode(self._props(name), kind)
+        except ValueError as error:
+            self._quarantine(name, str(error))
+            return None
+
+    def _quarantine(self, name: str, reason: str) -> None:
+        self.findings.quarantine(name, self._props(name), reason)
+
+    def _confirm(self, name: str) -> None:
+        self.findings.confirm(name, self._props(name))
+
+    def _find_parts(self) -> None:
+        """Keep the parts of quarantined records: they may help to repair them."""
+        readable = {
+            *self.findings.places.values(),
+            *(f"{self._root}/{SANDBOXES}/{s.instance}" for s in self.findings.sandboxes),
+        }
+        for name, props in self._local.items():
+            if any(prop.startswith(f"{HEAD}.") for prop in props):
+                self.findings.multipart.add(name)
+            if name in readable:
+                self.findings.stale += [(name, prop) for prop in stale_parts(props)]
+
+    def _find_empty(self) -> None:
+        prefixes = (f"{self._root}/{RETIRED}/", f"{self._root}/{TEMPLATE}")
+        with_snapshots = {name.partition("@")[0] for name in self._facts if "@" in name}
+        disposable = {name for name in self._facts if name.startswith(prefixes) and "@" not in name}
+        self.findings.empty = sorted((disposable | self._retired_in_place) - with_snapshots)
+        self.findings.to_move = sorted(self._retired_in_place & with_snapshots)

@@ -1,0 +1,66 @@
+"""Translates the errors of ZFS into the gateway's, with remedies."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+from sandbox_gateway import zfs
+from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid, NoSpace, OverQuota
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def translating(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function so that it raises GatewayError instead of ZFSError."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        with translate_errors():
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+@contextmanager
+def translate_errors() -> Iterator[None]:
+    """Raise GatewayError instead of ZFSError."""
+    try:
+        yield
+    except zfs.exceptions.MultipleOperationsFailure as error:
+        raise gateway_error(error.errors[0]) from error
+    except zfs.exceptions.ZFSError as error:
+        raise gateway_error(error) from error
+
+
+def gateway_error(error: zfs.exceptions.ZFSError) -> GatewayError:
+    name = f" {error.name}" if error.name else ""
+    match error:
+        case zfs.exceptions.NoSpace():
+            pool = (error.name or "").partition("/")[0] or "ZFS"
+            return NoSpace(f"the pool {pool} has no space left{name and f' for{name}'}: remove snapshots or sandboxes")
+        case zfs.exceptions.QuotaExceeded():
+            return OverQuota(f"the disk quota of{name} is too small for the data in it: choose a larger one")
+        case zfs.exceptions.ZFSInitializationFailed():
+            return BackendFailed(f"ZFS cannot be reached: {error.said}")
+        case zfs.exceptions.DatasetBusy():
+            listed = f" ({', '.join(error.related)})" if error.related else ""
+            return Busy(f"the dataset{name} is busy{listed}: a process or a mount still uses it; try again")
+        case zfs.exceptions.SuspendedPool() | zfs.exceptions.ReadOnlyPool():
+            return BackendFailed(f"{error.message}:{name or ' the pool'} accepts no writes; see `zpool status`")
+        case zfs.exceptions.NameInvalid() | zfs.exceptions.NameTooLong() | zfs.exceptions.PropertyInvalid():
+            return Invalid(f"ZFS refused{name}: {error.said or error.message}")
+    return BackendFailed(f"ZFS failed: {error}")
+
+
+def check_quota(origin: str, size_mb: int | None, noun: str = "disk") -> None:
+    """Raise OverQuota if the snapshot ``origin`` is larger than ``size_mb``.
+
+    zfs-fuse reports "out of space" if a clone would be larger than its quota.
+    """
+    held = zfs.get_props([origin], ["referenced"])[origin]["referenced"].number
+    if size_mb is not None and held > size_mb << 20:
+        raise OverQuota(f"a {noun} of {size_mb} MiB is too small: the snapshot holds {(held >> 20) + 1} MiB")

@@ -1,0 +1,247 @@
+"""The volumes of a jail host: separate datasets, mounted in jails with nullfs.
+
+``Sandbox.mounts`` lists the wanted mounts, the kernel's mount table the existing ones; there is no other record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from pathlib import Path
+
+from sandbox_gateway import zfs
+from sandbox_gateway.errors import Busy, GatewayError, NotFound
+from sandbox_gateway.hosts.base import VolumeState
+from sandbox_gateway.hosts.jail_zfs.background import BackgroundTasks
+from sandbox_gateway.hosts.jail_zfs.commands import finish_all
+from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted
+from sandbox_gateway.hosts.jail_zfs.jail.volume_mounts import VolumeMounts
+from sandbox_gateway.hosts.jail_zfs.machines import Machine, Machines
+from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
+from sandbox_gateway.hosts.jail_zfs.storage.volumes import VolumeStorage
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Mount, Sandbox, Volume, VolumeSnapshot
+
+_RETRIES = 20
+_RETRY_SECONDS = 3.0
+
+log = Logger("volumes")
+
+
+class JailVolumes:
+    def __init__(
+        self,
+        storage: VolumeStorage,
+        snapshots: VolumeSnapshots,
+        machines: Machines,
+        mounts: VolumeMounts,
+        background: BackgroundTasks,
+    ) -> None:
+        self._storage = storage
+        self._snapshots = snapshots
+        self._machines = machines
+        self._mounts = mounts
+        self._background = background
+
+    # -- volumes ----------------------------------------------------------------------------------------------------
+
+    async def create(self, volume: Volume, source: VolumeSnapshot | None = None) -> None:
+        await finish_all(asyncio.to_thread(self._storage.create, volume, source.id if source else None))
+
+    async def grow(self, volume: Volume, size_mb: int) -> None:
+        await finish_all(asyncio.to_thread(self._storage.grow, volume, size_mb))
+        volume.size_mb = size_mb
+
+    async def remove(self, volume: Volume) -> None:
+        """Commit the removal, then destroy the datasets; in the background if they are still in use."""
+        await finish_all(asyncio.to_thread(self._storage.doom, volume.id))
+        try:
+            if self._mounts.stuck(self._is_of(volume.id)):
+                raise Busy("a mount of it is stuck")
+            await finish_all(asyncio.to_thread(self._storage.finish_removal, volume.id))
+        except Busy as error:
+            log.warning("volume still in use, removed later", volume=volume.id, reason=error.message)
+            self._background.start(self._retry(volume.id, "removed", self._storage.finish_removal))
+
+    async def state(self, volume: Volume) -> VolumeState:
+        used = await asyncio.to_thread(self._storage.used_bytes, volume.id)
+        return VolumeState(used, self._mounts.stuck(self._is_of(volume.id)))
+
+    async def take_snapshot(self, snapshot: VolumeSnapshot) -> None:
+        await finish_all(asyncio.to_thread(self._snapshots.take, snapshot))
+
+    async def remove_snapshot(self, snapshot: VolumeSnapshot) -> None:
+        with contextlib.suppress(NotFound):  # destroyed by someone with `zfs destroy`
+            await finish_all(asyncio.to_thread(self._snapshots.destroy, snapshot.id))
+
+    async def _retry(self, volume_id: str, what: str, change: Callable[[str], object]) -> None:
+        await self._mounts.wait_until_unmounted(self._is_of(volume_id))
+        for _ in range(_RETRIES):
+            try:
+                await finish_all(asyncio.to_thread(change, volume_id))
+                return
+            except GatewayError:
+                await asyncio.sleep(_RETRY_SECONDS)
+        log.error(f"volume not {what}, the next start of the gateway tries again", volume=volume_id)
+
+    def _is_of(self, volume_id: str) -> Callable[[Mounted], bool]:
+        return lambda mount: self._storage.id_at(mount.special) == volume_id
+
+    # -- capture with a sandbox -------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def paused_writers(self, sandbox: Sandbox, volumes: Sequence[VolumeSnapshot]) -> AsyncIterator[None]:
+        """Ensure that snapshots of the sandbox and the volumes taken inside this context are of one instant.
+
+        If ZFS takes several snapshots one after the other, the jails that write to them are stopped.
+        """
+        is_atomic = not volumes or (await asyncio.to_thread(zfs.detect_capabilities)).atomic_snapshots
+        jails = [] if is_atomic else await self._find_writers(sandbox, {each.volume for each in volumes})
+        async with self._mounts.stopped(jails):
+            yield
+
+    async def _find_writers(self, sandbox: Sandbox, volume_ids: set[str]) -> list[str]:
+        writers = [
+            machine.jail
+            for machine, mount in await self._list_mounts()
+            if not mount.read_only and self._storage.id_at(mount.special) in volume_ids
+        ]
+        return [self._machines.require_running(sandbox).jail, *writers]
+
+    async def _list_mounts(self) -> list[tuple[Machine, Mounted]]:
+        """Return the mounts of volumes in all machines, deepest and newest first."""
+        found = await self._mounts.list_below(self._storage.directory.parent, self._storage.directory)
+        return [
+            (machine, mount)
+            for mount in found
+            for machine in self._machines
+            if mount.node.startswith(f"{machine.root}/")
+        ]
+
+    # -- rollback ---------------------------------------------------------------------------------------------------
+
+    async def roll_back(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
+        await finish_all(self._roll_back(volume, snapshot))
+
+    async def _roll_back(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
+        old = await asyncio.to_thread(self._storage.mount, volume.id)
+        dataset = await asyncio.to_thread(self._storage.begin_rollback, volume, snapshot.id)
+        try:
+            mounts = [(machine, mount) for machine, mount in await self._list_mounts() if mount.special == str(old)]
+            async with self._mounts.stopped(machine.jail for machine, _ in mounts):
+                await self._exchange(volume.id, mounts, self._storage.path(dataset), old)
+                try:
+                    await asyncio.to_thread(self._storage.commit_rollback, volume, dataset)
+                except BaseException:
+                    await self._restore(volume.id, mounts, old)
+                    raise
+        finally:
+            await self._settle(volume.id)
+
+    async def _exchange(self, volume_id: str, mounts: list[tuple[Machine, Mounted]], new: Path, old: Path) -> None:
+        """Mount ``new`` wherever ``old`` is mounted; on failure, mount ``old`` again."""
+        try:
+            for _, mount in mounts:
+                await self._mounts.unmount(mount)
+            for machine, mount in mounts:
+                await self._mounts.mount(machine.root, new, _as_requested(volume_id, machine, mount))
+        except BaseException:
+            await self._restore(volume_id, mounts, old)
+            raise
+
+    async def _restore(self, volume_id: str, mounts: list[tuple[Machine, Mounted]], source: Path) -> None:
+        """Mount ``source`` in place of the current mounts; logs failures."""
+        for machine, mount in mounts:
+            try:
+                existing = await self._mounts.list_below(machine.root, source.parent)
+                if any((each.node, each.special) == (mount.node, str(source)) for each in existing):
+                    continue
+                for each in existing:
+                    if each.node == mount.node:
+                        await self._mounts.unmount(each)
+                await self._mounts.mount(machine.root, source, _as_requested(volume_id, machine, mount))
+            except GatewayError as error:
+                log.error("not mounted again after a failed rollback", node=mount.node, reason=error.message)
+
+    async def _settle(self, volume_id: str) -> None:
+        """Retire former and abandoned datasets of the volume; in the background if they are in use."""
+        try:
+            await asyncio.to_thread(self._storage.settle, volume_id)
+        except GatewayError as error:
+            log.warning("volume still in use, retired later", volume=volume_id, reason=error.message)
+            self._background.start(self._retry(volume_id, "retired", self._storage.settle))
+
+    # -- in jails ---------------------------------------------------------------------------------------------------
+
+    async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
+        machine = self._machines.require_running(sandbox)
+        source = await asyncio.to_thread(self._storage.mount, mount.volume)
+        async with self._mounts.stopped([machine.jail]):
+            await self._mounts.mount(machine.root, source, mount)
+
+    async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
+        machine = self._machines.require_running(sandbox)
+        for each in await self._mounts.list_below(machine.root, self._storage.directory):
+            if each.node == f"{machine.root}{mount.path}":
+                await self._mounts.unmount(each)
+
+    async def mount_all(self, machine: Machine, sandbox: Sandbox) -> None:
+        """Mount the sandbox's volumes, in the sandbox's order, before any process runs in the jail."""
+        for mount in sandbox.mounts:
+            if not self._storage.is_known(mount.volume):
+                log.warning("not mounted, the volume is missing", sandbox=sandbox.id, volume=mount.volume)
+                continue
+            source = await asyncio.to_thread(self._storage.mount, mount.volume)
+            await self._mounts.mount(machine.root, source, mount)
+
+    # -- at start-up ------------------------------------------------------------------------------------------------
+
+    async def recover(self, sandboxes: Iterable[Sandbox]) -> list[str]:
+        """Make mounts match the records of sandboxes, and remove leftovers; returns a sentence for each repair."""
+        notes = await self._mounts.resume_stopped()
+        mounted = await self._list_mounts()
+        for sandbox in sandboxes:
+            if machine := self._machines.get(sandbox.instance):
+                existing = [mount for owner, mount in mounted if owner is machine]
+                notes += await self._reconcile(sandbox, machine, existing)
+        return notes + await asyncio.to_thread(self._storage.sweep)
+
+    async def _reconcile(self, sandbox: Sandbox, machine: Machine, mounted: Sequence[Mounted]) -> list[str]:
+        """Make the mounts in a machine match its sandbox's record. Volumes with unreadable records stay mounted."""
+        notes: list[str] = []
+        wanted = {f"{machine.root}{mount.path}": mount for mount in sandbox.mounts}
+        correct: set[str] = set()
+        for mount in mounted:
+            if self._is_correct(mount, wanted.get(mount.node)):
+                self._mounts.adopt(mount)
+                correct.add(mount.node)
+            elif await self._mounts.unmount_or_retry(mount):
+                notes.append(f"unmounted {mount.node}: it is not a mount of sandbox {sandbox.id}")
+            else:
+                notes.append(f"{mount.node} is stuck: it is not a mount of sandbox {sandbox.id}")
+        missing = [mount for node, mount in wanted.items() if node not in correct]
+        missing = [mount for mount in missing if self._storage.is_known(mount.volume)]
+        async with self._mounts.stopped([machine.jail] if missing else []):
+            for each in missing:
+                try:
+                    source = await asyncio.to_thread(self._storage.mount, each.volume)
+                    await self._mounts.mount(machine.root, source, each)
+                    notes.append(f"mounted {each.path} in sandbox {sandbox.id} again: it was missing")
+                except GatewayError as error:
+                    notes.append(f"could not mount {each.path} in sandbox {sandbox.id}: {error.message}")
+        return notes
+
+    def _is_correct(self, existing: Mounted, wanted: Mount | None) -> bool:
+        volume_id = self._storage.id_at(existing.special)
+        is_known = self._storage.is_known(volume_id)
+        if is_known is None:
+            return True
+        if wanted is None or not is_known or (wanted.volume, wanted.read_only) != (volume_id, existing.read_only):
+            return False
+        return existing.special == str(self._storage.path(self._storage.dataset(volume_id)))
+
+
+def _as_requested(volume_id: str, machine: Machine, mount: Mounted) -> Mount:
+    """Return the sandbox mount that an entry of the mount table corresponds to."""
+    return Mount(volume=volume_id, path=mount.node.removeprefix(str(machine.root)), read_only=mount.read_only)

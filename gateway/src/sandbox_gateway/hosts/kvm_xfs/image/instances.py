@@ -1,0 +1,50 @@
+"""The files of a machine: created from a snapshot, removed with the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from sandbox_gateway.hosts import records_store
+from sandbox_gateway.hosts.kvm_xfs.image import reflink
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
+from sandbox_gateway.records import Sandbox
+
+
+def lay_out(source: Path, files: Instance, sandbox: Sandbox, with_memory: bool) -> None:
+    """Create a machine's files from the snapshot in ``source``.
+
+    The base image of its memory is a hard link, so it lasts as long as the machine, even if the snapshot is removed.
+    """
+    files.directory.parent.mkdir(mode=0o711, exist_ok=True)
+    files.directory.mkdir(mode=0o711)
+    files.run.mkdir(mode=0o700)
+    reflink.clone(source / "rootfs.img", files.disk)
+    _grow(files.disk, sandbox.resources.disk_mb << 20)
+    files.kernel.hardlink_to(source / "kernel")
+    files.initrd.hardlink_to(source / "initrd")
+    if with_memory:
+        files.memory.hardlink_to(source / "memory.img")
+    else:
+        blank_memory(files, sandbox.resources.memory_mb)
+
+
+def blank_memory(files: Instance, memory_mb: int) -> None:
+    """Create an empty memory image for a machine that boots."""
+    files.memory.unlink(missing_ok=True)
+    with files.memory.open("xb") as image:
+        os.fchmod(image.fileno(), 0o600)
+        image.truncate(memory_mb << 20)
+
+
+def remove(files: Instance) -> None:
+    """Remove a machine's files, and the sandbox's directory if it is then empty."""
+    records_store.remove(files.directory)
+    with contextlib.suppress(OSError):
+        files.directory.parent.rmdir()
+
+
+def _grow(disk: Path, size: int) -> None:
+    if size > disk.stat().st_size:
+        os.truncate(disk, size)

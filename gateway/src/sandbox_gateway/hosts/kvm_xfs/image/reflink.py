@@ -1,0 +1,134 @@
+"""Shares extents between files (FICLONE), and finds out which are shared (FIEMAP).
+
+Sources: ioctl_ficlone(2); Linux Documentation/filesystems/fiemap.rst; include/uapi/linux/fiemap.h.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandbox_gateway.errors import BackendFailed, NoSpace, Unsupported
+
+_FICLONE = 0x40049409
+_FS_IOC_FIEMAP = 0xC020660B
+_FIEMAP_FLAG_SYNC = 0x1
+_FIEMAP_EXTENT_LAST = 0x1
+_FIEMAP_EXTENT_SHARED = 0x2000
+_HEADER = struct.Struct("=QQIIII")
+_EXTENT = struct.Struct("=QQQ2QI3I")
+_BATCH = 512
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A contiguous part of a file on its device; all in bytes."""
+
+    logical: int
+    physical: int
+    length: int
+    shared: bool
+
+
+def clone_fd(source: int, target: int) -> None:
+    """Make ``target`` share all of ``source``'s extents. Raises NoSpace, Unsupported or BackendFailed."""
+    try:
+        fcntl.ioctl(target, _FICLONE, source)
+    except OSError as error:
+        raise _explained(error) from None
+
+
+def clone(source: Path, target: Path, mode: int = 0o600) -> None:
+    """Create ``target`` (which must not exist), sharing all of ``source``'s extents; nothing remains on failure."""
+    with source.open("rb") as origin:
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            clone_fd(origin.fileno(), descriptor)
+        except BaseException:
+            target.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+
+
+def extents(path: Path) -> list[Extent]:
+    """Return the file's extents in order; dirty data is flushed first."""
+    found: list[Extent] = []
+    start = 0
+    with path.open("rb") as file:
+        while True:
+            batch = _fiemap(file.fileno(), start)
+            found += [extent for extent, _ in batch]
+            if not batch or batch[-1][1]:
+                return found
+            start = found[-1].logical + found[-1].length
+
+
+def _fiemap(descriptor: int, start: int) -> list[tuple[Extent, bool]]:
+    buffer = bytearray(_HEADER.size + _BATCH * _EXTENT.size)
+    _HEADER.pack_into(buffer, 0, start, (1 << 64) - 1 - start, _FIEMAP_FLAG_SYNC, 0, _BATCH, 0)
+    try:
+        fcntl.ioctl(descriptor, _FS_IOC_FIEMAP, buffer)
+    except OSError as error:
+        raise BackendFailed(f"the extents of a file cannot be listed: {error.strerror}") from None
+    mapped = _HEADER.unpack_from(buffer)[3]
+    batch = []
+    for index in range(mapped):
+        logical, physical, length, _, _, flags, *_ = _EXTENT.unpack_from(buffer, _HEADER.size + index * _EXTENT.size)
+        shared = bool(flags & _FIEMAP_EXTENT_SHARED)
+        batch.append((Extent(logical, physical, length, shared), bool(flags & _FIEMAP_EXTENT_LAST)))
+    return batch
+
+
+def unique_bytes(path: Path) -> int:
+    """Return the bytes that the file shares with no other file and that its removal would free."""
+    return sum(extent.length for extent in extents(path) if not extent.shared)
+
+
+def same_extents(one: Path, other: Path) -> bool:
+    """Return whether both files use the same blocks, so their contents are equal. If not, one was written to."""
+    return _placement(one) == _placement(other)
+
+
+def _placement(path: Path) -> list[tuple[int, int, int]]:
+    """Return (logical, physical, length), with adjacent extents joined: sharing splits extents without moving them."""
+    runs: list[tuple[int, int, int]] = []
+    for extent in extents(path):
+        if runs:
+            logical, physical, length = runs[-1]
+            if logical + length == extent.logical and physical + length == extent.physical:
+                runs[-1] = (logical, physical, length + extent.length)
+                continue
+        runs.append((extent.logical, extent.physical, extent.length))
+    return runs
+
+
+def require_reflinks(directory: Path) -> None:
+    """Raise Unsupported, with a remedy, unless files in ``directory`` can share extents."""
+    source, target = directory / ".reflink-probe", directory / ".reflink-probe-clone"
+    try:
+        source.write_bytes(b"probe" * 1000)
+        target.unlink(missing_ok=True)
+        clone(source, target)
+    except Unsupported:
+        raise Unsupported(
+            f"{directory} cannot share blocks between files: put the state root on an XFS made with "
+            "'mkfs.xfs -m reflink=1' (the kvm_xfs_host role does)"
+        ) from None
+    except OSError as error:
+        raise _explained(error) from None
+    finally:
+        source.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
+
+
+def _explained(error: OSError) -> NoSpace | Unsupported | BackendFailed:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpace("no space left on the state file system: remove snapshots or sandboxes, or grow it")
+    if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.ENOTTY):
+        return Unsupported(f"this file system cannot share blocks between files: {error.strerror}")
+    return BackendFailed(f"sharing blocks failed: {error.strerror}")

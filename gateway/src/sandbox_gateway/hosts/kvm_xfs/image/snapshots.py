@@ -1,0 +1,76 @@
+"""Snapshots and templates on disk: finds, commits and removes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sandbox_gateway.hosts import records_store
+from sandbox_gateway.hosts.kvm_xfs.image import reflink
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
+from sandbox_gateway.hosts.records_store import Quarantine
+from sandbox_gateway.records import Memory, Snapshot
+
+
+class Snapshots:
+    """The snapshots and templates below one state root. Methods raise OSError for errors of the file system."""
+
+    def __init__(self, layout: Layout, quarantine: Quarantine) -> None:
+        self._layout = layout
+        self._quarantine = quarantine
+
+    def scan(self, repaired: list[str]) -> list[Snapshot]:
+        """Return the intact ones; damaged ones are moved away and reported in ``repaired``."""
+        found = []
+        for parent in (self._layout.templates, self._layout.snapshots):
+            for directory in records_store.directories(parent):
+                with self._quarantine.guarding(directory, repaired):
+                    found.append(_check_whole(directory, records_store.read_record(directory, Snapshot)))
+        return found
+
+    def path(self, snapshot: Snapshot) -> Path:
+        return self._layout.snapshot(snapshot)
+
+    def partial(self, snapshot: Snapshot) -> Path:
+        """Return the directory in which the snapshot is created."""
+        return records_store.partial_of(self.path(snapshot))
+
+    def commit(self, snapshot: Snapshot) -> None:
+        """Sync the images of an uncommitted snapshot, measure it, and commit it with its record."""
+        partial = self.partial(snapshot)
+        for name in ("rootfs.img", "memory.img", "device.state"):
+            if (partial / name).exists():
+                records_store.sync_file(partial / name)
+        snapshot.disk_bytes_unique = reflink.unique_bytes(partial / "rootfs.img")
+        records_store.write_record(partial, snapshot)
+        records_store.commit(self.path(snapshot))
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Replace a committed snapshot's record."""
+        records_store.write_record(self.path(snapshot), snapshot)
+
+    def undo(self, snapshot: Snapshot) -> None:
+        """Remove all files of a snapshot, committed or not."""
+        records_store.undo(self.path(snapshot))
+
+    def remove(self, snapshot: Snapshot) -> None:
+        records_store.remove(self.path(snapshot))
+
+    def places(self, snapshot: Snapshot) -> dict[str, str]:
+        """Return the paths of a snapshot's directory and memory files, for display."""
+        place = self.path(snapshot)
+        files = {} if snapshot.memory is Memory.NONE else {"memory": "memory.img", "vmstate": "device.state"}
+        return {"dir": str(place), **{part: str(place / name) for part, name in files.items()}}
+
+
+def _check_whole(directory: Path, snapshot: Snapshot) -> Snapshot:
+    """Check that a snapshot's images exist and have the right length. Raises ValueError with the reason."""
+    if snapshot.id != directory.name:
+        raise ValueError(f"its manifest is of {snapshot.id}")
+    needed = {"rootfs.img": 1, "kernel": 1, "initrd": 1}
+    if snapshot.memory is not Memory.NONE:
+        needed |= {"memory.img": snapshot.resources.memory_mb << 20, "device.state": 1}
+    for name, size in needed.items():
+        path = directory / name
+        if not path.exists() or path.stat().st_size < size:
+            raise ValueError(f"{name} is missing or too short")
+    return snapshot

@@ -1,0 +1,1 @@
+"""One QEMU machine: its command line, monitor, limits and log."""

@@ -1,0 +1,1 @@
+"""Network slots: namespaces, links and rules."""

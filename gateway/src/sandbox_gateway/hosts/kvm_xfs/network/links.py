@@ -1,0 +1,178 @@
+"""Interfaces of slots and of the volume servers' namespace: taps, veths, their addresses and routes.
+
+All functions run in a new thread (`namespaces.run_in_thread`), because they change the thread's network namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import socket
+import struct
+
+from pyroute2 import IPRoute
+
+from sandbox_gateway.config import Network
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
+    ALIASES,
+    GATEWAY_ADDRESS,
+    GUEST_ADDRESS,
+    GUEST_MAC,
+    GUEST_PREFIX,
+    RUN_NETNS,
+    TAP,
+    TAP_MAC,
+    Slot,
+    volume_address,
+    volume_gateway,
+    volume_link,
+    volume_space,
+)
+from sandbox_gateway.hosts.kvm_xfs.network.conntrack import forget_connections
+from sandbox_gateway.hosts.kvm_xfs.network.namespaces import (
+    HOST_NAMESPACE,
+    enter_new_namespace,
+    entered,
+    mounted_names,
+    remove_namespace,
+    set_sysctl,
+)
+
+_TUNSETIFF, _TUNSETPERSIST, _TUNSETOWNER = 0x400454CA, 0x400454CB, 0x400454CC
+_IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR, _IFF_UP = 0x0002, 0x1000, 0x4000, 0x1
+_NUD_PERMANENT = 0x80
+
+
+def find_slots(prefix: str) -> tuple[set[int], set[int]]:
+    """Return the numbers of slots that left anything on the host, and of complete slots."""
+    pattern = re.compile(rf"{prefix}-(\d+)")
+    files = [entry.name for entry in RUN_NETNS.iterdir()] if RUN_NETNS.is_dir() else []
+    spaces = {int(match[1]) for name in files if (match := pattern.fullmatch(name))}
+    mounted = {int(match[1]) for name in mounted_names() if (match := pattern.fullmatch(name))}
+    ends: dict[int, bool] = {}
+    pattern = re.compile(rf"{prefix}-(\d+)[hv]")
+    with IPRoute() as route:
+        for link in route.get_links():
+            if match := pattern.fullmatch(link.get_attr("IFLA_IFNAME") or ""):
+                ends[int(match[1])] = bool(link["flags"] & _IFF_UP)
+    return spaces | set(ends), {number for number, up in ends.items() if up and number in mounted}
+
+
+def make_slot(slot: Slot) -> None:
+    """Create a slot's namespace, veth and tap: everything except its rules and ``commit_slot``."""
+    enter_new_namespace(slot.path)
+    set_sysctl("net/ipv4/ip_forward", "1")
+    for switch in ("all", "default"):
+        set_sysctl(f"net/ipv4/conf/{switch}/send_redirects", "0")
+        set_sysctl(f"net/ipv4/conf/{switch}/accept_redirects", "0")
+    set_sysctl("net/netfilter/nf_conntrack_tcp_loose", "0", required=False)
+    # Answer only the guest's own range: each sender takes an entry in a table that all namespaces share.
+    set_sysctl("net/ipv4/conf/all/arp_ignore", "2")
+    # Otherwise the kernel sends one refusal per second, and a guest waits minutes for the second one.
+    set_sysctl("net/ipv4/icmp_ratelimit", "0")
+    _make_tap(slot)
+    inner = f"{slot.name}v"
+    _link_to_host(slot.veth, slot.veth_address, inner, slot.name)
+    with IPRoute() as route:
+        route.link("set", index=_index(route, "lo"), state="up")
+        tap = _index(route, TAP)
+        route.link("set", index=tap, address=TAP_MAC, state="up")
+        route.addr("add", index=tap, address=GATEWAY_ADDRESS, prefixlen=GUEST_PREFIX)
+        route.neigh("replace", dst=GUEST_ADDRESS, lladdr=GUEST_MAC, ifindex=tap, state=_NUD_PERMANENT)
+        veth = _index(route, inner)
+        route.link("set", index=veth, state="up")
+        route.addr("add", index=veth, address=slot.host_address, prefixlen=30)
+        route.route("add", dst="default", gateway=slot.veth_address, oif=veth)
+
+
+def _link_to_host(outer: str, address: str, inner: str, space: str) -> None:
+    """Create a veth from the host, whose end ``outer`` has ``address``/30 and is down, to ``inner`` in ``space``."""
+    with entered(HOST_NAMESPACE), IPRoute() as host:
+        host.link("add", ifname=outer, kind="veth", peer={"ifname": inner, "net_ns_fd": space})
+        host.addr("add", index=_index(host, outer), address=address, prefixlen=30)
+        set_sysctl(f"net/ipv6/conf/{outer}/disable_ipv6", "1", required=False)
+        set_sysctl(f"net/ipv4/conf/{outer}/rp_filter", "1")
+
+
+def make_volume_space(network: Network) -> None:
+    """Create the volume servers' namespace, if it is missing. Setting the host's end up commits it."""
+    path, outer, inner = volume_space(network), volume_link(network), "eth0"
+    with IPRoute() as route:
+        whole = any(
+            link["flags"] & _IFF_UP and route.get_addr(index=index, address=volume_gateway(network))
+            for index in route.link_lookup(ifname=outer)
+            for link in route.get_links(index)
+        )
+    if whole and path.name in mounted_names():
+        return
+    remove_volume_space(network)
+    enter_new_namespace(path)
+    _link_to_host(outer, volume_gateway(network), inner, path.name)
+    with IPRoute() as route:
+        route.link("set", index=_index(route, "lo"), state="up")
+        link = _index(route, inner)
+        route.link("set", index=link, state="up")
+        route.addr("add", index=link, address=volume_address(network), prefixlen=30)
+        # Only to slots: there is no route to anywhere else.
+        for clients in (network.subnet, str(ALIASES)):
+            route.route("add", dst=clients, gateway=volume_gateway(network), oif=link)
+    with entered(HOST_NAMESPACE), IPRoute() as host:
+        host.link("set", index=_index(host, outer), state="up")
+
+
+def remove_volume_space(network: Network) -> None:
+    """Remove the volume servers' namespace. Servers that still run in it lose their link."""
+    _remove_links(volume_link(network))
+    remove_namespace(volume_space(network))
+
+
+def _make_tap(slot: Slot) -> None:
+    """Create a tap that outlives this process and that QEMU opens as the slot's user."""
+    tun = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
+        fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", TAP.encode(), flags))
+        fcntl.ioctl(tun, _TUNSETOWNER, slot.uid)
+        fcntl.ioctl(tun, _TUNSETPERSIST, 1)
+    finally:
+        os.close(tun)
+
+
+def commit_slot(slot: Slot) -> None:
+    """Set the host's end up, as the last step, which marks the slot as complete."""
+    with IPRoute() as route:
+        route.link("set", index=_index(route, slot.veth), state="up")
+
+
+def remove_slot(slot: Slot) -> None:
+    """Remove all parts of a slot, the veth first, so that the slot is no longer committed."""
+    _remove_links(slot.veth, f"{slot.name}v")
+    remove_namespace(slot.path)
+    # Its connections would count against the number's next user. Without conntrack in the kernel there are none.
+    with contextlib.suppress(OSError):
+        forget_connections(slot.host_address)
+
+
+def _remove_links(*names: str) -> None:
+    with IPRoute() as route:
+        for name in names:
+            for index in route.link_lookup(ifname=name):
+                route.link("del", index=index)
+
+
+def remove_loopback_address(address: str) -> None:
+    """Remove an address from the loopback interface, if it is there."""
+    with IPRoute() as route:
+        lo = _index(route, "lo")
+        for _ in route.get_addr(family=socket.AF_INET, index=lo, address=address):
+            route.addr("del", index=lo, address=address, prefixlen=32)
+
+
+def _index(route: IPRoute, name: str) -> int:
+    found = route.link_lookup(ifname=name)
+    if not found:
+        raise BackendFailed(f"the interface {name} vanished while its network was made")
+    return int(found[0])

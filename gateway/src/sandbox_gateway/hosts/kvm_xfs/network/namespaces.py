@@ -1,0 +1,119 @@
+"""Network namespaces: creates, enters and removes them.
+
+A thread changes only its own network namespace. Longer work in a namespace runs in a new thread, which then ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pyroute2.netlink.exceptions import NetlinkError
+from pyroute2.netns import setns
+
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import RUN_NETNS
+from sandbox_gateway.hosts.kvm_xfs.threads import start_thread
+
+_CLONE_NEWNET = 0x40000000
+_MS_BIND, _MS_REC, _MS_SHARED, _MNT_DETACH = 0x1000, 0x4000, 0x100000, 2
+
+HOST_NAMESPACE = Path("/proc/self/ns/net")
+"""The process's own network namespace, whatever the thread's."""
+
+_T = TypeVar("_T")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+async def run_in_thread(work: Callable[..., _T], *arguments: Any) -> _T:
+    """Run ``work`` in a new thread, so that it does not change the namespace of any other thread.
+
+    ``work`` runs to its end even if the caller is cancelled. Raises BackendFailed if the kernel refuses an operation.
+    """
+
+    def explained() -> _T:
+        try:
+            return work(*arguments)
+        except (OSError, NetlinkError) as error:
+            raise BackendFailed(
+                f"network: {error}; the gateway needs root and the kernel's veth, tun and nf_tables"
+            ) from None
+
+    return await asyncio.shield(start_thread(explained, name="netns"))
+
+
+def enter_new_namespace(path: Path) -> None:
+    """Move this thread to a new network namespace without IPv6, whose file is ``path``."""
+    _call("unshare", _libc.unshare(_CLONE_NEWNET))
+    path.touch(mode=0o444, exist_ok=False)
+    _mount("/proc/thread-self/ns/net", path, _MS_BIND)
+    for switch in ("all", "default"):
+        set_sysctl(f"net/ipv6/conf/{switch}/disable_ipv6", "1", required=False)
+
+
+def remove_namespace(path: Path) -> None:
+    """Remove a namespace's file, if it exists. Processes inside keep the namespace."""
+    # Once for each mount on the path; EINVAL means that no mount is left.
+    while _libc.umount2(os.fsencode(path), _MNT_DETACH) == 0:
+        pass
+    path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def entered(namespace: Path) -> Iterator[None]:
+    """Run the context's body in ``namespace``, then return to this thread's own. Raises BackendFailed."""
+    with Path("/proc/thread-self/ns/net").open("rb") as home, namespace.open("rb") as target:
+        _enter(target.fileno())
+        try:
+            yield
+        finally:
+            _enter(home.fileno())
+
+
+def _enter(namespace: int) -> None:
+    try:
+        setns(namespace)  # Affects only the calling thread, like setns(2).
+    except OSError as error:
+        raise BackendFailed(f"a network namespace cannot be entered: {os.strerror(error.errno or 0)}") from None
+
+
+def share_run_netns() -> None:
+    """Make /run/netns a shared mount, as iproute2 does, so that its namespaces appear in every mount namespace."""
+    RUN_NETNS.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if _libc.mount(b"none", os.fsencode(RUN_NETNS), b"none", _MS_SHARED | _MS_REC, None) != 0:
+        _mount(RUN_NETNS, RUN_NETNS, _MS_BIND | _MS_REC)
+        _mount("none", RUN_NETNS, _MS_SHARED | _MS_REC)
+
+
+def _mount(source: str | Path, target: Path, flags: int) -> None:
+    _call(f"mount {target}", _libc.mount(os.fsencode(source), os.fsencode(target), b"none", flags, None))
+
+
+def mounted_names() -> list[str]:
+    """Return the names in /run/netns that are namespaces; a crash may leave plain files among them."""
+    names = []
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields = line.split()
+        if fields[fields.index("-") + 1] == "nsfs" and Path(fields[4]).parent == RUN_NETNS:
+            names.append(Path(fields[4]).name)
+    return names
+
+
+def set_sysctl(name: str, value: str, *, required: bool = True) -> None:
+    """Set a sysctl of this thread's network namespace; ``required=False``: ignore it if the kernel lacks it."""
+    try:
+        Path("/proc/sys", name).write_text(value)
+    except FileNotFoundError:
+        if required:
+            raise
+
+
+def _call(what: str, result: int) -> None:
+    if result != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{what}: {os.strerror(error)}")

@@ -1,0 +1,186 @@
+"""The nftables rules of slots: on the host, and in each slot's own namespace."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+
+from sandbox_gateway.command import arun
+from sandbox_gateway.config import Network
+from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT, egress_rules
+from sandbox_gateway.hosts.connect import MARK
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
+    GATEWAY_ADDRESS,
+    GUEST_ADDRESS,
+    TAP,
+    VOLUME_PORTS,
+    Slot,
+    host_table,
+    slot_capacity,
+    volume_address,
+    volume_link,
+)
+from sandbox_gateway.records import NetworkPolicy
+
+VOLUME_ACCESS = "volume_access"
+"""Name of the set of pairs (slot's `host_address` . port) that may connect to volume servers."""
+
+VOLUME_ALIASES = "volume_aliases"
+"""Name of the map from such pairs to the sandbox's address as seen by the server, one of ``ALIASES``."""
+
+MOST_CONNECTIONS = 4096
+"""Maximum concurrent outgoing connections of a sandbox: the kernel has one limit for all, `nf_conntrack_max`, which no
+guest may exhaust. Refused, half-open and closed connections count until the kernel forgets them."""
+
+_TABLE = "sandbox"
+_NFT_SECONDS = 20.0
+
+
+async def apply_on_host(rules: str) -> None:
+    """Run nft commands on the host, in one transaction. Raises BackendFailed."""
+    await arun(["nft", "-f", "-"], timeout=_NFT_SECONDS, input=rules)
+
+
+async def apply_in_slot(slot: Slot, rules: str) -> None:
+    """Run nft commands in a slot's namespace, in one transaction. Raises BackendFailed."""
+    await arun(["nsenter", f"--net={slot.path}", "nft", "-f", "-"], timeout=_NFT_SECONDS, input=rules)
+
+
+def host_rules(network: Network) -> str:
+    """Return nft commands for the host's table: no access from slots to the host, other slots, or other volumes."""
+    slots, servers = f'"{network.prefix}-*"', f'"{volume_link(network)}"'
+    volumes = volume_address(network)
+    unmarked = f"tcp flags & (syn | ack) == syn meta mark != {MARK:#x}"
+    return f"""{empty_table(host_table(network))}
+table inet {host_table(network)} {{
+    set {VOLUME_ACCESS} {{
+        type ipv4_addr . inet_service
+    }}
+    map {VOLUME_ALIASES} {{
+        type ipv4_addr . inet_service : ipv4_addr
+    }}
+    set connections {{
+        type ipv4_addr
+        flags dynamic
+        size {slot_capacity(network)}
+    }}
+    chain volumes {{
+        # Each packet, not each connection: taking a slot out of the set cuts it off at once.
+        ip daddr {volumes} ip saddr . tcp dport @{VOLUME_ACCESS} accept
+        drop
+    }}
+    chain input {{
+        type filter hook input priority filter - 5; policy accept;
+        iifname {{ {slots}, {servers} }} meta nfproto ipv4 ct state established,related accept
+        iifname {{ {slots}, {servers} }} drop
+    }}
+    chain output {{
+        type filter hook output priority filter - 5; policy accept;
+        # An agent obeys the host without a token, for the host is its gateway: no other process of the host may
+        # connect to it, root's services included. A connection that cannot begin has no later packets.
+        oifname {slots} tcp dport {{ {AGENT_PORT}, {CODE_PORT} }} {unmarked} reject with tcp reset
+        oifname {servers} {unmarked} reject with tcp reset
+    }}
+    chain forward {{
+        type filter hook forward priority filter - 5; policy accept;
+        iifname {slots} oifname {slots} drop
+        iifname {slots} meta nfproto != ipv4 drop
+        iifname {slots} ip saddr != {network.subnet} drop
+        # The slot counts them as well, but a guest can make it forget what the host still tracks: with packets that
+        # the slot takes for the end of a connection and that never reach the host.
+        iifname {slots} ct state new add @connections {{ ip saddr ct count over {MOST_CONNECTIONS} }} \
+            jump refuse
+        iifname {slots} oifname {servers} jump volumes
+        # The published ports of the host's containers are services of the host.
+        iifname {slots} ct status dnat drop
+        iifname {slots} tcp flags syn / syn,rst tcp option maxseg size set rt mtu
+        oifname {slots} ct state established,related accept
+        oifname {slots} drop
+        iifname {servers} drop
+        oifname {servers} drop
+    }}
+    chain refuse {{
+        # A host limits its ICMP errors, not its resets; a client that gets neither waits.
+        meta l4proto tcp reject with tcp reset
+        reject with icmp admin-prohibited
+    }}
+    chain postrouting {{
+        type nat hook postrouting priority srcnat; policy accept;
+        oifname {servers} snat ip to ip saddr . tcp dport map @{VOLUME_ALIASES}
+        ip saddr {network.subnet} oifname != {{ {slots}, {servers} }} masquerade
+    }}
+}}
+"""
+
+
+def slot_rules(slot: Slot, network: Network, dns: Sequence[str]) -> str:
+    """Return nft commands for a slot's table, with the default policy."""
+    veth = f'"{slot.name}v"'
+    tap = f'"{TAP}"'
+    volumes = volume_address(network)
+    ports = f"{VOLUME_PORTS.start}-{VOLUME_PORTS.stop - 1}"
+    return f"""{empty_table(_TABLE)}
+table inet {_TABLE} {{
+    chain guard {{
+        type filter hook prerouting priority raw; policy accept;
+        meta nfproto ipv6 drop
+        iifname {tap} ip saddr != {GUEST_ADDRESS} drop
+    }}
+    chain inwards {{
+        type nat hook prerouting priority dstnat; policy accept;
+        # From the host alone: late packets of an earlier sandbox's connections come from elsewhere.
+        iifname {veth} ip saddr {slot.veth_address} ip daddr {slot.host_address} dnat ip to {GUEST_ADDRESS}
+        iifname {tap} ip daddr {GATEWAY_ADDRESS} tcp dport {ports} dnat ip to {volumes}
+    }}
+    chain outwards {{
+        type nat hook postrouting priority srcnat; policy accept;
+        oifname {tap} snat ip to {GATEWAY_ADDRESS}
+        oifname {veth} snat ip to {slot.host_address}
+    }}
+    chain input {{
+        type filter hook input priority filter; policy drop;
+        iifname {tap} ct state new jump connections
+        iifname {tap} icmp type echo-request accept
+        ct state invalid meta l4proto tcp reject with tcp reset
+        iifname {tap} reject with icmp admin-prohibited
+    }}
+    chain forward {{
+        type filter hook forward priority filter; policy drop;
+        # Connections that only the sandbox's memory knows end at once instead of hanging.
+        ct state invalid meta l4proto tcp reject with tcp reset
+        ct state invalid drop
+        iifname {tap} ct state new jump connections
+        # Policies do not concern volumes; the host decides which of them a slot reaches.
+        iifname {tap} oifname {veth} ip daddr {volumes} tcp dport {ports} ct status dnat accept
+        # Each packet, not each connection: a new policy holds for open connections too.
+        iifname {tap} oifname {veth} ct direction original jump outside
+        ct state established,related accept
+        iifname {veth} oifname {tap} ct status dnat accept
+    }}
+    chain connections {{
+        # Before the kernel keeps an entry. Open connections go on.
+        ct count over {MOST_CONNECTIONS} reject with icmp admin-prohibited
+    }}
+    chain outside {{
+    }}
+}}
+{policy_rules(NetworkPolicy(), dns, ipaddress.IPv4Network(network.subnet))}"""
+
+
+def policy_rules(policy: NetworkPolicy, dns: Sequence[str], subnet: ipaddress.IPv4Network) -> str:
+    """Return nft commands that apply ``policy`` in a slot, in one transaction. Raises Invalid for a bad address."""
+    refuse = "reject with icmp admin-prohibited"
+    rules = [f"ip daddr {subnet} {refuse}"]
+    for rule in egress_rules(policy, dns):
+        match = f"ip daddr {{ {', '.join(map(str, rule.networks))} }}"
+        if rule.dns_only:
+            match += " meta l4proto { tcp, udp } th dport 53"
+        rules.append(f"{match} {'accept' if rule.allow else refuse}")
+    return f"flush chain inet {_TABLE} outside\n" + "".join(
+        f"add rule inet {_TABLE} outside {rule}\n" for rule in rules
+    )
+
+
+def empty_table(table: str) -> str:
+    """Return nft commands that remove a table, whether it exists or not."""
+    return f"add table inet {table}\ndelete table inet {table}\n"

@@ -1,0 +1,266 @@
+"""Network slots: a pool of network namespaces, each with a sandbox's tap and rules.
+
+    guest ── tap0 ─[ namespace <prefix>-n ]─ <prefix>-nv ══ <prefix>-nh ─[ host ]─ elsewhere
+       169.254.0.21  169.254.0.22        one /30 of `network.subnet`
+
+Inside, all slots are alike, MAC addresses included, because a guest's ARP cache and connections are part of its memory
+and move with it from slot to slot. Outside, each has a unique address, which forwards every port to the guest.
+The guest's range is link-local, because such addresses do not exist beyond the next hop: the range hides no possible
+destination (10/8, 172.16/12, 192.168/16 and 100.64/10 are all in use somewhere), and a /30 of it leaves
+169.254.169.254 to the rules.
+
+There are rules in two places, both out of the guest's reach: in the slot (the guest's address and policy) and on the
+host (no access from a slot to the host or to other slots). The last step of creating a slot commits it, by setting the
+host's end of the veth up. A slot whose end is down at start-up is incomplete.
+
+Volume servers have a separate namespace, with one veth to the host and one address, the last of `network.subnet`. A
+guest sees them as ports of its gateway, so that its mounts stay the same in every slot. The host checks each packet: a
+slot can reach a port if the pair is in a set of the host's table. Besides slots, only the gateway can reach that
+namespace. Only answers leave it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+from collections import deque
+from typing import Any
+
+from sandbox_gateway.config import Network
+from sandbox_gateway.errors import BackendFailed, Busy
+from sandbox_gateway.hosts.addresses import name_servers
+from sandbox_gateway.hosts.kvm_xfs.network import links
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import RUN_NETNS, Slot, host_table, slot_capacity, volume_address
+from sandbox_gateway.hosts.kvm_xfs.network.namespaces import run_in_thread, set_sysctl, share_run_netns
+from sandbox_gateway.hosts.kvm_xfs.network.rules import (
+    apply_in_slot,
+    apply_on_host,
+    empty_table,
+    host_rules,
+    policy_rules,
+    slot_rules,
+)
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import NetworkPolicy
+
+_REFILL_RETRY_SECONDS = 5.0
+
+log = Logger("network")
+
+
+class SlotPool:
+    """All the slots of one gateway. ``uid_base`` + n owns the tap of slot n (0: root alone).
+
+    Async methods may raise BackendFailed if the kernel or nft refuses an operation.
+    """
+
+    def __init__(self, network: Network, *, uid_base: int = 0) -> None:
+        self._network = network
+        self._subnet = ipaddress.IPv4Network(network.subnet)
+        self._capacity = slot_capacity(network)
+        self._uid_base = uid_base
+        self._dns = name_servers(network)
+        self._ready: deque[Slot] = deque()
+        self._all: dict[int, Slot] = {}
+        self._busy: set[int] = set()
+        self._next = 0
+        self._refill_wanted = asyncio.Event()
+        self._refiller: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[Any]] = set()
+        self._closed = True
+
+    # -- start and stop -------------------------------------------------------------------------------------------
+
+    async def open(self, in_use: set[int]) -> None:
+        """Adopt complete slots numbered ``in_use``, remove all others, set up the host, start refilling the pool.
+
+        Unused slots are removed even if they are complete, because they may have been used before.
+        """
+        self._closed = False
+        await run_in_thread(self._prepare_host)
+        await apply_on_host(host_rules(self._network))
+        await run_in_thread(links.make_volume_space, self._network)
+        found, whole = await run_in_thread(links.find_slots, self._network.prefix)
+        for number in sorted(found):
+            slot = self._slot(number)
+            if number in in_use and number in whole and number < self._capacity:
+                self._all[number] = slot
+            else:
+                await run_in_thread(links.remove_slot, slot)
+        self._next = max(in_use, default=-1) + 1
+        self._refiller = asyncio.create_task(self._refill(), name="network-slots")
+        self._refill_wanted.set()
+
+    async def close(self) -> None:
+        """Stop creating slots and remove unused ones; slots in use, and the rules they need, stay."""
+        if self._closed:
+            return  # Never opened: slots on the host belong to another gateway.
+        self._closed = True
+        if self._refiller is not None:
+            self._refiller.cancel()
+            await asyncio.wait([self._refiller])
+            self._refiller = None
+        while self._background:
+            await asyncio.wait(self._background)
+        while self._ready:
+            await self._remove(self._ready.pop())
+        if not self._all:
+            await self._leave_host()
+
+    async def destroy(self) -> None:
+        """Remove everything with this prefix from the host: slots (even those in use) and rules."""
+        await self.close()
+        found, _ = await run_in_thread(links.find_slots, self._network.prefix)
+        for number in found:
+            await run_in_thread(links.remove_slot, self._slot(number))
+        self._all.clear()
+        await self._leave_host()
+
+    # -- slots ----------------------------------------------------------------------------------------------------
+
+    async def take(self, policy: NetworkPolicy) -> Slot:
+        """Return an unused slot with ``policy`` applied, from the pool if possible.
+
+        Raises Busy if all addresses are taken, Invalid for an invalid policy.
+        """
+        rules = policy_rules(policy, self._dns, self._subnet)
+        slot = self._ready.popleft() if self._ready else await self._make()
+        self._refill_wanted.set()
+        try:
+            if policy != NetworkPolicy():
+                await apply_in_slot(slot, rules)
+        except BaseException:
+            self._retire(slot)
+            raise
+        return slot
+
+    async def release(self, slot: Slot) -> None:
+        """Remove the slot of a machine that has ended: no connection, rule or packet outlives its sandbox.
+
+        Returns immediately; the removal runs in the background, and `close` waits for it.
+        """
+        if self._all.get(slot.number) == slot:
+            self._retire(slot)
+
+    def adopt(self, number: int) -> Slot:
+        """Return the slot that a sandbox of an earlier gateway uses. Raises BackendFailed if it does not exist."""
+        slot = self._all.get(number)
+        if slot is None:
+            raise BackendFailed(
+                f"the network slot {self._network.prefix}-{number} of a running sandbox is gone: pause and resume it"
+            )
+        return slot
+
+    async def apply(self, slot: Slot, policy: NetworkPolicy) -> None:
+        """Apply ``policy`` from the next packet on, also to open connections."""
+        await apply_in_slot(slot, policy_rules(policy, self._dns, self._subnet))
+
+    # -- making and removing ----------------------------------------------------------------------------------------
+
+    async def _make(self) -> Slot:
+        """Create a slot, completely or not at all. If the caller is cancelled, the slot goes to the pool."""
+        slot = self._slot(self._free_number())
+        self._busy.add(slot.number)
+        task = asyncio.ensure_future(self._make_whole(slot))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._run_in_background(self._keep(task))
+            raise
+
+    async def _keep(self, task: asyncio.Future[Slot]) -> None:
+        with contextlib.suppress(Exception):
+            slot = await task
+            if self._closed:
+                await self._remove(slot)
+            else:
+                self._ready.append(slot)
+
+    async def _make_whole(self, slot: Slot) -> Slot:
+        try:
+            await run_in_thread(links.make_slot, slot)
+            await apply_in_slot(slot, slot_rules(slot, self._network, self._dns))
+            await run_in_thread(links.commit_slot, slot)
+            self._all[slot.number] = slot
+        except BaseException:
+            await run_in_thread(links.remove_slot, slot)
+            raise
+        finally:
+            self._busy.discard(slot.number)
+        return slot
+
+    def _retire(self, slot: Slot) -> None:
+        self._busy.add(slot.number)
+        del self._all[slot.number]
+        self._run_in_background(self._remove(slot))
+
+    async def _remove(self, slot: Slot) -> None:
+        """Remove a slot and free its number; a slot that cannot be removed keeps its number."""
+        self._busy.add(slot.number)
+        self._all.pop(slot.number, None)
+        await run_in_thread(links.remove_slot, slot)
+        self._busy.discard(slot.number)
+        self._refill_wanted.set()
+
+    async def _refill(self) -> None:
+        """Keep ``network.pool`` slots ready, creating one at a time so as not to slow down requests."""
+        while True:
+            await self._refill_wanted.wait()
+            self._refill_wanted.clear()
+            try:
+                while len(self._ready) < self._network.pool:
+                    self._ready.append(await self._make())
+            except Busy:
+                pass  # No number is free; the next release wakes this task.
+            except Exception as error:
+                log.warning("a network slot could not be made", reason=str(error))
+                await asyncio.sleep(_REFILL_RETRY_SECONDS)
+                self._refill_wanted.set()
+
+    def _free_number(self) -> int:
+        """Return the number that has been unused for longest, so that the host has forgotten its connections."""
+        for step in range(self._capacity):
+            number = (self._next + step) % self._capacity
+            if number not in self._all and number not in self._busy:
+                self._next = number + 1
+                return number
+        raise Busy(
+            f"all {self._capacity} network slots of {self._network.subnet} are taken: "
+            "remove sandboxes, or give the gateway a wider [network] subnet"
+        )
+
+    def _slot(self, number: int) -> Slot:
+        name = f"{self._network.prefix}-{number}"
+        first = self._subnet.network_address + 4 * number
+        return Slot(
+            number=number,
+            name=name,
+            path=RUN_NETNS / name,
+            host_address=str(first + 2),
+            veth_address=str(first + 1),
+            veth=f"{name}h",
+            uid=self._uid_base + number if self._uid_base else 0,
+        )
+
+    def _run_in_background(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._report_failure)
+
+    def _report_failure(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("a network slot could not be removed", reason=str(error))
+
+    # -- the host ---------------------------------------------------------------------------------------------------
+
+    def _prepare_host(self) -> None:
+        share_run_netns()
+        set_sysctl("net/ipv4/ip_forward", "1")
+        # Left by an older release, whose volume servers had no separate namespace.
+        links.remove_loopback_address(volume_address(self._network))
+
+    async def _leave_host(self) -> None:
+        await run_in_thread(links.remove_volume_space, self._network)
+        await apply_on_host(empty_table(host_table(self._network)))

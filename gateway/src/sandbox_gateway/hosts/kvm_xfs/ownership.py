@@ -1,0 +1,48 @@
+"""Locks that give a gateway exclusive use of its state root and network names."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+from sandbox_gateway.errors import Conflict
+
+
+class Ownership:
+    """Exclusive use of ``root`` and of the network prefix; the kernel releases both with the process."""
+
+    def __init__(self, root: Path, prefix: str) -> None:
+        self._root = root
+        self._prefix = prefix
+        self._lock = -1
+        self._name_lock: socket.socket | None = None
+
+    def take(self) -> None:
+        """Take both locks. Raises Conflict if another gateway holds one of them."""
+        self._lock = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # An abstract socket belongs to the network namespace, like the names: it is visible in every chroot.
+            self._name_lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            self._name_lock.bind(f"\0sandbox-gateway/{self._prefix}")
+        except BlockingIOError:
+            self.drop()
+            raise Conflict(
+                f"another gateway runs on {self._root}: stop it, or give this one another state_root"
+            ) from None
+        except OSError:
+            self.drop()
+            raise Conflict(
+                f"another gateway on this machine uses the network prefix {self._prefix!r}: give this one another "
+                "(network.prefix and network.subnet)"
+            ) from None
+
+    def drop(self) -> None:
+        if self._name_lock is not None:
+            self._name_lock.close()
+            self._name_lock = None
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1

@@ -1,0 +1,83 @@
+"""The host's own APT configuration, used to download the packages of templates."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from pathlib import Path
+
+from sandbox_gateway.command import arun
+
+
+def host_sources(suite: str, etc_apt: Path = Path("/etc/apt")) -> str:
+    """Return the host's own APT sources of the distribution's ``suite``, in deb822 format; empty if it has none.
+
+    Only entries with component `main` count: a vendor's repository may have a suite of the same name. The files are
+    parsed here because `apt-get indextargets` omits Signed-By.
+    """
+    files = [etc_apt / "sources.list", *sorted((etc_apt / "sources.list.d").glob("*"))]
+    stanzas: list[dict[str, str]] = []
+    for file in files:
+        with contextlib.suppress(OSError):
+            text = file.read_text(errors="replace")
+            stanzas += _deb822(text) if file.suffix == ".sources" else _one_line(text) if file.suffix == ".list" else []
+    wanted = {suite, f"{suite}-updates", f"{suite}-security", f"{suite}/updates"}
+    kept = []
+    for stanza in stanzas:
+        suites = [word for word in stanza.get("Suites", "").split() if word in wanted]
+        usable = "deb" in stanza.get("Types", "").split() and stanza.get("Enabled", "yes").strip().lower() != "no"
+        if suites and usable and "main" in stanza.get("Components", "").split():
+            kept.append({**stanza, "Types": "deb", "Suites": " ".join(suites)})
+    if not any(suite in stanza["Suites"].split() for stanza in kept):
+        return ""
+    return "\n".join("".join(f"{key}: {value}\n" for key, value in stanza.items()) for stanza in kept)
+
+
+def _deb822(text: str) -> list[dict[str, str]]:
+    stanzas: list[dict[str, str]] = []
+    for block in re.split(r"\n[ \t]*\n", text):
+        stanza: dict[str, str] = {}
+        key = ""
+        for line in block.splitlines():
+            if line.startswith("#") or not line.strip():
+                continue
+            if line[0] in " \t" and key:
+                stanza[key] += f"\n{line}"
+            elif ":" in line:
+                key, value = line.split(":", 1)
+                key = _DEB822_KEYS.get(key.lower(), key)
+                stanza[key] = value.strip()
+        stanzas.append(stanza)
+    return stanzas
+
+
+_DEB822_KEYS = {
+    key.lower(): key for key in ("Types", "URIs", "Suites", "Components", "Enabled", "Signed-By", "Trusted")
+}
+_ONE_LINE = re.compile(r"deb\s+(?:\[(?P<options>[^]]*)\]\s+)?(?P<uri>\S+)\s+(?P<suite>\S+)\s+(?P<components>[^#]+)")
+
+
+def _one_line(text: str) -> list[dict[str, str]]:
+    stanzas = []
+    for line in text.splitlines():
+        if not (match := _ONE_LINE.match(line.strip())):
+            continue
+        stanza = {"Types": "deb", "URIs": match["uri"], "Suites": match["suite"]}
+        stanza["Components"] = match["components"].strip()
+        for option in (match["options"] or "").split():
+            key, _, value = option.partition("=")
+            name = {"signed-by": "Signed-By", "trusted": "Trusted", "check-valid-until": "Check-Valid-Until"}.get(key)
+            if name:
+                stanza[name] = value.replace(",", " ")
+        stanzas.append(stanza)
+    return stanzas
+
+
+async def apt_options() -> list[str]:
+    """Return the host's APT settings for proxies and date checks."""
+    if shutil.which("apt-config") is None:
+        return []
+    dump = await arun(["apt-config", "dump"], timeout=30, check=False)
+    wanted = re.compile(r"^Acquire::((http|https)::Proxy|Check-Valid-Until|Check-Date) ", re.IGNORECASE)
+    return [line.rstrip(";") for line in dump.stdout.splitlines() if wanted.match(line)]

@@ -1,0 +1,185 @@
+"""Builds a Debian tree with mmdebstrap, cached as a tarball."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import platform
+import re
+import secrets
+import shlex
+import shutil
+import time
+from pathlib import Path
+
+from sandbox_gateway.command import proxy_settings
+from sandbox_gateway.errors import BackendFailed, Invalid
+from sandbox_gateway.hosts.base import Log
+from sandbox_gateway.hosts.kvm_xfs.template import guest_files
+from sandbox_gateway.hosts.kvm_xfs.template.apt import apt_options, host_sources
+from sandbox_gateway.hosts.rootfs_common import stream
+from sandbox_gateway.recipes import Recipe
+
+PARTIAL = ".partial-rootfs-"
+_CACHE_VERSION = 1
+_STALE_SECONDS = 86400.0
+_CREDENTIALS = re.compile(r"://[^/\s\"]*@")
+
+_building: dict[Path, asyncio.Lock] = {}
+
+
+async def unpack_debian(recipe: Recipe, tree: Path, work: Path, cache_root: Path, log: Log) -> None:
+    """Unpack the recipe's Debian into ``tree``; builds it unless it is in ``cache_root``."""
+    mirrors = _mirrors(recipe, work)
+    packages = _packages(recipe)
+    options = await apt_options()
+    digest = _digest(recipe.suite, packages, options, [_text(mirror) for mirror in mirrors])
+    cached = cache_root / f"rootfs-{digest}.tar"
+    async with _building.setdefault(cached, asyncio.Lock()):
+        if cached.is_file():
+            log(f"using the root file system built earlier ({cached.name})")
+        else:
+            await debootstrap(recipe.suite, packages, options, mirrors, work, log)
+            await asyncio.to_thread(_commit_tarball, work / "rootfs.tar", cached)
+    _building.pop(cached, None)
+    log("unpacking the root file system")
+    await untar(cached, tree)
+
+
+def _packages(recipe: Recipe) -> list[str]:
+    kernel = guest_files.kernel_package(platform.machine())
+    if kernel is None:
+        raise Invalid(
+            f"templates cannot be debootstrapped on {platform.machine()}: use 'from: rootfs' with a tree made elsewhere"
+        )
+    return sorted({*guest_files.read_lines("packages.txt"), kernel, *recipe.packages})
+
+
+def _mirrors(recipe: Recipe, work: Path) -> list[str]:
+    """Return mmdebstrap's MIRROR arguments; empty: its default for the suite."""
+    given = [line.strip() for line in recipe.mirror.splitlines() if line.strip()]
+    for line in given:
+        if not (line.startswith("deb ") or re.match(r"[a-z+]+:/", line)):
+            raise Invalid(
+                f"mirror {line!r}: give a URI ('http://host/debian') or a line for sources.list ('deb [signed-by=…] …')"
+            )
+    if given:
+        return given
+    text = host_sources(recipe.suite)
+    if not text:
+        return []
+    sources = work / "host.sources"
+    sources.write_text(text)
+    return [str(sources)]
+
+
+def _dpkg_options() -> list[str]:
+    return guest_files.read_lines("dpkg.cfg")
+
+
+def _text(mirror: str) -> str:
+    return Path(mirror).read_text() if mirror.startswith("/") else mirror
+
+
+def _digest(suite: str, packages: list[str], options: list[str], mirrors: list[str]) -> str:
+    made_of = [_CACHE_VERSION, suite, packages, options, mirrors, guest_files.initramfs_files(), _dpkg_options()]
+    if any(map(_CREDENTIALS.search, options)):
+        made_of.append("without passwords")  # Unlike trees that an older release built with these options.
+    return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
+
+
+async def debootstrap(
+    suite: str, packages: list[str], options: list[str], mirrors: list[str], work: Path, log: Log
+) -> None:
+    log(f"building Debian {suite} with {len(packages)} packages named; this takes a minute or so")
+    temporary = work / "mmdebstrap"
+    temporary.mkdir()
+    settings = work / "initramfs-tools"
+    for name, text in guest_files.initramfs_files().items():
+        file = settings / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755 if text.startswith("#!") else 0o644)
+    argv = [
+        # mmdebstrap's mounts and processes end with it, and it does not keep mounts of the host busy.
+        *("unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"),
+        *("mmdebstrap", "--verbose", "--mode=root", "--variant=minbase", "--format=tar"),
+        f"--include={','.join(packages)}",
+        *(f"--dpkgopt={option}" for option in _dpkg_options()),
+        *_apt_arguments(options, work),
+        *_keyrings(mirrors),
+        f"--essential-hook=copy-in {shlex.quote(str(settings))} /etc",
+        *("--", suite, str(work / "rootfs.tar"), *mirrors),
+    ]
+    if shutil.which("mmdebstrap") is None:
+        raise BackendFailed("mmdebstrap is not installed: install it, or run the kvm_xfs_host role of this collection")
+    env = {**proxy_settings(), "TMPDIR": str(temporary), "DEBIAN_FRONTEND": "noninteractive"}
+    await stream(argv, log, keep=_is_worth_logging, env=env)
+
+
+def _apt_arguments(options: list[str], work: Path) -> list[str]:
+    """Return arguments that pass APT's options. Options with a password are kept out of command lines, which every user
+    of the host can read, and out of the tree, which every sandbox can read."""
+    secret = [option for option in options if _CREDENTIALS.search(option)]
+    arguments = [f"--aptopt={option}" for option in options if option not in secret]
+    if secret:
+        file = work / "98secret"
+        file.touch(mode=0o600)
+        file.write_text("".join(f"{option};\n" for option in secret))
+        arguments.append(f"--setup-hook=copy-in {shlex.quote(str(file))} /etc/apt/apt.conf.d")
+        arguments.append(f'--customize-hook=rm "$1/etc/apt/apt.conf.d/{file.name}"')
+    return arguments
+
+
+def _keyrings(mirrors: list[str]) -> list[str]:
+    """Return hooks that copy keyrings not installed by any Debian package, so that APT also works in the tree."""
+    named = {
+        path
+        for mirror in mirrors
+        for path in re.findall(r"(?:Signed-By:|signed-by=)\s*(/[^\s\],]+)", _text(mirror), re.IGNORECASE)
+        if not path.startswith("/usr/share/keyrings/debian-") and Path(path).is_file()
+    }
+    hooks = []
+    for path in sorted(named):
+        hooks += [f'--essential-hook=mkdir -p "$1{Path(path).parent}"', f"--essential-hook=upload {path} {path}"]
+    return hooks
+
+
+def _is_worth_logging(line: str) -> bool:
+    # The download is "unsandboxed" because no other user may read the working directory.
+    ours = line.startswith("I: running --") or "performed unsandboxed" in line
+    return line.startswith(("I: ", "W: ", "E: ", "Setting up ")) and not ours
+
+
+def _commit_tarball(made: Path, cached: Path) -> None:
+    cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    made.chmod(0o600)
+    for left in cached.parent.glob(f"{PARTIAL}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+                left.unlink()
+    try:
+        made.rename(cached)
+    except OSError:
+        partial = cached.parent / f"{PARTIAL}{secrets.token_hex(4)}"
+        try:
+            partial.touch(mode=0o600)
+            shutil.copyfile(made, partial)
+            partial.rename(cached)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+async def untar(tarball: Path, tree: Path) -> None:
+    """Unpack a foreign tarball below ``tree``, and nowhere else."""
+    # GNU tar refuses '..', strips the leading '/', creates symbolic links last, and detects compression.
+    argv = [
+        *("tar", "--extract", "--file", str(tarball), "--directory", str(tree)),
+        *("--numeric-owner", "--same-owner", "--same-permissions", "--delay-directory-restore"),
+        *("--xattrs", "--xattrs-include=*"),
+        # The kernel fills /dev; no device nodes are created in the host's file system.
+        *("--anchored", "--exclude=./dev/*", "--exclude=dev/*"),
+    ]
+    await stream(argv, lambda line: None)

@@ -1,0 +1,25 @@
+#!/bin/sh
+# Sets address and route, which are the same in every sandbox: a fork needs no change of them.
+# The card is found by its MAC address: the kernel may have named it before udev's rules were loaded.
+modprobe -q virtio_net
+tries=0
+while [ "$tries" -lt 100 ]; do
+    for card in /sys/class/net/*; do
+        read -r mac < "$card/address" || continue
+        [ "$mac" = "@GUEST_MAC@" ] && break 2
+    done
+    card=
+    tries=$((tries + 1))
+    sleep 0.1
+done
+[ -n "$card" ] || { echo "no network card with address @GUEST_MAC@" >&2; exit 1; }
+name=${card##*/}
+[ -e /proc/sys/net/ipv6 ] && echo 1 > "/proc/sys/net/ipv6/conf/$name/disable_ipv6"
+ip -batch - <<END
+link set dev lo up
+link set dev $name up
+address replace @GUEST_ADDRESS@/@GUEST_PREFIX@ dev $name
+route replace default via @GATEWAY_ADDRESS@ dev $name
+END
+# Volumes need it. Loaded while the template boots, it is in the memory of every fork; later it takes seconds.
+modprobe -q nfsv3 &

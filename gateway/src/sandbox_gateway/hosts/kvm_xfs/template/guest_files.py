@@ -1,0 +1,47 @@
+"""The files in `guest/`: a guest's settings and its list of packages.
+
+`*.txt` and `dpkg.cfg` are lists with one item per line; lines that begin with # are comments. `initramfs-tools/` is
+copied to /etc of the tree while it is built. `network.sh` has names of constants between @, which are replaced.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from sandbox_gateway.hosts.guest_digest import digest_guest
+from sandbox_gateway.hosts.kvm_xfs.network import addresses
+
+_ROOT = resources.files(__package__) / "guest"
+_CONSTANTS = ("GUEST_ADDRESS", "GUEST_PREFIX", "GUEST_MAC", "GATEWAY_ADDRESS")
+
+
+def read_text(name: str) -> str:
+    return (_ROOT / name).read_text(encoding="utf-8")
+
+
+def read_lines(name: str) -> list[str]:
+    """Return the lines of a list, without comments."""
+    return [line for line in read_text(name).splitlines() if line and not line.startswith("#")]
+
+
+def kernel_package(machine: str) -> str | None:
+    """Return the name of the kernel package for a machine architecture, in the notation of uname(1)."""
+    return dict(line.split() for line in read_lines("kernels.txt")).get(machine)
+
+
+def initramfs_files() -> dict[str, str]:
+    """Return the files of /etc/initramfs-tools, by path."""
+    return {name: read_text(f"initramfs-tools/{name}") for name in ("conf.d/sandbox", "modules", "hooks/sandbox")}
+
+
+def network_script() -> str:
+    """Return the script that gives the guest its address and route."""
+    text = read_text("network.sh")
+    for name in _CONSTANTS:
+        text = text.replace(f"@{name}@", str(getattr(addresses, name)))
+    return text
+
+
+def guest_digest() -> str:
+    """Return a digest of everything but the recipe that determines a template: the agent, these files, the builder."""
+    return digest_guest(resources.files(__package__), network_script())

@@ -1,0 +1,115 @@
+"""Turns an unpacked tree into a guest: agent, network, systemd settings, identity."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+
+from sandbox_gateway.errors import BackendFailed, Invalid
+from sandbox_gateway.hosts.kvm_xfs.template import guest_files
+from sandbox_gateway.hosts.rootfs_common import Tree, add_user, install_agent, python_minor
+
+_PAM = (
+    "/lib/security",
+    "/lib64/security",
+    "/lib/x86_64-linux-gnu/security",
+    "/lib/aarch64-linux-gnu/security",
+)
+
+
+def set_up_guest(root: Path, agent: Path) -> tuple[Path, Path]:
+    """Turn an unpacked tree into a guest's; return its kernel and initrd. Raises Invalid if it cannot be one."""
+    tree = Tree(root)
+    boot = _find_kernel(tree)
+    _check_programs(tree)
+    _install_agent(tree, agent)
+    _set_up_network(tree)
+    _reduce_boot(tree)
+    _set_identity(tree)
+    add_user(tree)
+    return boot
+
+
+def _find_kernel(tree: Tree) -> tuple[Path, Path]:
+    versions = [name.removeprefix("vmlinuz-") for name in tree.names("/boot") if name.startswith("vmlinuz-")]
+    for version in sorted(versions, key=_natural_key, reverse=True):
+        kernel = tree.real(f"/boot/vmlinuz-{version}")
+        for name in (f"initrd.img-{version}", f"initramfs-{version}.img"):
+            initrd = tree.real(f"/boot/{name}")
+            if kernel.is_file() and initrd.is_file():
+                return kernel, initrd
+    if versions:
+        raise Invalid(
+            f"the root file system has a kernel {versions[0]} but no /boot/initrd.img-{versions[0]}: make one"
+        )
+    raise Invalid("the root file system has no /boot/vmlinuz-*: install a kernel (Debian: linux-image-cloud-amd64)")
+
+
+def _natural_key(text: str) -> list[tuple[int, int, str]]:
+    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|\D+", text)]
+
+
+def _check_programs(tree: Tree) -> None:
+    init = tree.real("/sbin/init")
+    if not init.is_file():
+        raise Invalid("the root file system has no /sbin/init: install systemd in it (Debian: systemd-sysv)")
+    if init.name != "systemd":
+        raise Invalid(f"/sbin/init of the root file system is {init.name}: install systemd, which starts the agent")
+    python = tree.real("/usr/bin/python3")
+    if not python.is_file():
+        raise Invalid("the root file system has no /usr/bin/python3: install Python 3.9 or later in it for the agent")
+    minor = python_minor(tree, python.name)
+    if minor is None or minor < 9:
+        found = "of an unknown version" if minor is None else f"3.{minor}"
+        raise Invalid(f"the root file system's /usr/bin/python3 is {found}: the agent needs Python 3.9 or later")
+    if not any(tree.is_file(f"{place}/ip") for place in ("/sbin", "/bin", "/usr/sbin", "/usr/bin")):
+        raise Invalid("the root file system has no 'ip' command: install iproute2 in it")
+
+
+def _install_agent(tree: Tree, agent: Path) -> None:
+    install_agent(tree, agent)
+    unit = "sandbox-agent.service"
+    try:
+        text = (agent / unit).read_text()
+    except FileNotFoundError:
+        raise BackendFailed(f"{agent / unit} is missing: install the gateway again") from None
+    _enable(tree, unit, text)
+
+
+def _enable(tree: Tree, unit: str, text: str) -> None:
+    """Install a unit and create the links of its [Install] section."""
+    tree.write(f"/etc/systemd/system/{unit}", text)
+    for target in re.findall(r"^WantedBy=(.+)$", text, re.MULTILINE):
+        for name in target.split():
+            tree.link(f"/etc/systemd/system/{name}.wants/{unit}", f"/etc/systemd/system/{unit}")
+
+
+def _set_up_network(tree: Tree) -> None:
+    tree.write("/usr/local/lib/sandbox/network", guest_files.network_script(), mode=0o755)
+    _enable(tree, "sandbox-network.service", guest_files.read_text("units/sandbox-network.service"))
+    tree.link("/etc/systemd/network/99-default.link", "/dev/null")
+    tree.write("/etc/resolv.conf", "")
+    tree.write("/etc/hosts", guest_files.read_text("hosts"))
+
+
+def _reduce_boot(tree: Tree) -> None:
+    """Configure boots with fewer processes and without periodic writes to the disk."""
+    for unit in guest_files.read_lines("masked-units.txt"):
+        tree.link(f"/etc/systemd/system/{unit}", "/dev/null")
+    if not any(name == "pam_systemd.so" for place in _PAM for name in tree.names(place)):
+        tree.link("/etc/systemd/system/systemd-logind.service", "/dev/null")
+    tree.write(
+        "/etc/systemd/system/systemd-udev-trigger.service.d/sandbox.conf", guest_files.read_text("coldplug.conf")
+    )
+    for generator in guest_files.read_lines("masked-generators.txt"):
+        tree.link(f"/etc/systemd/system-generators/{generator}", "/dev/null")
+    tree.link("/etc/systemd/system/default.target", "/lib/systemd/system/multi-user.target")
+    tree.write("/etc/systemd/journald.conf.d/sandbox.conf", guest_files.read_text("journald.conf"))
+    tree.write("/etc/fstab", "# The root is mounted by the kernel's arguments.\n")
+
+
+def _set_identity(tree: Tree) -> None:
+    tree.write("/etc/hostname", "sandbox\n")
+    # systemd writes the file if it is empty, and assumes a first boot if it is missing.
+    tree.write("/etc/machine-id", f"{secrets.token_hex(16)}\n", mode=0o444)

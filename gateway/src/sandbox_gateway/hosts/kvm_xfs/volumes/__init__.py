@@ -1,0 +1,1 @@
+"""Volumes: images on disk, and the servers that sandboxes mount them from."""

@@ -1,0 +1,53 @@
+"""The configuration of a volume server (nfs-ganesha), and the marker that shows which one is in effect."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+from collections.abc import Mapping
+
+from sandbox_gateway.hosts.kvm_xfs.volumes.server import Wanted
+
+_PIECE = 256 << 10
+"""Maximum bytes that one request reads or writes: answers that a guest does not fetch stay in memory."""
+
+
+def configuration(address: str, gateway: str, volume: str, port: int, clients: Mapping[str, bool], marker: str) -> str:
+    """Return the configuration: NFSv3 over TCP at two ports of one address, and the rights of each client.
+
+    ``gateway``: the address from which the gateway queries which configuration is in effect.
+
+    The cache of answered requests is off: it identifies clients by address and request number, and a fork repeats the
+    numbers of its source, possibly at an address that another sandbox had before. Guests repeat requests only on a new
+    connection.
+    """
+    lines = [
+        "NFS_CORE_PARAM {",
+        f"    Protocols = 3; Bind_addr = {address}; NFS_Port = {port}; MNT_Port = {port + 1};",
+        "    Enable_NLM = false; Enable_RQUOTA = false; Enable_UDP = false;",
+        "    DRC_Disabled = true; RPC_Ioq_ThrdMin = 2; RPC_Ioq_ThrdMax = 16;",
+        "}",
+        "NFS_KRB5 { Active_krb5 = false; }",
+        "NFSv4 { Graceless = true; }",
+        "MDCACHE { Entries_HWMark = 10000; Chunks_HWMark = 1000; }",
+        # Otherwise it would log that D-Bus and Kerberos are missing.
+        "LOG { Default_Log_Level = CRIT; Components { DBUS = FATAL; NFS_CB = FATAL; } }",
+        # Root in a sandbox is root on the volume: only sandboxes mount the file system.
+        "EXPORT_DEFAULTS { Access_Type = None; Protocols = 3; Transports = TCP; SecType = sys;"
+        " Squash = No_Root_Squash; }",
+        "EXPORT {",
+        f"    Export_Id = 1; Path = /{volume}; Pseudo = /{volume}; Access_Type = None; FSAL {{ Name = VFS; }}",
+        f"    MaxRead = {_PIECE}; PrefRead = {_PIECE}; MaxWrite = {_PIECE}; PrefWrite = {_PIECE};",
+    ]
+    for access, read_only in (("RW", False), ("RO", True)):
+        if some := sorted(client for client in clients if clients[client] is read_only):
+            lines.append(f"    CLIENT {{ Clients = {', '.join(some)}; Access_Type = {access}; }}")
+    lines.append(f"    CLIENT {{ Clients = {gateway}, {marker}; Access_Type = MDONLY_RO; }}")
+    return "\n".join([*lines, "}", ""])
+
+
+def marker_of(wanted: Wanted) -> str:
+    """Return a permanently reserved address (240/4) that is different for each set of clients."""
+    digest = hashlib.sha256(json.dumps(sorted(wanted.clients.items())).encode()).digest()
+    return str(ipaddress.IPv4Address(0xF0000000 | int.from_bytes(digest[:4], "big") >> 5))

@@ -1,0 +1,184 @@
+"""The file system in a volume's image: format, freeze, flush, grow and unmount it, with and without a server.
+
+All functions may block in the kernel. Run those without ``async`` in a thread (`threads.run_with_timeout`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import struct
+import time
+from pathlib import Path
+
+from sandbox_gateway.command import arun
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.kvm_xfs.threads import run_with_timeout
+from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK, EXT4_IOC_RESIZE_FS, block_counts
+from sandbox_gateway.hosts.kvm_xfs.volumes.server import Server, has_ended
+
+_END_SECONDS = 10.0
+_FORMAT_SECONDS = 120.0
+_RESIZE_SECONDS = 600.0
+_LOOP_SET_CAPACITY = 0x4C07
+_CAP_SYS_RESOURCE = 24
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+async def format_image(image: Path, volume: str, size_mb: int) -> None:
+    """Create ``image`` (which must not exist), a sparse file of ``size_mb`` MiB with an empty ext4 for a server.
+
+    Nothing remains on failure.
+    """
+    await asyncio.to_thread(_make_sparse, image, size_mb << 20)
+    try:
+        # Initialise everything now (holes read as zeros), so that no kernel thread writes to it later.
+        await arun(
+            [
+                *("mke2fs", "-q", "-F", "-t", "ext4", "-b", str(BLOCK), "-m", "0", "-L", volume[:16]),
+                *("-E", "lazy_itable_init=0,lazy_journal_init=0,discard"),
+                *("-J", f"size={min(64, max(4, size_mb // 64))}"),
+                str(image),
+            ],
+            timeout=_FORMAT_SECONDS,
+        )
+        # Any user of a guest may write to it. Guests do not need fsck's directory lost+found.
+        changes = "set_inode_field <2> mode 040777\nrmdir lost+found\n"
+        await arun(["debugfs", "-w", "-f", "-", str(image)], timeout=_FORMAT_SECONDS, input=changes)
+    except BaseException:
+        await asyncio.to_thread(image.unlink)
+        raise
+
+
+def _make_sparse(image: Path, size: int) -> None:
+    with image.open("xb") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.truncate(size)
+
+
+async def end_server(server: Server, seconds: float) -> None:
+    """Kill a server; return when all its data is in the image and the image is not mounted any more."""
+    pidfd = os.dup(server.pidfd) if server.pidfd >= 0 else -1  # A copy, because the server may be forgotten meanwhile.
+    what = f"the server of volume {server.volume} did not end"
+    await run_with_timeout(lambda: _finish(server, pidfd, seconds), seconds, what)
+
+
+def _finish(server: Server, pidfd: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    if pidfd >= 0:
+        mounted = -1
+        with contextlib.suppress(BackendFailed):
+            mounted = server.directory()
+        try:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            if not has_ended(pidfd, seconds):
+                raise TimeoutError
+            if mounted >= 0:
+                _syncfs(mounted)
+        finally:
+            os.close(pidfd)
+            if mounted >= 0:
+                os.close(mounted)  # This was the last reference, so the kernel unmounts it.
+    if server.wanted.image:
+        wait_for_image(Path(server.wanted.image), deadline)
+
+
+def wait_for_image(image: Path, deadline: float) -> None:
+    """Wait until no loop device uses the image, which also releases the launcher's lock. Raises TimeoutError."""
+    with contextlib.suppress(FileNotFoundError), image.open("rb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError from None
+                time.sleep(0.001)
+
+
+def wait_until_frozen(server: Server, seconds: float) -> None:
+    """Wait until all threads of a server that received SIGSTOP are stopped and all its data is in the image."""
+    deadline = time.monotonic() + seconds
+    mounted = server.directory()
+    try:
+        while not all(_is_stopped(task) for task in Path(f"/proc/{server.pid}/task").iterdir()):
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(0.0002)
+        _syncfs(mounted)
+    finally:
+        os.close(mounted)
+
+
+def _is_stopped(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] in "TtZX"
+    except OSError:
+        return True
+
+
+def sync(server: Server) -> None:
+    """Write back the cache of a server."""
+    mounted = server.directory()
+    try:
+        _syncfs(mounted)
+    finally:
+        os.close(mounted)
+
+
+def count_used(server: Server) -> int:
+    """Return the bytes that files use in the file system of a running server."""
+    mounted = server.directory()
+    try:
+        found = os.statvfs(mounted)
+        return (found.f_blocks - found.f_bfree) * found.f_frsize
+    finally:
+        os.close(mounted)
+
+
+def grow(server: Server) -> None:
+    """Grow the file system of a running server to the size of its image."""
+    mounted = server.directory()
+    try:
+        device = os.fstat(mounted).st_dev
+        name = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
+        with Path("/dev", name).open("rb") as loop:
+            fcntl.ioctl(loop, _LOOP_SET_CAPACITY, 0)
+        blocks = Path(server.wanted.image).stat().st_size // BLOCK
+        fcntl.ioctl(mounted, EXT4_IOC_RESIZE_FS, struct.pack("=Q", blocks))
+    finally:
+        os.close(mounted)
+
+
+async def fit(image: Path) -> None:
+    """Grow the file system to the size of the image before it is mounted, if the kernel forbids growing it later."""
+    if may_resize():
+        return
+    with image.open("rb") as file:
+        if block_counts(file.fileno())[0] >= os.fstat(file.fileno()).st_size // BLOCK:
+            return
+    deadline = time.monotonic() + _END_SECONDS
+    await run_with_timeout(lambda: wait_for_image(image, deadline), _END_SECONDS, f"{image} was not released")
+    checked = await arun(["e2fsck", "-f", "-p", str(image)], timeout=_RESIZE_SECONDS, check=False)
+    if checked.returncode > 1:
+        raise BackendFailed(f"the file system in {image} is damaged: {checked.stdout.strip()[-500:]}")
+    await arun(["resize2fs", str(image)], timeout=_RESIZE_SECONDS)
+
+
+def may_resize() -> bool:
+    """Return whether this process may grow a mounted ext4: containers may lack the capability."""
+    status = Path("/proc/self/status").read_text()
+    effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
+    return bool(int(effective, 16) >> _CAP_SYS_RESOURCE & 1)
+
+
+def _syncfs(descriptor: int) -> None:
+    if _libc.syncfs(descriptor) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -1,0 +1,293 @@
+"""Starts the server of one volume in isolation. Runs as a program, as root, with only the standard library:
+
+    launcher.py IMAGE DIRECTORY VOLUME PROGRAM NETWORK FILTER
+
+The server gets a mount namespace with the file system of IMAGE at /VOLUME on a small, read-only root in memory; a
+process namespace, of which it is the first process; the network namespace whose file is NETWORK; the seccomp filter
+FILTER (hexadecimal); and few capabilities. All of this ends with the process: its mounts are visible nowhere else, and
+the loop device clears itself. The network namespace stays.
+
+nfs-ganesha resolves names with slashes as the kernel does: a guest may request `/usr` or `../x`. It also serves every
+file system it knows to any handle that names it. So the server must not see anything else: the parts of the host that
+are needed to start a program are unmounted once it has started, and `mtab` names only the volume's file system. Until
+then, no client may reach it.
+
+IMAGE stays locked (flock) as long as the loop device uses it: no image is mounted twice, and a process that gets the
+lock can be sure that everything was written back. DIRECTORY holds the first configuration and an empty `root`; its path
+is in the server's command line. Later configurations are written through the server's descriptor ROOT, because every
+other path to its root is read-only.
+
+Prints the server's process id in the caller's namespace. Then it acts as rpcbind, without which the server does not
+start, until the server is registered and standard input has ended, which means that the server answers. Exits with 0
+when the host's file systems are unmounted from the server's namespace.
+"""
+
+# Importing pathlib takes longer than running all of this, and a fork waits for it.
+# ruff: noqa: PTH102, PTH112, PTH114, PTH115, PTH123, PTH211
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import resource
+import select
+import socket
+import struct
+import sys
+import time
+
+BLOCK = 4096
+"""Block size of the file system in an image, in bytes."""
+CONFIG = "ganesha.conf"
+SERVER = "ganesha.nfsd"
+"""Last part of a server's argv[0], which is a path below DIRECTORY."""
+ROOT = 100
+EXT4_IOC_RESIZE_FS = 0x40086610
+
+_LOCK_SECONDS = 10.0
+_OPEN_FILES = 4096
+_MEMORY = 768 << 20
+"""Memory limit of a server in bytes, including its threads' stacks. A server that needs more ends and is replaced."""
+_CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWPID = 0x20000, 0x08000000, 0x20000000
+_CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_NOATIME = 1, 2, 4, 8, 0x20, 0x400
+_MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x1000, 0x4000, 0x40000, 2
+_LOOP_CTL_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A
+_LO_FLAGS_AUTOCLEAR, _LO_FLAGS_DIRECT_IO = 4, 16
+_LOOP_CONFIG = struct.Struct("=II 5Q4I64s64s32s2Q 64x")
+_PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 22, 24, 38
+_SECCOMP_MODE_FILTER = 2
+_SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+# CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, SETGID, SETUID: to act for users in the guests by their ids.
+_CAPABILITIES = {0, 1, 2, 3, 4, 6, 7}
+_LAST_CAPABILITY = 63
+_NFS, _MOUNT, _RPCBPROC_SET = 100003, 100005, 1
+# Directories of the host that are needed to start a program. Most are links into the first.
+_BORROWED = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main(image: str, directory: str, volume: str, program: str, network: str, filter_hex: str) -> int:
+    registrar = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    told, tell = os.pipe()  # A successful exec closes it.
+    with open(network) as space:
+        _call("setns", _libc.setns(space.fileno(), _CLONE_NEWNET))
+    _call("unshare", _libc.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWPID))
+    server = os.fork()
+    if not server:
+        try:
+            _exec_server(image, directory, volume, program, registrar, bytes.fromhex(filter_hex))
+        except BaseException as error:
+            os.write(tell, (str(error) or type(error).__name__).encode())
+        os._exit(1)
+    os.close(tell)
+    with os.fdopen(told, "rb") as failure:
+        if said := failure.read():
+            print(said.decode(errors="replace"), file=sys.stderr)
+            return 1
+    print(server, flush=True)
+    if not _register(registrar, server):
+        return 1
+    # pivot_root also changed this process's root.
+    for path in ("/run", *_BORROWED):
+        if os.path.ismount(path):
+            _call(f"umount {path}", _libc.umount2(path.encode(), _MNT_DETACH))
+    return 0
+
+
+def _exec_server(
+    image: str, directory: str, volume: str, program: str, registrar: socket.socket, seccomp_filter: bytes
+) -> None:
+    _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
+    # The loop device keeps the file open, and with it the lock.
+    file = os.open(image, os.O_RDWR | os.O_CLOEXEC)
+    _lock(file, image)
+    device, name = _attach(file, image)
+    root = f"{directory}/root"
+    _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "size=4m,mode=755")
+    _fill_root(root, directory, volume, name)
+    os.dup2(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), ROOT)
+    _mount_again(root, root, _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    for path in _BORROWED:
+        if os.path.isdir(root + path) and not os.path.islink(path):
+            _mount_again(path, root + path, _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+    _mount("tmpfs", f"{root}/run", "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "size=1m,mode=755")
+    _mount_image(file, name, f"{root}/{volume}")
+    os.close(device)
+    os.close(file)
+    os.chdir(root)
+    _call("pivot_root", _libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b".", b"host"))
+    os.chdir("/")
+    _call("umount", _libc.umount2(b"host", _MNT_DETACH))
+    registrar.bind("/run/rpcbind.sock")
+    registrar.listen(8)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, _OPEN_FILES))
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
+    for descriptor in (0, 1):
+        os.dup2(2, descriptor)  # Memory that the caller reads. A file of the host would give access to all its files.
+    _drop_privileges(seccomp_filter)
+    os.execv(program, [f"{directory}/{SERVER}", *("-F", "-L", "STDERR", "-p", "/run/ganesha.pid", "-f", f"/{CONFIG}")])
+
+
+def _fill_root(root: str, directory: str, volume: str, device: str) -> None:
+    """Fill a server's root, except for the mounts."""
+    for path in ("/host", "/etc", "/run", "/var", "/var/lib", "/var/lib/nfs", "/var/lib/nfs/ganesha", f"/{volume}"):
+        os.mkdir(root + path)
+    for path in ("/tmp", "/var/run"):
+        os.symlink("/run", root + path)
+    for path in _BORROWED:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), root + path)
+        elif os.path.isdir(path):
+            os.mkdir(root + path)
+    with open(f"{root}/etc/hosts", "w") as hosts:
+        hosts.write("127.0.0.1 localhost\n")
+    with open(f"{root}/etc/mtab", "w") as mtab:
+        mtab.write(f"{device} /{volume} ext4 rw 0 0\n")
+    for path in ("/etc/ld.so.cache", "/etc/netconfig"):
+        _copy(path, root + path)
+    _copy(f"{directory}/{CONFIG}", f"{root}/{CONFIG}")
+
+
+def _copy(path: str, target: str) -> None:
+    with open(path, "rb") as source, open(target, "wb") as copy:
+        copy.write(source.read())
+
+
+def _mount_again(path: str, target: str, flags: int) -> None:
+    _mount(path, target, "", _MS_BIND)
+    _mount("none", target, "", _MS_BIND | _MS_REMOUNT | flags)
+
+
+def _mount_image(file: int, device: str, target: str) -> None:
+    """Mount the file system on ``device``, and grow it to the size of its image."""
+    options = "errors=remount-ro,discard,noinit_itable"
+    _mount(device, target, "ext4", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC | _MS_NOATIME, options)
+    blocks = os.fstat(file).st_size // BLOCK
+    if block_counts(file)[0] < blocks:
+        mounted = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.ioctl(mounted, EXT4_IOC_RESIZE_FS, struct.pack("=Q", blocks))
+        os.close(mounted)
+
+
+def block_counts(image: int) -> tuple[int, int]:
+    """Return the numbers of blocks of the ext4 in an image, total and in use, from its superblock."""
+    block = os.pread(image, 1024, 1024)
+    low, _, free_low = struct.unpack_from("<3I", block, 0x4)
+    high, _, free_high = struct.unpack_from("<3I", block, 0x150)
+    (overhead,) = struct.unpack_from("<I", block, 0x248)
+    count = high << 32 | low
+    return count, max(0, count - (free_high << 32 | free_low) - overhead)
+
+
+def _lock(file: int, image: str) -> None:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise OSError(errno.EBUSY, f"{image} is in use by an earlier server that has not ended") from None
+            time.sleep(0.01)
+
+
+def _attach(file: int, image: str) -> tuple[int, str]:
+    """Attach a loop device to ``file``, which clears itself after its last use. Returns (descriptor, path)."""
+    control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
+    flags = _LO_FLAGS_AUTOCLEAR | _LO_FLAGS_DIRECT_IO
+    try:
+        while True:
+            name = f"/dev/loop{fcntl.ioctl(control, _LOOP_CTL_GET_FREE)}"
+            device = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+            settings = (file, BLOCK, 0, 0, 0, 0, 0, 0, 0, 0, flags, image.encode()[:63], b"", b"", 0, 0)
+            try:
+                fcntl.ioctl(device, _LOOP_CONFIGURE, _LOOP_CONFIG.pack(*settings))
+                return device, name
+            except OSError as error:
+                os.close(device)
+                if error.errno == errno.EINVAL and flags & _LO_FLAGS_DIRECT_IO:
+                    flags = _LO_FLAGS_AUTOCLEAR  # The file system does not support direct I/O: use the page cache.
+                elif error.errno != errno.EBUSY:  # EBUSY: another process was faster.
+                    raise
+    finally:
+        os.close(control)
+
+
+def _drop_privileges(seccomp_filter: bytes) -> None:
+    """Permanently drop all privileges that a file server does not need."""
+    for capability in range(_LAST_CAPABILITY + 1):
+        if capability not in _CAPABILITIES:
+            _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # Fails for capabilities that the kernel does not know.
+    _call("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    code = ctypes.create_string_buffer(seccomp_filter)
+    program = _Program(len(seccomp_filter) // 8, ctypes.addressof(code))
+    _call("seccomp", _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0))
+
+
+class _Program(ctypes.Structure):
+    """struct sock_fprog."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+
+def _register(registrar: socket.socket, server: int) -> bool:
+    """Act as rpcbind until the server is registered and standard input has ended. False: the server ended."""
+    callers: dict[int, socket.socket] = {}
+    registered: dict[int, set[bytes]] = {_NFS: set(), _MOUNT: set()}
+    wanted = [0, registrar.fileno()]
+    # It registers both over the same transports, NFS before MOUNT.
+    while 0 in wanted or not registered[_NFS] or registered[_MOUNT] != registered[_NFS]:
+        ready, _, _ = select.select([*wanted, *callers], [], [], 0.2)
+        if os.waitpid(server, os.WNOHANG)[0]:
+            return False
+        for descriptor in ready:
+            if descriptor == 0:
+                wanted.remove(0)
+            elif descriptor == registrar.fileno():
+                caller, _ = registrar.accept()
+                caller.settimeout(5)
+                callers[caller.fileno()] = caller
+            elif not _confirm(callers[descriptor], registered):
+                callers.pop(descriptor).close()
+    return True
+
+
+def _confirm(caller: socket.socket, registered: dict[int, set[bytes]]) -> bool:
+    """Answer one call of RPCBIND (RFC 5531, RFC 1833) with success and true; False at the end of the connection."""
+    with contextlib.suppress(OSError, struct.error):
+        (mark,) = struct.unpack(">I", caller.recv(4, socket.MSG_WAITALL))
+        call = caller.recv(mark & 0x7FFFFFFF, socket.MSG_WAITALL)
+        xid, *_, procedure = struct.unpack_from(">6I", call)
+        reply = struct.pack(">6I", xid, 1, 0, 0, 0, 0) + (struct.pack(">I", 1) if procedure else b"")
+        caller.sendall(struct.pack(">I", len(reply) | 1 << 31) + reply)
+        if procedure == _RPCBPROC_SET:
+            credentials = struct.unpack_from(">I", call, 28)[0]
+            verifier = 32 + credentials + 4
+            arguments = verifier + 4 + struct.unpack_from(">I", call, verifier)[0]
+            program, version, length = struct.unpack_from(">3I", call, arguments)
+            if program in registered and version == 3:
+                registered[program].add(call[arguments + 12 : arguments + 12 + length])
+        return True
+    return False
+
+
+def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    result = _libc.mount(
+        os.fsencode(source), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), options.encode() or None
+    )
+    _call(f"mount {source} {target}", result)
+
+
+def _call(what: str, result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,105 @@
+"""Takes snapshots of volumes: single ones, or several at one instant."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+
+from sandbox_gateway.hosts import records_store
+from sandbox_gateway.hosts.kvm_xfs.image import reflink
+from sandbox_gateway.hosts.kvm_xfs.volumes.servers import VolumeServers
+from sandbox_gateway.records import VolumeSnapshot
+
+IMAGE = "volume.img"
+
+
+class Recording:
+    """An uncommitted snapshot of a volume: ``prepare``, ``take`` (the quick step), ``commit``; or else ``undo``."""
+
+    def __init__(self, image: Path, final: Path, snapshot: VolumeSnapshot) -> None:
+        self.volume = snapshot.volume
+        self._image = image
+        self._final = final
+        self._partial = records_store.partial_of(final)
+        self._snapshot = snapshot
+        self._begun = False
+        self._stack = contextlib.ExitStack()
+
+    def prepare(self) -> None:
+        """Do the slow steps in advance: open descriptors, flush the image."""
+        self._partial.parent.mkdir(mode=0o700, exist_ok=True)
+        self._partial.mkdir(mode=0o700)
+        self._begun = True
+        self._source = self._open(self._image, os.O_RDONLY)
+        self._target = self._open(self._partial / IMAGE, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        os.fsync(self._source)
+
+    def take(self) -> None:
+        reflink.clone_fd(self._source, self._target)
+
+    def commit(self) -> None:
+        os.fsync(self._target)
+        records_store.write_record(self._partial, self._snapshot)
+        records_store.commit(self._final)
+
+    def undo(self) -> None:
+        """Remove the snapshot, committed or not."""
+        if self._begun:
+            records_store.undo(self._final)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _open(self, path: Path, flags: int) -> int:
+        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        self._stack.callback(os.close, descriptor)
+        return descriptor
+
+
+class Recordings:
+    """Uncommitted snapshots of volumes, all of one instant."""
+
+    def __init__(self, servers: VolumeServers, recordings: Sequence[Recording]) -> None:
+        self._servers = servers
+        self._recordings = recordings
+
+    async def prepare(self) -> None:
+        """Write back in advance, to keep ``take`` short."""
+        await wait_for_all(self._prepare(each) for each in self._recordings)
+
+    async def _prepare(self, recording: Recording) -> None:
+        await self._servers.flush(recording.volume)
+        await asyncio.to_thread(recording.prepare)
+
+    async def take(self) -> None:
+        """Freeze all volumes, clone them, and unfreeze them."""
+        async with contextlib.AsyncExitStack() as stack:
+            await wait_for_all(
+                stack.enter_async_context(self._servers.frozen(each.volume)) for each in self._recordings
+            )
+            await asyncio.to_thread(self._each, Recording.take)
+
+    async def commit(self) -> None:
+        if self._recordings:
+            await asyncio.to_thread(self._each, Recording.commit)
+
+    async def undo(self) -> None:
+        if self._recordings:
+            await asyncio.to_thread(self._each, Recording.undo)
+
+    def close(self) -> None:
+        self._each(Recording.close)
+
+    def _each(self, step: Callable[[Recording], None]) -> None:
+        for recording in self._recordings:
+            step(recording)
+
+
+async def wait_for_all(works: Iterable[Awaitable[None]]) -> None:
+    """Wait for all ``works``, then raise the first error."""
+    done = await asyncio.gather(*works, return_exceptions=True)
+    if failed := next((error for error in done if error is not None), None):
+        raise failed

@@ -1,0 +1,162 @@
+"""Starts volume servers, and configures the clients of running ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+from sandbox_gateway.command import child_environment
+from sandbox_gateway.config import Network
+from sandbox_gateway.errors import BackendFailed, Timeout
+from sandbox_gateway.hosts.kvm_xfs.machine.bounded_log import create_log
+from sandbox_gateway.hosts.kvm_xfs.machine.cgroup import Cgroups
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import volume_address, volume_gateway, volume_space
+from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, launcher, rpc
+from sandbox_gateway.hosts.kvm_xfs.volumes.access import Access
+from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import configuration, marker_of
+from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG
+from sandbox_gateway.hosts.kvm_xfs.volumes.seccomp import file_server_filter
+from sandbox_gateway.hosts.kvm_xfs.volumes.server import Server, Wanted, remember, replace_file
+from sandbox_gateway.log import Logger
+
+_START_SECONDS = 20.0
+_OBEY_SECONDS = 2.0
+_ASK_SECONDS = 2.0
+_ASK_EVERY = 0.005
+
+_MEMORY_MB, _CPUS = 1024, 1.5
+"""Limits of a server. Its cache of the volume counts, but is released as needed."""
+
+_NFS, _MOUNT, _MOUNT_EXPORT = 100003, 100005, 5
+
+log = Logger("volumes")
+
+
+class Starter:
+    """A factory for servers below the directory ``root``."""
+
+    def __init__(self, network: Network, root: Path, ganesha: str, access: Access) -> None:
+        self._address = volume_address(network)
+        self._gateway = volume_gateway(network)
+        self._root = root
+        self._ganesha = ganesha
+        self._access = access
+        self.space = volume_space(network)
+        self.cgroups = Cgroups(network.prefix, "volumes")
+
+    def limit(self, server: Server) -> None:
+        """Apply a server's memory and CPU limits."""
+        self.cgroups.place(server.volume, server.pid, memory_mb=_MEMORY_MB, cpus=_CPUS)
+
+    async def start(self, volume: str, wanted: Wanted) -> Server:
+        """Start a server if none runs, and allow its clients to connect; nothing of it remains on failure."""
+        program = _find_program(self._ganesha)
+        started = time.monotonic()
+        await self._access.withdraw(volume, set())  # No request may reach it before it is isolated.
+        directory = self._root / volume
+        (directory / "root").mkdir(mode=0o700, parents=True, exist_ok=True)
+        await file_system.fit(Path(wanted.image))
+        remember(directory, wanted)
+        marker, text = self._configuration(volume, wanted)
+        replace_file(directory / CONFIG, text)
+        server = Server(volume, 0, wanted, log=create_log())
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", launcher.__file__, wanted.image, str(directory), volume, program),
+            *(str(self.space), file_server_filter().hex()),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=server.log,
+            env=child_environment(),
+            start_new_session=True,
+            cwd="/",
+        )
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                await self._wait_until_ready(process, server, marker)
+            await self._access.admit(volume, wanted.access())
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # The whole session: the server's pid may be unknown.
+            await process.wait()
+            said = server.log_tail()
+            server.forget()
+            if isinstance(error, TimeoutError):
+                raise Timeout(
+                    f"the server of volume {volume} did not answer within {_START_SECONDS:g} s{said}"
+                ) from None
+            raise
+        server.obeys = True
+        log.info("serving a volume", volume=volume, pid=server.pid, ms=round((time.monotonic() - started) * 1000))
+        return server
+
+    async def _wait_until_ready(self, process: asyncio.subprocess.Process, server: Server, marker: str) -> None:
+        assert process.stdout is not None and process.stdin is not None
+        if line := await process.stdout.readline():
+            server.pid = int(line)
+            with contextlib.suppress(ProcessLookupError):
+                server.pidfd = os.pidfd_open(server.pid)
+            self.limit(server)
+            await self._wait_until_obeyed(server, marker)
+            process.stdin.close()
+        await process.wait()
+        if server.ended() or process.returncode or not server.is_isolated(self.space):
+            raise BackendFailed(f"volume {server.volume} cannot be served{server.log_tail() or ': it ended'}")
+
+    async def instruct(self, server: Server, wanted: Wanted) -> None:
+        """Configure a running server's clients; afterwards, ``server.obeys`` tells whether it applied them."""
+        # Keep the mounted image: to serve a different one, the server must be ended first.
+        server.wanted = Wanted(server.wanted.image, wanted.port, wanted.clients)
+        server.obeys = False
+        remember(self._root / server.volume, server.wanted)
+        marker, text = self._configuration(server.volume, server.wanted)
+        try:
+            async with asyncio.timeout(_OBEY_SECONDS):
+                server.configure(text)
+                server.signal(signal.SIGHUP)
+                await self._wait_until_obeyed(server, marker)
+                server.obeys = not server.ended()
+        except (TimeoutError, BackendFailed):
+            log.warning("a server of a volume did not obey: another takes its place", volume=server.volume)
+
+    async def _wait_until_obeyed(self, server: Server, marker: str) -> None:
+        """Wait until the server answers with the configuration that has the marker, or has ended."""
+        while True:
+            if server.ended() or await self._has_marker(server.wanted.port, marker):
+                return
+            await asyncio.sleep(_ASK_EVERY)
+
+    async def _has_marker(self, port: int, marker: str) -> bool:
+        """Return whether the server at ``port`` answers with the configuration that has the marker."""
+        try:
+            async with asyncio.timeout(_ASK_SECONDS):
+                exports = await rpc.call(self._address, port + 1, _MOUNT, _MOUNT_EXPORT)
+                if rpc.opaque(f"{marker}/32") not in exports:
+                    return False
+                await rpc.call(self._address, port, _NFS, 0)
+                return True
+        except (OSError, EOFError, TimeoutError):
+            return False
+
+    def _configuration(self, volume: str, wanted: Wanted) -> tuple[str, str]:
+        """Return the marker of a server's configuration, and its text."""
+        marker = marker_of(wanted)
+        return marker, configuration(
+            self._address, self._gateway, volume, wanted.port, self._access.aliases.of_all(wanted.clients), marker
+        )
+
+
+def _find_program(name: str) -> str:
+    """Return the path of a program, which is the same in the server's root. Raises BackendFailed."""
+    found = shutil.which(name)
+    if found is None:
+        raise BackendFailed(
+            f"{name} is not installed: install nfs-ganesha and nfs-ganesha-vfs, or run the kvm_xfs_host role of this "
+            "collection"
+        )
+    return str(Path(found).resolve())

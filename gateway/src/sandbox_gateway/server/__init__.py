@@ -1,0 +1,1 @@
+"""`sandbox-gateway`, the daemon: its command, its start and stop, its listeners."""

@@ -1,0 +1,358 @@
+"""Limits on TCP connections: their number, the time for a request, and the time to read an answer.
+
+Connecting needs no key, so a connection's resources are limited before the client is identified. The unix socket, whose
+users are administrators, always has descriptors left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ipaddress
+import resource
+import socket
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from sandbox_gateway.api.data_plane.websocket import FromClient
+from sandbox_gateway.api.metrics import Metrics
+from sandbox_gateway.config import Config, Server
+from sandbox_gateway.log import Logger
+
+_OWN_DESCRIPTORS = 256
+"""The daemon's own descriptors: its log, the unix socket's connections, external commands, probes of agents."""
+_DESCRIPTORS_OF_A_SANDBOX = 24
+"""Descriptors of a sandbox: its process, QMP connection, log, and idle connections of the data plane."""
+_DESCRIPTORS_OF_A_CONNECTION = 2
+"""The connection to the client, and the one to the sandbox."""
+_LOG_SECONDS = 5.0
+"""One log line reports all connections that were closed within this time."""
+_V6_GROUP = 64
+_LARGEST_HEAD = 64 << 10
+_EVENTS_AT_ONCE = 32
+"""Events, such as pieces of a body, per turn of the event loop: one read can contain tens of thousands."""
+
+log = Logger("connections")
+
+
+def reserve_descriptors(config: Config) -> int:
+    """Return the number of TCP connections for which descriptors are left.
+
+    Raises the process's soft limit on open files as needed, up to the hard limit.
+    """
+    wanted = config.server.connections
+    reserve = _OWN_DESCRIPTORS + _DESCRIPTORS_OF_A_SANDBOX * config.limits.sandboxes
+    needed = _DESCRIPTORS_OF_A_CONNECTION * wanted + reserve
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    limit = max(soft, needed if hard == resource.RLIM_INFINITY else min(needed, hard))
+    if limit > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    # If there are too few, keep half of them for the sandboxes.
+    possible = (limit - min(reserve, limit // 2)) // _DESCRIPTORS_OF_A_CONNECTION
+    if possible < wanted:
+        log.warning(
+            "too few open files for server.connections: raise the service's limit (LimitNOFILE, openfiles)",
+            open_files=limit,
+            needed=needed,
+            connections=possible,
+        )
+    return min(wanted, possible)
+
+
+class Connections:
+    """The open TCP connections, counted by client address."""
+
+    def __init__(self, server: Server, most: int, metrics: Metrics) -> None:
+        self.request_seconds = server.request_seconds
+        self.stalled_seconds = server.stalled_seconds
+        self._most = most
+        self._most_per_address = server.connections_per_address or most
+        self._metrics = metrics
+        metrics.connections.set_function(lambda: len(self))
+        self._open: Counter[str] = Counter()
+        self._unlogged: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return self._open.total()
+
+    def admit(self, address: str) -> bool:
+        """Count a connection from ``address``; False if there are too many. ``leave`` undoes it."""
+        group = _group(address)
+        if self._open.total() >= self._most:
+            self.end("too many connections", address)
+        elif self._open[group] >= self._most_per_address:
+            self.end("too many connections of one address", address)
+        else:
+            self._open[group] += 1
+            return True
+        return False
+
+    def leave(self, address: str) -> None:
+        group = _group(address)
+        self._open[group] -= 1
+        if not self._open[group]:
+            del self._open[group]
+
+    def end(self, reason: str, address: str) -> None:
+        """Record that the gateway closed a connection. One log line reports many of them."""
+        self._metrics.connection_ended(reason)
+        if not self._unlogged:
+            asyncio.get_running_loop().call_later(_LOG_SECONDS, self._log, address)
+        self._unlogged[reason] += 1
+
+    def _log(self, address: str) -> None:
+        reasons = {reason.replace(" ", "_"): count for reason, count in self._unlogged.items()}
+        self._unlogged.clear()
+        log.warning("connections closed", first_address=address, **reasons)
+
+
+def _group(address: str) -> str:
+    """Return the counting key of an address: for IPv6 its /64, the smallest network that a client has."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    if parsed.ipv4_mapped:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.IPv6Network((parsed, _V6_GROUP), strict=False))
+
+
+class Listener(socket.socket):
+    """A TCP socket that counts connections when it accepts them, before a TLS handshake."""
+
+    def __init__(self, connections: Connections, family: socket.AddressFamily) -> None:
+        # With IPPROTO_TCP asyncio sets TCP_NODELAY; otherwise small pieces are sent 40 ms late.
+        super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._connections = connections
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection. Raises ConnectionAbortedError if it is refused; the event loop then continues."""
+        descriptor, peer = self._accept()  # type: ignore[attr-defined]
+        accepted = _Accepted(self.family, self.type, self.proto, fileno=descriptor)
+        if not self._connections.admit(peer[0]):
+            accepted.close()
+            raise ConnectionAbortedError
+        accepted.leave = functools.partial(self._connections.leave, peer[0])
+        return accepted, peer
+
+
+class _Accepted(socket.socket):
+    """An accepted connection; closing it reduces the count."""
+
+    leave: Callable[[], None] | None = None
+
+    def close(self) -> None:
+        super().close()
+        leave, self.leave = self.leave, None
+        if leave:
+            leave()
+
+
+class _Stalls:
+    """Ends the connection of a client that does not read its answer."""
+
+    def __init__(self, transport: asyncio.Transport, seconds: float, ended: Callable[[], None]) -> None:
+        self._transport = transport
+        self._seconds = seconds
+        self._ended = ended
+        self._timer: asyncio.TimerHandle | None = None
+        # With a higher mark, a small rest would remain unnoticed, even after closing. Not 0: TLS would never drain it.
+        transport.set_write_buffer_limits(high=1, low=0)
+
+    def begin(self) -> None:
+        if self._timer is None:
+            waiting = self._transport.get_write_buffer_size()
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._check, waiting)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check(self, before: int) -> None:
+        self._timer = None
+        if self._transport.get_write_buffer_size() < before:
+            self.begin()
+            return
+        self._ended()
+        self._transport.abort()
+
+
+class _Paced(h11.Connection):
+    """A connection that returns ``left`` more events, then NEED_DATA."""
+
+    left = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        if not self.left:
+            return h11.NEED_DATA
+        self.left -= 1
+        return super().next_event()
+
+
+class _Flow(FlowControl):
+    """Flow control that reads nothing while events of earlier data are left, even if uvicorn resumes reading."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._held = False
+
+    def hold(self) -> None:
+        # Pause again even if held: uvicorn resumes the transport at the end of an unread body.
+        self._held = True
+        self._transport.pause_reading()
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            if not self.read_paused:
+                self._transport.resume_reading()
+
+    def pause_reading(self) -> None:
+        if not self.read_paused:
+            self.read_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            if not self._held:
+                self._transport.resume_reading()
+
+
+class _TimedWriting(asyncio.Protocol):
+    """A connection whose ``_Stalls`` timer runs while writing is paused."""
+
+    _stalls: _Stalls | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stalls:
+            self._stalls.begin()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalls:
+            self._stalls.end()
+
+
+class Http(_TimedWriting, H11Protocol):
+    """A client's connection, which ends if a request does not arrive in time.
+
+    This class times the headers, and the rest of a body after an early answer. The reader of a body times the body:
+    see ``api.limits`` and ``api.proxy``.
+    """
+
+    def __init__(self, connections: Connections, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._limits = connections
+        self.flow: _Flow
+        self.conn: _Paced = _Paced(h11.SERVER, self.config.h11_max_incomplete_event_size or _LARGEST_HEAD)
+        self._goes_on = False
+        self._due: asyncio.TimerHandle | None = None
+        self._awaited: object = None
+        self.ws_protocol_class = lambda **made: WebSocket(connections, **made)  # type: ignore[assignment]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._stalls = _Stalls(transport, self._limits.stalled_seconds, lambda: self._note("stalled"))
+        self.flow = _Flow(transport)
+        self._await("headers")
+
+    def handle_events(self) -> None:
+        """Handle some events, and the others in a later turn of the event loop."""
+        self.conn.left = _EVENTS_AT_ONCE
+        super().handle_events()
+        if self.conn.left or self._stalls is None:  # None: it was upgraded or lost.
+            self.flow.release()
+            return
+        self.flow.hold()
+        if not self._goes_on:
+            self._goes_on = True
+            self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._goes_on = False
+        if self._stalls is not None and not self.transport.is_closing():
+            self.handle_events()
+            self._follow()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._follow()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # A client that has not sent anything more is idle; uvicorn has a timer for that.
+        if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
+            self._follow()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._release()
+        super().handle_websocket_upgrade(event)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._release()
+        super().connection_lost(exc)
+
+    def _follow(self) -> None:
+        if self._stalls is None:
+            return  # It was upgraded: ``WebSocket`` owns the connection.
+        state = self.conn.their_state
+        if state is h11.IDLE and self.conn.our_state is h11.IDLE:
+            self._await("headers", self.cycle)
+        elif state is h11.SEND_BODY and self.cycle.response_complete:
+            self._await("body", self.cycle)
+        else:
+            self._await(None)
+
+    def _await(self, what: str | None, request: object = None) -> None:
+        """Start the timer for ``what`` the client must send next; None stops it."""
+        if (awaited := (what, request)) == self._awaited:
+            return
+        if self._due is not None:
+            self._due.cancel()
+        self._due = self.loop.call_later(self._limits.request_seconds, self._late) if what else None
+        self._awaited = awaited
+
+    def _late(self) -> None:
+        self._note("request too slow")
+        self.transport.abort()
+
+    def _note(self, reason: str) -> None:
+        self._limits.end(reason, self.client[0] if self.client else "")
+
+    def _release(self) -> None:
+        self._await(None)
+        if self._stalls:
+            self._stalls.end()
+            self._stalls = None
+
+
+class WebSocket(_TimedWriting, FromClient):
+    """A client's connection after the upgrade to WebSocket."""
+
+    def __init__(self, connections: Connections, **more: Any) -> None:
+        super().__init__(**more)
+        self._limits = connections
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._stalls = _Stalls(self.transport, self._limits.stalled_seconds, self._note)
+        if self.transport.get_write_buffer_size():
+            # Writing was paused before the upgrade, so ``pause_writing`` is not called again.
+            self._stalls.begin()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._stalls:
+            self._stalls.end()
+        super().connection_lost(exc)
+
+    def _note(self) -> None:
+        self._limits.end("stalled", self.client[0] if self.client else "")

@@ -1,0 +1,22 @@
+"""Makes the allocator return freed memory to the system."""
+
+from __future__ import annotations
+
+import ctypes
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_LARGE = 1 << 20
+"""In bytes; larger allocations get their own mapping, which is unmapped when they are freed."""
+
+
+def return_freed_memory() -> None:
+    """Configure glibc to return freed memory.
+
+    By default glibc raises the threshold for mapped allocations, up to 32 MiB, when a larger one is freed. Buffers for
+    pages of captured machines then come from the heaps of threads, and stay there. Other C libraries need no
+    setting. Source: mallopt(3).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option, value in ((_M_MMAP_THRESHOLD, _LARGE), (_M_TRIM_THRESHOLD, _LARGE), (_M_ARENA_MAX, 2)):
+            mallopt(option, value)

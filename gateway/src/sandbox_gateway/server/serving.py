@@ -1,0 +1,340 @@
+"""Starts and stops the daemon: configuration → log → host → engine → application → listeners, and back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import grp
+import importlib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import ssl
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from sandbox_gateway import __version__, log
+from sandbox_gateway.api.access.auth import Keys, LocalPeer
+from sandbox_gateway.api.data_plane.websocket import LARGEST_MESSAGE, PING_SECONDS, FromClient
+from sandbox_gateway.config import Config, Server
+from sandbox_gateway.errors import GatewayError, Invalid
+from sandbox_gateway.server import heap
+from sandbox_gateway.server.connections import Connections, Http, Listener, reserve_descriptors
+from sandbox_gateway.server.supervisor import notify, start_extended, watchdog_notified
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from sandbox_gateway.engine.engine import Engine
+    from sandbox_gateway.hosts.base import Host
+
+GRACE_SECONDS = 10
+_BACKLOG = 512
+_KINDS = {
+    "kvm_xfs": ("sandbox_gateway.hosts.kvm_xfs.host", "KvmXfsHost"),
+    "jail_zfs": ("sandbox_gateway.hosts.jail_zfs.host", "JailZfsHost"),
+}
+
+logger = log.Logger("daemon")
+
+
+@dataclass(frozen=True)
+class Address:
+    """A resolved TCP address to listen on."""
+
+    family: socket.AddressFamily
+    sockaddr: tuple[Any, ...]
+    loopback: bool
+
+
+async def run(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT. Raises GatewayError if the daemon cannot start."""
+    from sandbox_gateway.engine.engine import Engine
+
+    heap.return_freed_memory()
+    log.setup(config.log.level, config.log.format, config.log.file)
+    _silence_libraries()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with watchdog_notified():
+        await serve(config, Engine(make_host(config), config), stop)
+    logger.info("stopped")
+
+
+async def serve(config: Config, engine: Engine, stop: asyncio.Event) -> None:
+    """Open ``engine``, answer requests until ``stop`` is set, close it. Raises GatewayError."""
+    keys, address, tls = prepare(config.server)
+    try:
+        async with start_extended():
+            opened = await _finish_before(stop, engine.open())
+        if opened:
+            await _serve(config, engine, keys, address, tls, stop)
+    finally:
+        await engine.close()
+
+
+async def check(config: Config) -> None:
+    """Check that this machine can serve the configuration. Raises GatewayError."""
+    prepare(config.server)
+    host = make_host(config)
+    try:
+        await host.open()
+    finally:
+        await host.close()
+
+
+def document() -> dict[str, Any]:
+    """Return the OpenAPI document. Does not need a host."""
+    from sandbox_gateway.api.app import create_app
+    from sandbox_gateway.engine.engine import Engine
+
+    nothing: Any = None
+    return create_app(Engine(nothing, Config()), Config(), Keys()).openapi()
+
+
+def make_host(config: Config) -> Host:
+    """Create the host of the configured kind. Raises Invalid if its libraries are missing here."""
+    module, name = _KINDS[config.host.kind]
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise Invalid(f"host.kind {config.host.kind!r} does not work here: {error}") from None
+    host: Host = kind(config)
+    return host
+
+
+def prepare(server: Server) -> tuple[Keys, Address | None, ssl.SSLContext | None]:
+    """Load keys, TCP address and TLS, and check that they fit together. Raises Invalid."""
+    if server.socket is None and not server.listen:
+        raise Invalid("there is nowhere to listen: set server.socket or server.listen")
+    keys = Keys.load(server.key_file) if server.key_file else Keys()
+    tls = _tls(server)
+    address = resolve(server.listen) if server.listen else None
+    where = f"server.listen {server.listen!r}"
+    if address and not address.loopback:
+        if not len(keys):
+            raise Invalid(f"{where} is reachable from elsewhere: set server.key_file, with a key in it")
+        if tls is None and not server.allow_plaintext:
+            raise Invalid(
+                f"{where} is reachable from elsewhere, where keys must not travel in the clear: "
+                "set server.tls_cert and server.tls_key, or server.allow_plaintext behind a proxy that has TLS"
+            )
+    if address and not len(keys):
+        logger.warning("no API keys: requests to the TCP address will be refused; set server.key_file")
+    return keys, address, tls
+
+
+def resolve(listen: str) -> Address:
+    """Resolve `host:port`, `[v6]:port` or `:port` (all addresses). Raises Invalid."""
+    host, _, port = listen.rpartition(":")
+    if not port.isdigit() or int(port) > 65535:
+        raise Invalid(f"server.listen {listen!r}: expected host:port, such as 127.0.0.1:8700")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        found = socket.getaddrinfo(bare or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise Invalid(f"server.listen {listen!r}: the host cannot be found: {error}") from None
+    family, _, _, _, sockaddr = found[0]
+    return Address(family, sockaddr, ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]).is_loopback)
+
+
+def _tls(server: Server) -> ssl.SSLContext | None:
+    if not server.tls_cert and not server.tls_key:
+        return None
+    if not server.tls_cert or not server.tls_key:
+        raise Invalid("TLS needs both server.tls_cert and server.tls_key")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(server.tls_cert, server.tls_key)
+    except OSError as error:
+        raise Invalid(f"TLS: {server.tls_cert} with {server.tls_key} cannot be loaded: {error}") from None
+    return context
+
+
+async def _serve(
+    config: Config, engine: Engine, keys: Keys, address: Address | None, tls: ssl.SSLContext | None, stop: asyncio.Event
+) -> None:
+    from sandbox_gateway.api.app import create_app
+
+    app = create_app(engine, config, keys)
+    with contextlib.ExitStack() as undo:
+        listeners: list[tuple[uvicorn.Server, socket.socket]] = []
+        if config.server.socket:
+            unix = undo.enter_context(unix_socket(config.server.socket, config.server.socket_group))
+            listeners.append((_Server(_settings(LocalPeer(app), None)), unix))
+        if address:
+            connections = Connections(config.server, reserve_descriptors(config), app.state.metrics)
+            tcp = undo.enter_context(contextlib.closing(_tcp_socket(connections, address, config.server.listen)))
+            listeners.append((_TcpServer(_settings(app, tls), connections), tcp))
+        await _listen(listeners, app, stop)
+
+
+async def _listen(listeners: list[tuple[uvicorn.Server, socket.socket]], app: FastAPI, stop: asyncio.Event) -> None:
+    tasks = [asyncio.create_task(server.serve(sockets=[bound])) for server, bound in listeners]
+    try:
+        # uvicorn provides a flag, not an event.
+        while not all(server.started for server, _ in listeners) and not any(task.done() for task in tasks):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for _, bound in listeners:
+            logger.info("listening", address=str(bound.getsockname()), version=__version__)
+        notify("READY=1")
+        await asyncio.wait([asyncio.create_task(stop.wait()), *tasks], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        notify("STOPPING=1")
+        logger.info("stopping", grace_seconds=GRACE_SECONDS)
+        app.state.closing.set()
+        for server, _ in listeners:
+            server.should_exit = True
+        await asyncio.gather(*tasks)
+        await app.state.pools.close()
+
+
+class _Server(uvicorn.Server):
+    """One of several servers in the daemon, which handles the signals itself."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _TcpServer(_Server):
+    """A server for TCP connections within the limits of ``Connections``."""
+
+    def __init__(self, settings: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(settings)
+        self._connections = connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # uvicorn gives a TLS handshake a minute, and has no option for it.
+        assert sockets
+        tls = self.config.ssl
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                self._protocol,
+                sock=bound,
+                ssl=tls,
+                ssl_handshake_timeout=self._connections.request_seconds if tls else None,
+                backlog=self.config.backlog,
+            )
+            for bound in sockets
+        ]
+        self.started = True
+
+    def _protocol(self) -> Http:
+        return Http(self._connections, config=self.config, server_state=self.server_state, app_state={})
+
+
+def _settings(app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
+    settings = uvicorn.Config(
+        app,
+        http="h11",
+        ws=FromClient,
+        ws_max_size=LARGEST_MESSAGE,
+        ws_ping_interval=PING_SECONDS,
+        # A client that reads slowly answers pings late and must not be disconnected for that.
+        ws_ping_timeout=None,
+        ws_per_message_deflate=False,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        backlog=_BACKLOG,
+    )
+    settings.load()
+    settings.ssl = tls
+    return settings
+
+
+def _silence_libraries() -> None:
+    """Silence the libraries: the daemon logs requests and errors itself."""
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def unix_socket(path: Path, group: str) -> Iterator[socket.socket]:
+    """Provide a bound unix socket, mode 0660 for ``group`` or else 0600; removed on exit. Raises Invalid."""
+    gid = _group_id(group) if group else -1
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale_socket(path)
+        before = os.umask(0o177)
+        try:
+            bound.bind(str(path))
+        finally:
+            os.umask(before)
+        if group:
+            os.chown(path, -1, gid)
+            path.chmod(0o660)
+    except OSError as error:
+        bound.close()
+        raise Invalid(f"server.socket {path} cannot be created: {error}") from None
+    except GatewayError:
+        bound.close()
+        raise
+    try:
+        yield bound
+    finally:
+        bound.close()
+        path.unlink(missing_ok=True)
+
+
+def _group_id(group: str) -> int:
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise Invalid(f"server.socket_group {group!r} does not exist: groupadd --system {group}") from None
+
+
+def _remove_stale_socket(path: Path) -> None:
+    """Remove a socket on which no process listens."""
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise Invalid(f"server.socket {path} is not a socket: remove it, or choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(2)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+            return
+    raise Invalid(f"another gateway listens on {path}: stop it first, or choose another server.socket")
+
+
+def _tcp_socket(connections: Connections, address: Address, listen: str) -> socket.socket:
+    bound = Listener(connections, address.family)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address.sockaddr)
+    except OSError as error:
+        bound.close()
+        raise Invalid(f"server.listen {listen!r} cannot be bound: {error.strerror}") from None
+    return bound
+
+
+async def _finish_before(stop: asyncio.Event, work: Awaitable[None]) -> bool:
+    """Await ``work``; False if ``stop`` was set first, which cancels ``work``."""
+    worker, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    await asyncio.wait({worker, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if worker.done():
+        worker.result()
+        return True
+    worker.cancel()
+    await asyncio.wait({worker})
+    return False

@@ -1,0 +1,71 @@
+"""The API of ``libzfs_core`` (pyzfs), implemented with the ``zfs`` command; independent of sandboxes.
+
+The functions ``lzc_*`` have the names, the order of arguments and the exceptions of libzfs_core; names may be str or
+bytes; exceptions are in ``zfs.exceptions``. They differ from pyzfs in four ways, as the command does: a new filesystem
+is mounted at once if its ``canmount`` and ``mountpoint`` say so; ``lzc_destroy`` unmounts it first; ``lzc_rename``
+mounts it again under the new name; where ZFS lacks ``atomic_snapshots``, several snapshots are taken one after the
+other (still all or none).
+
+The other functions have no counterpart in pyzfs: listing, properties, mounts, and changes since a snapshot. All
+functions block (use ``asyncio.to_thread``), for at most ``zfs.process.SECONDS``.
+"""
+
+from sandbox_gateway.zfs import exceptions
+from sandbox_gateway.zfs.capabilities import detect_capabilities
+from sandbox_gateway.zfs.changes import changed_since
+from sandbox_gateway.zfs.datasets import lzc_clone, lzc_create, lzc_destroy, lzc_promote, lzc_rename
+from sandbox_gateway.zfs.holds import lzc_get_holds, lzc_hold, lzc_release
+from sandbox_gateway.zfs.listing import check_reachable, list_clones, list_datasets, list_snapshots, lzc_exists
+from sandbox_gateway.zfs.mounts import is_mounted, list_mounted_dependents, mount, unmount
+from sandbox_gateway.zfs.properties import (
+    get_props,
+    get_tree,
+    local_props,
+    local_tree,
+    lzc_inherit_prop,
+    lzc_set_prop,
+    sync,
+    used,
+    written,
+)
+from sandbox_gateway.zfs.snapshots import lzc_destroy_snaps, lzc_rollback, lzc_rollback_to, lzc_snap, lzc_snapshot
+from sandbox_gateway.zfs.streams import lzc_receive, lzc_send
+
+__all__ = [
+    "changed_since",
+    "check_reachable",
+    "detect_capabilities",
+    "exceptions",
+    "get_props",
+    "get_tree",
+    "is_mounted",
+    "list_clones",
+    "list_datasets",
+    "list_mounted_dependents",
+    "list_snapshots",
+    "local_props",
+    "local_tree",
+    "lzc_clone",
+    "lzc_create",
+    "lzc_destroy",
+    "lzc_destroy_snaps",
+    "lzc_exists",
+    "lzc_get_holds",
+    "lzc_hold",
+    "lzc_inherit_prop",
+    "lzc_promote",
+    "lzc_receive",
+    "lzc_release",
+    "lzc_rename",
+    "lzc_rollback",
+    "lzc_rollback_to",
+    "lzc_send",
+    "lzc_set_prop",
+    "lzc_snap",
+    "lzc_snapshot",
+    "mount",
+    "sync",
+    "unmount",
+    "used",
+    "written",
+]

@@ -1,0 +1,130 @@
+"""Determines why ``zfs`` failed.
+
+Its exit status only says that it failed; the reason is on standard error. The wording differs little between zfs-fuse
+0.7 and OpenZFS 2.4.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum, auto
+
+
+class Cause(Enum):
+    """Why ``zfs`` failed."""
+
+    UNREACHABLE = auto()
+    SUSPENDED = auto()
+    READ_ONLY = auto()
+    NAME_TOO_LONG = auto()
+    NAME_INVALID = auto()
+    MOUNT_FAILED = auto()
+    MOUNT_BUSY = auto()
+    """The dataset was unmounted, but something still holds it."""
+    NOT_MOUNTED = auto()
+    ALREADY_MOUNTED = auto()
+    TOO_SMALL = auto()
+    QUOTA = auto()
+    NO_SPACE = auto()
+    POOLS_DIFFER = auto()
+    NO_POOL = auto()
+    NO_PARENT = auto()
+    NOT_LATEST = auto()
+    HAS_CLONES = auto()
+    HAS_CHILDREN = auto()
+    HELD = auto()
+    NOT_CLONE = auto()
+    SNAPSHOT_CONFLICT = auto()
+    TAG_EXISTS = auto()
+    TAG_MISSING = auto()
+    STREAM_MISMATCH = auto()
+    MODIFIED = auto()
+    STREAM_TRUNCATED = auto()
+    BAD_STREAM = auto()
+    NOT_RELATED = auto()
+    PROPERTY = auto()
+    EXISTS = auto()
+    MISSING = auto()
+    BUSY = auto()
+    IN_USE = auto()
+    """A process has files in it open, or something is mounted on it."""
+    OTHER = auto()
+
+
+# The first match wins, so the more specific patterns come first.
+_PATTERNS: tuple[tuple[Cause, str], ...] = (
+    (
+        Cause.UNREACHABLE,
+        r"zfs-fuse daemon is running|failed to initialize (the )?ZFS|ZFS modules? (?:cannot be|are not|is not)"
+        r"|Connection (refused|reset)|zfsfuse_ioctl_read_loop|/dev/zfs|module is not (currently )?loaded",
+    ),
+    (Cause.SUSPENDED, r"I/O is currently suspended|pool .*is suspended"),
+    (Cause.READ_ONLY, r"pool is read-?only|Read-only file system"),
+    (Cause.NAME_TOO_LONG, r"name is too long|name too long|tag too long"),
+    (
+        Cause.NAME_INVALID,
+        r"in name|delimiters? |invalid (dataset|snapshot|pool|character)|trailing slash|leading slash|reserved name"
+        r"|pool doesn't begin with a letter|self reference|parent reference",
+    ),
+    (Cause.NOT_LATEST, r"more recent snapshots|clones of previous snapshots"),
+    (Cause.NOT_MOUNTED, r"not currently mounted"),
+    (Cause.ALREADY_MOUNTED, r"filesystem already mounted"),
+    (Cause.HELD, r"it's being held|snapshot has .*holds?"),
+    (Cause.IN_USE, r"umount failed|target is busy|[Dd]evice busy|pool or dataset is busy"),
+    (Cause.MOUNT_BUSY, r"mountpoint or dataset is busy"),
+    (Cause.MOUNT_FAILED, r"but not mounted|cannot mount|mount failed|failed to mount|legacy mountpoint"),
+    (Cause.TOO_SMALL, r"size is less than current used"),
+    (Cause.NO_SPACE, r"out of space|No space left|size is greater than available"),
+    (Cause.QUOTA, r"[Qq]uota exceeded"),
+    (Cause.POOLS_DIFFER, r"pools differ|must be within same pool|not in the same pool"),
+    (Cause.NO_POOL, r"no such pool"),
+    (Cause.NO_PARENT, r"parent does not exist|parent is not a filesystem"),
+    (Cause.HAS_CLONES, r"has dependent clones|snapshot is cloned"),
+    (Cause.HAS_CHILDREN, r"has children"),
+    (Cause.NOT_CLONE, r"not a cloned filesystem"),
+    (Cause.SNAPSHOT_CONFLICT, r"conflicting snapshot"),
+    (Cause.TAG_EXISTS, r"tag already exists"),
+    (Cause.TAG_MISSING, r"no such tag"),
+    (Cause.MODIFIED, r"has been modified"),
+    (
+        Cause.STREAM_MISMATCH,
+        r"does not\s+match incremental source|destination has snapshots|local origin for clone",
+    ),
+    (Cause.STREAM_TRUNCATED, r"incomplete stream|failed to read from stream|checksum mismatch or incomplete"),
+    (Cause.BAD_STREAM, r"invalid (backup )?stream|invalid stream"),
+    (Cause.NOT_RELATED, r"must be in same filesystem|incremental source .* does not exist|not an earlier snapshot"),
+    (
+        Cause.PROPERTY,
+        r"invalid property|bad numeric value|is readonly|bad property|property value|invalid value"
+        r"|can not be modified|must be one of|can only be set|missing value|is invalid|Argument list too long",
+    ),
+    (Cause.EXISTS, r"already exists|destination \S* ?exists|[Ff]ile exists"),
+    (
+        Cause.MISSING,
+        r"does not exist|could not find any snapshots|no such (dataset|snapshot|file)|no datasets available",
+    ),
+    (Cause.BUSY, r"is busy|resource busy"),
+)
+_CAUSES = tuple((cause, re.compile(pattern)) for cause, pattern in _PATTERNS)
+_QUOTED = re.compile(r"(?<!\w)'[^'\n]*'")
+_NAMES_FOLLOW = re.compile(r"^use '-\w' (?:to|for)[^\n]*:$", re.MULTILINE)
+_USAGE = re.compile(r"^usage:$", re.MULTILINE)
+
+
+def cause_of(stderr: str) -> Cause:
+    """Return the cause according to the standard error of ``zfs``; ignores quoted names and lists of names."""
+    text = _NAMES_FOLLOW.split(_USAGE.split(stderr, maxsplit=1)[0], maxsplit=1)[0]
+    text = _QUOTED.sub("''", text)
+    return next((cause for cause, pattern in _CAUSES if pattern.search(text)), Cause.OTHER)
+
+
+def listed_names(stderr: str) -> list[str]:
+    """Return the datasets that ``zfs`` lists after "use '-R' to destroy the following datasets:", in its order."""
+    parts = _NAMES_FOLLOW.split(stderr, maxsplit=1)
+    return [line for line in parts[1].split("\n") if line] if len(parts) == 2 else []
+
+
+def one_line(stderr: str) -> str:
+    """Return the standard error of ``zfs`` as one line of at most 500 characters, without its usage text."""
+    lines = _USAGE.split(stderr, maxsplit=1)[0].strip().splitlines()
+    return "; ".join(line.strip() for line in lines if line.strip())[:500]

@@ -1,0 +1,87 @@
+"""Detects whether a filesystem changed since a snapshot, on every version of ZFS."""
+
+from __future__ import annotations
+
+import struct
+
+from sandbox_gateway.zfs.capabilities import detect_capabilities
+from sandbox_gateway.zfs.command import run
+from sandbox_gateway.zfs.exceptions import SnapshotMismatch, SnapshotNotFound, ZFSOutputError
+from sandbox_gateway.zfs.listing import list_snapshots, lzc_exists
+from sandbox_gateway.zfs.names import Name, filesystem_name, filesystem_of, snapshot_name
+from sandbox_gateway.zfs.outcome import error_of
+from sandbox_gateway.zfs.parse import parse_get
+from sandbox_gateway.zfs.process import read_first_bytes
+from sandbox_gateway.zfs.properties import get_props, sync, written
+
+
+def changed_since(name: Name, snap: Name) -> bool:
+    """Check whether anything was written to the filesystem ``name`` since ``snap``, its own snapshot or an ancestor's.
+
+    A change that was undone also counts. Raises FilesystemNotFound, SnapshotNotFound, SnapshotMismatch (the filesystem
+    does not descend from ``snap``).
+    """
+    target, since = filesystem_name(name), snapshot_name(snap)
+    sync(target)
+    if not detect_capabilities().written_property:
+        return _changed_by_comparison(target, since)
+    outcome = run("get", "-Hp", "-o", "name,property,value,source", f"written@{since}", target, name=target)
+    if outcome.cause is None and (found := parse_get(outcome.out)) and found[0].value.isdigit():
+        return found[0].number > 0
+    if not lzc_exists(since):
+        raise SnapshotNotFound(since)
+    return written(target) > 0 or _differ(since, _newest(target))
+
+
+def _changed_by_comparison(target: str, since: str) -> bool:
+    """Compare snapshots pair by pair: ``unique`` of a filesystem counts only from its newest snapshot."""
+    if not lzc_exists(since):
+        raise SnapshotNotFound(since)
+    newest = _newest(target)
+    return _differ(since, newest) if written(target) == 0 else _check_descent(newest, since)
+
+
+def _newest(filesystem: str) -> str:
+    """Return the snapshot that a filesystem's current state is based on: its own newest, or else its origin."""
+    own = list_snapshots(filesystem)
+    return own[-1] if own else _origin(filesystem)
+
+
+def _origin(filesystem: str) -> str:
+    return get_props([filesystem], ["origin"])[filesystem]["origin"].value
+
+
+def _check_descent(snap: str, ancestor: str) -> bool:
+    """Return True. Raises SnapshotMismatch if ``snap`` does not descend from ``ancestor``."""
+    while snap != "-":
+        own = list_snapshots(filesystem_of(snap))
+        if ancestor in own[: own.index(snap) + 1]:
+            return True
+        snap = _origin(filesystem_of(snap))
+    raise SnapshotMismatch(ancestor)
+
+
+_RECORD = 312
+"""Bytes of a record in a stream. If nothing changed, the stream consists of a begin and an end record."""
+_END = 5
+
+
+def _differ(older: str, newer: str) -> bool:
+    """Check whether two snapshots of one line of descent differ."""
+    while newer != older:
+        own = list_snapshots(filesystem_of(newer)) if newer != "-" else []
+        before = own[: own.index(newer)] if newer in own else []
+        start = older if older in before else _origin(filesystem_of(newer)) if newer in own else "-"
+        if start == "-":
+            raise SnapshotMismatch(older)
+        if _stream_has_changes(start, newer):
+            return _check_descent(start, older)
+        newer = start
+    return False
+
+
+def _stream_has_changes(start: str, end: str) -> bool:
+    data, outcome = read_first_bytes("send", "-i", start, end, count=_RECORD + 4)
+    if outcome is not None:
+        raise error_of(outcome, end, "compare snapshots") if outcome.cause else ZFSOutputError(end)
+    return bool(struct.unpack_from("=I", data, _RECORD)[0] != _END)

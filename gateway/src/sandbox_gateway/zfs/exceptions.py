@@ -1,0 +1,248 @@
+"""The errors of ZFS, with the names of ``libzfs_core.exceptions``."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+
+
+class ZFSError(Exception):
+    """Base of all exceptions. ``errno``, ``message`` and ``name`` are as in libzfs_core.
+
+    Additional attributes are ``said``, the output of the command, and ``related``, the datasets it lists as blockers.
+    """
+
+    errno: int = errno.EIO
+    message: str = "ZFS operation failed"
+    name: str | None = None
+    said: str = ""
+    related: tuple[str, ...] = ()
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name)
+        self.name = name
+
+    def because(self, said: str, related: Sequence[str] = ()) -> ZFSError:
+        """Return the same error, with the output of the command and the datasets it names."""
+        self.said, self.related = said, tuple(related)
+        return self
+
+    def __str__(self) -> str:
+        text = f"[Errno {self.errno}] {self.message}" + ("" if self.name is None else f": '{self.name}'")
+        return f"{text} ({self.said})" if self.said else text
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.errno!r}, {self.message!r}, {self.name!r})"
+
+
+class ZFSGenericError(ZFSError):
+    def __init__(self, errno: int, name: str | None, message: str) -> None:
+        super().__init__(name)
+        self.errno = errno
+        self.message = message
+
+
+class ZFSInitializationFailed(ZFSError):
+    """The command, the kernel module or the daemon does not answer. The last change may or may not have been made."""
+
+    errno = errno.ENXIO
+    message = "ZFS cannot be reached"
+
+
+class ZFSOutputError(ZFSError):
+    """The command succeeded, but its output is truncated or lacks a column."""
+
+    errno = errno.EIO
+    message = "the output of zfs cannot be read"
+
+
+class MultipleOperationsFailure(ZFSError):
+    def __init__(self, errors: Sequence[ZFSError], suppressed_count: int = 0) -> None:
+        super().__init__(None)
+        self.errors = list(errors)
+        self.suppressed_count = suppressed_count
+        self.errno = self.errors[0].errno
+
+    def __str__(self) -> str:
+        return f"[Errno {self.errno}] {self.message}: " + "; ".join(str(error) for error in self.errors)
+
+
+class DatasetNotFound(ZFSError):
+    errno = errno.ENOENT
+    message = "Dataset not found"
+
+
+class FilesystemNotFound(DatasetNotFound):
+    message = "Filesystem not found"
+
+
+class SnapshotNotFound(DatasetNotFound):
+    message = "Snapshot not found"
+
+
+class ParentNotFound(ZFSError):
+    errno = errno.ENOENT
+    message = "Parent not found"
+
+
+class PoolNotFound(ZFSError):
+    errno = errno.EXDEV
+    message = "No such pool"
+
+
+class PoolsDiffer(ZFSError):
+    errno = errno.EXDEV
+    message = "Source and target belong to different pools"
+
+
+class DatasetExists(ZFSError):
+    errno = errno.EEXIST
+    message = "Dataset already exists"
+
+
+class FilesystemExists(DatasetExists):
+    message = "Filesystem already exists"
+
+
+class SnapshotExists(DatasetExists):
+    message = "Snapshot already exists"
+
+
+class DuplicateSnapshots(ZFSError):
+    errno = errno.EXDEV
+    message = "Requested multiple snapshots of the same filesystem"
+
+
+class SnapshotNotLatest(ZFSError):
+    errno = errno.EEXIST
+    message = "Snapshot is not the latest"
+
+
+class SnapshotIsCloned(ZFSError):
+    errno = errno.EEXIST
+    message = "Snapshot is cloned"
+
+
+class SnapshotIsHeld(ZFSError):
+    errno = errno.EBUSY
+    message = "Snapshot is held"
+
+
+class SnapshotMismatch(ZFSError):
+    errno = errno.ENODEV
+    message = "Snapshot is not descendant of source snapshot"
+
+
+class SnapshotFailure(MultipleOperationsFailure):
+    message = "Creation of snapshot(s) failed for one or more reasons"
+
+
+class SnapshotDestructionFailure(MultipleOperationsFailure):
+    message = "Destruction of snapshot(s) failed for one or more reasons"
+
+
+class HoldFailure(MultipleOperationsFailure):
+    message = "Placement of hold(s) failed for one or more reasons"
+
+
+class HoldReleaseFailure(MultipleOperationsFailure):
+    message = "Release of hold(s) failed for one or more reasons"
+
+
+class HoldExists(ZFSError):
+    errno = errno.EEXIST
+    message = "Hold with a given tag already exists on snapshot"
+
+
+class HoldNotFound(ZFSError):
+    errno = errno.ENOENT
+    message = "Hold with a given tag does not exist on snapshot"
+
+
+class NotClone(ZFSError):
+    errno = errno.EINVAL
+    message = "Filesystem is not a clone, can not promote"
+
+
+class DatasetBusy(ZFSError):
+    errno = errno.EBUSY
+    message = "Dataset is busy"
+
+
+class MountFailed(ZFSError):
+    """A filesystem cannot be mounted. libzfs_core has no such error, because it does not mount."""
+
+    errno = errno.EIO
+    message = "Filesystem cannot be mounted"
+
+
+class NoSpace(ZFSError):
+    errno = errno.ENOSPC
+    message = "No space left"
+
+
+class QuotaExceeded(ZFSError):
+    errno = errno.EDQUOT
+    message = "Quota exceeded"
+
+
+class NameInvalid(ZFSError):
+    errno = errno.EINVAL
+    message = "Invalid name"
+
+
+class SnapshotNameInvalid(NameInvalid):
+    message = "Invalid name for snapshot"
+
+
+class FilesystemNameInvalid(NameInvalid):
+    message = "Invalid name for filesystem or volume"
+
+
+class NameTooLong(ZFSError):
+    errno = errno.ENAMETOOLONG
+    message = "Dataset name is too long"
+
+
+class PropertyInvalid(ZFSError):
+    errno = errno.EINVAL
+    message = "Invalid property or property value"
+
+
+class DatasetTypeInvalid(ZFSError):
+    errno = errno.EINVAL
+    message = "Specified dataset type is unknown"
+
+
+class FeatureNotSupported(ZFSError):
+    errno = errno.ENOTSUP
+    message = "Feature is not supported in this version"
+
+
+class ReadOnlyPool(ZFSError):
+    errno = errno.EROFS
+    message = "Pool is read-only"
+
+
+class SuspendedPool(ZFSError):
+    errno = errno.EAGAIN
+    message = "Pool is suspended"
+
+
+class StreamMismatch(ZFSError):
+    errno = errno.ENODEV
+    message = "Stream is not applicable to destination dataset"
+
+
+class DestinationModified(ZFSError):
+    errno = errno.ETXTBSY if hasattr(errno, "ETXTBSY") else errno.EBUSY
+    message = "Destination dataset has modifications that can not be undone"
+
+
+class BadStream(ZFSError):
+    errno = errno.EINVAL
+    message = "Bad backup stream"
+
+
+class StreamTruncated(BadStream):
+    message = "Incomplete stream"

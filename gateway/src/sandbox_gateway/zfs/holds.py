@@ -1,0 +1,114 @@
+"""Hold and release snapshots."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from sandbox_gateway.zfs.capabilities import detect_capabilities
+from sandbox_gateway.zfs.causes import Cause
+from sandbox_gateway.zfs.command import run
+from sandbox_gateway.zfs.exceptions import (
+    DatasetNotFound,
+    FeatureNotSupported,
+    HoldExists,
+    HoldFailure,
+    HoldNotFound,
+    HoldReleaseFailure,
+    NameInvalid,
+    NameTooLong,
+    SnapshotNotFound,
+    ZFSOutputError,
+)
+from sandbox_gateway.zfs.listing import lzc_exists
+from sandbox_gateway.zfs.names import Name, snapshot_name, text_of
+from sandbox_gateway.zfs.outcome import check, error_of
+from sandbox_gateway.zfs.parse import parse_table
+from sandbox_gateway.zfs.properties import local_props, lzc_inherit_prop, lzc_set_prop
+
+_HOLD_PROPERTY = "pyzfs:hold."
+
+
+def lzc_hold(holds: Mapping[str, Name] | Mapping[bytes, Name], fd: int | None = None) -> list[str]:
+    """Hold snapshots: ``{snapshot: tag}``. Returns the snapshots that do not exist.
+
+    Raises HoldFailure, ``errors``: HoldExists, NameInvalid, NameTooLong. ``fd`` must be None: holds placed by the
+    command outlive the process. If ZFS cannot list holds, each is also recorded in a user property.
+    """
+    if fd is not None:
+        raise FeatureNotSupported(None).because("the command cannot bind a hold to a file descriptor: pass None")
+    missing, errors = [], []
+    for snap, name in holds.items():
+        target, tag = _check_hold(HoldFailure, snap, name)
+        outcome = run("hold", tag, target, name=target)
+        if outcome.cause is Cause.MISSING:
+            missing.append(target)
+        elif outcome.cause is not None:
+            errors.append(error_of(outcome, target, "hold snapshot", {Cause.TAG_EXISTS: HoldExists}))
+        elif not detect_capabilities().lists_holds:
+            lzc_set_prop(target, _HOLD_PROPERTY + tag.encode().hex(), str(int(time.time())))
+    if errors:
+        raise HoldFailure(errors)
+    return missing
+
+
+def lzc_release(holds: Mapping[str, Iterable[Name]] | Mapping[bytes, Iterable[Name]]) -> list[str]:
+    """Release holds: ``{snapshot: [tags]}``. Returns the snapshots that do not exist.
+
+    Raises HoldReleaseFailure, ``errors``: HoldNotFound. The last release removes a snapshot that was destroyed with
+    ``defer``.
+    """
+    missing, errors = [], []
+    for snap, tags in holds.items():
+        for name in tags:
+            target, tag = _check_hold(HoldReleaseFailure, snap, name)
+            if not detect_capabilities().lists_holds and lzc_exists(target):
+                lzc_inherit_prop(target, _HOLD_PROPERTY + tag.encode().hex())
+            outcome = run("release", tag, target, name=target)
+            if outcome.cause is Cause.MISSING:
+                missing.append(target)
+            elif outcome.cause is not None:
+                errors.append(error_of(outcome, target, "release snapshot hold", {Cause.TAG_MISSING: HoldNotFound}))
+    if errors:
+        raise HoldReleaseFailure(errors)
+    return missing
+
+
+def _check_hold(failure: type[HoldFailure] | type[HoldReleaseFailure], snap: Name, tag: Name) -> tuple[str, str]:
+    try:
+        target, text = snapshot_name(snap), text_of(tag)
+    except (NameInvalid, NameTooLong) as error:
+        raise failure([error]) from None
+    if not text or text.startswith("-") or not text.isprintable():
+        raise failure([NameInvalid(text)])
+    if len(text.encode()) > 120:
+        raise failure([NameTooLong(text)])
+    return target, text
+
+
+def lzc_get_holds(snapname: Name) -> dict[str, int]:
+    """Return ``{tag: unix seconds when it was placed}``. Raises SnapshotNotFound."""
+    target = snapshot_name(snapname)
+    if not detect_capabilities().lists_holds:
+        return _recorded_holds(target)
+    outcome = check(run("holds", "-H", target, name=target), target, "get holds", {Cause.MISSING: SnapshotNotFound})
+    return {tag: _unix_seconds(when) for _, tag, when in parse_table(outcome.out, 3)}
+
+
+def _recorded_holds(target: str) -> dict[str, int]:
+    try:
+        props = local_props(target)
+    except DatasetNotFound:
+        raise SnapshotNotFound(target) from None
+    return {
+        bytes.fromhex(prop.removeprefix(_HOLD_PROPERTY)).decode(): int(value)
+        for prop, value in props.items()
+        if prop.startswith(_HOLD_PROPERTY)
+    }
+
+
+def _unix_seconds(text: str) -> int:
+    try:
+        return int(time.mktime(time.strptime(text.strip(), "%a %b %d %H:%M %Y")))
+    except ValueError:
+        raise ZFSOutputError(None).because(f"{text!r} is not a time") from None

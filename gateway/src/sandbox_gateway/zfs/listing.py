@@ -1,0 +1,57 @@
+"""List datasets, snapshots and clones."""
+
+from __future__ import annotations
+
+from sandbox_gateway.zfs.causes import Cause
+from sandbox_gateway.zfs.command import run
+from sandbox_gateway.zfs.exceptions import FilesystemNotFound, NameInvalid, NameTooLong, ZFSInitializationFailed
+from sandbox_gateway.zfs.names import Name, existing_name, filesystem_name, filesystem_of, pool_of, snapshot_name
+from sandbox_gateway.zfs.outcome import check, error_of
+from sandbox_gateway.zfs.parse import parse_table
+
+
+def check_reachable() -> None:
+    """Raise ZFSInitializationFailed, with the remedy, unless ZFS answers."""
+    outcome = run("list", "-H", "-d", "0", "-o", "name")
+    if outcome.cause not in (None, Cause.MISSING):
+        raise outcome.explain(ZFSInitializationFailed(None))
+
+
+def lzc_exists(name: Name) -> bool:
+    """Check whether a filesystem, volume or snapshot exists; False for an invalid name."""
+    try:
+        target = existing_name(name)
+    except (NameInvalid, NameTooLong):
+        return False
+    outcome = run("get", "-H", "-o", "value", "type", target, name=target)
+    if outcome.cause in (None, Cause.MISSING, Cause.NAME_INVALID, Cause.NO_POOL, Cause.NAME_TOO_LONG):
+        return outcome.cause is None
+    raise error_of(outcome, target, "look for it")
+
+
+def list_datasets(root: Name, *, types: str = "filesystem", depth: int | None = None) -> list[str]:
+    """Return ``root`` and the datasets below it. ``types``: ``filesystem``, ``snapshot``, ``volume``, with commas.
+
+    Raises DatasetNotFound.
+    """
+    target = existing_name(root)
+    options = ["-r"] if depth is None else ["-d", str(depth)]
+    outcome = run("list", "-H", *options, "-t", types, "-o", "name", target, name=target)
+    return [name for (name,) in parse_table(check(outcome, target, "list").out, 1)]
+
+
+def list_snapshots(filesystem: Name) -> list[str]:
+    """Return the full names of a filesystem's own snapshots, oldest first. Raises FilesystemNotFound."""
+    target = filesystem_name(filesystem)
+    outcome = run("list", "-H", "-t", "snapshot", "-d", "1", "-s", "createtxg", "-o", "name", target, name=target)
+    # without snapshots, OpenZFS may print a message on standard error and still succeed
+    rows = parse_table(check(outcome, target, "list snapshots", {Cause.MISSING: FilesystemNotFound}).out, 1)
+    return [name for (name,) in rows if filesystem_of(name) == target]
+
+
+def list_clones(snap: Name) -> list[str]:
+    """Return the clones of a snapshot, found by their ``origin``: zfs-fuse lacks the property ``clones``."""
+    target = snapshot_name(snap)
+    pool = pool_of(target)
+    outcome = check(run("list", "-H", "-r", "-t", "filesystem", "-o", "name,origin", pool, name=pool), pool, "list")
+    return [name for name, origin in parse_table(outcome.out, 2) if origin == target]

@@ -1,0 +1,79 @@
+"""Checks and splits names of datasets and snapshots."""
+
+from __future__ import annotations
+
+import re
+
+from sandbox_gateway.zfs.exceptions import FilesystemNameInvalid, NameInvalid, NameTooLong, SnapshotNameInvalid
+
+NAME_MAX = 255
+"""In bytes; for the full name of a dataset or snapshot, and for the name of a user property."""
+
+Name = str | bytes
+
+_COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def text_of(name: Name) -> str:
+    """Decode a name: libzfs_core takes bytes, this package also takes strings."""
+    if isinstance(name, str):
+        return name
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        raise NameInvalid(repr(name)) from None
+
+
+def pool_of(name: str) -> str:
+    return re.split(r"[/@#]", name, maxsplit=1)[0]
+
+
+def filesystem_of(name: str) -> str:
+    """Return the filesystem of a snapshot: ``pool/a`` for ``pool/a@b``."""
+    return name.partition("@")[0]
+
+
+def existing_name(name: Name) -> str:
+    """Check the name of an existing object: allows any name that ZFS may accept, unless the command would misread it.
+
+    Raises NameInvalid, NameTooLong.
+    """
+    text = text_of(name)
+    if not text or text.startswith(("-", "/")) or text.endswith("/") or _CONTROL.search(text):
+        raise NameInvalid(text)
+    if len(text.encode(errors="replace")) > NAME_MAX:
+        raise NameTooLong(text)
+    return text
+
+
+def new_filesystem_name(name: Name) -> str:
+    """Check the name of a new filesystem: letters, digits, ``_.:-``; no component begins with ``.:-``."""
+    text = existing_name(name)
+    if not all(_COMPONENT.fullmatch(part) for part in text.split("/")) or not text[0].isalpha():
+        raise FilesystemNameInvalid(text)
+    return text
+
+
+def snapshot_name(name: Name) -> str:
+    """Check the name of an existing snapshot, ``filesystem@snapshot``."""
+    text = existing_name(name)
+    filesystem, _, short = text.partition("@")
+    if not filesystem or not short or "@" in short or "/" in short:
+        raise SnapshotNameInvalid(text)
+    return text
+
+
+def new_snapshot_name(name: Name) -> str:
+    text = snapshot_name(name)
+    if not _COMPONENT.fullmatch(text.partition("@")[2]):
+        raise SnapshotNameInvalid(text)
+    return text
+
+
+def filesystem_name(name: Name) -> str:
+    """Check the name of an existing filesystem; refuses names of snapshots."""
+    text = existing_name(name)
+    if "@" in text or "#" in text:
+        raise FilesystemNameInvalid(text)
+    return text

@@ -1,0 +1,49 @@
+"""Properties as arguments of the ``zfs`` command."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from sandbox_gateway.zfs.exceptions import PropertyInvalid
+from sandbox_gateway.zfs.names import NAME_MAX, Name, text_of
+
+VALUE_MAX = 8191
+"""Maximum bytes of a user property's value."""
+USER_PROPERTY = re.compile(r"[a-z0-9_.+-]*:[a-z0-9_.:+-]*")
+NATIVE_PROPERTY = re.compile(r"[a-z][a-z0-9_]*(@\S+)?")
+
+Value = str | bytes | int | bool
+Props = Mapping[str, Value] | Mapping[bytes, Value] | None
+
+
+def property_value(name: Name, value: Value) -> str:
+    """Return ``name=value`` for ``-o`` and ``set``; a bool is ``on`` or ``off``. Raises PropertyInvalid."""
+    key = property_name(name)
+    if isinstance(value, bool):
+        text = "on" if value else "off"
+    else:
+        try:
+            text = value.decode() if isinstance(value, bytes) else str(value)
+        except UnicodeDecodeError:
+            raise PropertyInvalid(key).because("its value is not UTF-8") from None
+    size = len(text.encode(errors="surrogatepass"))
+    if not text or "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+        raise PropertyInvalid(key).because("its value is empty or has characters that text cannot have")
+    if size > VALUE_MAX:
+        raise PropertyInvalid(key).because(f"its value has {size} bytes; the limit is {VALUE_MAX}")
+    return f"{key}={text}"
+
+
+def property_name(name: Name) -> str:
+    key = text_of(name)
+    if not (USER_PROPERTY if ":" in key.partition("@")[0] else NATIVE_PROPERTY).fullmatch(key) or key[0] == "-":
+        raise PropertyInvalid(key)
+    if len(key) > NAME_MAX:
+        raise PropertyInvalid(key).because(f"its name has more than {NAME_MAX} bytes")
+    return key
+
+
+def property_options(props: Props) -> list[str]:
+    """Return options such as ``["-o", "a=b", …]``."""
+    return [word for key, value in (props or {}).items() for word in ("-o", property_value(key, value))]

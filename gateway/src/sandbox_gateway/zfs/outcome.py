@@ -1,0 +1,74 @@
+"""Outcomes of the ``zfs`` command, and exceptions for failures."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from sandbox_gateway.zfs.causes import Cause
+from sandbox_gateway.zfs.exceptions import (
+    DatasetBusy,
+    DatasetExists,
+    DatasetNotFound,
+    MountFailed,
+    NameInvalid,
+    NameTooLong,
+    NoSpace,
+    PoolsDiffer,
+    PropertyInvalid,
+    QuotaExceeded,
+    ZFSError,
+    ZFSGenericError,
+)
+
+ErrorFactory = Callable[[str], ZFSError]
+"""Creates an error for the dataset of the given name."""
+
+_ERRORS: dict[Cause, ErrorFactory] = {
+    Cause.NO_SPACE: NoSpace,
+    Cause.TOO_SMALL: QuotaExceeded,
+    Cause.QUOTA: QuotaExceeded,
+    Cause.NAME_INVALID: NameInvalid,
+    Cause.NAME_TOO_LONG: NameTooLong,
+    Cause.PROPERTY: PropertyInvalid,
+    Cause.BUSY: DatasetBusy,
+    Cause.IN_USE: DatasetBusy,
+    Cause.MOUNT_BUSY: DatasetBusy,
+    Cause.MISSING: DatasetNotFound,
+    Cause.EXISTS: DatasetExists,
+    Cause.NO_POOL: DatasetNotFound,
+    Cause.NO_PARENT: DatasetNotFound,
+    Cause.POOLS_DIFFER: PoolsDiffer,
+    Cause.MOUNT_FAILED: MountFailed,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Output and errors of a finished command. ``cause`` is None if it succeeded."""
+
+    out: str
+    said: str
+    cause: Cause | None
+    related: tuple[str, ...] = ()
+
+    def explain(self, error: ZFSError) -> ZFSError:
+        """Add the output of the command to ``error``."""
+        return error.because(self.said, self.related)
+
+
+def error_of(
+    outcome: Outcome, name: str, action: str, specific: Mapping[Cause, ErrorFactory] | None = None
+) -> ZFSError:
+    """Return the exception for a failed command; ``specific`` overrides the exceptions that all commands share."""
+    assert outcome.cause is not None
+    factory = (specific or {}).get(outcome.cause) or _ERRORS.get(outcome.cause)
+    return outcome.explain(factory(name) if factory else ZFSGenericError(errno.EIO, name, f"Failed to {action}"))
+
+
+def check(outcome: Outcome, name: str, action: str, specific: Mapping[Cause, ErrorFactory] | None = None) -> Outcome:
+    """Return the outcome of a successful command. Raises the exception for a failed one, see ``error_of``."""
+    if outcome.cause is not None:
+        raise error_of(outcome, name, action, specific)
+    return outcome

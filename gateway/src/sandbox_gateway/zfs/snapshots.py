@@ -1,0 +1,152 @@
+"""Takes, destroys and rolls back to snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from sandbox_gateway.zfs.capabilities import detect_capabilities
+from sandbox_gateway.zfs.causes import Cause
+from sandbox_gateway.zfs.command import run, run_with_retries
+from sandbox_gateway.zfs.exceptions import (
+    DatasetNotFound,
+    DuplicateSnapshots,
+    FilesystemNotFound,
+    NameInvalid,
+    NameTooLong,
+    PoolsDiffer,
+    PropertyInvalid,
+    SnapshotDestructionFailure,
+    SnapshotExists,
+    SnapshotFailure,
+    SnapshotIsCloned,
+    SnapshotIsHeld,
+    SnapshotNotFound,
+    SnapshotNotLatest,
+    ZFSError,
+)
+from sandbox_gateway.zfs.listing import list_clones, list_snapshots, lzc_exists
+from sandbox_gateway.zfs.names import Name, filesystem_name, filesystem_of, new_snapshot_name, pool_of, snapshot_name
+from sandbox_gateway.zfs.options import Props, property_options
+from sandbox_gateway.zfs.outcome import ErrorFactory, check, error_of
+from sandbox_gateway.zfs.properties import get_props
+
+
+def lzc_snapshot(snaps: Iterable[Name], props: Props = None) -> None:
+    """Take snapshots, all in one pool, with user properties: all, or none and SnapshotFailure.
+
+    ``SnapshotFailure.errors`` holds SnapshotExists, FilesystemNotFound, DuplicateSnapshots, PoolsDiffer, NameInvalid,
+    NameTooLong, PropertyInvalid, NoSpace.
+    """
+    try:
+        names = [new_snapshot_name(snap) for snap in snaps]
+        options = property_options(props)
+    except (NameInvalid, NameTooLong, PropertyInvalid) as error:
+        raise SnapshotFailure([error]) from None
+    _check_compatible(names)
+    if len(names) > 1 and not detect_capabilities().atomic_snapshots:
+        _snapshot_one_by_one(names, options)
+    elif names:
+        _snapshot_at_once(names, options)
+
+
+lzc_snap = lzc_snapshot
+
+_SNAPSHOT: dict[Cause, ErrorFactory] = {Cause.EXISTS: SnapshotExists, Cause.MISSING: FilesystemNotFound}
+
+
+def _check_compatible(names: Sequence[str]) -> None:
+    filesystems = [filesystem_of(name) for name in names]
+    for name, filesystem in zip(names, filesystems, strict=True):
+        if pool_of(name) != pool_of(names[0]):
+            raise SnapshotFailure([PoolsDiffer(name)])
+        if filesystems.count(filesystem) > 1:
+            raise SnapshotFailure([DuplicateSnapshots(name)])
+
+
+def _snapshot_at_once(names: Sequence[str], options: Sequence[str]) -> None:
+    outcome = run("snapshot", *options, *names, name=names[0])
+    if outcome.cause is None:
+        return
+    blamed = [name for name in names if f"'{name}'" in outcome.said or f"'{filesystem_of(name)}'" in outcome.said]
+    raise SnapshotFailure([error_of(outcome, name, "create snapshot", _SNAPSHOT) for name in blamed or names[:1]])
+
+
+def _snapshot_one_by_one(names: Sequence[str], options: Sequence[str]) -> None:
+    done: list[str] = []
+    try:
+        for name in names:
+            _snapshot_at_once([name], options)
+            done.append(name)
+    except BaseException:
+        for name in done:
+            run_with_retries("destroy", name, name=name)
+        raise
+
+
+def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
+    """Destroy snapshots; skips those that do not exist.
+
+    With ``defer``, a cloned or held snapshot is destroyed with its last clone or hold. Without it, none is destroyed
+    if one is cloned or held: SnapshotDestructionFailure, ``errors``: SnapshotIsCloned, SnapshotIsHeld (``related``:
+    the clones).
+    """
+    names = [snapshot_name(snap) for snap in snaps]
+    if len(names) > 1 and not defer:
+        _check_unused(names)
+    errors = [error for name in names if (error := _destroy_snapshot(name, defer))]
+    if errors:
+        raise SnapshotDestructionFailure(errors)
+
+
+def _check_unused(names: Sequence[str]) -> None:
+    errors: list[ZFSError] = []
+    for name in names:
+        with suppress(DatasetNotFound):
+            if get_props([name], ["userrefs"])[name]["userrefs"].number:
+                errors.append(SnapshotIsHeld(name))
+            elif clones := list_clones(name):
+                errors.append(SnapshotIsCloned(name).because("it has clones", clones))
+    if errors:
+        raise SnapshotDestructionFailure(errors)
+
+
+def _destroy_snapshot(name: str, defer: bool) -> ZFSError | None:
+    outcome = run("destroy", *(["-d"] if defer else []), name, name=name)
+    if outcome.cause in (None, Cause.MISSING):
+        return None
+    specific: dict[Cause, ErrorFactory] = {
+        Cause.HAS_CLONES: SnapshotIsCloned,
+        Cause.EXISTS: SnapshotIsCloned,
+        Cause.HELD: SnapshotIsHeld,
+        Cause.BUSY: SnapshotIsHeld,
+    }
+    return error_of(outcome, name, "destroy snapshot", specific)
+
+
+def lzc_rollback(name: Name) -> Name:
+    """Roll a filesystem back to its latest snapshot; returns the snapshot's full name, as bytes if ``name`` is bytes.
+
+    Raises FilesystemNotFound, SnapshotNotFound (it has none), NameInvalid, NameTooLong, DatasetBusy.
+    """
+    target = filesystem_name(name)
+    snaps = list_snapshots(target)
+    if not snaps:
+        raise SnapshotNotFound(target)
+    lzc_rollback_to(target, snaps[-1])
+    return snaps[-1] if isinstance(name, str) else snaps[-1].encode()
+
+
+def lzc_rollback_to(name: Name, snap: Name) -> None:
+    """Roll a filesystem back to ``snap`` (a full name), which must be its latest snapshot; never uses ``-r``.
+
+    Raises SnapshotNotLatest, FilesystemNotFound, SnapshotNotFound, NameInvalid, NameTooLong, DatasetBusy.
+    """
+    target, wanted = filesystem_name(name), snapshot_name(snap)
+    if filesystem_of(wanted) != target:
+        raise NameInvalid(wanted)
+    outcome = run_with_retries("rollback", wanted, name=target)
+    if outcome.cause is Cause.MISSING and not lzc_exists(target):
+        raise outcome.explain(FilesystemNotFound(target))
+    specific: dict[Cause, ErrorFactory] = {Cause.NOT_LATEST: SnapshotNotLatest, Cause.MISSING: SnapshotNotFound}
+    check(outcome, wanted, "roll back", specific)

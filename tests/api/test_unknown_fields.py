@@ -1,0 +1,168 @@
+"""Unknown fields in bodies: a warning, or with `?strict=true` an error."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import time
+from typing import Any
+
+import e2b.api.client.models as e2b_models
+import httpx
+import pytest
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+
+from sandbox_gateway.api.body import Body
+from sandbox_gateway.api.forkd import shapes as forkd
+from sandbox_gateway.api.native import requests
+from sandbox_gateway.api.unknown_fields import find_unknown
+from sandbox_gateway.cli.client import Client as CommandClient
+from tests.api.served import Served
+from tests.api.test_errors import refused
+
+
+def paths(model: type[Body], data: Any) -> list[str]:
+    return [field.path for field in find_unknown(model, data)]
+
+
+@pytest.mark.parametrize(
+    ("method", "route", "body", "path", "close"),
+    [
+        ("POST", "/sandboxes", {"templateID": "base", "tmeout": 5}, "tmeout", "timeout"),
+        ("POST", "/sandboxes", {"templateID": "base", "memory_MB": 256}, "memory_MB", "memoryMB"),
+        ("POST", "/v2/sandboxes", {"templateID": "base", "zzz": 1}, "zzz", ""),
+        (
+            "POST",
+            "/sandboxes",
+            {"templateID": "base", "network": {"allowout": ["10.0.0.0/8"]}},
+            "network.allowout",
+            "allowOut",
+        ),
+        (
+            "POST",
+            "/sandboxes",
+            {"templateID": "base", "volumeMounts": [{"name": "vol", "path": "/v", "readonly": True}]},
+            "volumeMounts.0.readonly",
+            "readOnly",
+        ),
+        ("POST", "/sandboxes/one/snapshots", {"retention": {"keepLast": 1, "keep": 2}}, "retention.keep", "keepLast"),
+        ("POST", "/snapshots/base/fork", {"nmae": "single"}, "nmae", "name"),
+        ("PATCH", "/sandboxes/one", {"meta": {}}, "meta", "metadata"),
+        ("PUT", "/sandboxes/one/network", {"subnets": []}, "subnets", ""),
+        ("POST", "/sandboxes/one/exec", {"args": ["id"], "tty": True}, "tty", ""),
+        ("POST", "/v1/sandboxes", {"snapshot_tag": "base", "snapshottag": "base"}, "snapshottag", "snapshot_tag"),
+        ("POST", "/v1/sandboxes/one/exec", {"args": ["id"], "timeout": 3}, "timeout", "timeout_secs"),
+        ("POST", "/v1/sandboxes/one/branch", {"mod": "diff"}, "mod", "mode"),
+    ],
+)
+def test_an_unknown_field_is_warned_of_and_refused_when_strict(
+    api: httpx.Client, one: dict[str, Any], method: str, route: str, body: dict[str, Any], path: str, close: str
+) -> None:
+    api.post("/volumes", json={"name": "vol"}).raise_for_status()
+    message = refused(api.request(method, route, params={"strict": True}, json=body), 400, "invalid")
+    hint = f" (did you mean {close}?)" if close else ""
+    assert message == f"unknown field: {path}{hint}; correct or leave out each of them"
+    answer = api.request(method, route, json=body)
+    assert answer.is_success, answer.text
+    assert answer.headers.get_list("warning") == [f'299 - "ignored fields: {path}"']
+
+
+def test_all_unknown_fields_are_named(api: httpx.Client) -> None:
+    body = {"templateId": "base", "one": 1, "network": {"two": 2}}
+    message = refused(api.post("/sandboxes?strict=true", json=body), 400, "invalid")
+    assert message.startswith("unknown fields: templateId (did you mean templateID?), one")
+    assert "network.two" in message
+
+
+def test_a_refusal_for_another_reason_has_the_warning_too(api: httpx.Client) -> None:
+    answer = api.post("/sandboxes", json={"templateId": "base"})
+    assert "templateID: this field is required" in refused(answer, 400, "invalid")
+    assert answer.headers["warning"] == '299 - "ignored fields: templateId"'
+
+
+@pytest.mark.parametrize("strict", ["", "?strict=true"])
+def test_a_request_without_unknown_fields_passes_without_a_warning(api: httpx.Client, strict: str) -> None:
+    body = {"templateID": "base", "name": "one", "metadata": {"any": "key"}, "envVars": {"ANY": "1"}}
+    answer = api.post(f"/sandboxes{strict}", json=body | {"network": {"allow_internet_access": True}})
+    assert answer.status_code == 201 and "warning" not in answer.headers
+    for answer in (
+        api.post(f"/sandboxes/one/snapshots{strict}"),
+        api.post(f"/sandboxes/one/exec{strict}", json={"args": ["id"]}),
+        api.get(f"/sandboxes{strict}"),
+        api.delete(f"/sandboxes/one{strict}"),
+    ):
+        assert answer.is_success and "warning" not in answer.headers
+
+
+def test_strict_is_true_or_false(api: httpx.Client) -> None:
+    assert "strict" in refused(api.post("/sandboxes?strict=perhaps", json={"templateID": "base"}), 400, "invalid")
+
+
+@pytest.mark.parametrize("content", [b"", b"null", b"[1]", b"{bad", b"[" * 100_000, b'"x"'])
+def test_other_bodies_are_refused_as_without_it(api: httpx.Client, content: bytes) -> None:
+    for kind in ("application/json", "text/plain"):
+        said = [
+            refused(api.post(route, content=content, headers={"Content-Type": kind}), 400, "invalid")
+            for route in ("/sandboxes", "/sandboxes?strict=true")
+        ]
+        assert said[0] == said[1]
+
+
+def test_a_warning_is_short_and_printable(api: httpx.Client) -> None:
+    names = ['a"b\\c', "\x1b[31m", "line\r\nX-Evil: 1", "größe", "\ud800", "long" * 1000]
+    body = {"templateID": "base", **dict.fromkeys(names, 1), **{f"k{number}": 1 for number in range(1000)}}
+    answer = api.post("/sandboxes", content=json.dumps(body).encode())
+    assert answer.status_code == 201 and "x-evil" not in answer.headers
+    warning = answer.headers["warning"]
+    assert len(warning) < 700 and re.fullmatch(r'299 - "ignored fields: [ !#-\[\]-~]*"', warning)
+    message = refused(api.post("/sandboxes?strict=true", content=json.dumps(body).encode()), 400, "invalid")
+    assert len(message) < 4001 and "and more" in message and message.isprintable()
+
+
+def test_a_large_body_costs_little() -> None:
+    """The event loop waits for this check."""
+    worst = {f"tmeout{number}" + "x" * 100: 1 for number in range(30_000)}
+    nested = {"volumeMounts": [{}] * 1_000_000}
+    begun = time.process_time()
+    first = [str(field) for _, field in zip(range(25), find_unknown(requests.Fork, worst), strict=False)]
+    assert len(first) == 25 and paths(requests.Fork, nested) == []
+    assert time.process_time() - begun < 0.25
+
+
+E2B = {
+    "NewSandbox": requests.CreateSandbox,
+    "NewSandboxV2": requests.CreateSandbox,
+    "SandboxNetworkConfig": requests.Network,
+    "SandboxNetworkUpdateConfig": requests.Network,
+    "SandboxLifecycle": requests.Lifecycle,
+    "SandboxAutoResumeConfig": requests.AutoResume,
+    "SandboxVolumeMount": requests.VolumeMount,
+    "ConnectSandbox": requests.Resume,
+    "ConnectSandboxV2": requests.Resume,
+    "ResumedSandbox": requests.Resume,
+    "SandboxPauseRequest": requests.Pause,
+    "SandboxForkRequest": requests.Fork,
+    "SandboxSnapshotRequest": requests.CreateSnapshot,
+    "SandboxTimeoutRequest": requests.SetTimeout,
+    "NewVolume": requests.CreateVolume,
+}
+
+
+@pytest.mark.parametrize("name", E2B)
+def test_the_published_client_sends_nothing_unknown(name: str) -> None:
+    source = inspect.getsource(getattr(e2b_models, name).from_dict)
+    sent = re.findall(r'd\.pop\("(\w+)"', source)
+    assert sent and paths(E2B[name], dict.fromkeys(sent)) == []
+
+
+def test_python_names_of_fields_are_known() -> None:
+    assert paths(requests.CreateSandbox, {"template": "base", "memory_mb": 1}) == []
+    assert paths(forkd.Branch, {"tag": "a", "measure_diff": True, "wait": False, "parent_tag": "b"}) == []
+
+
+@pytest.mark.parametrize("client", [Client, CommandClient])
+def test_our_own_clients_are_strict(served: Served, client: Any) -> None:
+    with pytest.raises(Exception, match=r"unknown field: nmae \(did you mean name\?\)"):
+        client(served.unix_url).call("POST", "/sandboxes", body={"templateID": "base", "nmae": "one"})
+    assert client(served.unix_url).call("POST", "/sandboxes", body={"templateID": "base"})

@@ -1,0 +1,288 @@
+"""Records: the index changes after the host has committed, and lineage survives deletions. Uses the host in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.config import Config
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.spec import ForkSpec, MountSpec
+from sandbox_gateway.errors import BackendFailed, InUse
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import NetworkPolicy, Sandbox, Snapshot
+from tests.api.memory_host import MemoryHost
+from tests.support.live import Live
+
+
+class FaultyHost(MemoryHost):
+    """While ``broken``, no record can be saved; ``kept`` names snapshots that cannot be removed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken = self.broken_snapshots = False
+        self.kept: set[str] = set()
+        self.log: list[tuple[str, str]] = []
+        """(method, id) of saved and removed snapshots and sandboxes."""
+
+    async def save(self, sandbox: Sandbox) -> None:
+        self._check()
+        self.log.append(("save", sandbox.id))
+        await super().save(sandbox)
+
+    async def save_snapshot(self, snapshot: Snapshot) -> None:
+        self._check(self.broken_snapshots)
+        self.log.append(("save_snapshot", snapshot.id))
+        await super().save_snapshot(snapshot)
+
+    async def remove_snapshot(self, snapshot: Snapshot) -> None:
+        if snapshot.id in self.kept:
+            raise BackendFailed("forced")
+        self.log.append(("remove_snapshot", snapshot.id))
+        await super().remove_snapshot(snapshot)
+
+    def _check(self, also: bool = False) -> None:
+        if self.broken or also:
+            raise BackendFailed("forced")
+
+
+@pytest.fixture
+def host() -> FaultyHost:
+    return FaultyHost()
+
+
+@pytest.fixture
+def live(host: FaultyHost, tmp_path: Path) -> Iterator[Live]:
+    live = Live(host, Config.model_validate({"host": {"state_root": str(tmp_path)}}))
+    try:
+        build = live.do(live.engine.templates.build("base", Recipe()))
+        _wait_until(lambda: build.status == "ready")
+        live.do(live.engine.forks.create("base", ForkSpec(names=["box"])))
+        yield live
+    finally:
+        host.broken = False
+        live.close()
+
+
+def _wait_until(check: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _records(engine: Engine) -> dict[str, dict[str, Any]]:
+    return {id: each.model_dump() for id, each in (engine.index.sandboxes | engine.index.snapshots).items()}
+
+
+async def _nothing(engine: Engine) -> None:
+    pass
+
+
+async def _stop_by_disk(engine: Engine) -> None:
+    await engine.sandboxes.pause("box", memory=False)
+
+
+async def _use_snapshot(engine: Engine) -> None:
+    await engine.snapshots.create("box", name="mark")
+    await engine.forks.create("mark", ForkSpec(names=["user"]))
+
+
+async def _mount_volume(engine: Engine) -> None:
+    await engine.volumes.create("data", 64)
+    await engine.volumes.create("more", 64)
+    await engine.attachments.attach("box", MountSpec("data", "/data"))
+
+
+async def _end_machine(engine: Engine) -> None:
+    host: Any = engine.host
+    sandbox = engine.sandboxes.get("box")
+    host._exit(sandbox.instance)
+    for _ in range(20):
+        await asyncio.sleep(0.02)
+    raise BackendFailed("forced")  # as in the background task
+
+
+Verb = Callable[[Engine], Awaitable[Any]]
+VERBS: dict[str, tuple[Verb, Verb]] = {
+    "set_timeout": (_nothing, lambda engine: engine.sandboxes.set_timeout("box", 60)),
+    "set_network": (
+        _nothing,
+        lambda engine: engine.sandboxes.set_network("box", NetworkPolicy(allow_internet=False)),
+    ),
+    "update": (_nothing, lambda engine: engine.sandboxes.update("box", metadata={"a": "b"}, name="other")),
+    "branch": (_nothing, lambda engine: engine.snapshots.branch("box")),
+    "capture": (_nothing, lambda engine: engine.snapshots.create("box", name="mark")),
+    "clone": (_nothing, lambda engine: engine.forks.clone("box", ForkSpec())),
+    "pause": (_nothing, lambda engine: engine.sandboxes.pause("box")),
+    "pause_without_memory": (_nothing, lambda engine: engine.sandboxes.pause("box", memory=False)),
+    "resume_from_disk": (_stop_by_disk, lambda engine: engine.sandboxes.resume("box", timeout=60)),
+    "resume": (lambda engine: engine.sandboxes.pause("box"), lambda engine: engine.sandboxes.resume("box")),
+    "rollback": (_use_snapshot, lambda engine: engine.sandboxes.rollback("box", "mark")),
+    "machine_ended": (_nothing, _end_machine),
+    "hide_snapshot": (_use_snapshot, lambda engine: engine.snapshots.delete("mark", when_unused=True)),
+    "set_alias": (_nothing, lambda engine: engine.templates.set_alias("base", "alias")),
+    "attach": (_mount_volume, lambda engine: engine.attachments.attach("box", MountSpec("more", "/more"))),
+    "detach": (_mount_volume, lambda engine: engine.attachments.detach("box", "data")),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_record_that_cannot_be_saved_stays_as_it_was(live: Live, host: FaultyHost, verb: str) -> None:
+    prepare, act = VERBS[verb]
+    live.do(_run(prepare, live.engine))
+    before = _records(live.engine)
+    host.broken = True
+    with pytest.raises(BackendFailed, match="forced"):
+        live.do(_run(act, live.engine))
+    after = _records(live.engine)
+    assert {id: after.get(id) for id in before} == before
+    host.broken = False
+    if verb != "machine_ended" and not verb.startswith("resume") and verb != "pause":
+        assert live.engine.sandboxes.get("box").name == "box"
+
+
+def test_a_clones_snapshot_that_cannot_be_saved_keeps_its_volumes(live: Live, host: FaultyHost) -> None:
+    """The collector removes the snapshots of volumes first; the record follows, or remains unchanged."""
+    live.do(_mount_volume(live.engine))
+    spec = ForkSpec(names=["fork"], mounts=[MountSpec("data", "/data", clone=True)])
+    host.broken_snapshots = True
+    live.do(live.engine.forks.clone("box", spec))
+    (snapshot,) = (each for each in live.engine.index.snapshots.values() if each.kind == "transient")
+    assert [each.volume for each in snapshot.volumes] == [live.engine.volumes.get("data").id]
+
+
+async def _run(verb: Verb, engine: Engine) -> None:
+    await verb(engine)
+
+
+# -- lineage -----------------------------------------------------------------------------------------------------------
+
+
+def _chain(live: Live, *names: str) -> None:
+    for name in names:
+        live.do(live.engine.snapshots.create("box", name=name))
+
+
+def _shape(nodes: list[dict[str, Any]]) -> dict[str, Any]:
+    return {node["names"][0]: _shape(node["children"]) for node in nodes}
+
+
+def test_descendants_of_a_deleted_snapshot_hang_below_its_parent(live: Live) -> None:
+    _chain(live, "one", "two", "three")
+    live.do(live.engine.sandboxes.delete("box"))
+    assert _shape(live.engine.snapshots.lineage()) == {"base": {"one": {"two": {"three": {}}}}}
+    live.do(live.engine.snapshots.delete("two"))
+    assert _shape(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+    live.do(live.engine.snapshots.delete("one"))
+    assert _shape(live.engine.snapshots.lineage()) == {"base": {"three": {}}}
+
+
+def test_what_is_captured_after_the_deletion_of_the_head_hangs_below_its_parent(live: Live) -> None:
+    _chain(live, "one", "two")
+    live.do(live.engine.snapshots.delete("two"))
+    assert live.engine.sandboxes.get("box").head == live.engine.snapshots.get("one").id
+    _chain(live, "three")
+    live.do(live.engine.sandboxes.delete("box"))
+    assert _shape(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+
+
+def test_a_snapshot_that_is_hidden_first_leaves_its_place_to_its_descendants(live: Live) -> None:
+    _chain(live, "one", "two")
+    live.do(live.engine.forks.create("two", ForkSpec(names=["fork"])))
+    live.do(live.engine.sandboxes.rollback("box", "one"))
+    live.do(live.engine.snapshots.create("fork", name="three"))
+    assert not live.do(live.engine.snapshots.delete("two", when_unused=True))
+    live.do(live.engine.sandboxes.delete("fork"))
+    live.do(live.engine.sandboxes.delete("box"))
+    assert _shape(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+
+
+def test_descendants_are_saved_before_the_snapshot_is_removed(live: Live, host: FaultyHost) -> None:
+    """A crash in between leaves a complete tree."""
+    _chain(live, "one", "two", "three")
+    removed, child = live.engine.snapshots.get("two").id, live.engine.snapshots.get("three").id
+    host.log.clear()
+    live.do(live.engine.snapshots.delete("two"))
+    assert host.log == [("save_snapshot", child), ("remove_snapshot", removed)]
+
+
+def test_a_refused_or_failed_deletion_leaves_the_tree(live: Live, host: FaultyHost) -> None:
+    _chain(live, "one", "two", "three")
+    live.do(live.engine.forks.create("two", ForkSpec(names=["fork"])))
+    before = _records(live.engine)
+    with pytest.raises(InUse, match=r"^snapshot 'two' is in use by 1 sandbox \(fork\)\. Delete them first, or pass "):
+        live.do(live.engine.snapshots.delete("two"))
+    assert _records(live.engine) == before
+    live.do(live.engine.sandboxes.delete("fork"))
+    before = _records(live.engine)
+    host.kept = {live.engine.snapshots.get(name).id for name in ("two", "three")}
+    for name in ("two", "three"):
+        with pytest.raises(BackendFailed):
+            live.do(live.engine.snapshots.delete(name))
+        assert _records(live.engine) == before
+
+
+def test_a_full_disk_does_not_prevent_a_deletion(live: Live, host: FaultyHost) -> None:
+    """No record can be written there; to delete is the way out."""
+    _chain(live, "one", "two", "three")
+    one, two = (live.engine.snapshots.get(name).id for name in ("one", "two"))
+    host.broken = True
+    assert live.do(live.engine.snapshots.delete("one"))
+    assert one not in live.engine.index.snapshots
+    assert live.engine.snapshots.get("two").parent == one
+    (root,) = live.engine.index.lineage()
+    assert two in str(root), "it hangs below the template instead"
+
+
+def test_neighbours_that_are_removed_at_once_leave_no_dangling_parent(live: Live) -> None:
+    _chain(live, "one", "two", "three", "four")
+    ids = {name: live.engine.snapshots.get(name).id for name in ("one", "four")}
+
+    async def delete_both() -> None:
+        await asyncio.gather(*(live.engine.snapshots.delete(name) for name in ("two", "three")))
+
+    live.do(delete_both())
+    assert live.engine.snapshots.get("four").parent == ids["one"]
+
+
+def test_neighbours_that_are_collected_at_once_leave_no_dangling_parent(live: Live) -> None:
+    _chain(live, "one", "two", "three", "four")
+    one = live.engine.snapshots.get("one").id
+    for name in ("two", "three"):
+        snapshot = live.engine.snapshots.get(name)
+        live.engine.index.put(snapshot.model_copy(update={"doomed": True}))
+    live.do(live.engine.collector.collect())
+    assert live.engine.snapshots.get("four").parent == one
+
+
+def test_a_sandbox_that_is_extended_while_another_expires_keeps_running(live: Live, host: FaultyHost) -> None:
+    live.do(live.engine.forks.create("base", ForkSpec(names=["other"])))
+    removed = host.remove
+    began, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def remove_slowly(sandbox: Sandbox) -> None:
+        began.set()
+        await goes_on.wait()
+        await removed(sandbox)
+
+    async def expire() -> set[str]:
+        host.remove = remove_slowly  # type: ignore[method-assign]
+        for name in ("box", "other"):
+            await live.engine.sandboxes.set_timeout(name, 0)
+        await asyncio.wait_for(began.wait(), 20)
+        for name in ("box", "other"):
+            # One of them is locked: it is being removed.
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(live.engine.sandboxes.set_timeout(name, 600), 0.2)
+        goes_on.set()
+        await asyncio.sleep(1)
+        return {each.name for each in live.engine.sandboxes.list()}
+
+    assert len(live.do(expire())) == 1

@@ -1,0 +1,35 @@
+"""A contract for import-linter: packages with few imports."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from importlinter import Contract, ContractCheck, fields, output
+
+
+class ImportOnly(Contract):
+    """``modules`` and those below them import themselves, the standard library, and the modules in ``also``."""
+
+    modules = fields.ListField(subfield=fields.StringField())
+    also = fields.ListField(subfield=fields.StringField(), required=False, default=[])
+
+    def check(self, graph: Any, verbose: bool) -> ContractCheck:
+        roots: list[str] = list(self.modules)  # type: ignore[call-overload]
+        allowed = [*roots, *self.also]  # type: ignore[misc]
+        wrong = [
+            (module, imported)
+            for module in sorted(graph.modules)
+            if _is_in(module, roots)
+            for imported in sorted(graph.find_modules_directly_imported_by(module))
+            if imported.partition(".")[0] not in sys.stdlib_module_names and not _is_in(imported, allowed)
+        ]
+        return ContractCheck(kept=not wrong, metadata={"wrong": wrong})
+
+    def render_broken_contract(self, check: ContractCheck) -> None:
+        for module, imported in check.metadata["wrong"]:
+            output.print_error(f"{module} must not import {imported}", bold=False)
+
+
+def _is_in(module: str, packages: list[str]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)

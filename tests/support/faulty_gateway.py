@@ -1,0 +1,354 @@
+"""A gateway with faults on request: the real API and engine above a host in memory, behind a layer of faults.
+
+The layer is an HTTP server that forwards requests, and can refuse, change, delay or cut them. The machines of the host
+are those of tests/api/memory_host.py, with a shell that knows enough for the collection's tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import re
+import socket
+import socketserver
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from urllib.parse import parse_qsl, urlencode
+
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.base import Log
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import Sandbox, Snapshot
+from tests.api import memory_host, served
+from tests.api.memory_host import Machine, MemoryHost
+
+TEMPLATE = "base"
+PAGE = 3
+"""The largest number of entries in one answer: a client that forgets the next page is noticed."""
+_SECONDS = 60
+Rewrite = Callable[[str, str, int, Any], tuple[int, Any]]
+"""(method, target, status, data) of an answer → the status and the data that a client gets instead."""
+Intercept = Callable[[str, str], "tuple[int, Any] | None"]
+"""(method, target) of a request → an answer in place of the gateway's; None: the gateway answers."""
+
+
+class ShellMachine(Machine):
+    """Its shell records writes to a file, fails at `false`, and finds everything else in order."""
+
+    def _started(self, body: bytes) -> bytes:
+        return super()._started(body.replace(b'"false"', b'"fail"'))
+
+    async def _exec(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request["args"][0] == "/bin/sh":
+            script = request["args"][-1]
+            _, _, file = script.partition(">")
+            request = {**request, "args": ["write", file, script] if file else ["exit", "0"]}
+        return await super()._exec(request)
+
+
+class FaultyHost(MemoryHost):
+    """A host of ShellMachines. Agents of sandboxes in ``failing`` do not answer. Builds wait during ``holding``."""
+
+    holding = False
+
+    async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
+        # Tests set it in another thread.
+        while self.holding:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        return await super().build_base(base, recipe, log)
+
+    async def start(self, sandbox: Sandbox) -> None:
+        with mock.patch.object(memory_host, "Machine", ShellMachine):
+            await super().start(sandbox)
+
+    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
+        if sandbox.name in self.failing:
+            raise BackendFailed(f"sandbox {sandbox.name!r} did not answer within 20 s")
+        await super().fork(snapshot, sandbox, with_memory=with_memory)
+
+
+class FaultyGateway:
+    """``url`` is the layer's; ``calls``: (method, target) of each request to it.
+
+    ``token``: the only key that it accepts; empty: no key is needed. ``version``: the version that it reports.
+
+    Faults: ``failing``, names of sandboxes whose fork or rollback fails; ``holding``, whether builds wait; ``busy``,
+    how many requests are refused as too many at once; ``cut``, how many connections end without an answer; ``delay``,
+    seconds before each answer; ``vanish``, ids of snapshots and sandboxes that are removed after a client has seen
+    them; ``intercept`` and ``rewrite``, see their types.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._lock = threading.Lock()
+        self._of_thread = threading.local()
+        self._forget_faults()
+        with mock.patch.object(served, "MemoryHost", FaultyHost):
+            self._served = served.Served(root, log={"level": "warning"})
+        self._served.build_template(TEMPLATE)
+        self._known = _Known(self.request("GET", "/openapi.json"))
+        self._handler = type("Handler", (_Handler,), {"gateway": self})
+        self._undo = contextlib.ExitStack()
+        self._undo.callback(self._served.end)
+        server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler)
+        self.url = f"http://127.0.0.1:{server.server_address[1]}"
+        self._undo.enter_context(_running(server))
+
+    def _forget_faults(self) -> None:
+        self.token = self.version = ""
+        self.calls: list[tuple[str, str]] = []
+        self.busy = self.cut = 0
+        self.delay = 0.0
+        self.vanish: set[str] = set()
+        self.intercept: Intercept | None = None
+        self.rewrite: Rewrite | None = None
+
+    @contextlib.contextmanager
+    def listening(self, path: Path) -> Iterator[str]:
+        """Serve the layer on a unix socket, too; yields its URL."""
+        with _running(_UnixServer(str(path), self._handler)):
+            yield f"unix://{path}"
+
+    def end(self) -> None:
+        self._undo.close()
+
+    # Direct requests, without the layer
+
+    def request(self, method: str, path: str, body: Any = None) -> Any:
+        """The data of a successful answer."""
+        status, _, raw = self._forward(method, path, None if body is None else json.dumps(body).encode())
+        assert status < 400, (method, path, raw)
+        return json.loads(raw) if raw else None
+
+    def things(self, kind: str) -> list[dict[str, Any]]:
+        """All `sandboxes`, `snapshots`, `templates` (that are built) or `volumes`."""
+        return [
+            each for each in self.request("GET", f"/{kind}?limit=1000") if each.get("buildStatus") in (None, "ready")
+        ]
+
+    def names(self, kind: str) -> list[str]:
+        return [name for each in self.things(kind) for name in each.get("names") or [each["name"]]]
+
+    def end_machine(self, name: str) -> None:
+        """Simulate the end of the process of a sandbox's machine; returns when the gateway has noticed."""
+        (box,) = self.request("GET", f"/sandboxes?name={name}")
+        instance = self._host.saved[box["sandboxID"]].instance
+
+        async def end() -> None:
+            await self._host.machines.pop(instance).stop()
+            self._host._exit(instance)
+
+        asyncio.run_coroutine_threadsafe(end(), self._served.loop).result(_SECONDS)
+        deadline = time.monotonic() + _SECONDS
+        while self.request("GET", f"/sandboxes?name={name}")[0]["state"] != "paused":
+            assert time.monotonic() < deadline, f"that the machine of {name} ended was not noticed"
+            time.sleep(0.02)
+
+    def write(self, name: str) -> None:
+        """Change the file system of a sandbox, if it runs."""
+        if self.request("GET", f"/sandboxes?name={name}&state=running"):
+            self.request("POST", f"/sandboxes/{name}/exec", {"args": ["write", "/root/written", "something"]})
+
+    def reset(self) -> None:
+        """Reset all faults, and remove everything except the template."""
+        self._forget_faults()
+        self.failing, self.holding = set(), False
+        while any(each["buildStatus"] == "building" for each in self.request("GET", "/templates?limit=1000")):
+            time.sleep(0.02)
+        for box in self.things("sandboxes"):
+            self.request("DELETE", f"/sandboxes/{box['sandboxID']}")
+        for snapshot in self.things("snapshots"):
+            self.request("DELETE", f"/snapshots/{snapshot['snapshotID']}")
+        # A volume that was made from a snapshot must be removed before the volume of that snapshot.
+        for volume in reversed(self.things("volumes")):
+            self.request("DELETE", f"/volumes/{volume['name']}?withSnapshots=true")
+        for template in self.things("templates"):
+            if template["names"] != [TEMPLATE] or template["recipe"]["packages"] or template["recipe"]["setup"]:
+                self.request("DELETE", f"/templates/{template['templateID']}")
+        if TEMPLATE not in self.names("templates"):
+            self._served.build_template(TEMPLATE)
+
+    @property
+    def _host(self) -> FaultyHost:
+        host = self._served.host
+        assert isinstance(host, FaultyHost)
+        return host
+
+    @property
+    def failing(self) -> set[str]:
+        return self._host.failing
+
+    @failing.setter
+    def failing(self, names: set[str]) -> None:
+        self._host.failing = names
+
+    @property
+    def holding(self) -> bool:
+        return self._host.holding
+
+    @holding.setter
+    def holding(self, value: bool) -> None:
+        self._host.holding = value
+
+    # The layer
+
+    def answer(self, method: str, target: str, raw: bytes, key: str) -> tuple[int, Any, dict[str, str]]:
+        """Status, JSON (None: no body) and headers."""
+        time.sleep(self.delay)
+        path, _, query = target.partition("?")
+        with self._lock:
+            self.calls.append((method, target))
+            busy, self.busy = self.busy, max(0, self.busy - 1)
+        if path != "/health" and self.token and key != self.token:
+            return 401, _refusal(401, "unauthorized", "this needs a key"), {}
+        if path != "/health" and busy:
+            return 429, _refusal(429, "busy", "too much at once: try again"), {"Retry-After": "0"}
+        if self.intercept is not None and (answer := self.intercept(method, target)) is not None:
+            return *answer, {}
+        asked = dict(parse_qsl(query))
+        unknown = self._known.unknown(method, path, asked, json.loads(raw) if raw else {})
+        if unknown:
+            return 400, _refusal(400, "invalid", f"unknown: {', '.join(unknown)}"), {}
+        if "limit" in asked:
+            asked["limit"] = str(min(int(asked["limit"]), PAGE))
+        status, headers, found = self._forward(method, f"{path}?{urlencode(asked)}" if asked else path, raw)
+        data = json.loads(found) if found else None
+        if method == "GET" and isinstance(data, dict):
+            self._remove_seen(path, data)
+        if path == "/health" and self.version:
+            data["version"] = self.version
+        if self.rewrite is not None:
+            status, data = self.rewrite(method, target, status, data)
+        passed = ("Date", "Retry-After", "X-Next-Token")
+        return status, data, {name: headers[name] for name in passed if headers[name] is not None}
+
+    def _remove_seen(self, path: str, data: dict[str, Any]) -> None:
+        for kind, ident in (("sandboxes", "sandboxID"), ("snapshots", "snapshotID")):
+            if re.fullmatch(rf"/{kind}/[^/]+", path) and data.get(ident) in self.vanish:
+                self.vanish.discard(data[ident])
+                self.request("DELETE", f"/{kind}/{data[ident]}")
+
+    def _forward(self, method: str, target: str, raw: bytes | None) -> tuple[int, Any, bytes]:
+        reused = getattr(self._of_thread, "connection", None)
+        connection = reused or _UnixConnection(str(self._served.socket))
+        try:
+            connection.request(method, target, raw or None, {"Content-Type": "application/json"} if raw else {})
+            response = connection.getresponse()
+        except (http.client.HTTPException, ConnectionError):
+            connection.close()
+            self._of_thread.connection = None
+            if reused is None:
+                raise
+            # The connection was idle for too long.
+            return self._forward(method, target, raw)
+        self._of_thread.connection = connection
+        return response.status, response.headers, response.read()
+
+
+@contextlib.contextmanager
+def serve() -> Iterator[FaultyGateway]:
+    with tempfile.TemporaryDirectory(prefix="grove-faulty-") as root:
+        gateway = FaultyGateway(Path(root))
+        try:
+            yield gateway
+        finally:
+            gateway.end()
+
+
+@contextlib.contextmanager
+def _running(server: socketserver.BaseServer) -> Iterator[None]:
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _refusal(status: int, kind: str, message: str) -> dict[str, Any]:
+    return {"code": status, "message": message, "error": message, "kind": kind, "blockers": []}
+
+
+class _Known:
+    """The fields and queries that an OpenAPI document names. The gateway ignores others; the layer rejects them."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._document = document
+        self._paths = [(re.sub(r"\{[^}]+\}", "[^/]+", path), entry) for path, entry in document["paths"].items()]
+
+    def unknown(self, method: str, path: str, query: dict[str, Any], body: Any) -> list[str]:
+        for pattern, entry in self._paths:
+            operation = entry.get(method.lower())
+            if operation and re.fullmatch(pattern, path):
+                queries = {each["name"] for each in operation.get("parameters", []) if each["in"] == "query"}
+                content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+                return sorted({*query} - queries) + self._fields(body, content.get("schema", {}))
+        return []
+
+    def _fields(self, value: Any, schema: dict[str, Any]) -> list[str]:
+        """Fields of ``value`` that none of the schema's alternatives has."""
+        if "$ref" in schema:
+            return self._fields(value, self._document["components"]["schemas"][schema["$ref"].rpartition("/")[2]])
+        if "anyOf" in schema:
+            kind = {dict: "object", list: "array"}.get(type(value))
+            fitting = [each for each in schema["anyOf"] if "$ref" in each or each.get("type") == kind]
+            return min((self._fields(value, each) for each in fitting), key=len, default=[])
+        if isinstance(value, list):
+            return [name for each in value for name in self._fields(each, schema.get("items", {}))]
+        if not isinstance(value, dict) or "properties" not in schema:
+            return []
+        known = schema["properties"]
+        inner = [name for key, each in value.items() if key in known for name in self._fields(each, known[key])]
+        return sorted(value.keys() - known.keys()) + inner
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("gateway", timeout=_SECONDS)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    gateway: FaultyGateway
+
+    def _serve(self) -> None:
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.gateway.cut:
+            self.gateway.cut -= 1
+            self.close_connection = True
+            return
+        key = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        status, data, headers = self.gateway.answer(self.command, self.path, raw, key)
+        payload = b"" if data is None else json.dumps(data).encode()
+        self.send_response_only(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        # A client may have disconnected.
+        with contextlib.suppress(OSError):
+            self.wfile.write(payload)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve
+
+    def log_message(self, *_: Any) -> None:
+        """Log nothing."""
+
+
+class _UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True

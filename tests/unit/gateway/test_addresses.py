@@ -1,0 +1,101 @@
+"""The effect of a network policy on each address, and the name servers of a sandbox."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.config import Network
+from sandbox_gateway.errors import Invalid
+from sandbox_gateway.hosts.addresses import METADATA, egress_rules, name_servers
+from sandbox_gateway.records import NetworkPolicy
+
+NOTHING = NetworkPolicy(allow_internet=False)
+
+
+def may_reach(policy: NetworkPolicy, address: str, port: int = 80, dns: Sequence[str] = ()) -> bool:
+    """By the first rule that matches."""
+    for rule in egress_rules(policy, dns):
+        to = any(ipaddress.IPv4Address(address) in network for network in rule.networks)
+        if to and (port == 53 or not rule.dns_only):
+            return rule.allow
+    raise AssertionError("the rules do not say")
+
+
+def test_without_a_policy_all_but_metadata_is_open() -> None:
+    assert may_reach(NetworkPolicy(), "1.1.1.1")
+    for network in METADATA:
+        assert not may_reach(NetworkPolicy(), str(ipaddress.IPv4Network(network)[-1]))
+
+
+def test_what_is_allowed_is_open_though_the_rest_is_closed() -> None:
+    policy = NetworkPolicy(allow_internet=False, allow_out=["192.0.2.0/24", " 198.51.100.7 "])
+    assert may_reach(policy, "192.0.2.200") and may_reach(policy, "198.51.100.7")
+    assert not may_reach(policy, "198.51.100.8") and not may_reach(NOTHING, "1.1.1.1")
+
+
+def test_what_is_denied_is_closed_unless_it_is_allowed() -> None:
+    policy = NetworkPolicy(deny_out=["192.0.2.0/24"], allow_out=["192.0.2.1"])
+    assert may_reach(policy, "192.0.2.1") and may_reach(policy, "1.1.1.1")
+    assert not may_reach(policy, "192.0.2.2")
+
+
+@pytest.mark.parametrize("wide", ["0.0.0.0/0", "169.0.0.0/8", "168.63.129.0/24", "192.0.0.0/16", "100.64.0.0/10"])
+def test_only_an_entry_within_a_metadata_range_opens_it(wide: str) -> None:
+    for network in METADATA:
+        address = str(ipaddress.IPv4Network(network)[0])
+        assert not may_reach(NetworkPolicy(allow_out=[wide]), address)
+        assert may_reach(NetworkPolicy(allow_internet=False, allow_out=[wide, address]), address)
+
+
+def test_at_a_name_server_with_a_metadata_address_only_its_port_is_open() -> None:
+    server = "169.254.169.253"
+    assert may_reach(NetworkPolicy(), server, 53, [server, "1.1.1.1"])
+    assert not may_reach(NetworkPolicy(), server, 80, [server])
+    assert not may_reach(NetworkPolicy(), "169.254.169.254", 53, [server])
+    assert not may_reach(NOTHING, server, 53, [server])
+    assert not may_reach(NetworkPolicy(deny_out=["169.254.0.0/16"]), server, 53, [server])
+    assert may_reach(NetworkPolicy(allow_internet=False, allow_out=["0.0.0.0/0"]), server, 53, [server])
+    assert may_reach(NetworkPolicy(deny_out=["169.254.0.0/16"], allow_out=["169.0.0.0/8"]), server, 53, [server])
+    assert not any(rule.dns_only for rule in egress_rules(NetworkPolicy(), ["1.1.1.1"]))
+
+
+def test_overlapping_entries_become_one() -> None:
+    (rule,) = (
+        rule
+        for rule in egress_rules(NetworkPolicy(allow_out=["192.0.2.0/25", "192.0.2.128/25", "192.0.2.7"]), [])
+        if rule.allow and ipaddress.IPv4Network("0.0.0.0/0") not in rule.networks
+    )
+    assert rule.networks == (ipaddress.IPv4Network("192.0.2.0/24"),)
+
+
+def test_a_refusal_names_the_field_and_the_text() -> None:
+    for field in ("allow_out", "deny_out"):
+        with pytest.raises(Invalid) as refused:
+            egress_rules(NetworkPolicy.model_validate({field: ["1.1.1.1", "host.example"]}), [])
+        assert refused.value.message.startswith(f"{field}: 'host.example' is not an IPv4 address or CIDR (")
+
+
+def test_the_hosts_name_servers_that_are_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/etc/resolv.conf": "search x\nnameserver 127.0.0.53\n#nameserver 3.3.3.3\n",
+        "/run/systemd/resolve/resolv.conf": " nameserver  9.9.9.9\nnameserver fd00::1\nnameserver 9.9.9.9\n",
+    }
+
+    def read(path: Path) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert name_servers(Network()) == ["9.9.9.9"]
+    assert name_servers(Network(dns=["127.0.0.1", "1.1.1.1", "x", "2.2.2.2", "1.1.1.1"])) == ["1.1.1.1", "2.2.2.2"]
+    files["/etc/resolv.conf"] = "nameserver 8.8.8.8"
+    assert name_servers(Network()) == ["8.8.8.8"]
+    del files["/etc/resolv.conf"]
+    assert name_servers(Network()) == ["9.9.9.9"]
+    files.clear()
+    assert name_servers(Network()) == []

@@ -1,0 +1,71 @@
+"""The digest of the files that templates get in addition to their recipes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.hosts.guest_digest import digest_guest
+from sandbox_gateway.hosts.jail_zfs.jail import rootfs as jail_rootfs
+from sandbox_gateway.hosts.kvm_xfs.template import guest_files
+from sandbox_gateway.recipes import Recipe
+from tests.support import session
+
+TEMPLATE = session.REPOSITORY / "gateway/src/sandbox_gateway/hosts/kvm_xfs/template"
+PARTS = sorted(
+    path.relative_to(TEMPLATE).as_posix()
+    for path in TEMPLATE.rglob("*")
+    if path.is_file() and path.name != "README.md" and path.suffix != ".pyc"
+)
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    shutil.copytree(TEMPLATE, tmp_path / "template", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "template"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_one_byte_more_in_any_part_is_another_recipe_digest(template: Path, part: str) -> None:
+    before = Recipe().digest(digest_guest(template))
+    with (template / part).open("a") as file:
+        file.write("#")
+    assert Recipe().digest(digest_guest(template)) != before
+
+
+def test_times_modes_byte_code_and_notes_do_not_count(template: Path) -> None:
+    before = digest_guest(template)
+    (template / "guest/packages.txt").touch(mode=0o600)
+    (template / "guest/packages.txt").chmod(0o755)
+    (template / "__pycache__").mkdir()
+    (template / "__pycache__/build.cpython-311.pyc").write_bytes(b"x")
+    (template / "guest/README.md").write_text("note")
+    assert digest_guest(template) == before
+
+
+def test_a_renamed_file_is_another_digest(template: Path) -> None:
+    before = digest_guest(template)
+    (template / "guest/hosts").rename(template / "guest/hosts2")
+    assert digest_guest(template) != before
+
+
+def test_values_in_the_network_script_count() -> None:
+    assert digest_guest(TEMPLATE, "address 1") != digest_guest(TEMPLATE, "address 2")
+    assert "@" not in guest_files.network_script()
+
+
+def test_it_is_the_same_in_every_process_and_differs_between_kinds_of_host() -> None:
+    code = "from sandbox_gateway.hosts.kvm_xfs.template.guest_files import guest_digest; print(guest_digest())"
+    argv = [sys.executable, "-c", code]
+    said = [
+        subprocess.run(
+            argv, env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert {text.strip() for text in said} == {guest_files.guest_digest()}
+    assert jail_rootfs.guest_digest() != guest_files.guest_digest()

@@ -1,0 +1,43 @@
+"""The import contract detects forbidden imports of a package."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+from grimp import ImportGraph
+
+from tests.lint.contracts import ImportOnly
+from tests.support.session import REPOSITORY
+
+
+def contract(**options: Any) -> ImportOnly:
+    return ImportOnly("only", {}, {"modules": ["small"], **options})
+
+
+@pytest.fixture
+def graph() -> ImportGraph:
+    graph = ImportGraph()
+    for importer, imported in (("small.one", "small.two"), ("small.one", "json"), ("large", "httpx")):
+        graph.add_import(importer=importer, imported=imported)
+    return graph
+
+
+def test_itself_and_the_standard_library_are_allowed(graph: ImportGraph) -> None:
+    assert contract().check(graph, verbose=False).kept
+
+
+def test_anything_else_is_found(graph: ImportGraph) -> None:
+    graph.add_import(importer="small.two", imported="large.part")
+    found = contract().check(graph, verbose=False)
+    assert not found.kept
+    assert found.metadata["wrong"] == [("small.two", "large.part")]
+    assert contract(also=["large"]).check(graph, verbose=False).kept
+    assert not contract(also=["larg"]).check(graph, verbose=False).kept
+
+
+def test_each_contract_has_a_name_of_its_own() -> None:
+    data = tomllib.loads((REPOSITORY / "tests" / "lint" / "imports.toml").read_text())["tool"]["importlinter"]
+    names = [each["id"] for each in data["contracts"]]
+    assert len(names) == len(set(names)) >= 6

@@ -1,0 +1,97 @@
+"""The wording of prose: each rule finds only its bad examples, and every kind of text is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.lint import words
+
+
+@pytest.mark.parametrize("rule", words.rules(), ids=lambda rule: rule.name)
+def test_a_rule_finds_its_bad_examples_and_no_good_one(rule: words.Rule) -> None:
+    assert rule.bad and rule.good and rule.remedy
+    for text in rule.bad:
+        assert any(rule.pattern.search(each) for each in words.sentences(text)), text
+    for text in rule.good:
+        assert not any(rule.pattern.search(each) for each in words.sentences(text)), text
+
+
+def test_no_rule_is_called_like_another() -> None:
+    names = [rule.name for rule in words.rules()]
+    assert len(names) == len(set(names))
+
+
+def texts(read: Callable[[str], Iterator[words.Prose]], source: str) -> list[tuple[int, str]]:
+    return [(each.line, each.text) for each in read(source)]
+
+
+def test_markdown_is_read_by_paragraphs_items_and_cells() -> None:
+    source = (
+        "# Head\n\nOne\nparagraph with `code`.\n\n* an item\n  of two lines\n* [linked](to.md)\n\n| a | b |\n|--|--|\n"
+    )
+    assert texts(words.markdown, source) == [
+        (1, "Head"),
+        (3, "One paragraph with CODE."),
+        (6, "an item of two lines"),
+        (8, "linked"),
+        (10, "a"),
+        (10, "b"),
+    ]
+
+
+def test_fenced_code_is_not_prose() -> None:
+    assert texts(words.markdown, "Before.\n```sh\nwhat shall it be\n```\nAfter.\n") == [(1, "Before."), (5, "After.")]
+
+
+def test_python_is_read_for_everything_that_people_see() -> None:
+    source = '''"""Module docstring."""
+def f(x):
+    """Function docstring."""
+    log.warning("log message here", sandbox=x)
+    parser.add_argument("--x", help="help of argparse")
+    option = Option(None, help="help of typer")
+    module.fail_json(msg=f"module failed for {x}")
+    raise Invalid(f"an error about {x}: " "do this")
+    y = "not prose at all"
+    z = ["what shall"]
+'''
+    assert sorted(text for _, text in texts(words.python, source)) == [
+        "Function docstring.",
+        "Module docstring.",
+        "an error about CODE: do this",
+        "help of argparse",
+        "help of typer",
+        "log message here",
+        "module failed for CODE",
+    ]
+
+
+def test_documentation_of_modules_is_read() -> None:
+    source = (
+        'DOCUMENTATION = r"""\nshort_description: Short text\noptions:\n  a:\n    description: Text of C(a).\n"""\n'
+    )
+    assert [text for _, text in texts(words.python, source)] == ["Short text", "Text of CODE."]
+
+
+def test_messages_of_roles_are_read() -> None:
+    source = "- name: Check\n  assert:\n    that: x\n    fail_msg: '{{ x }} is wrong'\n  vars:\n    y: !unsafe z\n"
+    assert [text for _, text in texts(words.yaml_file, source)] == ["CODE is wrong"]
+
+
+def test_proselint_names_the_piece_it_finds() -> None:
+    pieces = [words.Prose(3, "Nothing is wrong here."), words.Prose(8, "This is very unique.")]
+    found = list(words.proselint_findings("page.md", pieces))
+    assert (8, "uncomparables") in [(each.line, each.rule.split(".")[0]) for each in found]
+    assert {each.line for each in found} == {8}
+
+
+@pytest.mark.parametrize("path", sorted(words.files(words.GUIDES)), ids=lambda path: path.name)
+def test_guides_have_no_findings(path: words.Path) -> None:
+    assert [str(each) for each in words.check(path)] == []
+
+
+def test_the_longest_directory_counts() -> None:
+    assert words.area("a/b/c.py", ["a", "a/b", "x"]) == "a/b"
+    assert words.area("ab/c.py", ["a"]) == ""
