@@ -11,7 +11,7 @@ html_sidebars = {"**": ["about.html", "navigation.html", "searchbox.html"]}
 html_theme_options = {"page_width": "1100px", "sidebar_width": "240px", "fixed_sidebar": True}
 html_show_sphinx = False
 html_copy_source = False
-# As on the forge where the guides are read, too.
+# The same anchors as on the forge that also shows the guides.
 myst_heading_anchors = 4
 
 
@@ -20,5 +20,5 @@ def setup(app):
 
 
 def unlink(app, page, text):
-    """A guide's links to files of the repository that are not guides lead nowhere here: they become their text."""
+    """Replace links to files outside the guides by their text: those files are not part of the site."""
     text[0] = re.sub(r"\[([^]]+)\]\(\.\./[^)]*\)", r"\1", text[0])
