@@ -233,6 +233,7 @@ class MemoryHost:
     kind = "memory"
     abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=True)
     boot_seconds = resume_seconds = 20.0
+    machine_type = Machine
 
     def __init__(self) -> None:
         self.machines: dict[str, Machine] = {}
@@ -284,7 +285,7 @@ class MemoryHost:
             self.machines[sandbox.instance].names = dict(self.names.get(snapshot.id, {}))
 
     async def start(self, sandbox: Sandbox) -> None:
-        machine = Machine(self.disks[sandbox.instance], self.files)
+        machine = self.machine_type(self.disks[sandbox.instance], self.files)
         machine.allowed = {mount.volume: mount.read_only for mount in sandbox.mounts}
         await machine.start()
         self.machines[sandbox.instance] = machine

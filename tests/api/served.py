@@ -31,7 +31,7 @@ def free_port() -> int:
 class Served:
     """A gateway that answers on a unix socket and on a loopback port."""
 
-    def __init__(self, root: Path, **sections: dict[str, Any]) -> None:
+    def __init__(self, root: Path, host: MemoryHost | None = None, **sections: dict[str, Any]) -> None:
         self.root = root
         # Socket paths must be short; a test's own directory may be deep.
         self.run = tempfile.TemporaryDirectory(prefix="grove-api-")
@@ -44,7 +44,7 @@ class Served:
         server |= sections.pop("server", {})
         data = {"server": server, "host": {"state_root": str(root)}, **sections}
         self.config = Config.model_validate(data)
-        self.host = MemoryHost()
+        self.host = host or MemoryHost()
         self.loop = asyncio.new_event_loop()
         self.stop = asyncio.Event()
         self.failure: BaseException | None = None

@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from tests.api import memory_host
-from tests.api.memory_host import AGENT_PORT, Machine, _address
+from tests.api.memory_host import AGENT_PORT, Machine, MemoryHost, _address
 from tests.api.served import Served
 from tests.support.session import REPOSITORY
 
@@ -56,13 +54,16 @@ class AgentMachine(Machine):
         return self.process.pid
 
 
+class AgentHost(MemoryHost):
+    machine_type = AgentMachine
+
+
 @contextmanager
 def serve(root: Path, **sections: dict[str, Any]) -> Iterator[Served]:
     """A gateway with the template `base`; ``sections`` are sections of its configuration."""
-    with mock.patch.object(memory_host, "Machine", AgentMachine):
-        gateway = Served(root, **sections)
-        try:
-            gateway.build_template("base")
-            yield gateway
-        finally:
-            gateway.end()
+    gateway = Served(root, AgentHost(), **sections)
+    try:
+        gateway.build_template("base")
+        yield gateway
+    finally:
+        gateway.end()

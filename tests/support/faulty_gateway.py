@@ -20,14 +20,13 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from unittest import mock
 from urllib.parse import parse_qsl, urlencode
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Sandbox, Snapshot
-from tests.api import memory_host, served
+from tests.api import served
 from tests.api.memory_host import Machine, MemoryHost
 
 TEMPLATE = "base"
@@ -57,6 +56,7 @@ class ShellMachine(Machine):
 class FaultyHost(MemoryHost):
     """A host of ShellMachines. Agents of sandboxes in ``failing`` do not answer. Builds wait during ``holding``."""
 
+    machine_type = ShellMachine
     holding = False
 
     async def build_base(self, base: Snapshot, recipe: Recipe, log: Log) -> Snapshot:
@@ -64,10 +64,6 @@ class FaultyHost(MemoryHost):
         while self.holding:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return await super().build_base(base, recipe, log)
-
-    async def start(self, sandbox: Sandbox) -> None:
-        with mock.patch.object(memory_host, "Machine", ShellMachine):
-            await super().start(sandbox)
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
         if sandbox.name in self.failing:
@@ -90,8 +86,7 @@ class FaultyGateway:
         self._lock = threading.Lock()
         self._of_thread = threading.local()
         self._forget_faults()
-        with mock.patch.object(served, "MemoryHost", FaultyHost):
-            self._served = served.Served(root, log={"level": "warning"})
+        self._served = served.Served(root, FaultyHost(), log={"level": "warning"})
         self._served.build_template(TEMPLATE)
         self._known = _Known(self.request("GET", "/openapi.json"))
         self._handler = type("Handler", (_Handler,), {"gateway": self})
