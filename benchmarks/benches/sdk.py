@@ -22,7 +22,6 @@ from benchmarks.timers import milliseconds
 from sandbox_gateway.api.native.shapes import ENVD_VERSION
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.records import Snapshot
-from tests.api.served import free_port
 from tests.support import session
 from tests.support.gateway import Gateway
 
@@ -79,7 +78,7 @@ def _served(host: KvmXfs) -> Iterator[tuple[Gateway, str]]:
     keys = session.run_dir() / "bench-keys"
     keys.write_text(f"bench admin {_KEY}\n")
     keys.chmod(0o600)
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{session.free_port()}"
     with gateway_beside(host, server={"listen": address, "key_file": str(keys)}) as gateway:
         url = f"http://{address}"
         names = {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": _KEY}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import tempfile
 import threading
 import time
@@ -16,16 +15,10 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.server import serving
 from tests.api.memory_host import Machine, MemoryHost
+from tests.support import session
 
 ADMIN_KEY, EXEC_KEY, READ_KEY = "admin-key-0123456789", "exec-key-0123456789", "read-key-0123456789"
 _START_SECONDS = 20
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Served:
@@ -36,7 +29,7 @@ class Served:
         # Socket paths must be short; a test's own directory may be deep.
         self.run = tempfile.TemporaryDirectory(prefix="grove-api-")
         self.socket = Path(self.run.name) / "gateway.sock"
-        self.port = free_port()
+        self.port = session.free_port()
         keys = root / "keys"
         keys.write_text(f"# keys\nroot admin {ADMIN_KEY}\nrunner exec {EXEC_KEY}\n\nlooker read {READ_KEY}\n")
         keys.chmod(0o600)

@@ -19,8 +19,8 @@ import forkd
 import httpx
 import pytest
 
-from tests.api.served import ADMIN_KEY, READ_KEY, Served, free_port
-from tests.support import forkd_command
+from tests.api.served import ADMIN_KEY, READ_KEY, Served
+from tests.support import forkd_command, session
 from tests.support.waiting import eventually
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -30,7 +30,7 @@ _SECONDS = 20
 @pytest.fixture
 def target(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The address of the future port; the command is on PATH and configured for the gateway."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{session.free_port()}"
     forkd_command.install(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("FORKD_URL", served.url)
@@ -197,13 +197,13 @@ def test_what_keeps_it_from_starting(
         assert "listens on" in failing(*fork)
     local = "set FORKD_TARGET=127.0.0.1:8888"
     assert f"not an address of this machine: {local}" in failing(*fork, "--listen", "192.0.2.1:8888")
-    assert "asks nobody" in failing(*fork, "--listen", f"0.0.0.0:{free_port()}")
+    assert "asks nobody" in failing(*fork, "--listen", f"0.0.0.0:{session.free_port()}")
     assert "HOST:PORT" in failing(*fork, "--listen", "8888")
     monkeypatch.setenv("FORKD_TOKEN", READ_KEY)
     assert "needs admin" in failing(*fork)
     monkeypatch.setenv("FORKD_TOKEN", "nonsense-0123456789")
     assert "set FORKD_TOKEN" in failing(*fork)
-    monkeypatch.setenv("FORKD_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("FORKD_URL", f"http://127.0.0.1:{session.free_port()}")
     assert "cannot be reached" in failing(*fork)
     monkeypatch.setenv("FORKD_URL", "unix:///nowhere/gateway.sock")
     assert "cannot be reached" in failing(*fork)

@@ -11,7 +11,6 @@ import pytest
 from sandbox_gateway.hosts.base import Abilities
 from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
-from tests.api.served import free_port
 from tests.support import session
 from tests.support.gateway import TEMPLATE, Gateway
 from tests.support.jail_gateway import jail_gateway
@@ -40,7 +39,7 @@ class Server:
 
 @pytest.fixture(scope="session", params=["kvm_xfs", "jail_zfs"])
 def served(request: pytest.FixtureRequest) -> Iterator[Server]:
-    port = free_port()
+    port = session.free_port()
     server = {"listen": f"127.0.0.1:{port}", "key_file": str(_keys()), "domain": DOMAIN}
     if request.param == "kvm_xfs":
         gateway = request.getfixturevalue("seeded_gateways")({"server": server})

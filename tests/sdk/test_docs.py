@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.served import free_port
 from tests.sdk.conftest import Server
 from tests.support import forkd_command, session
 from tests.support.session import REPOSITORY
@@ -42,7 +41,7 @@ def environment(served: Server) -> dict[str, str]:
     keys = dict.fromkeys(("E2B_API_KEY", "CUBE_API_KEY", "FORKD_TOKEN"), served.key)
     forkd = forkd_command.install(session.run_dir())
     programs = f"{forkd.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    own = {"PATH": programs, "CUBE_TEMPLATE_ID": _TEMPLATE, "FORKD_TARGET": f"127.0.0.1:{free_port()}"}
+    own = {"PATH": programs, "CUBE_TEMPLATE_ID": _TEMPLATE, "FORKD_TARGET": f"127.0.0.1:{session.free_port()}"}
     return {**os.environ, **where, **proxy, **keys, **own}
 
 

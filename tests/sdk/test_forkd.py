@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from forkd import CommandResult, Controller, ControllerError, Sandbox
 
-from tests.api.served import free_port
 from tests.sdk.conftest import Server
 from tests.sdk.coverage import covers
-from tests.support import forkd_command
+from tests.support import forkd_command, session
 
 Spawn = Callable[..., list[str]]
 _END_SECONDS = 20
@@ -24,7 +23,7 @@ _END_SECONDS = 20
 @pytest.fixture(autouse=True)
 def target(served: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The only settings that users have to change; and the command on PATH, as after its installation."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{session.free_port()}"
     forkd_command.install(tmp_path)
     monkeypatch.setenv("FORKD_URL", served.url)
     monkeypatch.setenv("FORKD_TOKEN", served.key)

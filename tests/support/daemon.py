@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 
-from tests.api.served import ADMIN_KEY, free_port
+from tests.api.served import ADMIN_KEY
+from tests.support import session
 
 _ROOT = Path(__file__).parents[2]
 _START_SECONDS = 60
@@ -37,7 +38,7 @@ class Daemon:
         # Socket paths must be short; a test's own directory may be deep.
         self._run = tempfile.TemporaryDirectory(prefix="grove-daemon-")
         self.socket = Path(self._run.name) / "gateway.sock"
-        self.port = free_port()
+        self.port = session.free_port()
         self.log = root / "daemon.log"
         keys, config = root / "keys", root / "config.toml"
         keys.write_text(f"root admin {ADMIN_KEY}\n")

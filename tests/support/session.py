@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import secrets
+import socket
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +24,10 @@ LANE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 LANES = 2
 _GATEWAYS = len(_letters) ** 2 // LANES
 _count = itertools.count()
+# Below the ports that Linux gives to clients (32768 and up): a client must not take a port between its choice and use.
+_PORTS = range(20000 + LANE % LANES * 6000, 20000 + (LANE % LANES + 1) * 6000)
+# Each process begins elsewhere: ansible-test starts pytest within a lane.
+_next_port = itertools.count(secrets.randbelow(len(_PORTS)))
 
 
 def state_dir() -> Path:
@@ -66,6 +72,15 @@ def network() -> dict[str, str]:
         "prefix": f"t{run_id()}{_letters[number // 36]}{_letters[number % 36]}",
         "subnet": f"10.{240 + block // 64}.{block % 64 * 4}.0/22",
     }
+
+
+def free_port() -> int:
+    """A TCP port of this lane on which no process listens, and that no earlier call returned."""
+    for number in itertools.islice(_next_port, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port := _PORTS[number % len(_PORTS)]))
+            return port
+    raise RuntimeError(f"ports {_PORTS.start} to {_PORTS.stop - 1} are all in use")
 
 
 def link_collection() -> None:
