@@ -48,9 +48,7 @@ class Found:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Found]]:
     """All cases in two plays: one sets them up, the other runs each task three times."""
     root = tmp_path_factory.mktemp("predictions")
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(memory_host, "Machine", ShellMachine)
-    gateway = Served(root, log={"level": "warning"})
+    gateway = Served(root, ShellHost(), log={"level": "warning"})
     try:
         gateway.build_template("base")
         scratch = root / "scratch"
@@ -75,7 +73,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Found
         }
     finally:
         gateway.end()
-        monkeypatch.undo()
 
 
 class ShellMachine(memory_host.Machine):
@@ -84,6 +81,10 @@ class ShellMachine(memory_host.Machine):
     async def _exec(self, request: dict[str, Any]) -> dict[str, Any]:
         known = {**request, "args": ["exit", "0"]} if request["args"][0] == "/bin/sh" else request
         return await super()._exec(known)
+
+
+class ShellHost(memory_host.MemoryHost):
+    machine_type = ShellMachine
 
 
 def meanwhile(gateway: Served, target: Target, what: str, whom: str) -> None:
