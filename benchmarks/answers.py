@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.timers import Span, Timers
-from sandbox_gateway.engine.agent import AgentClient
+from sandbox_gateway.engine.agent_client import AgentClient
 
 _SECONDS = 60.0
 

@@ -25,9 +25,9 @@ from typing import Any
 from sandbox_gateway.hosts.addresses import AGENT_PORT
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, Layout
-from sandbox_gateway.hosts.kvm_xfs.machine.command_line import Platform, Shape, arguments
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_MAC, Slot
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
+from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import Platform, Shape, arguments
 from sandbox_gateway.records import NetworkPolicy, Snapshot
 from tests.support import session
 from tests.support.live import Live

@@ -10,13 +10,13 @@ from benchmarks.context import Context, KvmXfs
 from benchmarks.measure import Result, Target
 from benchmarks.raw_qemu import RawQemu
 from benchmarks.timers import Span, Stop, Timers, shares
-from sandbox_gateway.engine.agent import AgentClient
+from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
 from sandbox_gateway.hosts.kvm_xfs.image import instances
-from sandbox_gateway.hosts.kvm_xfs.machine.cgroup import Cgroups
-from sandbox_gateway.hosts.kvm_xfs.machine.qemu import Machine
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
+from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import Cgroups
+from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import Sandbox, Snapshot
 
 _BETWEEN_SECONDS = 0.3

@@ -19,17 +19,17 @@ from benchmarks.timers import Span, Stop, Timers, milliseconds, shares
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.hosts.addresses import AGENT_PORT
-from sandbox_gateway.hosts.jail_zfs.commands import SECONDS, Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import SECONDS, CommandRunner
 from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
 from sandbox_gateway.hosts.jail_zfs.jail import identity
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.rctl import Limits
-from sandbox_gateway.hosts.jail_zfs.machines import Machine
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import Pf
+from sandbox_gateway.hosts.jail_zfs.running_machines import Machine
 from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
 from sandbox_gateway.records import Sandbox
-from sandbox_gateway.zfs import command as zfs_command
+from sandbox_gateway.zfs import run as zfs_run
 from tests.jail_zfs import pools
 from tests.support.jail_world import ShimHost, environment, jail_zfs_world
 from tests.support.live import Live
@@ -60,7 +60,7 @@ _PARTS = {
     "loopback": "loopback, where longer",
     "rest": "everything else",
 }
-_RECORDED: dict[str, Stop] = {"zfs": (zfs_command, "execute"), "command": (Commands, "_run")}
+_RECORDED: dict[str, Stop] = {"zfs": (zfs_run, "execute"), "command": (CommandRunner, "_run")}
 
 
 class JailZfs:
@@ -172,7 +172,7 @@ def _exchange(word: str, exchanged: dict[str, str]) -> str:
 
 def _ran(argv: tuple[str, ...]) -> str:
     """Standard output of a command that must succeed."""
-    turn = zfs_command.mount_lock(argv[1], SECONDS, None) if argv[0] == "zfs" else contextlib.nullcontext()
+    turn = zfs_run.mount_lock(argv[1], SECONDS, None) if argv[0] == "zfs" else contextlib.nullcontext()
     env = {**os.environ, "LC_ALL": "C", **environment()}
     with turn:
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)

@@ -10,7 +10,7 @@ import forkd
 import httpx
 import pytest
 
-from sandbox_gateway.engine.agent import AgentClient
+from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.records import Memory, Sandbox, Snapshot
 from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sandbox_gateway.engine.index import Index
-from sandbox_gateway.engine.paths import check_mounts
+from sandbox_gateway.engine.mount_paths import check_mount_paths
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, InUse, Invalid, NameTaken, NotFound
 from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
@@ -94,20 +94,20 @@ def start(live: Live, ref: str, program: str) -> None:
 )
 def test_path_that_cannot_be_mounted_on_is_refused_in_a_sentence(path: str) -> None:
     with pytest.raises(Invalid, match="a volume cannot be mounted at"):
-        check_mounts([path])
+        check_mount_paths([path])
 
 
 def test_path_that_can_be_mounted_on() -> None:
-    check_mounts(
+    check_mount_paths(
         ["/data", "/data2", "/mnt/a-b_c.d@e+f:g=h", "/var/lib/x", "/etc/x", "/home/u/..x", "/procx", "/development"]
     )
-    check_mounts([f"/{'x' * 254}"])
+    check_mount_paths([f"/{'x' * 254}"])
 
 
 @pytest.mark.parametrize(("one", "other"), [("/a", "/a"), ("/a", "/a/b"), ("/a/b/c", "/a"), ("/a/b", "/a/b/c/d")])
 def test_mounts_that_overlap_are_refused(one: str, other: str) -> None:
     with pytest.raises(Invalid, match="overlap"):
-        check_mounts(["/elsewhere", one, other])
+        check_mount_paths(["/elsewhere", one, other])
 
 
 def test_scan_that_found_a_name_twice_and_a_mount_of_nothing() -> None:

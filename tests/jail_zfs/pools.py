@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandbox_gateway.zfs.command import mount_lock
+from sandbox_gateway.zfs.run import mount_lock
 from tests.support import session
 from tests.support.waiting import eventually
 

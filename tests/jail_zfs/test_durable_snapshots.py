@@ -15,7 +15,7 @@ import pytest
 from sandbox_gateway import zfs
 from sandbox_gateway.config import Config
 from sandbox_gateway.hosts.jail_zfs.storage.ownership import OWNER
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
 from tests.jail_zfs import pools
 from tests.support.gateway import Gateway
 from tests.support.jail_world import JailZfsWorld, environment

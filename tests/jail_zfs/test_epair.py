@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, parse_inet
 from tests.support import session
 from tests.support.jail_world import JailZfsWorld, environment, shim
@@ -27,7 +27,7 @@ def do(work: Coroutine[Any, Any, T]) -> T:
 @pytest.fixture
 def bridge(jail_zfs_world: JailZfsWorld) -> Iterator[Bridge]:
     network = session.network()
-    bridge = Bridge(Commands(environment()), name=f"{network['prefix']}br", **network)
+    bridge = Bridge(CommandRunner(environment()), name=f"{network['prefix']}br", **network)
     yield bridge
     do(bridge.sweep(set()))
     do(bridge.close())
@@ -78,7 +78,7 @@ def test_cables_that_nobody_knows_are_swept(bridge: Bridge) -> None:
 
 @given(st.integers(2, 65_533), st.from_regex(r"[a-z][a-z0-9]{0,5}", fullmatch=True))
 def test_names_fit_and_addresses_differ(number: int, prefix: str) -> None:
-    bridge = Bridge(Commands(), name="b", prefix=prefix, subnet="10.231.0.0/16")
+    bridge = Bridge(CommandRunner(), name="b", prefix=prefix, subnet="10.231.0.0/16")
     epair = bridge.epair(number)
     assert len(epair.outer) <= 15 and len(f"{prefix}-epair") <= 15
     assert epair.address != bridge.gateway and epair != bridge.epair(number + 1)

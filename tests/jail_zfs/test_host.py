@@ -17,7 +17,7 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Unsupported
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources
-from sandbox_gateway.zfs import command as zfs_command
+from sandbox_gateway.zfs import run as zfs_run
 from sandbox_gateway.zfs.causes import Cause
 from tests.jail_zfs import pools
 from tests.support import session
@@ -246,7 +246,7 @@ def test_what_cannot_be_mounted_says_what_holds_it(
     knob: Callable[[str, str], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(zfs_command._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
+    monkeypatch.setitem(zfs_run._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
     live = fresh(jail_zfs={"dying_seconds": 0.3})
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["held"])))
     sandbox = live.sandbox("held")
@@ -261,7 +261,7 @@ def test_what_cannot_be_mounted_says_what_holds_it(
     monkeypatch.undo()
     live.do(live.engine.sandboxes.resume("held"))
     live.do(live.engine.sandboxes.pause("held"))
-    monkeypatch.setitem(zfs_command._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
+    monkeypatch.setitem(zfs_run._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
     with pools.pinned():
         zfs.unmount(dataset)
         with pytest.raises(Busy, match=r"no jail, mount or open file was found that holds it\. End"):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.commands import Commands, finish_all
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner, finish_all
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jail, Jails, parse_jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted, MountTable, parse_mounts
 from sandbox_gateway.hosts.jail_zfs.jail.rctl import parse_usage, rules
@@ -92,12 +92,12 @@ def test_limits_as_they_are_written_and_measured() -> None:
 
 @pytest.fixture
 def jails(jail_zfs_world: JailZfsWorld) -> Jails:
-    return Jails(Commands(environment()))
+    return Jails(CommandRunner(environment()))
 
 
 @pytest.fixture
 def table(jail_zfs_world: JailZfsWorld) -> MountTable:
-    return MountTable(Commands(environment()))
+    return MountTable(CommandRunner(environment()))
 
 
 def test_what_is_not_there_can_be_ended(jails: Jails, table: MountTable, tmp_path: Path) -> None:

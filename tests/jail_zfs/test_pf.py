@@ -13,7 +13,7 @@ import pytest
 
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Invalid
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import bridge_rules, jail_rules
 from sandbox_gateway.records import NetworkPolicy
@@ -191,7 +191,7 @@ def test_pf_that_does_not_run_is_refused_at_start_up(jail_zfs_world: JailZfsWorl
 
 
 def test_rules_as_they_are_written() -> None:
-    bridge = Bridge(Commands(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
+    bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     assert bridge_rules(bridge, "em0") == (
         "nat on em0 inet from 10.231.0.0/16 to any -> (em0)\nblock drop on sbxbr all\n"
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE, encode, volume_snapshot_head
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode, volume_snapshot_head
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import DOOMED, VOLUME_FACTS, VolumeFindings, interpret_volumes
 from sandbox_gateway.records import Volume, VolumeSnapshot
 from sandbox_gateway.zfs.parse import Property

@@ -10,7 +10,7 @@ import pytest
 
 from sandbox_gateway import zfs
 from sandbox_gateway.errors import GatewayError, InUse, NotFound, OverQuota
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import DOOMED

@@ -18,7 +18,7 @@ from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import BackendFailed, Busy, InUse, Invalid
 from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
 from sandbox_gateway.hosts.jail_zfs.jail import mount_point
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD
 from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
 from sandbox_gateway.zfs import snapshots
 from tests.jail_zfs import pools
@@ -267,7 +267,7 @@ def test_rollback_that_cannot_be_mounted_leaves_all_as_it_was(
     live.do(live.engine.volumes.snapshot("data", "mark"))
     live.shell("first", "echo new >/data/first/file")
     before = jail_zfs_world.volume_mounts(live.config), jail_zfs_world.traces(live.config)
-    commit = "sandbox_gateway.hosts.jail_zfs.storage.record_store.RecordStore.write"
+    commit = "sandbox_gateway.hosts.jail_zfs.storage.property_store.PropertyStore.write"
 
     def refuse(*args: Any) -> None:
         raise BackendFailed("forced")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway import zfs
-from sandbox_gateway.zfs import command as zfs_command
 from sandbox_gateway.zfs import exceptions as lzc_exc
+from sandbox_gateway.zfs import run as zfs_run
 from sandbox_gateway.zfs.causes import Cause
 from tests.jail_zfs import pools
 
@@ -219,7 +219,7 @@ def test_mount_waits_until_it_is_let_go(root: str) -> None:
 
 
 def test_mount_of_what_is_held_on_to_ends(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(zfs_command._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
+    monkeypatch.setitem(zfs_run._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
     zfs.lzc_create(f"{root}/a")
     with pools.pinned():
         zfs.unmount(f"{root}/a")

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.hosts.jail_zfs.storage import sandbox_scan
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE, Kind, Record, decode, encode, stale_parts
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
+    HEAD,
+    QUARANTINE,
+    Kind,
+    Record,
+    decode,
+    encode,
+    stale_parts,
+)
 from sandbox_gateway.records import Sandbox, Snapshot, Volume, VolumeSnapshot
 from sandbox_gateway.zfs.options import VALUE_MAX, property_value
 from sandbox_gateway.zfs.parse import Property

@@ -13,7 +13,7 @@ import pytest
 
 from sandbox_gateway import zfs
 from sandbox_gateway.errors import BackendFailed, Busy, InUse, NoSpace, NotFound, OverQuota
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE, encode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, new_id
 from tests.jail_zfs import pools

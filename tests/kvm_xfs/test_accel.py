@@ -14,8 +14,8 @@ import pytest
 
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.kvm_xfs.machine import accel
-from sandbox_gateway.hosts.kvm_xfs.machine.accel import Accel
+from sandbox_gateway.hosts.kvm_xfs.qemu import accel
+from sandbox_gateway.hosts.kvm_xfs.qemu.accel import Accel
 
 
 def probe(cache: Path, kernel: Path | None = None, **settings: Any) -> Accel:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts.kvm_xfs.machine.cgroup import CONTROLLERS, Cgroups
+from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import CONTROLLERS, Cgroups
 from tests.support import session
 
 pytestmark = pytest.mark.usefixtures("need_root")

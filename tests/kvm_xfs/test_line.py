@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sandbox_gateway.engine.agent import AgentClient
+from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.engine.spec import ForkSpec
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE, KvmXfsWorld

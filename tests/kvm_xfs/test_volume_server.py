@@ -36,12 +36,12 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
 )
 from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS, apply_on_host, host_rules
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
-from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, servers
+from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, server_pool
 from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import configuration, marker_of
 from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
-from sandbox_gateway.hosts.kvm_xfs.volumes.server import Server, Wanted
-from sandbox_gateway.hosts.kvm_xfs.volumes.servers import VolumeServers
-from sandbox_gateway.hosts.kvm_xfs.volumes.starting import Starter
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, Wanted
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_start import ServerStarter
 from sandbox_gateway.records import NetworkPolicy, new_id
 from tests.kvm_xfs.test_netns import Guest, Space, inside
 from tests.support import nfs3, session
@@ -93,7 +93,7 @@ class Stand:
         self.network = network
         self.root = root
         self.pool = SlotPool(network)
-        self.servers = VolumeServers(network, root / "servers")
+        self.servers = ServerPool(network, root / "servers")
         self.stack = contextlib.ExitStack()
         self._ports = iter(VOLUME_PORTS)
 
@@ -112,7 +112,7 @@ class Stand:
         """The gateway's process is gone, but nothing else."""
         for server in self.servers._servers.values():
             server.forget()
-        self.servers = VolumeServers(self.network, self.root / "servers")
+        self.servers = ServerPool(self.network, self.root / "servers")
 
 
 @contextlib.asynccontextmanager
@@ -217,7 +217,7 @@ def test_a_marker_is_no_address_and_names_the_clients() -> None:
 
 
 def test_what_a_guest_mounts_depends_on_the_volume_alone() -> None:
-    servers = [VolumeServers(Network(subnet=f"10.{net}.0.0/24"), Path("/nowhere")) for net in (1, 2)]
+    servers = [ServerPool(Network(subnet=f"10.{net}.0.0/24"), Path("/nowhere")) for net in (1, 2)]
     one, other = (each.mounts("abc", 22004, "/data", False) for each in servers)
     assert one == other
     assert (one.source, one.type, one.path, one.read_only) == (f"{GATEWAY_ADDRESS}:/abc", "nfs", "/data", False)
@@ -228,7 +228,7 @@ def test_what_a_guest_mounts_depends_on_the_volume_alone() -> None:
 
 def test_a_missing_server_says_what_to_install(run: Run) -> None:
     async def test(s: Stand) -> None:
-        servers = VolumeServers(s.network, s.root / "others", ganesha="no-such-ganesha")
+        servers = ServerPool(s.network, s.root / "others", ganesha="no-such-ganesha")
         volume, (slot, _) = await s.volume(), await s.guest()
         with pytest.raises(BackendFailed, match="install nfs-ganesha and nfs-ganesha-vfs"):
             await servers.serve(volume.id, volume.image, volume.port, {slot.host_address: False})
@@ -359,7 +359,7 @@ def test_a_volume_that_cannot_be_served_after_its_growth_is_served_later(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_system, "may_resize", lambda: False)
-    monkeypatch.setattr(servers, "_REVIVE_SECONDS", 0.1)
+    monkeypatch.setattr(server_pool, "_REVIVE_SECONDS", 0.1)
 
     async def test(s: Stand) -> None:
         volume, (slot, guest) = await s.volume(), await s.guest()
@@ -711,13 +711,13 @@ def test_nobody_is_let_through_to_a_server_that_is_not_shut_in_yet(run: Run, mon
     async def test(s: Stand) -> None:
         volume, (slot, guest) = await s.volume(), await s.guest()
         let_through: list[str] = []
-        wait_until_ready = Starter._wait_until_ready
+        wait_until_ready = ServerStarter._wait_until_ready
 
         async def watched(*arguments: Any) -> None:
             await wait_until_ready(*arguments)
             let_through.append(output("nft", "list", "set", "inet", host_table(s.network), VOLUME_ACCESS))
 
-        monkeypatch.setattr(Starter, "_wait_until_ready", watched)
+        monkeypatch.setattr(ServerStarter, "_wait_until_ready", watched)
         await volume.serve({slot: False})
         root = volume.mount(guest)
         os.kill(volume.pid, signal.SIGSTOP)
@@ -741,7 +741,7 @@ def test_a_server_that_was_not_shut_in_is_not_adopted(run: Run, monkeypatch: pyt
     async def test(s: Stand) -> None:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        monkeypatch.setattr(Server, "is_isolated", lambda server, space: False)
+        monkeypatch.setattr(ServerProcess, "is_isolated", lambda server, space: False)
         await s.crash()
         assert len(await s.servers.open({volume.id})) == 1
         await let_go(s.root)

@@ -21,16 +21,16 @@ from typing import Any
 import pytest
 
 from sandbox_gateway.errors import BackendFailed, Busy, Conflict, GatewayError, NoSpace, NotFound
-from sandbox_gateway.hosts import records_store
+from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.base import GuestMount, Scan
+from sandbox_gateway.hosts.directory_records import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import VOLUME_PORTS
-from sandbox_gateway.hosts.kvm_xfs.volumes import ports, store, volumes
+from sandbox_gateway.hosts.kvm_xfs.volumes import kvm_volumes, ports, store
+from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
-from sandbox_gateway.hosts.kvm_xfs.volumes.servers import VolumeServers
-from sandbox_gateway.hosts.kvm_xfs.volumes.volumes import Volumes
-from sandbox_gateway.hosts.records_store import Quarantine
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.records import Mount, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 from tests.support.crash import KILLED, Steps
 from tests.support.xfs import LoopXfs
@@ -44,7 +44,7 @@ def size(image: Path) -> int:
     return image.stat().st_blocks * 512
 
 
-class Doorkeeper(VolumeServers):
+class Doorkeeper(ServerPool):
     """Records the calls to servers; ``refuse`` holds the calls that fail, by verb and volume."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Doorkeeper(VolumeServers):
         return GuestMount(path, f"{port}:{volume}", "nfs", "", read_only)
 
 
-class Verbs(Volumes):
+class Verbs(KvmVolumes):
     """The volume part of a host, whose machines consist of names and addresses."""
 
     def __init__(self, root: Path) -> None:
@@ -131,9 +131,9 @@ class Verbs(Volumes):
             await recordings.take()
             await recordings.commit()
             final = self.layout.snapshot(snapshot)
-            records_store.partial_of(final).mkdir()
-            records_store.write_record(records_store.partial_of(final), snapshot)
-            records_store.commit(final)
+            directory_records.partial_of(final).mkdir()
+            directory_records.write_record(directory_records.partial_of(final), snapshot)
+            directory_records.commit(final)
 
     async def quiet(self) -> None:
         """Wait until all background work has ended."""
@@ -343,7 +343,7 @@ def test_a_volume_that_has_grown_keeps_its_size_when_rolled_back(
 def test_rollback_that_fails_leaves_the_old_one_and_its_clients(
     host: Verbs, rolled: tuple[Volume, VolumeSnapshot, Sandbox], refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(volumes, "_RETRY_SECONDS", (0.01,))
+    monkeypatch.setattr(kvm_volumes, "_RETRY_SECONDS", (0.01,))
     volume, snapshot, _ = rolled
 
     async def story() -> None:
@@ -401,7 +401,7 @@ def test_where_one_cannot_be_captured_none_is(host: Verbs, refused: str) -> None
         asyncio.run(host.capture_sandbox(taken, [a_snapshot(one, of=taken.id), a_snapshot(two, of=taken.id)]))
     assert not host.doors.still
     assert not list(host.layout.volumes.glob("*/snapshots/*")) and not list(host.layout.volumes.glob("*/snapshots/.*"))
-    assert not records_store.directories(host.layout.snapshots)
+    assert not directory_records.directories(host.layout.snapshots)
 
 
 def test_where_the_snapshot_is_not_committed_its_volumes_are_not_either(
@@ -409,14 +409,14 @@ def test_where_the_snapshot_is_not_committed_its_volumes_are_not_either(
 ) -> None:
     one, two = two_volumes(host)
     taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
-    commit = records_store.commit
+    commit = directory_records.commit
 
     def refuse(final: Path) -> None:
         if final.name == taken.id:
             raise OSError(5, "forced")
         commit(final)
 
-    monkeypatch.setattr(records_store, "commit", refuse)
+    monkeypatch.setattr(directory_records, "commit", refuse)
     with pytest.raises(OSError, match="forced"):
         asyncio.run(host.capture_sandbox(taken, [a_snapshot(one, of=taken.id), a_snapshot(two, of=taken.id)]))
     assert not list(host.layout.volumes.glob("*/snapshots/*")) and not strays(host)
@@ -606,7 +606,7 @@ def test_of_two_volumes_with_one_port_the_younger_gets_another(host: Verbs) -> N
     _, scan = reopened(host)
     found = {volume.id: volume for volume in scan.volumes}
     assert found[one.id].host == one.host != found[two.id].host
-    assert records_store.read_record(manifest.parent, Volume) == found[two.id]
+    assert directory_records.read_record(manifest.parent, Volume) == found[two.id]
 
 
 # -- ports -------------------------------------------------------------------------------------------------------------
@@ -644,8 +644,8 @@ def test_a_volume_that_could_not_be_made_gives_its_port_back(host: Verbs, monkey
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(volumes, "_RETRY_SECONDS", (0.01, 0.02))
-    monkeypatch.setattr(volumes, "_DETACH_SECONDS", 0.2)
+    monkeypatch.setattr(kvm_volumes, "_RETRY_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(kvm_volumes, "_DETACH_SECONDS", 0.2)
 
 
 def test_a_server_lets_in_who_runs_and_ends_with_the_last(host: Verbs) -> None:
@@ -870,7 +870,7 @@ def test_killed_while_several_are_captured_leaves_all_or_none(root: Path) -> Non
         taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
         captures = [a_snapshot(one, of=taken.id), a_snapshot(two, of=taken.id)]
         outcome = die(host, host.capture_sandbox(taken, captures), fatal)
-        there = tuple(path.name for path in records_store.directories(host.layout.snapshots))
+        there = tuple(path.name for path in directory_records.directories(host.layout.snapshots))
         _, scan = reopened(host, snapshots=there)
         found = {each.id for each in scan.volume_snapshots}
         assert found == ({each.id for each in captures} if there else set()), f"killed at step {fatal}"

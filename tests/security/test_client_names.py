@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sandbox_gateway.engine.paths import check_mounts
+from sandbox_gateway.engine.mount_paths import check_mount_paths
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.records import check_name
 from tests.security.routes import Target
@@ -134,7 +134,7 @@ def test_a_name_is_one_step_of_a_path_at_most(name: str) -> None:
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_mount_is_one_path_of_one_meaning(path: str) -> None:
     try:
-        check_mounts([path])
+        check_mount_paths([path])
     except Invalid:
         return
     assert path.isascii() and path.startswith("/") and posixpath.normpath(path) == path

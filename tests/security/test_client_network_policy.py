@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sandbox_gateway.errors import Invalid
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import jail_rules
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import Slot
@@ -68,7 +68,7 @@ _texts = st.text(max_size=30) | st.text("0123456789./ \n;{}#,-:", max_size=30) |
 
 
 def rules_of(policy: NetworkPolicy) -> tuple[str, str]:
-    bridge = Bridge(Commands(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
+    bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     return policy_rules(policy, ["9.9.9.9"], SUBNET), jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"])
 
 
@@ -83,7 +83,7 @@ def test_what_is_no_address_is_no_rule(text: str, field: str) -> None:
         ):
             with pytest.raises(Invalid, match="not an IPv4 address or CIDR"):
                 build()
-        bridge = Bridge(Commands(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
+        bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
         with pytest.raises(Invalid, match="not an IPv4 address or CIDR"):
             jail_rules(bridge, bridge.epair(7), policy, [])
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.hosts.kvm_xfs.machine.bounded_log import LOG_BYTES
+from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import LOG_BYTES
 from tests.support.gateway import Gateway
 from tests.support.waiting import eventually
 

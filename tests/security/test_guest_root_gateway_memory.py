@@ -15,7 +15,7 @@ from typing import Any, cast
 from sandbox_gateway.api.metrics import Metrics
 from sandbox_gateway.engine.builds import Build, LogLines
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
-from sandbox_gateway.hosts.kvm_xfs.machine.qemu import Machine
+from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 
 MB = 1 << 20
 EVENT = {"event": "RTC_CHANGE", "data": {"offset": 1}, "timestamp": {"seconds": 1, "microseconds": 1}}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import jail_rules
 from sandbox_gateway.hosts.kvm_xfs.network import rules
@@ -87,7 +87,7 @@ def test_a_name_server_at_a_metadata_address_answers_names_alone(policy: Network
 
 @pytest.mark.parametrize("policy", [OPEN, EVERYTHING, HALVES, NEIGHBOURS])
 def test_a_jails_rules_block_metadata_before_they_allow_anything(policy: NetworkPolicy) -> None:
-    bridge = Bridge(Commands(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
+    bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     rules = jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"]).splitlines()
     allowed = next(at for at, rule in enumerate(rules) if rule.startswith("pass in"))
     for network in ("169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32"):
@@ -95,7 +95,7 @@ def test_a_jails_rules_block_metadata_before_they_allow_anything(policy: Network
 
 
 def test_a_jails_rules_open_the_metadata_that_an_entry_names() -> None:
-    bridge = Bridge(Commands(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
+    bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     policy = NetworkPolicy(allow_out=["0.0.0.0/0", "169.254.170.2"])
     rules = jail_rules(bridge, bridge.epair(7), policy, [AZURE]).splitlines()
     here = "quick on sbxbr inet"

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT
-from sandbox_gateway.hosts.kvm_xfs.machine.cgroup import CONTROLLERS, Cgroups
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, volume_address, volume_gateway
+from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import CONTROLLERS, Cgroups
 from tests.kvm_xfs.test_netns import inside
 from tests.kvm_xfs.test_volume_server import CUT_OFF, Run, Stand, killed, output, run, status_of
 from tests.support import nfs3

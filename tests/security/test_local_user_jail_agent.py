@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import sandbox_agent
-from sandbox_gateway.engine import agent as agent_client
-from sandbox_gateway.engine.agent import AgentClient, Identity
+from sandbox_gateway.engine import agent_client
+from sandbox_gateway.engine.agent_client import AgentClient, Identity
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Endpoint
 from sandbox_gateway.hosts.jail_zfs.jail import identity

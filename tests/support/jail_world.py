@@ -23,7 +23,7 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, encode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, encode
 from sandbox_gateway.hosts.kvm_xfs.template import apt
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources, SandboxState, Snapshot

@@ -24,10 +24,10 @@ from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Abilities, Host
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
-from sandbox_gateway.hosts.kvm_xfs.machine.processes import list_running
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
-from sandbox_gateway.hosts.kvm_xfs.volumes.recording import Recording
-from sandbox_gateway.hosts.kvm_xfs.volumes.servers import VolumeServers
+from sandbox_gateway.hosts.kvm_xfs.qemu.processes import list_running
+from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnapshot
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.records import SandboxState, Snapshot, SnapshotKind
 from tests.support import session, templates
 from tests.support.live import Live
@@ -138,7 +138,7 @@ class KvmXfsWorld:
         return KvmXfsHost(config)
 
     def forget(self, config: Config) -> None:
-        asyncio.run(VolumeServers(config.network, Layout(config.host.state_root).serving).destroy())
+        asyncio.run(ServerPool(config.network, Layout(config.host.state_root).serving).destroy())
         asyncio.run(SlotPool(config.network).destroy())
         shutil.rmtree(config.host.state_root)
 
@@ -171,16 +171,16 @@ class KvmXfsWorld:
         monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.ram.Ram.read", refuse)
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        taken: list[Recording] = []
-        genuine = Recording.take
+        taken: list[PendingSnapshot] = []
+        genuine = PendingSnapshot.take
 
-        def refuse_the_second(recording: Recording) -> None:
+        def refuse_the_second(recording: PendingSnapshot) -> None:
             taken.append(recording)
             if len(taken) == 2:
                 raise BackendFailed("forced")
             genuine(recording)
 
-        monkeypatch.setattr(Recording, "take", refuse_the_second)
+        monkeypatch.setattr(PendingSnapshot, "take", refuse_the_second)
 
     def territory(self, config: Config) -> Path:
         return config.host.state_root

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.engine import agent
-from sandbox_gateway.engine.agent import AgentClient, Identity
+from sandbox_gateway.engine import agent_client
+from sandbox_gateway.engine.agent_client import AgentClient, Identity
 from sandbox_gateway.errors import BackendFailed, Invalid
 from sandbox_gateway.hosts.base import Endpoint
 
@@ -91,7 +91,7 @@ def identity(**env: str) -> Identity:
 @contextlib.contextmanager
 def machine(monkeypatch: pytest.MonkeyPatch, *says: bytes | None) -> Iterator[Machine]:
     made = Machine(list(says))
-    monkeypatch.setattr(agent, "AGENT_PORT", made.port)
+    monkeypatch.setattr(agent_client, "AGENT_PORT", made.port)
     yield made
     made.close()
 
@@ -124,7 +124,7 @@ def test_where_there_is_no_line_it_is_told_by_http(monkeypatch: pytest.MonkeyPat
 def test_who_does_not_answer_over_the_line_is_told_by_http(
     monkeypatch: pytest.MonkeyPatch, says: list[bytes | None]
 ) -> None:
-    monkeypatch.setattr(agent, "_LINE_SECONDS", 0.3)
+    monkeypatch.setattr(agent_client, "_LINE_SECONDS", 0.3)
     with machine(monkeypatch, *says) as there:
         start = time.monotonic()
         asyncio.run(there.identify(identity()))
@@ -142,7 +142,7 @@ def test_what_does_not_fit_the_line_is_told_by_http(monkeypatch: pytest.MonkeyPa
 def test_of_attempts_that_are_answered_at_once_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example when its guest's network comes up, or when a host under load tries again."""
     attempts, answered = 0, asyncio.Event()
-    connect = agent.open_connection
+    connect = agent_client.open_connection
 
     async def held_up(*where: Any) -> Any:
         nonlocal attempts
@@ -152,7 +152,7 @@ def test_of_attempts_that_are_answered_at_once_one_is_kept(monkeypatch: pytest.M
         await answered.wait()
         return await connect(*where)
 
-    monkeypatch.setattr(agent, "open_connection", held_up)
+    monkeypatch.setattr(agent_client, "open_connection", held_up)
     with machine(monkeypatch) as there:
         asyncio.run(there.identify(identity(), line=False))
     assert len(there.requests) == 1
@@ -174,7 +174,7 @@ def test_the_host_may_close_the_line_meanwhile(monkeypatch: pytest.MonkeyPatch) 
         asyncio.get_running_loop().call_later(0.1, there.line.close)
         await there.identify(identity())
 
-    monkeypatch.setattr(agent, "_LINE_SECONDS", 0.3)
+    monkeypatch.setattr(agent_client, "_LINE_SECONDS", 0.3)
     with machine(monkeypatch) as there:
         asyncio.run(test(there))
     assert len(there.requests) == 1
@@ -203,7 +203,7 @@ def _answering(answer: bytes, monkeypatch: pytest.MonkeyPatch, work: Any) -> Any
 
     async def run() -> Any:
         server = await asyncio.start_server(serve, ADDRESS, 0)
-        monkeypatch.setattr(agent, "AGENT_PORT", server.sockets[0].getsockname()[1])
+        monkeypatch.setattr(agent_client, "AGENT_PORT", server.sockets[0].getsockname()[1])
         async with server:
             return await work(AgentClient(Endpoint(ADDRESS), ""))
 

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from sandbox_gateway.engine.locks import Locks
+from sandbox_gateway.engine.keyed_locks import KeyedLocks
 from sandbox_gateway.errors import Busy
 
 
 def test_one_at_a_time_and_others_side_by_side() -> None:
     async def scene() -> list[str]:
-        locks, told = Locks(5), []
+        locks, told = KeyedLocks(5), []
 
         async def work(key: str, name: str) -> None:
             async with locks.hold(key, key):
@@ -31,7 +31,7 @@ def test_one_at_a_time_and_others_side_by_side() -> None:
 
 def test_a_wait_ends_with_a_sentence() -> None:
     async def scene() -> None:
-        locks = Locks(0.02)
+        locks = KeyedLocks(0.02)
         async with locks.hold("a", "sandbox a"):
             with pytest.raises(Busy, match="sandbox a is busy"):
                 async with locks.hold("a", "sandbox a"):
@@ -45,7 +45,7 @@ def test_a_wait_ends_with_a_sentence() -> None:
 
 def test_a_waiter_that_gives_up_keeps_nothing() -> None:
     async def scene() -> None:
-        locks = Locks(5)
+        locks = KeyedLocks(5)
         async with locks.hold("a", "a"):
             waiter = asyncio.create_task(locks.hold("a", "a").__aenter__())
             await asyncio.sleep(0.01)

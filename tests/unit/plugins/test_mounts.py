@@ -10,7 +10,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._mounts import check
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_gateway.engine.paths import check_mounts
+from sandbox_gateway.engine.mount_paths import check_mount_paths
 from sandbox_gateway.errors import Invalid
 
 STEPS = st.sampled_from(
@@ -29,7 +29,7 @@ def refused(check: Any, *arguments: Any) -> bool:
 
 @given(PATHS | st.text(max_size=12))
 def test_a_path_is_refused_where_the_gateway_refuses_it(path: str) -> None:
-    assert refused(checked_path, path) == refused(check_mounts, [path.rstrip("/")])
+    assert refused(checked_path, path) == refused(check_mount_paths, [path.rstrip("/")])
 
 
 @given(
@@ -38,7 +38,7 @@ def test_a_path_is_refused_where_the_gateway_refuses_it(path: str) -> None:
     )
 )
 def test_paths_are_apart_where_the_gateway_says_so(paths: list[str]) -> None:
-    assert refused(check_apart, paths) == refused(check_mounts, paths)
+    assert refused(check_apart, paths) == refused(check_mount_paths, paths)
 
 
 @pytest.mark.parametrize("path", ["/srv/data", "/srv/data/", "/opt", "/home/me", "/var/lib/x", "/a" * 127])

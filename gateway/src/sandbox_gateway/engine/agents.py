@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from sandbox_gateway.engine.agent import AgentClient, Identity
+from sandbox_gateway.engine.agent_client import AgentClient, Identity
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.running import require_running
 from sandbox_gateway.records import NetworkPolicy, Sandbox
 
 
@@ -24,7 +23,7 @@ class Agents:
 
     def endpoint(self, ref: str) -> tuple[str, str]:
         """Return (address, access token) of a running sandbox."""
-        sandbox = require_running(self._context, ref)
+        sandbox = self._context.require_running(ref)
         return self._host.endpoint(sandbox).address, self.access_token(sandbox)
 
     async def identify(self, sandbox: Sandbox, *, booted: bool) -> None:

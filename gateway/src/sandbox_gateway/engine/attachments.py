@@ -7,8 +7,8 @@ from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.engine.paths import check_mounts
-from sandbox_gateway.engine.saving import save_sandbox
+from sandbox_gateway.engine.mount_paths import check_mount_paths
+from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.engine.spec import MountSpec
 from sandbox_gateway.errors import Conflict, GatewayError, Invalid, NotFound
 from sandbox_gateway.log import Logger
@@ -41,7 +41,7 @@ class Attachments:
             mount = Mount(volume=volume.id, path=spec.path, read_only=spec.read_only)
             if any(each.volume == volume.id for each in sandbox.mounts):
                 raise Conflict(f"sandbox {sandbox.name} has volume {volume.name} already: detach it first")
-            check_mounts([*(each.path for each in sandbox.mounts), mount.path])
+            check_mount_paths([*(each.path for each in sandbox.mounts), mount.path])
             async with self._locking.shared_volumes([volume.id]):
                 await finish_despite_cancellation(self._attach(sandbox, mount))
             self._events.publish("volume.attached", volumeID=volume.name, sandboxID=sandbox.id, path=mount.path)

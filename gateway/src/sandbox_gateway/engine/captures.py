@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.engine.saving import save_sandbox, save_snapshot
+from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
 from sandbox_gateway.engine.volumes import Volumes
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid
 from sandbox_gateway.log import Logger

@@ -8,8 +8,8 @@ import contextlib
 from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.index import Thing
+from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
 from sandbox_gateway.engine.references import References
-from sandbox_gateway.engine.saving import save_sandbox, save_snapshot
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot

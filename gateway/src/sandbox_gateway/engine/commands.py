@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.engine.running import require_running
 from sandbox_gateway.engine.spec import EvalResult, ExecResult
 from sandbox_gateway.errors import BackendFailed, Busy, Conflict, GatewayError, Gone, NotFound, Timeout
 from sandbox_gateway.records import Sandbox, SandboxState
@@ -37,18 +36,18 @@ class Commands:
         stdin: bytes | None = None,
     ) -> ExecResult:
         """Run a program to its end, for at most ``timeout`` seconds."""
-        sandbox = require_running(self._context, ref)
+        sandbox = self._context.require_running(ref)
         command = self._agents.client(sandbox).exec(args, env=env, cwd=cwd, user=user, timeout=timeout, stdin=stdin)
         return await self._while_running(sandbox, command)
 
     async def eval(self, ref: str, code: str, *, timeout: float = 60) -> EvalResult:
         """Evaluate Python in the sandbox's own interpreter, whose state is part of the sandbox's memory."""
-        sandbox = require_running(self._context, ref)
+        sandbox = self._context.require_running(ref)
         return await self._while_running(sandbox, self._agents.client(sandbox).eval(code, timeout=timeout))
 
     async def ping(self, ref: str) -> None:
         """Wait for an answer of the sandbox's agent. Raises BackendFailed or Timeout."""
-        sandbox = require_running(self._context, ref)
+        sandbox = self._context.require_running(ref)
         await self._while_running(sandbox, self._agents.client(sandbox).ping(seconds=_PING_SECONDS))
 
     async def _while_running(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:

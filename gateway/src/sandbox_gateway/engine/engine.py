@@ -12,8 +12,8 @@ from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.expiry import Expiry
 from sandbox_gateway.engine.forks import Forks
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.engine.machines import Machines
-from sandbox_gateway.engine.mounts import Mounts
+from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
+from sandbox_gateway.engine.mount_plan import MountPlanner
 from sandbox_gateway.engine.recovery import Recovery
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.engine.replacement import Replacement
@@ -50,10 +50,10 @@ class Engine:
         self.commands = Commands(context, locking, agents)
         self.volumes = volumes = Volumes(context, locking, references, collector)
         self.attachments = attachments = Attachments(context, locking, agents, collector)
-        self.mounts = mounts = Mounts(context, locking, collector, volumes)
+        self.mounts = mounts = MountPlanner(context, locking, collector, volumes)
 
         # The two primitives: start a machine from a snapshot, and take a snapshot of a running machine.
-        machines = Machines(context, locking, agents, attachments)
+        machines = MachineLifecycle(context, locking, agents, attachments)
         captures = Captures(context, locking, agents, volumes)
 
         # Operations built on these.

@@ -12,9 +12,9 @@ from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.fork_plan import forks_with_memory, new_sandbox_record, requested_names
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.engine.machines import Machines
-from sandbox_gateway.engine.mounts import Mounts
-from sandbox_gateway.engine.saving import save_sandbox
+from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
+from sandbox_gateway.engine.mount_plan import MountPlanner
+from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import GatewayError, OverQuota
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume
@@ -26,8 +26,8 @@ class Forks:
         context: Context,
         locking: Locking,
         collector: Collector,
-        mounts: Mounts,
-        machines: Machines,
+        mounts: MountPlanner,
+        machines: MachineLifecycle,
         captures: Captures,
     ) -> None:
         self._context = context

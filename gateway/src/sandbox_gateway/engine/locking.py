@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import AsyncIterator, Iterable
 
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.running import require_running
 from sandbox_gateway.records import Sandbox, Volume
 
 
@@ -33,7 +32,7 @@ class Locking:
     async def running_sandbox(self, ref: str) -> AsyncIterator[Sandbox]:
         """Lock a sandbox for one change. Raises Conflict if it is not running."""
         async with self.sandbox(ref) as sandbox:
-            yield require_running(self._context, sandbox.id)
+            yield self._context.require_running(sandbox.id)
 
     @contextlib.asynccontextmanager
     async def volumes(self, refs: Iterable[str]) -> AsyncIterator[list[Volume]]:

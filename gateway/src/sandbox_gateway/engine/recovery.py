@@ -5,7 +5,7 @@ from __future__ import annotations
 from sandbox_gateway.engine.attachments import Attachments
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.machines import Machines
+from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.sandboxes import Sandboxes
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.hosts.base import Scan
@@ -17,7 +17,12 @@ log = Logger("engine")
 
 class Recovery:
     def __init__(
-        self, context: Context, collector: Collector, attachments: Attachments, machines: Machines, sandboxes: Sandboxes
+        self,
+        context: Context,
+        collector: Collector,
+        attachments: Attachments,
+        machines: MachineLifecycle,
+        sandboxes: Sandboxes,
     ) -> None:
         self._context = context
         self._host = context.host

@@ -8,13 +8,13 @@ from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.engine.machines import Machines
-from sandbox_gateway.engine.saving import save_sandbox
+from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
+from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.records import Memory, Sandbox, SandboxState, Snapshot, SnapshotKind, new_id, now
 
 
 class Replacement:
-    def __init__(self, context: Context, locking: Locking, collector: Collector, machines: Machines) -> None:
+    def __init__(self, context: Context, locking: Locking, collector: Collector, machines: MachineLifecycle) -> None:
         self._context = context
         self._host = context.host
         self._index = context.index

@@ -12,12 +12,11 @@ from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.engine.machines import Machines
-from sandbox_gateway.engine.mounts import Mounts
+from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
+from sandbox_gateway.engine.mount_plan import MountPlanner
 from sandbox_gateway.engine.names import require_valid_name
+from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.engine.replacement import Replacement
-from sandbox_gateway.engine.running import require_running
-from sandbox_gateway.engine.saving import save_sandbox
 from sandbox_gateway.engine.spec import UNSET, Unset
 from sandbox_gateway.engine.timeouts import end_after, has_expired
 from sandbox_gateway.errors import Conflict, Invalid, NotFound
@@ -34,8 +33,8 @@ class Sandboxes:
         locking: Locking,
         agents: Agents,
         collector: Collector,
-        mounts: Mounts,
-        machines: Machines,
+        mounts: MountPlanner,
+        machines: MachineLifecycle,
         captures: Captures,
         replacement: Replacement,
     ) -> None:
@@ -109,7 +108,7 @@ class Sandboxes:
 
     async def promote(self, fork_ref: str, source_ref: str | None = None) -> Sandbox:
         """Replace the source's state with its fork's: capture the fork and roll the source back to the capture."""
-        fork = require_running(self._context, fork_ref)
+        fork = self._context.require_running(fork_ref)
         source = self.get(source_ref or fork.parent_sandbox or "")
         if source.id == fork.id:
             raise Invalid("a sandbox cannot be promoted over itself: name the source it was forked from")
@@ -196,7 +195,7 @@ class Sandboxes:
             if not has_expired(sandbox, now()):
                 return  # extended or paused while others expired
             if sandbox.on_timeout is OnTimeout.PAUSE:
-                require_running(self._context, sandbox.id)
+                self._context.require_running(sandbox.id)
                 await finish_despite_cancellation(self._pause(sandbox, self._host.abilities.memory))
             else:
                 await finish_despite_cancellation(self._delete(sandbox))

@@ -12,8 +12,8 @@ from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.index import Trees
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.names import require_valid_name
+from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
 from sandbox_gateway.engine.references import References
-from sandbox_gateway.engine.saving import save_sandbox, save_snapshot
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.records import Retention, Snapshot, SnapshotKind, now
 

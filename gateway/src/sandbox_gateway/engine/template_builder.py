@@ -9,7 +9,7 @@ from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.builds import Build, LogLines
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.machines import Machines
+from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.errors import BackendFailed, Timeout
 from sandbox_gateway.printable import printable
 from sandbox_gateway.recipes import Recipe
@@ -21,7 +21,7 @@ _TAIL = 1000
 
 
 class TemplateBuilder:
-    def __init__(self, context: Context, agents: Agents, machines: Machines, captures: Captures) -> None:
+    def __init__(self, context: Context, agents: Agents, machines: MachineLifecycle, captures: Captures) -> None:
         self._host = context.host
         self._agents = agents
         self._machines = machines

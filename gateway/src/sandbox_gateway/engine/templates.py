@@ -9,7 +9,7 @@ from typing import Any
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.names import require_valid_name
-from sandbox_gateway.engine.saving import save_snapshot
+from sandbox_gateway.engine.record_changes import save_snapshot
 from sandbox_gateway.engine.snapshots import Snapshots
 from sandbox_gateway.engine.template_builder import TemplateBuilder
 from sandbox_gateway.errors import GatewayError, NameTaken, NotFound

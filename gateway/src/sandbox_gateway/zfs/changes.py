@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 
 from sandbox_gateway.zfs.capabilities import detect_capabilities
-from sandbox_gateway.zfs.command import run
 from sandbox_gateway.zfs.exceptions import SnapshotMismatch, SnapshotNotFound, ZFSOutputError
 from sandbox_gateway.zfs.listing import list_snapshots, lzc_exists
 from sandbox_gateway.zfs.names import Name, filesystem_name, filesystem_of, snapshot_name
@@ -13,6 +12,7 @@ from sandbox_gateway.zfs.outcome import error_of
 from sandbox_gateway.zfs.parse import parse_get
 from sandbox_gateway.zfs.process import read_first_bytes
 from sandbox_gateway.zfs.properties import get_props, sync, written
+from sandbox_gateway.zfs.run import run
 
 
 def changed_since(name: Name, snap: Name) -> bool:

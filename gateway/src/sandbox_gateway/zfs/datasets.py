@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from sandbox_gateway.zfs.capabilities import detect_capabilities
 from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.command import run, run_with_retries
 from sandbox_gateway.zfs.exceptions import (
     DatasetBusy,
     DatasetTypeInvalid,
@@ -24,6 +23,7 @@ from sandbox_gateway.zfs.mounts import is_mounted, list_mounted_dependents, moun
 from sandbox_gateway.zfs.names import Name, filesystem_name, new_filesystem_name, pool_of, snapshot_name
 from sandbox_gateway.zfs.options import Props, property_options
 from sandbox_gateway.zfs.outcome import ErrorFactory, Outcome, check
+from sandbox_gateway.zfs.run import run, run_with_retries
 
 
 def lzc_create(name: Name, ds_type: str = "zfs", props: Props = None) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 
 from sandbox_gateway.zfs.capabilities import detect_capabilities
 from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.command import run
 from sandbox_gateway.zfs.exceptions import (
     DatasetNotFound,
     FeatureNotSupported,
@@ -25,6 +24,7 @@ from sandbox_gateway.zfs.names import Name, snapshot_name, text_of
 from sandbox_gateway.zfs.outcome import check, error_of
 from sandbox_gateway.zfs.parse import parse_table
 from sandbox_gateway.zfs.properties import local_props, lzc_inherit_prop, lzc_set_prop
+from sandbox_gateway.zfs.run import run
 
 _HOLD_PROPERTY = "pyzfs:hold."
 

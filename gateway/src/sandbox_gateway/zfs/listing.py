@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.command import run
 from sandbox_gateway.zfs.exceptions import FilesystemNotFound, NameInvalid, NameTooLong, ZFSInitializationFailed
 from sandbox_gateway.zfs.names import Name, existing_name, filesystem_name, filesystem_of, pool_of, snapshot_name
 from sandbox_gateway.zfs.outcome import check, error_of
 from sandbox_gateway.zfs.parse import parse_table
+from sandbox_gateway.zfs.run import run
 
 
 def check_reachable() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.command import run, run_with_retries
 from sandbox_gateway.zfs.exceptions import FilesystemNotFound
 from sandbox_gateway.zfs.names import Name, filesystem_name, pool_of
 from sandbox_gateway.zfs.outcome import check
 from sandbox_gateway.zfs.parse import parse_table
 from sandbox_gateway.zfs.properties import get_props
+from sandbox_gateway.zfs.run import run, run_with_retries
 
 
 def is_mounted(name: Name) -> bool:

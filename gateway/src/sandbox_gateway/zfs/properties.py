@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from sandbox_gateway.zfs.capabilities import detect_capabilities
-from sandbox_gateway.zfs.command import run
 from sandbox_gateway.zfs.exceptions import ZFSOutputError
 from sandbox_gateway.zfs.listing import list_datasets
 from sandbox_gateway.zfs.names import Name, existing_name, filesystem_name
 from sandbox_gateway.zfs.options import Value, property_name, property_value
 from sandbox_gateway.zfs.outcome import check
 from sandbox_gateway.zfs.parse import Property, check_complete, parse_get, parse_table
+from sandbox_gateway.zfs.run import run
 
 
 def lzc_set_prop(name: Name, prop: Name, val: Value) -> None:

@@ -7,7 +7,6 @@ from contextlib import suppress
 
 from sandbox_gateway.zfs.capabilities import detect_capabilities
 from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.command import run, run_with_retries
 from sandbox_gateway.zfs.exceptions import (
     DatasetNotFound,
     DuplicateSnapshots,
@@ -30,6 +29,7 @@ from sandbox_gateway.zfs.names import Name, filesystem_name, filesystem_of, new_
 from sandbox_gateway.zfs.options import Props, property_options
 from sandbox_gateway.zfs.outcome import ErrorFactory, check, error_of
 from sandbox_gateway.zfs.properties import get_props
+from sandbox_gateway.zfs.run import run, run_with_retries
 
 
 def lzc_snapshot(snaps: Iterable[Name], props: Props = None) -> None:

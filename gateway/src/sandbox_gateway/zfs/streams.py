@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from sandbox_gateway.zfs.capabilities import detect_capabilities
 from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.command import run
 from sandbox_gateway.zfs.exceptions import (
     BadStream,
     DatasetNotFound,
@@ -23,6 +22,7 @@ from sandbox_gateway.zfs.names import Name, new_snapshot_name, pool_of, snapshot
 from sandbox_gateway.zfs.options import Props, property_options
 from sandbox_gateway.zfs.outcome import ErrorFactory, check
 from sandbox_gateway.zfs.process import TRANSFER_SECONDS
+from sandbox_gateway.zfs.run import run
 
 
 def lzc_send(

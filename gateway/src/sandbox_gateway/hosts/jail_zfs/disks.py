@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sandbox_gateway.errors import Busy, GatewayError, NotFound
 from sandbox_gateway.hosts.jail_zfs.background import BackgroundTasks
-from sandbox_gateway.hosts.jail_zfs.commands import Commands, finish_all
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner, finish_all
 from sandbox_gateway.hosts.jail_zfs.jail.holders import describe_holders
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted, MountTable
@@ -30,7 +30,7 @@ class Disks:
     def __init__(
         self,
         storage: ZfsStorage,
-        run: Commands,
+        run: CommandRunner,
         jails: Jails,
         table: MountTable,
         mounts: VolumeMounts,

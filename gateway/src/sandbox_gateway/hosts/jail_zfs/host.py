@@ -15,7 +15,7 @@ from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, Unsuppo
 from sandbox_gateway.hosts.addresses import name_servers
 from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Log, Scan, Usage, VolumeState
 from sandbox_gateway.hosts.jail_zfs.background import BackgroundTasks
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.jail import rootfs
 from sandbox_gateway.hosts.jail_zfs.jail.identity import Identities, gateway_key
@@ -23,11 +23,11 @@ from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountTable
 from sandbox_gateway.hosts.jail_zfs.jail.rctl import Limits
 from sandbox_gateway.hosts.jail_zfs.jail.volume_mounts import VolumeMounts
-from sandbox_gateway.hosts.jail_zfs.machines import Machines
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import Pf
-from sandbox_gateway.hosts.jail_zfs.recovery import Recovery
+from sandbox_gateway.hosts.jail_zfs.recovery import JailRecovery
 from sandbox_gateway.hosts.jail_zfs.runner import ENDED, JailRunner
+from sandbox_gateway.hosts.jail_zfs.running_machines import RunningMachines
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.hosts.jail_zfs.watcher import JailWatcher
@@ -52,14 +52,14 @@ class JailZfsHost:
         state, prefix = config.host.state_root, config.network.prefix
         self._opened = False
         self._background = BackgroundTasks()
-        self._run = Commands(environment)
+        self._run = CommandRunner(environment)
         self._storage = ZfsStorage(config.jail_zfs.dataset, lock_directory=state)
         # the network
         bridge = config.jail_zfs.bridge or f"{prefix}br"
         self._bridge = Bridge(self._run, name=bridge, prefix=prefix, subnet=config.network.subnet)
         self._pf = Pf(self._run, self._bridge, prefix)
         # jails and their mounts
-        self._machines = Machines(self._bridge)
+        self._machines = RunningMachines(self._bridge)
         self._jails = Jails(self._run)
         self._limits = Limits(self._run, config.jail_zfs.processes)
         self._identities = Identities(state / "run")
@@ -84,7 +84,7 @@ class JailZfsHost:
             dying_seconds=config.jail_zfs.dying_seconds,
         )
         self._watcher = JailWatcher(self._machines, self._jails)
-        self._recovery = Recovery(
+        self._recovery = JailRecovery(
             self._storage,
             self._machines,
             self._disks,

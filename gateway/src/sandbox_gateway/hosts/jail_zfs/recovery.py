@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sandbox_gateway.hosts.base import Scan
-from sandbox_gateway.hosts.jail_zfs.commands import finish_all
+from sandbox_gateway.hosts.jail_zfs.command_runner import finish_all
 from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jail, Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountTable
 from sandbox_gateway.hosts.jail_zfs.jail.volume_mounts import VolumeMounts
-from sandbox_gateway.hosts.jail_zfs.machines import Machines
 from sandbox_gateway.hosts.jail_zfs.runner import JailRunner
+from sandbox_gateway.hosts.jail_zfs.running_machines import RunningMachines
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.records import Sandbox
@@ -21,11 +21,11 @@ from sandbox_gateway.records import Sandbox
 _TEARDOWN_SECONDS = 300.0
 
 
-class Recovery:
+class JailRecovery:
     def __init__(
         self,
         storage: ZfsStorage,
-        machines: Machines,
+        machines: RunningMachines,
         disks: Disks,
         jails: Jails,
         table: MountTable,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 
 from sandbox_gateway.errors import BackendFailed, GatewayError
-from sandbox_gateway.hosts.jail_zfs.commands import finish_all
+from sandbox_gateway.hosts.jail_zfs.command_runner import finish_all
 from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.jail.identity import (
     Identities,
@@ -17,9 +17,9 @@ from sandbox_gateway.hosts.jail_zfs.jail.identity import (
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.rctl import Limits
 from sandbox_gateway.hosts.jail_zfs.jail.volume_mounts import VolumeMounts
-from sandbox_gateway.hosts.jail_zfs.machines import Machine, Machines
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import Pf
+from sandbox_gateway.hosts.jail_zfs.running_machines import Machine, RunningMachines
 from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy, Sandbox
@@ -34,7 +34,7 @@ class JailRunner:
 
     def __init__(
         self,
-        machines: Machines,
+        machines: RunningMachines,
         disks: Disks,
         jails: Jails,
         identities: Identities,

@@ -14,10 +14,10 @@ from sandbox_gateway import zfs
 from sandbox_gateway.errors import Busy, GatewayError, NotFound
 from sandbox_gateway.hosts.base import VolumeState
 from sandbox_gateway.hosts.jail_zfs.background import BackgroundTasks
-from sandbox_gateway.hosts.jail_zfs.commands import finish_all
+from sandbox_gateway.hosts.jail_zfs.command_runner import finish_all
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted
 from sandbox_gateway.hosts.jail_zfs.jail.volume_mounts import VolumeMounts
-from sandbox_gateway.hosts.jail_zfs.machines import Machine, Machines
+from sandbox_gateway.hosts.jail_zfs.running_machines import Machine, RunningMachines
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
 from sandbox_gateway.hosts.jail_zfs.storage.volumes import VolumeStorage
 from sandbox_gateway.log import Logger
@@ -34,7 +34,7 @@ class JailVolumes:
         self,
         storage: VolumeStorage,
         snapshots: VolumeSnapshots,
-        machines: Machines,
+        machines: RunningMachines,
         mounts: VolumeMounts,
         background: BackgroundTasks,
     ) -> None:

@@ -9,7 +9,7 @@ from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.hosts.addresses import AGENT_PORT
 from sandbox_gateway.hosts.connect import open_connection
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
-from sandbox_gateway.hosts.jail_zfs.machines import Machine, Machines
+from sandbox_gateway.hosts.jail_zfs.running_machines import Machine, RunningMachines
 from sandbox_gateway.log import Logger
 
 _INTERVAL_SECONDS = 1.0
@@ -24,7 +24,7 @@ log = Logger("jail_zfs")
 class JailWatcher:
     """A watcher that polls the list of jails, because FreeBSD does not report that a jail has ended."""
 
-    def __init__(self, machines: Machines, jails: Jails) -> None:
+    def __init__(self, machines: RunningMachines, jails: Jails) -> None:
         self._machines = machines
         self._jails = jails
         self.on_exit: Callable[[str], None] = lambda instance: None

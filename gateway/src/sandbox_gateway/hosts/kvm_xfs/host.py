@@ -14,23 +14,23 @@ from pathlib import Path
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.errors import BackendFailed, Conflict
-from sandbox_gateway.hosts import records_store
+from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.addresses import name_servers
 from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Log, Scan, Usage, VolumeState
+from sandbox_gateway.hosts.directory_records import Quarantine, explaining_os_errors
 from sandbox_gateway.hosts.kvm_xfs.image import instances, reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
-from sandbox_gateway.hosts.kvm_xfs.machine import accel
-from sandbox_gateway.hosts.kvm_xfs.machine.command_line import Platform
-from sandbox_gateway.hosts.kvm_xfs.machines import Machines
 from sandbox_gateway.hosts.kvm_xfs.memory.capture import Capture
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.ownership import Ownership
+from sandbox_gateway.hosts.kvm_xfs.qemu import accel
+from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import Platform
+from sandbox_gateway.hosts.kvm_xfs.running_machines import RunningMachines
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
 from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
-from sandbox_gateway.hosts.kvm_xfs.volumes.servers import VolumeServers
-from sandbox_gateway.hosts.kvm_xfs.volumes.volumes import Volumes
-from sandbox_gateway.hosts.records_store import Quarantine, explaining_os_errors
+from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
@@ -51,8 +51,8 @@ class KvmXfsHost:
         self._quarantine = Quarantine(root)
         self._snapshots = Snapshots(self._layout, self._quarantine)
         self._slots = SlotPool(config.network, uid_base=config.kvm_xfs.uid_base)
-        self._volumes = Volumes(self._layout, self._quarantine, VolumeServers(config.network, self._layout.serving))
-        self._machines = Machines(config, self._layout, self._slots, self._volumes)
+        self._volumes = KvmVolumes(self._layout, self._quarantine, ServerPool(config.network, self._layout.serving))
+        self._machines = RunningMachines(config, self._layout, self._slots, self._volumes)
 
     # -- the host ---------------------------------------------------------------------------------------------------
 
@@ -85,13 +85,13 @@ class KvmXfsHost:
     async def scan(self) -> Scan:
         scan = Scan()
         for parent in (self._layout.templates, self._layout.snapshots, self._layout.sandboxes):
-            scan.repaired += [f"removed {name}, which was never finished" for name in records_store.sweep(parent)]
+            scan.repaired += [f"removed {name}, which was never finished" for name in directory_records.sweep(parent)]
         scan.snapshots = self._snapshots.scan(scan.repaired)
-        for directory in records_store.directories(self._layout.sandboxes):
-            if not records_store.has_record(directory):
+        for directory in directory_records.directories(self._layout.sandboxes):
+            if not directory_records.has_record(directory):
                 continue  # Never committed: _remove_strays removes it once its machine has ended.
             with self._quarantine.guarding(directory, scan.repaired):
-                scan.sandboxes.append(records_store.read_record(directory, Sandbox))
+                scan.sandboxes.append(directory_records.read_record(directory, Sandbox))
         scan.unreadable_sandboxes = self._quarantine.list_from(self._layout.sandboxes)
         await self._volumes.find(scan)
         await self._machines.adopt(scan)
@@ -106,8 +106,8 @@ class KvmXfsHost:
             if directory.name not in wanted:
                 shutil.rmtree(directory)
                 scan.repaired.append(f"removed the disk {directory.name}, which belonged to nothing")
-        for directory in records_store.directories(self._layout.sandboxes):
-            if not records_store.has_record(directory):
+        for directory in directory_records.directories(self._layout.sandboxes):
+            if not directory_records.has_record(directory):
                 shutil.rmtree(directory)
                 scan.repaired.append(f"removed the sandbox {directory.name}, which was never finished")
 
@@ -197,7 +197,7 @@ class KvmXfsHost:
     async def save(self, sandbox: Sandbox) -> None:
         with explaining_os_errors():
             self._layout.sandbox(sandbox).mkdir(mode=0o711, exist_ok=True)
-            await asyncio.to_thread(records_store.write_record, self._layout.sandbox(sandbox), sandbox)
+            await asyncio.to_thread(directory_records.write_record, self._layout.sandbox(sandbox), sandbox)
 
     async def stop(self, sandbox: Sandbox) -> None:
         await self._machines.end(sandbox)
@@ -208,9 +208,9 @@ class KvmXfsHost:
 
     async def remove(self, sandbox: Sandbox) -> None:
         directory = self._layout.sandbox(sandbox)
-        await asyncio.to_thread(records_store.unlink_record, directory)
+        await asyncio.to_thread(directory_records.unlink_record, directory)
         await self._machines.end(sandbox)
-        await asyncio.to_thread(records_store.remove, directory)
+        await asyncio.to_thread(directory_records.remove, directory)
 
     async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         disk, then = self._layout.instance(sandbox).disk, self._snapshots.path(head) / "rootfs.img"

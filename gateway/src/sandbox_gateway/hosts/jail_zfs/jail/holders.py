@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Iterable
 from pathlib import Path
 
 from sandbox_gateway.errors import GatewayError
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountTable
 from sandbox_gateway.log import Logger
@@ -19,7 +19,7 @@ _ROW = re.compile(r"^(?P<user>\S+) +(?P<command>.*) +(?P<pid>\d+) +(?:[a-z]+|\d+
 log = Logger("jail_zfs")
 
 
-async def describe_holders(run: Commands, jails: Jails, mounts: MountTable, dataset: str, root: Path) -> str:
+async def describe_holders(run: CommandRunner, jails: Jails, mounts: MountTable, dataset: str, root: Path) -> str:
     """Name the holders of ``dataset``, which is mounted at ``root``, as the end of an error message."""
     found = [
         *await _try(_list_jails(jails, root)),
@@ -57,7 +57,7 @@ async def _list_mounts(mounts: MountTable, dataset: str, root: Path) -> Iterable
     ]
 
 
-async def _list_processes(run: Commands, root: Path) -> Iterable[str]:
+async def _list_processes(run: CommandRunner, root: Path) -> Iterable[str]:
     return parse_fstat(await run("fstat", "-f", str(root)), root)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 
 IDENTITY = "/run/sandbox"
 """Directory in a jail with its identity: a directory of the host, mounted read-only."""
@@ -42,7 +42,7 @@ def parse_jails(text: str) -> list[Jail]:
 
 
 class Jails:
-    def __init__(self, run: Commands) -> None:
+    def __init__(self, run: CommandRunner) -> None:
         self._run = run
 
     async def list_all(self) -> list[Jail]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 
 _NOT_MOUNTED = ("not a file system root directory", "unknown file system")
 
@@ -47,7 +47,7 @@ def parse_mounts(text: str) -> list[Mounted]:
 
 
 class MountTable:
-    def __init__(self, run: Commands) -> None:
+    def __init__(self, run: CommandRunner) -> None:
         self._run = run
 
     async def list_all(self) -> list[Mounted]:

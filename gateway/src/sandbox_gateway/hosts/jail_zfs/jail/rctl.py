@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Resources
 
@@ -31,7 +31,7 @@ def parse_usage(text: str) -> dict[str, int]:
 class Limits:
     """The limits of jails. ``processes``: maximum number of processes in each sandbox."""
 
-    def __init__(self, run: Commands, processes: int) -> None:
+    def __init__(self, run: CommandRunner, processes: int) -> None:
         self._run = run
         self._processes = processes
         self.enabled = False

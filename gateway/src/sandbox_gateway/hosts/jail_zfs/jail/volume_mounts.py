@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid
 from sandbox_gateway.hosts.jail_zfs.background import BackgroundTasks
-from sandbox_gateway.hosts.jail_zfs.commands import Commands, finish_all
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner, finish_all
 from sandbox_gateway.hosts.jail_zfs.jail import mount_point
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted, MountTable
@@ -37,7 +37,7 @@ class VolumeMounts:
     """The mounts of volumes in jails. ``state`` is the gateway's directory."""
 
     def __init__(
-        self, run: Commands, jails: Jails, table: MountTable, background: BackgroundTasks, state: Path
+        self, run: CommandRunner, jails: Jails, table: MountTable, background: BackgroundTasks, state: Path
     ) -> None:
         self._run = run
         self._jails = jails

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.commands import Commands, finish_all
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner, finish_all
 
 _ABSENT = ("does not exist",)
 
@@ -42,7 +42,7 @@ def parse_inet(text: str) -> list[str]:
 class Bridge:
     """The bridge ``name`` for the addresses of ``subnet``; names of epairs begin with ``prefix``."""
 
-    def __init__(self, run: Commands, *, name: str, prefix: str, subnet: str) -> None:
+    def __init__(self, run: CommandRunner, *, name: str, prefix: str, subnet: str) -> None:
         self._run = run
         self.name = name
         self._prefix = prefix

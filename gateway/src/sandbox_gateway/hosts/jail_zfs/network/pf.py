@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.addresses import egress_rules
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, Epair
 from sandbox_gateway.records import NetworkPolicy
 
@@ -54,7 +54,7 @@ def jail_rules(bridge: Bridge, epair: Epair, policy: NetworkPolicy, dns: Sequenc
 class Pf:
     """The packet filter. ``prefix``: the prefix of the names of this gateway's jails."""
 
-    def __init__(self, run: Commands, bridge: Bridge, prefix: str) -> None:
+    def __init__(self, run: CommandRunner, bridge: Bridge, prefix: str) -> None:
         self._run = run
         self._bridge = bridge
         self._prefix = prefix

@@ -16,8 +16,8 @@ from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.marks import is_retired
 from sandbox_gateway.hosts.jail_zfs.storage.places import SnapshotPlaces
-from sandbox_gateway.hosts.jail_zfs.storage.record_store import RecordStore
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, decode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, decode
+from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import RETIRED, SANDBOXES, TEMPLATE, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.sandbox_scan import SandboxFindings
 from sandbox_gateway.hosts.jail_zfs.storage.translation import check_quota, translating
@@ -25,7 +25,7 @@ from sandbox_gateway.records import Sandbox
 
 
 @dataclass(frozen=True)
-class Usage:
+class SpaceUsage:
     """Bytes. ``referenced``: reachable in the instance; ``unique``: freed by destroying it."""
 
     referenced: int
@@ -36,7 +36,7 @@ class Usage:
 class InstanceStorage:
     """The datasets of instances. Methods block, are thread-safe, and raise GatewayError."""
 
-    def __init__(self, root: RootDataset, ballast: Ballast, records: RecordStore, places: SnapshotPlaces) -> None:
+    def __init__(self, root: RootDataset, ballast: Ballast, records: PropertyStore, places: SnapshotPlaces) -> None:
         self._root = root
         self._ballast = ballast
         self._records = records
@@ -99,9 +99,9 @@ class InstanceStorage:
             return True
 
     @translating
-    def usage(self, instance: str) -> Usage:
+    def usage(self, instance: str) -> SpaceUsage:
         facts = zfs.get_props([self.dataset(instance)], ["referenced", "used", "available"])[self.dataset(instance)]
-        return Usage(facts["referenced"].number, facts["used"].number, facts["available"].number)
+        return SpaceUsage(facts["referenced"].number, facts["used"].number, facts["available"].number)
 
     def is_retired(self, dataset: str) -> bool:
         if not dataset.startswith(self._root.child(SANDBOXES, "")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sandbox_gateway.hosts.jail_zfs.storage.records import QUARANTINE
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE
 from sandbox_gateway.zfs.parse import Property
 
 FACTS = ("createtxg", "defer_destroy", "canmount")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from sandbox_gateway.hosts.jail_zfs.storage.marks import Facts, Marks, UserProperties, is_retired
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE, Stored, decode, stale_parts
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, Stored, decode, stale_parts
 from sandbox_gateway.hosts.jail_zfs.storage.root import RETIRED, SANDBOXES, TEMPLATE, VOLUMES
 from sandbox_gateway.records import Sandbox, Snapshot
 

@@ -10,8 +10,8 @@ from sandbox_gateway import zfs
 from sandbox_gateway.errors import InUse
 from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
 from sandbox_gateway.hosts.jail_zfs.storage.places import SnapshotPlaces
-from sandbox_gateway.hosts.jail_zfs.storage.record_store import RecordStore
-from sandbox_gateway.hosts.jail_zfs.storage.records import encode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import encode
+from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import TEMPLATE, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.translation import translating
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
@@ -26,7 +26,7 @@ class SnapshotStorage:
     def __init__(
         self,
         root: RootDataset,
-        records: RecordStore,
+        records: PropertyStore,
         places: SnapshotPlaces,
         instances: InstanceStorage,
         volume_snapshots: VolumeSnapshots,

@@ -29,7 +29,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
 from sandbox_gateway.hosts.jail_zfs.storage.ownership import Ownership
 from sandbox_gateway.hosts.jail_zfs.storage.places import SnapshotPlaces
-from sandbox_gateway.hosts.jail_zfs.storage.record_store import RecordStore
+from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import SANDBOXES, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.sandbox_scan import interpret_sandboxes
 from sandbox_gateway.hosts.jail_zfs.storage.snapshots import SnapshotStorage
@@ -63,7 +63,7 @@ class ZfsStorage:
         self.root = RootDataset(root_dataset)
         self._ownership = Ownership(root_dataset, lock_directory)
         self._ballast = Ballast(root_dataset)
-        self._records = RecordStore(self.root, self._ballast)
+        self._records = PropertyStore(self.root, self._ballast)
         self._places = SnapshotPlaces(self.root)
         self.instances = InstanceStorage(self.root, self._ballast, self._records, self._places)
         volume_datasets = VolumeDatasets(self.root, self._ballast, self._records)

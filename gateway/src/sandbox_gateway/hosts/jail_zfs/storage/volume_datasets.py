@@ -11,8 +11,8 @@ from sandbox_gateway import zfs
 from sandbox_gateway.errors import NotFound
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.marks import is_retired
-from sandbox_gateway.hosts.jail_zfs.storage.record_store import RecordStore
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, decode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, decode
+from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import DOOMED, volume_key
 from sandbox_gateway.records import Volume
@@ -21,7 +21,7 @@ from sandbox_gateway.records import Volume
 class VolumeDatasets:
     """The datasets of all volumes. Methods may raise ZFSError."""
 
-    def __init__(self, root: RootDataset, ballast: Ballast, records: RecordStore) -> None:
+    def __init__(self, root: RootDataset, ballast: Ballast, records: PropertyStore) -> None:
         self._root = root
         self._ballast = ballast
         self._records = records

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sandbox_gateway.hosts.jail_zfs.storage.marks import FACTS, Facts, Marks, UserProperties
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE, decode, volume_snapshot_head
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, decode, volume_snapshot_head
 from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES
 from sandbox_gateway.records import Volume, VolumeSnapshot
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from sandbox_gateway import zfs
 from sandbox_gateway.errors import InUse, NotFound
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, encode, volume_snapshot_head
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, encode, volume_snapshot_head
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.translation import translating
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets

@@ -21,8 +21,8 @@ from pathlib import Path
 from sandbox_gateway import zfs
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
-from sandbox_gateway.hosts.jail_zfs.storage.record_store import RecordStore
-from sandbox_gateway.hosts.jail_zfs.storage.records import encode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import encode
+from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.translation import check_quota, translating
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
@@ -38,7 +38,7 @@ class VolumeStorage:
         self,
         root: RootDataset,
         ballast: Ballast,
-        records: RecordStore,
+        records: PropertyStore,
         datasets: VolumeDatasets,
         snapshots: VolumeSnapshots,
     ) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from sandbox_gateway.hosts import records_store
+from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
 from sandbox_gateway.records import Sandbox
@@ -40,7 +40,7 @@ def blank_memory(files: Instance, memory_mb: int) -> None:
 
 def remove(files: Instance) -> None:
     """Remove a machine's files, and the sandbox's directory if it is then empty."""
-    records_store.remove(files.directory)
+    directory_records.remove(files.directory)
     with contextlib.suppress(OSError):
         files.directory.parent.rmdir()
 

@@ -7,7 +7,7 @@
         snapshots/<id>/                    volume.img manifest.json
     serving/                               files of running volume servers; obsolete after a reboot
 
-Snapshots and volumes are committed by a rename (`hosts.records_store`); a sandbox exists once its manifest does.
+Snapshots and volumes are committed by a rename (`hosts.directory_records`); a sandbox exists once its manifest does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from sandbox_gateway.hosts.records_store import directories
+from sandbox_gateway.hosts.directory_records import directories
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
 
 

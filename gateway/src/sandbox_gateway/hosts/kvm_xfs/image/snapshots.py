@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sandbox_gateway.hosts import records_store
+from sandbox_gateway.hosts import directory_records
+from sandbox_gateway.hosts.directory_records import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
-from sandbox_gateway.hosts.records_store import Quarantine
 from sandbox_gateway.records import Memory, Snapshot
 
 
@@ -22,9 +22,9 @@ class Snapshots:
         """Return the intact ones; damaged ones are moved away and reported in ``repaired``."""
         found = []
         for parent in (self._layout.templates, self._layout.snapshots):
-            for directory in records_store.directories(parent):
+            for directory in directory_records.directories(parent):
                 with self._quarantine.guarding(directory, repaired):
-                    found.append(_check_whole(directory, records_store.read_record(directory, Snapshot)))
+                    found.append(_check_whole(directory, directory_records.read_record(directory, Snapshot)))
         return found
 
     def path(self, snapshot: Snapshot) -> Path:
@@ -32,28 +32,28 @@ class Snapshots:
 
     def partial(self, snapshot: Snapshot) -> Path:
         """Return the directory in which the snapshot is created."""
-        return records_store.partial_of(self.path(snapshot))
+        return directory_records.partial_of(self.path(snapshot))
 
     def commit(self, snapshot: Snapshot) -> None:
         """Sync the images of an uncommitted snapshot, measure it, and commit it with its record."""
         partial = self.partial(snapshot)
         for name in ("rootfs.img", "memory.img", "device.state"):
             if (partial / name).exists():
-                records_store.sync_file(partial / name)
+                directory_records.sync_file(partial / name)
         snapshot.disk_bytes_unique = reflink.unique_bytes(partial / "rootfs.img")
-        records_store.write_record(partial, snapshot)
-        records_store.commit(self.path(snapshot))
+        directory_records.write_record(partial, snapshot)
+        directory_records.commit(self.path(snapshot))
 
     def save(self, snapshot: Snapshot) -> None:
         """Replace a committed snapshot's record."""
-        records_store.write_record(self.path(snapshot), snapshot)
+        directory_records.write_record(self.path(snapshot), snapshot)
 
     def undo(self, snapshot: Snapshot) -> None:
         """Remove all files of a snapshot, committed or not."""
-        records_store.undo(self.path(snapshot))
+        directory_records.undo(self.path(snapshot))
 
     def remove(self, snapshot: Snapshot) -> None:
-        records_store.remove(self.path(snapshot))
+        directory_records.remove(self.path(snapshot))
 
     def places(self, snapshot: Snapshot) -> dict[str, str]:
         """Return the paths of a snapshot's directory and memory files, for display."""

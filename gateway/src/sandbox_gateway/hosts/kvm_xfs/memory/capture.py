@@ -12,10 +12,10 @@ from pathlib import Path
 
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
-from sandbox_gateway.hosts.kvm_xfs.machine.qemu import Machine
 from sandbox_gateway.hosts.kvm_xfs.memory.copying import HeldPages, PageBuffer, copy_out
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import Ram, Runs
 from sandbox_gateway.hosts.kvm_xfs.memory.written import list_written
+from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import Memory
 
 _INLINE_BYTES = 16 << 20

@@ -7,7 +7,7 @@ import ipaddress
 import json
 from collections.abc import Mapping
 
-from sandbox_gateway.hosts.kvm_xfs.volumes.server import Wanted
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import Wanted
 
 _PIECE = 256 << 10
 """Maximum bytes that one request reads or writes: answers that a guest does not fetch stay in memory."""

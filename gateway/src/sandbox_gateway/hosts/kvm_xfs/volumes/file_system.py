@@ -19,7 +19,7 @@ from sandbox_gateway.command import arun
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs.threads import run_with_timeout
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK, EXT4_IOC_RESIZE_FS, block_counts
-from sandbox_gateway.hosts.kvm_xfs.volumes.server import Server, has_ended
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, has_ended
 
 _END_SECONDS = 10.0
 _FORMAT_SECONDS = 120.0
@@ -61,14 +61,14 @@ def _make_sparse(image: Path, size: int) -> None:
         file.truncate(size)
 
 
-async def end_server(server: Server, seconds: float) -> None:
+async def end_server(server: ServerProcess, seconds: float) -> None:
     """Kill a server; return when all its data is in the image and the image is not mounted any more."""
     pidfd = os.dup(server.pidfd) if server.pidfd >= 0 else -1  # A copy, because the server may be forgotten meanwhile.
     what = f"the server of volume {server.volume} did not end"
     await run_with_timeout(lambda: _finish(server, pidfd, seconds), seconds, what)
 
 
-def _finish(server: Server, pidfd: int, seconds: float) -> None:
+def _finish(server: ServerProcess, pidfd: int, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     if pidfd >= 0:
         mounted = -1
@@ -102,7 +102,7 @@ def wait_for_image(image: Path, deadline: float) -> None:
                 time.sleep(0.001)
 
 
-def wait_until_frozen(server: Server, seconds: float) -> None:
+def wait_until_frozen(server: ServerProcess, seconds: float) -> None:
     """Wait until all threads of a server that received SIGSTOP are stopped and all its data is in the image."""
     deadline = time.monotonic() + seconds
     mounted = server.directory()
@@ -123,7 +123,7 @@ def _is_stopped(task: Path) -> bool:
         return True
 
 
-def sync(server: Server) -> None:
+def sync(server: ServerProcess) -> None:
     """Write back the cache of a server."""
     mounted = server.directory()
     try:
@@ -132,7 +132,7 @@ def sync(server: Server) -> None:
         os.close(mounted)
 
 
-def count_used(server: Server) -> int:
+def count_used(server: ServerProcess) -> int:
     """Return the bytes that files use in the file system of a running server."""
     mounted = server.directory()
     try:
@@ -142,7 +142,7 @@ def count_used(server: Server) -> int:
         os.close(mounted)
 
 
-def grow(server: Server) -> None:
+def grow(server: ServerProcess) -> None:
     """Grow the file system of a running server to the size of its image."""
     mounted = server.directory()
     try:

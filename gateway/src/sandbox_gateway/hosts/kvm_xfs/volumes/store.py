@@ -19,15 +19,15 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from sandbox_gateway.errors import BackendFailed, Conflict
-from sandbox_gateway.hosts import records_store
+from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.base import Scan
+from sandbox_gateway.hosts.directory_records import MANIFEST, PARTIAL, Quarantine
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import VOLUME_PORTS
 from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
+from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import IMAGE, PendingSnapshot
 from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
-from sandbox_gateway.hosts.kvm_xfs.volumes.recording import IMAGE, Recording
-from sandbox_gateway.hosts.records_store import MANIFEST, PARTIAL, Quarantine
 from sandbox_gateway.records import Volume, VolumeSnapshot
 
 _SNAPSHOTS = "snapshots"
@@ -70,22 +70,22 @@ class VolumeStore:
         """Commit the new length of an image; the caller then writes the record with ``save``."""
         image = self.whole_image(volume)
         _lengthen(image, size_mb)
-        records_store.sync_file(image)
+        directory_records.sync_file(image)
 
     def save(self, volume: Volume) -> None:
-        records_store.write_record(self._root / volume.id, volume)
+        directory_records.write_record(self._root / volume.id, volume)
 
     def remove(self, volume: str) -> None:
         """Remove a volume and its snapshots with one rename; remaining files are swept at the next start."""
-        records_store.remove_durably(self._root / volume)
+        directory_records.remove_durably(self._root / volume)
 
     def remove_snapshot(self, snapshot: VolumeSnapshot) -> None:
-        records_store.remove_durably(self._snapshot(snapshot))
+        directory_records.remove_durably(self._snapshot(snapshot))
 
     # -- snapshots --------------------------------------------------------------------------------------------------
 
-    def recording(self, snapshot: VolumeSnapshot) -> Recording:
-        return Recording(self.whole_image(snapshot.volume), self._snapshot(snapshot), snapshot)
+    def recording(self, snapshot: VolumeSnapshot) -> PendingSnapshot:
+        return PendingSnapshot(self.whole_image(snapshot.volume), self._snapshot(snapshot), snapshot)
 
     def stage(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         """Put a copy of ``snapshot``, with the volume's current size, beside the image; for ``swap``."""
@@ -94,7 +94,7 @@ class VolumeStore:
         try:
             reflink.clone(self._snapshot(snapshot) / IMAGE, new)
             _lengthen(new, volume.size_mb)
-            records_store.sync_file(new)
+            directory_records.sync_file(new)
         except BaseException:
             new.unlink(missing_ok=True)
             raise
@@ -106,14 +106,14 @@ class VolumeStore:
         if (directory / IMAGE).exists():
             (directory / _OLD).hardlink_to(directory / IMAGE)
         (directory / _NEW).rename(directory / IMAGE)
-        records_store.sync_directory(directory)
+        directory_records.sync_directory(directory)
 
     def swap_back(self, volume: str) -> None:
         """Undo ``swap``, if it has happened; this removes the staged copy."""
         directory = self._root / volume
         if (directory / _OLD).exists():
             (directory / _OLD).replace(directory / IMAGE)
-            records_store.sync_directory(directory)
+            directory_records.sync_directory(directory)
 
     def settle(self, volume: str) -> None:
         """Remove the files that ``stage`` and ``swap`` left beside the image."""
@@ -132,10 +132,10 @@ class VolumeStore:
         Each volume then has a port; returns the unused ports.
         """
         kept = {"", *(snapshot.id for snapshot in scan.snapshots)}
-        swept = records_store.sweep(self._root)
-        for directory in records_store.directories(self._root):
+        swept = directory_records.sweep(self._root)
+        for directory in directory_records.directories(self._root):
             if (directory / _SNAPSHOTS).is_dir():
-                swept += records_store.sweep(directory / _SNAPSHOTS)
+                swept += directory_records.sweep(directory / _SNAPSHOTS)
             snapshots = self._scan_snapshots(directory, kept, scan.repaired)
             with self._quarantine.guarding(directory, scan.repaired):
                 scan.volumes.append(self._scan_volume(directory, snapshots, scan.repaired))
@@ -145,7 +145,7 @@ class VolumeStore:
 
     def _scan_snapshots(self, directory: Path, kept: Collection[str], repaired: list[str]) -> list[VolumeSnapshot]:
         found = []
-        for place in records_store.directories(directory / _SNAPSHOTS) if (directory / _SNAPSHOTS).is_dir() else []:
+        for place in directory_records.directories(directory / _SNAPSHOTS) if (directory / _SNAPSHOTS).is_dir() else []:
             with self._quarantine.guarding(place, repaired):
                 snapshot = _whole_snapshot(place, directory.name)
                 if snapshot.sandbox_snapshot in kept:
@@ -153,7 +153,7 @@ class VolumeStore:
                 elif self._quarantine.has(snapshot.sandbox_snapshot):
                     raise ValueError(f"it belongs to snapshot {snapshot.sandbox_snapshot}, which is damaged")
                 else:
-                    records_store.remove_durably(place)
+                    directory_records.remove_durably(place)
                     repaired.append(f"removed {place.name} of volume {directory.name}, whose snapshot was not finished")
         return found
 
@@ -161,7 +161,7 @@ class VolumeStore:
         """Return the volume's record, repaired. Raises ValueError if neither an image nor a snapshot is left."""
         length_mb = _length_mb(directory / IMAGE)
         try:
-            volume = records_store.read_record(directory, Volume)
+            volume = directory_records.read_record(directory, Volume)
             if volume.id != directory.name:
                 raise ValueError(f"its manifest is of {volume.id}")
         except ValueError as error:
@@ -233,20 +233,20 @@ async def _format(image: Path, volume: Volume) -> None:
 @contextlib.contextmanager
 def _making(final: Path) -> Iterator[Path]:
     """Yield the directory in which ``final`` is created; on failure nothing remains of either."""
-    partial = records_store.partial_of(final)
+    partial = directory_records.partial_of(final)
     partial.mkdir(mode=0o700)
     try:
         yield partial
     except BaseException:
-        records_store.undo(final)
+        directory_records.undo(final)
         raise
 
 
 def _finish_volume(partial: Path, final: Path, volume: Volume) -> None:
     _lengthen(partial / IMAGE, volume.size_mb)
-    records_store.sync_file(partial / IMAGE)
-    records_store.write_record(partial, volume)
-    records_store.commit(final)
+    directory_records.sync_file(partial / IMAGE)
+    directory_records.write_record(partial, volume)
+    directory_records.commit(final)
 
 
 def _lengthen(image: Path, size_mb: int) -> None:
@@ -264,7 +264,7 @@ def _length_mb(image: Path) -> int:
 
 def _whole_snapshot(directory: Path, volume: str) -> VolumeSnapshot:
     """Read a snapshot's record and check it and its image. Raises ValueError with the reason."""
-    snapshot = records_store.read_record(directory, VolumeSnapshot)
+    snapshot = directory_records.read_record(directory, VolumeSnapshot)
     if (snapshot.id, snapshot.volume) != (directory.name, volume):
         raise ValueError(f"its manifest is of {snapshot.id} of volume {snapshot.volume}")
     if _length_mb(directory / IMAGE) < snapshot.size_mb:

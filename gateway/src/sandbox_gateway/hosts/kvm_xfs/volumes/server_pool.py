@@ -35,14 +35,14 @@ from weakref import WeakValueDictionary
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, GatewayError
 from sandbox_gateway.hosts.base import GuestMount
-from sandbox_gateway.hosts.kvm_xfs.machine.bounded_log import open_log_of
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS
+from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import open_log_of
 from sandbox_gateway.hosts.kvm_xfs.threads import run_with_timeout
 from sandbox_gateway.hosts.kvm_xfs.volumes import file_system
 from sandbox_gateway.hosts.kvm_xfs.volumes.access import Access
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK, block_counts
-from sandbox_gateway.hosts.kvm_xfs.volumes.server import Server, Wanted, list_processes, recall
-from sandbox_gateway.hosts.kvm_xfs.volumes.starting import Starter
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, Wanted, list_processes, recall
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_start import ServerStarter
 from sandbox_gateway.log import Logger
 
 _END_SECONDS = 10.0
@@ -54,7 +54,7 @@ _STEADY_SECONDS = 60.0
 log = Logger("volumes")
 
 
-class VolumeServers:
+class ServerPool:
     """The servers of one gateway. ``volume`` is a volume's id everywhere, ``port`` one of ``VOLUME_PORTS``.
 
     ``VOLUME_PORTS`` is a range with step 2: a volume permanently has ``port`` (NFS) and ``port + 1`` (MOUNT), which
@@ -64,9 +64,9 @@ class VolumeServers:
     def __init__(self, network: Network, run_root: Path, ganesha: str = "ganesha.nfsd") -> None:
         """Manage servers. ``run_root``: a directory for their files, created if it is missing."""
         self._access = Access(network)
-        self._starter = Starter(network, run_root, ganesha, self._access)
+        self._starter = ServerStarter(network, run_root, ganesha, self._access)
         self._root = run_root
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, ServerProcess] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._revivals: set[asyncio.Task[None]] = set()
 
@@ -83,7 +83,7 @@ class VolumeServers:
         said: list[str] = []
         for pid, volume, serves in list_processes(self._root):
             wanted = recall(self._root / volume)
-            server = Server(volume, pid, wanted or Wanted("", 0, {}))
+            server = ServerProcess(volume, pid, wanted or Wanted("", 0, {}))
             try:
                 server.pidfd = os.pidfd_open(pid)
             except ProcessLookupError:
@@ -253,7 +253,7 @@ class VolumeServers:
     async def _start(self, volume: str, wanted: Wanted) -> None:
         self._keep(await self._starter.start(volume, wanted))
 
-    async def _instruct(self, server: Server, wanted: Wanted) -> None:
+    async def _instruct(self, server: ServerProcess, wanted: Wanted) -> None:
         """Configure a running server's clients; replace the server if it does not apply the change."""
         await self._starter.instruct(server, wanted)
         if server.obeys:
@@ -262,7 +262,7 @@ class VolumeServers:
             await self._end(server.volume)
             await self._start(server.volume, server.wanted)
 
-    async def _restart(self, server: Server) -> None:
+    async def _restart(self, server: ServerProcess) -> None:
         """End a server and start another; on failure, this is retried later."""
         await self._end(server.volume)
         try:
@@ -286,21 +286,21 @@ class VolumeServers:
         self._starter.cgroups.remove(volume)
         shutil.rmtree(self._root / volume, ignore_errors=True)
 
-    def _keep(self, server: Server) -> None:
+    def _keep(self, server: ServerProcess) -> None:
         self._servers[server.volume] = server
         asyncio.get_running_loop().add_reader(server.pidfd, self._ended, server)
 
-    def _ended(self, server: Server) -> None:
+    def _ended(self, server: ServerProcess) -> None:
         asyncio.get_running_loop().remove_reader(server.pidfd)
         if self._servers.get(server.volume) is server:
             self._revive_later(server)
 
-    def _revive_later(self, server: Server) -> None:
+    def _revive_later(self, server: ServerProcess) -> None:
         task = asyncio.ensure_future(self._revive(server))
         self._revivals.add(task)
         task.add_done_callback(self._revivals.discard)
 
-    async def _revive(self, server: Server) -> None:
+    async def _revive(self, server: ServerProcess) -> None:
         """Replace a server that ended by itself, because guests wait for it. Gives up once it is no longer needed."""
         early = time.monotonic() - server.started < _STEADY_SECONDS
         await asyncio.sleep(server.backoff())

@@ -15,10 +15,10 @@ from qemu.qmp import ExecuteError, QMPClient, QMPError
 
 from sandbox_gateway.errors import BackendFailed, Timeout
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
-from sandbox_gateway.hosts.kvm_xfs.machine.bounded_log import create_log, open_log_of, read_log
-from sandbox_gateway.hosts.kvm_xfs.machine.command_line import Shape, arguments
-from sandbox_gateway.hosts.kvm_xfs.machine.processes import start_in
-from sandbox_gateway.hosts.kvm_xfs.machine.sockets import connect_to, listen_at
+from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import create_log, open_log_of, read_log
+from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import Shape, arguments
+from sandbox_gateway.hosts.kvm_xfs.qemu.processes import start_in
+from sandbox_gateway.hosts.kvm_xfs.qemu.sockets import connect_to, listen_at
 
 QMP_SECONDS = 20.0
 _TAIL = 500

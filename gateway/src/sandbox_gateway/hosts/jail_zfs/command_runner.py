@@ -13,7 +13,7 @@ from sandbox_gateway.errors import BackendFailed
 SECONDS = 60.0
 
 
-class Commands:
+class CommandRunner:
     """A runner of commands with ``environment`` added to ``child_environment``."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:

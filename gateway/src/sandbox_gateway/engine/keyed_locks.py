@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from sandbox_gateway.errors import Busy
 
 
-class Locks:
+class KeyedLocks:
     """Locks by key; a lock is dropped when no task holds or awaits it."""
 
     def __init__(self, seconds: float) -> None:

@@ -14,15 +14,15 @@ from pathlib import Path
 from sandbox_gateway.command import child_environment
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Timeout
-from sandbox_gateway.hosts.kvm_xfs.machine.bounded_log import create_log
-from sandbox_gateway.hosts.kvm_xfs.machine.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import volume_address, volume_gateway, volume_space
+from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import create_log
+from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, launcher, rpc
 from sandbox_gateway.hosts.kvm_xfs.volumes.access import Access
 from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import configuration, marker_of
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG
 from sandbox_gateway.hosts.kvm_xfs.volumes.seccomp import file_server_filter
-from sandbox_gateway.hosts.kvm_xfs.volumes.server import Server, Wanted, remember, replace_file
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, Wanted, remember, replace_file
 from sandbox_gateway.log import Logger
 
 _START_SECONDS = 20.0
@@ -38,7 +38,7 @@ _NFS, _MOUNT, _MOUNT_EXPORT = 100003, 100005, 5
 log = Logger("volumes")
 
 
-class Starter:
+class ServerStarter:
     """A factory for servers below the directory ``root``."""
 
     def __init__(self, network: Network, root: Path, ganesha: str, access: Access) -> None:
@@ -50,11 +50,11 @@ class Starter:
         self.space = volume_space(network)
         self.cgroups = Cgroups(network.prefix, "volumes")
 
-    def limit(self, server: Server) -> None:
+    def limit(self, server: ServerProcess) -> None:
         """Apply a server's memory and CPU limits."""
         self.cgroups.place(server.volume, server.pid, memory_mb=_MEMORY_MB, cpus=_CPUS)
 
-    async def start(self, volume: str, wanted: Wanted) -> Server:
+    async def start(self, volume: str, wanted: Wanted) -> ServerProcess:
         """Start a server if none runs, and allow its clients to connect; nothing of it remains on failure."""
         program = _find_program(self._ganesha)
         started = time.monotonic()
@@ -65,7 +65,7 @@ class Starter:
         remember(directory, wanted)
         marker, text = self._configuration(volume, wanted)
         replace_file(directory / CONFIG, text)
-        server = Server(volume, 0, wanted, log=create_log())
+        server = ServerProcess(volume, 0, wanted, log=create_log())
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", launcher.__file__, wanted.image, str(directory), volume, program),
             *(str(self.space), file_server_filter().hex()),
@@ -95,7 +95,7 @@ class Starter:
         log.info("serving a volume", volume=volume, pid=server.pid, ms=round((time.monotonic() - started) * 1000))
         return server
 
-    async def _wait_until_ready(self, process: asyncio.subprocess.Process, server: Server, marker: str) -> None:
+    async def _wait_until_ready(self, process: asyncio.subprocess.Process, server: ServerProcess, marker: str) -> None:
         assert process.stdout is not None and process.stdin is not None
         if line := await process.stdout.readline():
             server.pid = int(line)
@@ -108,7 +108,7 @@ class Starter:
         if server.ended() or process.returncode or not server.is_isolated(self.space):
             raise BackendFailed(f"volume {server.volume} cannot be served{server.log_tail() or ': it ended'}")
 
-    async def instruct(self, server: Server, wanted: Wanted) -> None:
+    async def instruct(self, server: ServerProcess, wanted: Wanted) -> None:
         """Configure a running server's clients; afterwards, ``server.obeys`` tells whether it applied them."""
         # Keep the mounted image: to serve a different one, the server must be ended first.
         server.wanted = Wanted(server.wanted.image, wanted.port, wanted.clients)
@@ -124,7 +124,7 @@ class Starter:
         except (TimeoutError, BackendFailed):
             log.warning("a server of a volume did not obey: another takes its place", volume=server.volume)
 
-    async def _wait_until_obeyed(self, server: Server, marker: str) -> None:
+    async def _wait_until_obeyed(self, server: ServerProcess, marker: str) -> None:
         """Wait until the server answers with the configuration that has the marker, or has ended."""
         while True:
             if server.ended() or await self._has_marker(server.wanted.port, marker):

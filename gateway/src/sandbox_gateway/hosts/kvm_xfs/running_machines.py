@@ -14,14 +14,14 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.errors import Conflict, Unsupported
 from sandbox_gateway.hosts.base import Scan
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, Layout
-from sandbox_gateway.hosts.kvm_xfs.machine import bounded_log
-from sandbox_gateway.hosts.kvm_xfs.machine.cgroup import Cgroups
-from sandbox_gateway.hosts.kvm_xfs.machine.command_line import Platform, Shape
-from sandbox_gateway.hosts.kvm_xfs.machine.processes import list_running
-from sandbox_gateway.hosts.kvm_xfs.machine.qemu import Machine
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_MAC, Slot
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
-from sandbox_gateway.hosts.kvm_xfs.volumes.volumes import Volumes
+from sandbox_gateway.hosts.kvm_xfs.qemu import bounded_log
+from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import Cgroups
+from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import Platform, Shape
+from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
+from sandbox_gateway.hosts.kvm_xfs.qemu.processes import list_running
+from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot
 
@@ -30,10 +30,10 @@ _OLD_LOG_SECONDS = 2.0
 log = Logger("kvm_xfs")
 
 
-class Machines:
+class RunningMachines:
     """The running machines. Each has a network slot, its sandbox's volumes, and limits."""
 
-    def __init__(self, config: Config, layout: Layout, slots: SlotPool, volumes: Volumes) -> None:
+    def __init__(self, config: Config, layout: Layout, slots: SlotPool, volumes: KvmVolumes) -> None:
         self._config = config
         self._layout = layout
         self._slots = slots

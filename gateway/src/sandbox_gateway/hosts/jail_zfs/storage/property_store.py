@@ -9,11 +9,11 @@ from functools import partial
 from sandbox_gateway import zfs
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.marks import Marks
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE, Record, encode, stale_parts
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, Record, encode, stale_parts
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 
 
-class RecordStore:
+class PropertyStore:
     def __init__(self, root: RootDataset, ballast: Ballast) -> None:
         self._lock = root.index_lock
         self._ballast = ballast

@@ -8,7 +8,7 @@ from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.attachments import Attachments
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.engine.saving import save_sandbox
+from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.log import Logger
 from sandbox_gateway.printable import printable
 from sandbox_gateway.records import Sandbox, SandboxState, Snapshot
@@ -16,7 +16,7 @@ from sandbox_gateway.records import Sandbox, SandboxState, Snapshot
 log = Logger("engine")
 
 
-class Machines:
+class MachineLifecycle:
     def __init__(self, context: Context, locking: Locking, agents: Agents, attachments: Attachments) -> None:
         self._context = context
         self._host = context.host

@@ -8,22 +8,22 @@ import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
-from sandbox_gateway.hosts import records_store
+from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
-from sandbox_gateway.hosts.kvm_xfs.volumes.servers import VolumeServers
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.records import VolumeSnapshot
 
 IMAGE = "volume.img"
 
 
-class Recording:
+class PendingSnapshot:
     """An uncommitted snapshot of a volume: ``prepare``, ``take`` (the quick step), ``commit``; or else ``undo``."""
 
     def __init__(self, image: Path, final: Path, snapshot: VolumeSnapshot) -> None:
         self.volume = snapshot.volume
         self._image = image
         self._final = final
-        self._partial = records_store.partial_of(final)
+        self._partial = directory_records.partial_of(final)
         self._snapshot = snapshot
         self._begun = False
         self._stack = contextlib.ExitStack()
@@ -42,13 +42,13 @@ class Recording:
 
     def commit(self) -> None:
         os.fsync(self._target)
-        records_store.write_record(self._partial, self._snapshot)
-        records_store.commit(self._final)
+        directory_records.write_record(self._partial, self._snapshot)
+        directory_records.commit(self._final)
 
     def undo(self) -> None:
         """Remove the snapshot, committed or not."""
         if self._begun:
-            records_store.undo(self._final)
+            directory_records.undo(self._final)
 
     def close(self) -> None:
         self._stack.close()
@@ -59,10 +59,10 @@ class Recording:
         return descriptor
 
 
-class Recordings:
+class PendingSnapshots:
     """Uncommitted snapshots of volumes, all of one instant."""
 
-    def __init__(self, servers: VolumeServers, recordings: Sequence[Recording]) -> None:
+    def __init__(self, servers: ServerPool, recordings: Sequence[PendingSnapshot]) -> None:
         self._servers = servers
         self._recordings = recordings
 
@@ -70,7 +70,7 @@ class Recordings:
         """Write back in advance, to keep ``take`` short."""
         await wait_for_all(self._prepare(each) for each in self._recordings)
 
-    async def _prepare(self, recording: Recording) -> None:
+    async def _prepare(self, recording: PendingSnapshot) -> None:
         await self._servers.flush(recording.volume)
         await asyncio.to_thread(recording.prepare)
 
@@ -80,20 +80,20 @@ class Recordings:
             await wait_for_all(
                 stack.enter_async_context(self._servers.frozen(each.volume)) for each in self._recordings
             )
-            await asyncio.to_thread(self._each, Recording.take)
+            await asyncio.to_thread(self._each, PendingSnapshot.take)
 
     async def commit(self) -> None:
         if self._recordings:
-            await asyncio.to_thread(self._each, Recording.commit)
+            await asyncio.to_thread(self._each, PendingSnapshot.commit)
 
     async def undo(self) -> None:
         if self._recordings:
-            await asyncio.to_thread(self._each, Recording.undo)
+            await asyncio.to_thread(self._each, PendingSnapshot.undo)
 
     def close(self) -> None:
-        self._each(Recording.close)
+        self._each(PendingSnapshot.close)
 
-    def _each(self, step: Callable[[Recording], None]) -> None:
+    def _each(self, step: Callable[[PendingSnapshot], None]) -> None:
         for recording in self._recordings:
             step(recording)
 

@@ -11,7 +11,7 @@ from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.engine.paths import check_mounts
+from sandbox_gateway.engine.mount_paths import check_mount_paths
 from sandbox_gateway.engine.spec import MountSpec
 from sandbox_gateway.engine.volumes import Volumes
 from sandbox_gateway.errors import Conflict, Invalid
@@ -34,7 +34,7 @@ class PlannedMount:
     """Each sandbox mounts its own clone of this snapshot; None: all mount the volume itself."""
 
 
-class Mounts:
+class MountPlanner:
     def __init__(self, context: Context, locking: Locking, collector: Collector, volumes: Volumes) -> None:
         self._index = context.index
         self._locking = locking
@@ -57,7 +57,7 @@ class Mounts:
         for volume in volumes:
             if volumes.count(volume) > 1:
                 raise Invalid(f"volume {volume.name} is named more than once: a sandbox mounts it at one path")
-        check_mounts(spec.path for spec in specs)
+        check_mount_paths(spec.path for spec in specs)
         return volumes
 
     def _inherit(self, snapshot: Snapshot, mount: Mount) -> PlannedMount:

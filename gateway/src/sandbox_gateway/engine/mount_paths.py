@@ -15,7 +15,7 @@ _TOP = ("/etc", "/usr", "/bin", "/sbin", "/lib", "/boot", "/root", "/home", "/va
 """No volume is mounted at these, but below them is allowed."""
 
 
-def check_mounts(paths: Iterable[str]) -> None:
+def check_mount_paths(paths: Iterable[str]) -> None:
     """Raise Invalid if one sandbox cannot have mounts at all of ``paths``."""
     seen: list[str] = []
     for path in paths:

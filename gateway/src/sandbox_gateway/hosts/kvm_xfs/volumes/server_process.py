@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.kvm_xfs.machine.bounded_log import read_log
+from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import read_log
 from sandbox_gateway.hosts.kvm_xfs.volumes import launcher
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG, ROOT
 
@@ -37,7 +37,7 @@ class Wanted:
 
 
 @dataclass
-class Server:
+class ServerProcess:
     volume: str
     pid: int
     wanted: Wanted

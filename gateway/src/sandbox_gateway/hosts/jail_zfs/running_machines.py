@@ -24,7 +24,7 @@ class Machine:
     has_ended: bool = False
 
 
-class Machines:
+class RunningMachines:
     """Machines by the instance of their sandbox. Each has a unique number, which determines its address."""
 
     def __init__(self, bridge: Bridge) -> None:

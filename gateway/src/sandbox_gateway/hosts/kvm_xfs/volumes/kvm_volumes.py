@@ -16,12 +16,12 @@ from typing import Any
 
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.base import GuestMount, Scan, VolumeState
+from sandbox_gateway.hosts.directory_records import Quarantine, explaining_os_errors
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
+from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnapshots, wait_for_all
 from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
-from sandbox_gateway.hosts.kvm_xfs.volumes.recording import Recordings, wait_for_all
-from sandbox_gateway.hosts.kvm_xfs.volumes.servers import VolumeServers
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.hosts.kvm_xfs.volumes.store import VolumeStore
-from sandbox_gateway.hosts.records_store import Quarantine, explaining_os_errors
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount, Sandbox, Volume, VolumeSnapshot
 
@@ -47,10 +47,10 @@ class _Share:
     """Held while the server or the image changes."""
 
 
-class Volumes:
+class KvmVolumes:
     """The volumes of one gateway: their images, their servers, and the machines that mount them."""
 
-    def __init__(self, layout: Layout, quarantine: Quarantine, servers: VolumeServers) -> None:
+    def __init__(self, layout: Layout, quarantine: Quarantine, servers: ServerPool) -> None:
         self._store = VolumeStore(layout, quarantine)
         self._servers = servers
         self._shares: dict[str, _Share] = {}
@@ -180,12 +180,12 @@ class Volumes:
     # -- captures ---------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def recording(self, snapshots: Sequence[VolumeSnapshot]) -> AsyncIterator[Recordings]:
+    async def recording(self, snapshots: Sequence[VolumeSnapshot]) -> AsyncIterator[PendingSnapshots]:
         """Prepare snapshots. The caller calls ``take`` and ``commit`` inside; on failure, no snapshot remains."""
         async with contextlib.AsyncExitStack() as stack:
             for id in sorted({snapshot.volume for snapshot in snapshots}):
                 await stack.enter_async_context(self._share(id).lock)
-            recordings = Recordings(self._servers, [self._store.recording(snapshot) for snapshot in snapshots])
+            recordings = PendingSnapshots(self._servers, [self._store.recording(snapshot) for snapshot in snapshots])
             try:
                 await recordings.prepare()
                 yield recordings
