@@ -375,6 +375,7 @@ class Awx:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # otherwise each body waits 40 ms for the client to acknowledge the headers
     awx: Awx
 
     def _serve(self) -> None:
