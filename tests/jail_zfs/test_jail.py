@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner, finish_all
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jail, Jails, parse_jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted, MountTable, parse_mounts
 from sandbox_gateway.hosts.jail_zfs.jail.rctl import parse_usage, rules
@@ -118,28 +118,3 @@ def test_a_jail_that_cannot_be_made_leaves_nothing(jails: Jails, table: MountTab
         do(jails.create("odd", tmp_path / "nowhere", hostname="odd", identity=None, interface="missing-b"))
     assert do(table.list_below(tmp_path)) == []
     assert "odd" not in shim("jls", "-d", "name").split()
-
-
-def test_the_first_error_comes_when_all_have_ended() -> None:
-    done: list[str] = []
-
-    async def work(name: str, seconds: float, error: Exception | None = None) -> str:
-        await asyncio.sleep(seconds)
-        done.append(name)
-        if error:
-            raise error
-        return name
-
-    async def story() -> None:
-        assert await finish_all(work("a", 0.02), work("b", 0.01)) == ["a", "b"]
-        with pytest.raises(BackendFailed, match="one"):
-            await finish_all(work("c", 0.01, BackendFailed("one")), work("d", 0.05))
-        assert done[-2:] == ["c", "d"]
-        task = asyncio.create_task(finish_all(work("e", 0.05)))  # type: ignore[arg-type]
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert done[-1] == "e"
-
-    do(story())

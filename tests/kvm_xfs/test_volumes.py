@@ -137,8 +137,7 @@ class Verbs(KvmVolumes):
 
     async def quiet(self) -> None:
         """Wait until all background work has ended."""
-        while self._background:
-            await asyncio.wait(self._background)
+        await self._background.wait()
 
 
 @pytest.fixture

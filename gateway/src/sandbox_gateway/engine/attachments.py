@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from sandbox_gateway.engine.agents import Agents
-from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
@@ -13,6 +12,7 @@ from sandbox_gateway.engine.spec import MountSpec
 from sandbox_gateway.errors import Conflict, GatewayError, Invalid, NotFound
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount, Sandbox, SandboxState
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 _MOUNT_SECONDS = 30.0
 _UNMOUNT_SECONDS = 10.0

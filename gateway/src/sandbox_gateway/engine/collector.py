@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.index import Thing
 from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
@@ -13,6 +12,7 @@ from sandbox_gateway.engine.references import References
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 log = Logger("engine")
 

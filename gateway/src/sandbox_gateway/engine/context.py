@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from sandbox_gateway.config import Config
-from sandbox_gateway.engine.background import Background
 from sandbox_gateway.engine.events import Events
 from sandbox_gateway.engine.index import Index
 from sandbox_gateway.engine.keyed_locks import KeyedLocks
 from sandbox_gateway.engine.secret import Secret
 from sandbox_gateway.errors import Conflict
 from sandbox_gateway.hosts.base import Host
+from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, SandboxState
+from sandbox_gateway.tasks import BackgroundTasks
 
 
 class Context:
@@ -23,7 +24,7 @@ class Context:
         self.locks = KeyedLocks(config.limits.lock_seconds)
         self.events = Events()
         self.secret = Secret()
-        self.background = Background()
+        self.background = BackgroundTasks(Logger("engine"))
         self.unreadable_sandboxes: list[str] = []
         """Sandboxes whose records cannot be read. While there are any, nothing that may belong to them is removed."""
 

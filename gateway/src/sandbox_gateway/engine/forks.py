@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
@@ -18,6 +17,7 @@ from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import GatewayError, OverQuota
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 
 class Forks:

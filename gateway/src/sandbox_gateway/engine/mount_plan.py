@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
-from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
@@ -17,6 +16,7 @@ from sandbox_gateway.engine.volumes import Volumes
 from sandbox_gateway.errors import Conflict, Invalid
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount, Sandbox, Snapshot, Volume, VolumeSnapshot, new_id
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 _LONGEST_NAME = 64
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.records import Sandbox, Snapshot
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 Fields = Mapping[str, Any]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.records import Memory, Sandbox, SandboxState, Snapshot, SnapshotKind, new_id, now
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 
 class Replacement:

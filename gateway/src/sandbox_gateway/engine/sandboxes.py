@@ -7,7 +7,6 @@ from datetime import datetime
 from typing import Any
 
 from sandbox_gateway.engine.agents import Agents
-from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
@@ -22,6 +21,7 @@ from sandbox_gateway.engine.timeouts import end_after, has_expired
 from sandbox_gateway.errors import Conflict, Invalid, NotFound
 from sandbox_gateway.hosts.base import Usage
 from sandbox_gateway.records import NetworkPolicy, OnTimeout, Sandbox, SandboxState, Snapshot, SnapshotKind, now
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 _SYNC_SECONDS = 2
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
-from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
@@ -16,6 +15,7 @@ from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.records import Retention, Snapshot, SnapshotKind, now
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 
 class Snapshots:

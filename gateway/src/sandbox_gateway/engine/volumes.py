@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
@@ -14,6 +13,7 @@ from sandbox_gateway.engine.references import References, in_use
 from sandbox_gateway.errors import Invalid, NameTaken
 from sandbox_gateway.hosts.base import VolumeState
 from sandbox_gateway.records import Mount, Sandbox, Volume, VolumeSnapshot, new_id
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 _DEFAULT_MB = 1024
 _SMALLEST_MB = 64

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from subprocess import CompletedProcess
-from typing import Any
 
 from sandbox_gateway.command import arun
 from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 SECONDS = 60.0
 
@@ -40,9 +39,7 @@ class CommandRunner:
 
     async def _run(self, argv: tuple[str, ...], *, input: str | None, check: bool) -> CompletedProcess[str]:
         work = arun(argv, timeout=SECONDS, input=input, check=check, env=self._environment)
-        (done,) = await finish_all(work)
-        result: CompletedProcess[str] = done
-        return result
+        return await finish_despite_cancellation(work)
 
 
 def _message(done: CompletedProcess[str]) -> str:
@@ -51,20 +48,3 @@ def _message(done: CompletedProcess[str]) -> str:
 
 def _failed(argv: tuple[str, ...], done: CompletedProcess[str]) -> BackendFailed:
     return BackendFailed(f"{' '.join(argv)} failed ({done.returncode}): {_message(done)[-1000:] or 'no message'}")
-
-
-async def finish_all(*works: Awaitable[Any]) -> list[Any]:
-    """Wait until all ``works`` have ended, then return their results or raise the first error.
-
-    Nothing is interrupted: a cancelled caller also waits for the end, and is cancelled then.
-    """
-    gathered = asyncio.gather(*works, return_exceptions=True)
-    try:
-        results = await asyncio.shield(gathered)
-    except asyncio.CancelledError:
-        await asyncio.wait([gathered])
-        raise
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return list(results)

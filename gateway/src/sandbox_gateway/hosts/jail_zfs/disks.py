@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from sandbox_gateway.errors import Busy, GatewayError, NotFound
-from sandbox_gateway.hosts.jail_zfs.background import BackgroundTasks
-from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner, finish_all
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.jail.holders import describe_holders
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted, MountTable
@@ -19,6 +18,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.root import SANDBOXES
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot, VolumeSnapshot
+from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
 
 _RETRIES = 20
 _RETRY_SECONDS = 3.0
@@ -65,7 +65,7 @@ class Disks:
     async def clone(self, snapshot_id: str, sandbox: Sandbox) -> None:
         disk = sandbox.resources.disk_mb
         clone = self._storage.instances.clone
-        await finish_all(asyncio.to_thread(clone, snapshot_id, sandbox.instance, disk_mb=disk))
+        await finish_despite_cancellation(asyncio.to_thread(clone, snapshot_id, sandbox.instance, disk_mb=disk))
         self._instances.add(sandbox.instance)
 
     async def mount(self, instance: str) -> None:
@@ -86,18 +86,18 @@ class Disks:
         if sandbox.instance not in self._instances and sandbox.pause_snapshot:
             # The sandbox will start later: a clone protects the snapshot that it starts from, and carries the record.
             await self.clone(sandbox.pause_snapshot, sandbox)
-        await finish_all(asyncio.to_thread(self._storage.instances.save, sandbox))
+        await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.save, sandbox))
 
     async def forget(self, sandbox: Sandbox) -> None:
         """Drop the sandbox's record."""
-        await finish_all(asyncio.to_thread(self._storage.instances.forget, sandbox.instance))
+        await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.forget, sandbox.instance))
 
     async def discard(self, instance: str) -> None:
         """Remove or retire the dataset; in the background if it is still in use, for example by a dying jail."""
         try:
             if self._mounts.stuck(self._is_in(instance)):
                 raise Busy("a mount in it is stuck")
-            await finish_all(asyncio.to_thread(self._storage.instances.discard, instance))
+            await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.discard, instance))
         except Busy as error:
             holders = await self._describe_holders(instance)
             log.warning("still in use, removed later", instance=instance, reason=error.message, holders=holders)
@@ -113,7 +113,7 @@ class Disks:
         for _ in range(_RETRIES):
             await asyncio.sleep(_RETRY_SECONDS)
             try:
-                await finish_all(asyncio.to_thread(self._storage.instances.discard, instance))
+                await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.discard, instance))
             except GatewayError:
                 continue
             self._note_discarded(instance)
@@ -129,19 +129,19 @@ class Disks:
 
     async def capture(self, sandbox: Sandbox, snapshot: Snapshot, volumes: Sequence[VolumeSnapshot]) -> None:
         take = self._storage.snapshots.take
-        await finish_all(asyncio.to_thread(take, sandbox.instance, snapshot, volumes))
+        await finish_despite_cancellation(asyncio.to_thread(take, sandbox.instance, snapshot, volumes))
 
     def expected_name(self, sandbox: Sandbox, snapshot: Snapshot) -> str:
         """Return the ZFS name of a snapshot that is about to be taken."""
         return f"{self._storage.instances.dataset(sandbox.instance)}@{snapshot.id}"
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
-        await finish_all(asyncio.to_thread(self._storage.snapshots.save, snapshot))
+        await finish_despite_cancellation(asyncio.to_thread(self._storage.snapshots.save, snapshot))
         self.add_snapshot(snapshot)
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         with contextlib.suppress(NotFound):  # destroyed by someone with `zfs destroy`
-            await finish_all(asyncio.to_thread(self._storage.snapshots.destroy, snapshot.id))
+            await finish_despite_cancellation(asyncio.to_thread(self._storage.snapshots.destroy, snapshot.id))
         self._snapshots.pop(snapshot.id, None)
 
     def add_snapshot(self, snapshot: Snapshot) -> None:

@@ -14,7 +14,6 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, Unsupported
 from sandbox_gateway.hosts.addresses import name_servers
 from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Log, Scan, Usage, VolumeState
-from sandbox_gateway.hosts.jail_zfs.background import BackgroundTasks
 from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.jail import rootfs
@@ -34,6 +33,7 @@ from sandbox_gateway.hosts.jail_zfs.watcher import JailWatcher
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
+from sandbox_gateway.tasks import BackgroundTasks
 
 log = Logger("jail_zfs")
 
@@ -51,7 +51,7 @@ class JailZfsHost:
         self.boot_seconds = self.resume_seconds = config.jail_zfs.boot_seconds
         state, prefix = config.host.state_root, config.network.prefix
         self._opened = False
-        self._background = BackgroundTasks()
+        self._background = BackgroundTasks(log)
         self._run = CommandRunner(environment)
         self._storage = ZfsStorage(config.jail_zfs.dataset, lock_directory=state)
         # the network
@@ -125,7 +125,7 @@ class JailZfsHost:
         if not self._opened:
             return
         self._opened = False
-        await self._background.close()
+        await self._background.cancel()
         try:
             if not self._machines:
                 await self._pf.close()

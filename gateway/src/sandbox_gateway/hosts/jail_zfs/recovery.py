@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sandbox_gateway.hosts.base import Scan
-from sandbox_gateway.hosts.jail_zfs.command_runner import finish_all
 from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jail, Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountTable
@@ -17,6 +16,7 @@ from sandbox_gateway.hosts.jail_zfs.running_machines import RunningMachines
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.records import Sandbox
+from sandbox_gateway.tasks import finish_despite_cancellation, wait_for_all
 
 _TEARDOWN_SECONDS = 300.0
 
@@ -50,7 +50,7 @@ class JailRecovery:
             work = self._clear(instance, jails.pop(instance, []))
             asyncio.run_coroutine_threadsafe(work, loop).result(_TEARDOWN_SECONDS)
 
-        (found,) = await finish_all(asyncio.to_thread(self._storage.scan, teardown))
+        found = await finish_despite_cancellation(asyncio.to_thread(self._storage.scan, teardown))
         scan = Scan(found.snapshots, found.sandboxes, found.volumes, found.volume_snapshots)
         scan.repaired += found.repaired
         scan.unreadable_sandboxes = found.unreadable_sandboxes
@@ -66,7 +66,9 @@ class JailRecovery:
         scan.repaired += await self._sweep()
         scan.repaired += await self._volumes.recover(found.sandboxes)
         adopted = (sandbox for sandbox in found.sandboxes if sandbox.instance in scan.alive)
-        await finish_all(*(self._runner.enforce_policy(sandbox, dns) for sandbox in adopted))
+        await finish_despite_cancellation(
+            wait_for_all(*(self._runner.enforce_policy(sandbox, dns) for sandbox in adopted))
+        )
         return scan
 
     def _adopt(self, sandbox: Sandbox, jails: Sequence[Jail]) -> bool:

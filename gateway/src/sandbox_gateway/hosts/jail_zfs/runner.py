@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 
 from sandbox_gateway.errors import BackendFailed, GatewayError
-from sandbox_gateway.hosts.jail_zfs.command_runner import finish_all
 from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.jail.identity import (
     Identities,
@@ -23,6 +22,7 @@ from sandbox_gateway.hosts.jail_zfs.running_machines import Machine, RunningMach
 from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy, Sandbox
+from sandbox_gateway.tasks import finish_despite_cancellation, wait_for_all
 
 ENDED = "its jail ended with the agent in it"
 
@@ -67,7 +67,7 @@ class JailRunner:
 
     async def start(self, machine: Machine, sandbox: Sandbox, disk: Awaitable[None], dns: Sequence[str]) -> None:
         """Start a jail; ``disk`` mounts its file system meanwhile. The caller stops the sandbox on failure."""
-        await finish_all(disk, self._prepare(machine, sandbox, dns))
+        await finish_despite_cancellation(wait_for_all(disk, self._prepare(machine, sandbox, dns)))
         await self._launch(machine, sandbox)
 
     def jail_name(self, sandbox: Sandbox) -> str:
@@ -91,10 +91,12 @@ class JailRunner:
         directory = self._identities.path(sandbox.instance)
         write_identity(directory, sandbox, _visible_name_servers(dns, sandbox.network))
         write_gateway_key(directory)
-        await finish_all(
-            self._bridge.create(machine.epair),
-            self._limits.apply(machine.jail, sandbox.resources),
-            self._pf.apply(machine.jail, machine.epair, sandbox.network, dns),
+        await finish_despite_cancellation(
+            wait_for_all(
+                self._bridge.create(machine.epair),
+                self._limits.apply(machine.jail, sandbox.resources),
+                self._pf.apply(machine.jail, machine.epair, sandbox.network, dns),
+            )
         )
 
     async def _launch(self, machine: Machine, sandbox: Sandbox) -> None:
@@ -110,11 +112,13 @@ class JailRunner:
         machine.is_running = True
         prefix, gateway = self._bridge.subnet.prefixlen, self._bridge.gateway
         try:
-            await finish_all(
-                self._jails.configure_loopback(machine.jail),
-                self._jails.configure_interface(
-                    machine.jail, epair.inner, address=epair.address, prefix=prefix, gateway=gateway
-                ),
+            await finish_despite_cancellation(
+                wait_for_all(
+                    self._jails.configure_loopback(machine.jail),
+                    self._jails.configure_interface(
+                        machine.jail, epair.inner, address=epair.address, prefix=prefix, gateway=gateway
+                    ),
+                )
             )
         except BackendFailed:
             if machine.jail not in await self._jails.list_alive():
@@ -142,7 +146,7 @@ class JailRunner:
         """Remove the jail, then its network, mounts, limits and rules."""
         machine = self._machines.pop(sandbox.instance)
         if machine is not None:
-            await finish_all(self.clean_up(machine, sandbox.instance))
+            await finish_despite_cancellation(self.clean_up(machine, sandbox.instance))
 
     async def clean_up(self, machine: Machine, instance: str) -> None:
         """Remove all resources of a machine, in an order that takes nothing away from a running process."""

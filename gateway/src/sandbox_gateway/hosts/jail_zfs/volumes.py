@@ -13,8 +13,6 @@ from pathlib import Path
 from sandbox_gateway import zfs
 from sandbox_gateway.errors import Busy, GatewayError, NotFound
 from sandbox_gateway.hosts.base import VolumeState
-from sandbox_gateway.hosts.jail_zfs.background import BackgroundTasks
-from sandbox_gateway.hosts.jail_zfs.command_runner import finish_all
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted
 from sandbox_gateway.hosts.jail_zfs.jail.volume_mounts import VolumeMounts
 from sandbox_gateway.hosts.jail_zfs.running_machines import Machine, RunningMachines
@@ -22,6 +20,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapsh
 from sandbox_gateway.hosts.jail_zfs.storage.volumes import VolumeStorage
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount, Sandbox, Volume, VolumeSnapshot
+from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
 
 _RETRIES = 20
 _RETRY_SECONDS = 3.0
@@ -47,19 +46,21 @@ class JailVolumes:
     # -- volumes ----------------------------------------------------------------------------------------------------
 
     async def create(self, volume: Volume, source: VolumeSnapshot | None = None) -> None:
-        await finish_all(asyncio.to_thread(self._storage.create, volume, source.id if source else None))
+        await finish_despite_cancellation(
+            asyncio.to_thread(self._storage.create, volume, source.id if source else None)
+        )
 
     async def grow(self, volume: Volume, size_mb: int) -> None:
-        await finish_all(asyncio.to_thread(self._storage.grow, volume, size_mb))
+        await finish_despite_cancellation(asyncio.to_thread(self._storage.grow, volume, size_mb))
         volume.size_mb = size_mb
 
     async def remove(self, volume: Volume) -> None:
         """Commit the removal, then destroy the datasets; in the background if they are still in use."""
-        await finish_all(asyncio.to_thread(self._storage.doom, volume.id))
+        await finish_despite_cancellation(asyncio.to_thread(self._storage.doom, volume.id))
         try:
             if self._mounts.stuck(self._is_of(volume.id)):
                 raise Busy("a mount of it is stuck")
-            await finish_all(asyncio.to_thread(self._storage.finish_removal, volume.id))
+            await finish_despite_cancellation(asyncio.to_thread(self._storage.finish_removal, volume.id))
         except Busy as error:
             log.warning("volume still in use, removed later", volume=volume.id, reason=error.message)
             self._background.start(self._retry(volume.id, "removed", self._storage.finish_removal))
@@ -69,17 +70,17 @@ class JailVolumes:
         return VolumeState(used, self._mounts.stuck(self._is_of(volume.id)))
 
     async def take_snapshot(self, snapshot: VolumeSnapshot) -> None:
-        await finish_all(asyncio.to_thread(self._snapshots.take, snapshot))
+        await finish_despite_cancellation(asyncio.to_thread(self._snapshots.take, snapshot))
 
     async def remove_snapshot(self, snapshot: VolumeSnapshot) -> None:
         with contextlib.suppress(NotFound):  # destroyed by someone with `zfs destroy`
-            await finish_all(asyncio.to_thread(self._snapshots.destroy, snapshot.id))
+            await finish_despite_cancellation(asyncio.to_thread(self._snapshots.destroy, snapshot.id))
 
     async def _retry(self, volume_id: str, what: str, change: Callable[[str], object]) -> None:
         await self._mounts.wait_until_unmounted(self._is_of(volume_id))
         for _ in range(_RETRIES):
             try:
-                await finish_all(asyncio.to_thread(change, volume_id))
+                await finish_despite_cancellation(asyncio.to_thread(change, volume_id))
                 return
             except GatewayError:
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -122,7 +123,7 @@ class JailVolumes:
     # -- rollback ---------------------------------------------------------------------------------------------------
 
     async def roll_back(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        await finish_all(self._roll_back(volume, snapshot))
+        await finish_despite_cancellation(self._roll_back(volume, snapshot))
 
     async def _roll_back(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         old = await asyncio.to_thread(self._storage.mount, volume.id)

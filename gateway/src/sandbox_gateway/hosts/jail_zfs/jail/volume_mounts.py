@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid
-from sandbox_gateway.hosts.jail_zfs.background import BackgroundTasks
-from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner, finish_all
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.jail import mount_point
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted, MountTable
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount
+from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
 
 _RETRY_FIRST = 0.5
 _RETRY_LAST = 30.0
@@ -59,8 +59,8 @@ class VolumeMounts:
         is_new = node not in self._nodes
         self._nodes.add(node)
         try:
-            await finish_all(asyncio.to_thread(mount_point.prepare, root, mount.path))
-            await finish_all(self._mount(source, node, mount))
+            await finish_despite_cancellation(asyncio.to_thread(mount_point.prepare, root, mount.path))
+            await finish_despite_cancellation(self._mount(source, node, mount))
         except asyncio.CancelledError:
             if is_new:
                 await asyncio.shield(self._undo(source, node))

@@ -17,7 +17,8 @@ import re
 from dataclasses import dataclass
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner, finish_all
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
+from sandbox_gateway.tasks import finish_despite_cancellation, wait_for_all
 
 _ABSENT = ("does not exist",)
 
@@ -83,13 +84,15 @@ class Bridge:
         if not re.fullmatch(r"epair\d+a", name):
             raise BackendFailed(f"`ifconfig epair create` printed {name[:80]!r}, not the name of an epair")
         try:
-            await finish_all(
-                self._run("ifconfig", name, "name", epair.outer, "up"),
-                self._run("ifconfig", f"{name[:-1]}b", "ether", epair.mac, "name", epair.inner),
+            await finish_despite_cancellation(
+                wait_for_all(
+                    self._run("ifconfig", name, "name", epair.outer, "up"),
+                    self._run("ifconfig", f"{name[:-1]}b", "ether", epair.mac, "name", epair.inner),
+                )
             )
             await self._run("ifconfig", self.name, "addm", epair.outer, "private", epair.outer)
         except BaseException:
-            await finish_all(self._destroy(name), self._destroy(epair.outer))
+            await finish_despite_cancellation(wait_for_all(self._destroy(name), self._destroy(epair.outer)))
             raise
 
     async def destroy(self, epair: Epair) -> None:

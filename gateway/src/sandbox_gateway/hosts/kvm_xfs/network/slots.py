@@ -25,7 +25,6 @@ import asyncio
 import contextlib
 import ipaddress
 from collections import deque
-from typing import Any
 
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Busy
@@ -43,6 +42,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.rules import (
 )
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy
+from sandbox_gateway.tasks import BackgroundTasks
 
 _REFILL_RETRY_SECONDS = 5.0
 
@@ -67,7 +67,7 @@ class SlotPool:
         self._next = 0
         self._refill_wanted = asyncio.Event()
         self._refiller: asyncio.Task[None] | None = None
-        self._background: set[asyncio.Task[Any]] = set()
+        self._background = BackgroundTasks(log, failure="a network slot could not be removed")
         self._closed = True
 
     # -- start and stop -------------------------------------------------------------------------------------------
@@ -101,8 +101,7 @@ class SlotPool:
             self._refiller.cancel()
             await asyncio.wait([self._refiller])
             self._refiller = None
-        while self._background:
-            await asyncio.wait(self._background)
+        await self._background.wait()
         while self._ready:
             await self._remove(self._ready.pop())
         if not self._all:
@@ -166,7 +165,7 @@ class SlotPool:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            self._run_in_background(self._keep(task))
+            self._background.start(self._keep(task))
             raise
 
     async def _keep(self, task: asyncio.Future[Slot]) -> None:
@@ -193,7 +192,7 @@ class SlotPool:
     def _retire(self, slot: Slot) -> None:
         self._busy.add(slot.number)
         del self._all[slot.number]
-        self._run_in_background(self._remove(slot))
+        self._background.start(self._remove(slot))
 
     async def _remove(self, slot: Slot) -> None:
         """Remove a slot and free its number; a slot that cannot be removed keeps its number."""
@@ -242,16 +241,6 @@ class SlotPool:
             veth=f"{name}h",
             uid=self._uid_base + number if self._uid_base else 0,
         )
-
-    def _run_in_background(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._report_failure)
-
-    def _report_failure(self, task: asyncio.Task[Any]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            log.error("a network slot could not be removed", reason=str(error))
 
     # -- the host ---------------------------------------------------------------------------------------------------
 

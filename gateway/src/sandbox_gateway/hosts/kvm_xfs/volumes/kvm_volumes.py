@@ -10,20 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.hosts.base import GuestMount, Scan, VolumeState
 from sandbox_gateway.hosts.directory_records import Quarantine, explaining_os_errors
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
-from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnapshots, wait_for_all
+from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnapshots
 from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.hosts.kvm_xfs.volumes.store import VolumeStore
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount, Sandbox, Volume, VolumeSnapshot
+from sandbox_gateway.tasks import BackgroundTasks, wait_for_all
 
 log = Logger("volumes")
 
@@ -55,7 +55,7 @@ class KvmVolumes:
         self._servers = servers
         self._shares: dict[str, _Share] = {}
         self._ports = Ports(())
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = BackgroundTasks(log)
 
     # -- start and stop ---------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class KvmVolumes:
         for share, failed in zip(shares, await self._update_all(shares), strict=True):
             if failed is not None:
                 scan.repaired.append(f"volume {share.volume} is not served: {failed}; it is tried again")
-                self._run_in_background(self._keep_updating(share))
+                self._background.start(self._keep_updating(share))
         for volume in self._store.growing:
             try:
                 await self._servers.grow(volume.id)
@@ -89,11 +89,8 @@ class KvmVolumes:
 
     async def close(self) -> None:
         """Stop watching; servers keep running. The next gateway completes pending withdrawals."""
-        if self._background:
-            await asyncio.wait(self._background, timeout=_CLOSE_SECONDS)
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._background.wait(_CLOSE_SECONDS)
+        await self._background.cancel()
         await self._servers.close()
 
     # -- volumes ----------------------------------------------------------------------------------------------------
@@ -125,7 +122,7 @@ class KvmVolumes:
             with explaining_os_errors():
                 await asyncio.to_thread(self._store.remove, volume.id)
             del self._shares[volume.id]
-        self._run_in_background(self._retire(share))
+        self._background.start(self._retire(share))
 
     async def _retire(self, share: _Share) -> None:
         """End the server of a removed volume, retrying as long as necessary, then free its port."""
@@ -175,7 +172,7 @@ class KvmVolumes:
             await asyncio.to_thread(self._store.swap_back, share.volume)
         except (GatewayError, OSError) as error:
             log.error("a failed rollback could not be undone", volume=share.volume, reason=str(error))
-        self._run_in_background(self._keep_updating(share))
+        self._background.start(self._keep_updating(share))
 
     # -- captures ---------------------------------------------------------------------------------------------------
 
@@ -207,13 +204,13 @@ class KvmVolumes:
             share.clients.pop(sandbox.instance, None)
             if before is not None:
                 share.clients[sandbox.instance] = before
-            self._run_in_background(self._keep_updating(share))
+            self._background.start(self._keep_updating(share))
             raise
 
     async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
         if share := self._shares.get(mount.volume):
             share.clients.pop(sandbox.instance, None)
-            await asyncio.wait([self._run_in_background(self._keep_updating(share))], timeout=_DETACH_SECONDS)
+            await asyncio.wait([self._background.start(self._keep_updating(share))], timeout=_DETACH_SECONDS)
 
     def present_mounts(self, sandbox: Sandbox) -> list[Mount]:
         """Return a sandbox's mounts of existing volumes: it starts without missing ones."""
@@ -237,7 +234,7 @@ class KvmVolumes:
         shares = [self._share(mount.volume) for mount in mounts]
         for share, mount in zip(shares, mounts, strict=True):
             share.clients[sandbox.instance] = (address, mount.read_only)
-        await wait_for_all(self._update(share) for share in shares)
+        await wait_for_all(*(self._update(share) for share in shares))
 
     def dismiss(self, instance: str, then: Callable[[], Awaitable[None]]) -> bool:
         """Withdraw the volumes of an instance whose machine has ended, in the background, and then call ``then``.
@@ -246,7 +243,7 @@ class KvmVolumes:
         """
         shares = [share for share in self._shares.values() if share.clients.pop(instance, None)]
         if shares:
-            self._run_in_background(self._withdraw_then(shares, then))
+            self._background.start(self._withdraw_then(shares, then))
         return bool(shares)
 
     async def _withdraw_then(self, shares: Sequence[_Share], then: Callable[[], Awaitable[None]]) -> None:
@@ -293,9 +290,3 @@ class KvmVolumes:
         if share := self._shares.get(volume):
             return share
         raise NotFound("volume", volume)
-
-    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task

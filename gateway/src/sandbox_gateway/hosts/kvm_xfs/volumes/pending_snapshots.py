@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.records import VolumeSnapshot
+from sandbox_gateway.tasks import wait_for_all
 
 IMAGE = "volume.img"
 
@@ -68,7 +69,7 @@ class PendingSnapshots:
 
     async def prepare(self) -> None:
         """Write back in advance, to keep ``take`` short."""
-        await wait_for_all(self._prepare(each) for each in self._recordings)
+        await wait_for_all(*(self._prepare(each) for each in self._recordings))
 
     async def _prepare(self, recording: PendingSnapshot) -> None:
         await self._servers.flush(recording.volume)
@@ -78,7 +79,7 @@ class PendingSnapshots:
         """Freeze all volumes, clone them, and unfreeze them."""
         async with contextlib.AsyncExitStack() as stack:
             await wait_for_all(
-                stack.enter_async_context(self._servers.frozen(each.volume)) for each in self._recordings
+                *(stack.enter_async_context(self._servers.frozen(each.volume)) for each in self._recordings)
             )
             await asyncio.to_thread(self._each, PendingSnapshot.take)
 
@@ -96,10 +97,3 @@ class PendingSnapshots:
     def _each(self, step: Callable[[PendingSnapshot], None]) -> None:
         for recording in self._recordings:
             step(recording)
-
-
-async def wait_for_all(works: Iterable[Awaitable[None]]) -> None:
-    """Wait for all ``works``, then raise the first error."""
-    done = await asyncio.gather(*works, return_exceptions=True)
-    if failed := next((error for error in done if error is not None), None):
-        raise failed

@@ -44,6 +44,7 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK, block_counts
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, Wanted, list_processes, recall
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_start import ServerStarter
 from sandbox_gateway.log import Logger
+from sandbox_gateway.tasks import BackgroundTasks
 
 _END_SECONDS = 10.0
 _SYNC_SECONDS = 30.0
@@ -68,7 +69,7 @@ class ServerPool:
         self._root = run_root
         self._servers: dict[str, ServerProcess] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._revivals: set[asyncio.Task[None]] = set()
+        self._revivals = BackgroundTasks(log)
 
     # -- start and stop ---------------------------------------------------------------------------------------------
 
@@ -116,9 +117,7 @@ class ServerPool:
 
     async def close(self) -> None:
         """Stop watching servers, which keep running."""
-        for task in list(self._revivals):
-            task.cancel()
-            await asyncio.wait([task])
+        await self._revivals.cancel()
         for server in self._servers.values():
             server.forget()
         self._servers.clear()
@@ -269,7 +268,7 @@ class ServerPool:
             await self._start(server.volume, server.wanted)
         except Exception:
             self._servers[server.volume] = server
-            self._revive_later(server)
+            self._revivals.start(self._revive(server))
             raise
 
     async def _end(self, volume: str, seconds: float = _SYNC_SECONDS) -> None:
@@ -293,12 +292,7 @@ class ServerPool:
     def _ended(self, server: ServerProcess) -> None:
         asyncio.get_running_loop().remove_reader(server.pidfd)
         if self._servers.get(server.volume) is server:
-            self._revive_later(server)
-
-    def _revive_later(self, server: ServerProcess) -> None:
-        task = asyncio.ensure_future(self._revive(server))
-        self._revivals.add(task)
-        task.add_done_callback(self._revivals.discard)
+            self._revivals.start(self._revive(server))
 
     async def _revive(self, server: ServerProcess) -> None:
         """Replace a server that ended by itself, because guests wait for it. Gives up once it is no longer needed."""

@@ -1,0 +1,64 @@
+"""Tasks that outlive their callers: background tasks, and work that a cancellation does not interrupt."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
+
+from sandbox_gateway.log import Logger
+
+T = TypeVar("T")
+
+
+class BackgroundTasks:
+    """Tasks that no caller has to await; ``log`` gets their failures, as the event ``failure``."""
+
+    def __init__(self, log: Logger, failure: str = "background task failed") -> None:
+        self._log = log
+        self._failure = failure
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run ``work``; a failure is logged."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finish)
+        return task
+
+    async def wait(self, seconds: float | None = None) -> None:
+        """Wait until all tasks have ended, or for ``seconds``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
+
+    async def cancel(self) -> None:
+        """Cancel all tasks and wait until they have ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _finish(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self._log.error(self._failure, reason=str(error) or type(error).__name__)
+
+
+async def finish_despite_cancellation(work: Awaitable[T]) -> T:
+    """Await ``work``. If the caller is cancelled meanwhile, the cancellation takes effect when ``work`` is done."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+async def wait_for_all(*works: Awaitable[Any]) -> list[Any]:
+    """Wait until all ``works`` have ended, then return their results or raise the first error."""
+    results = await asyncio.gather(*works, return_exceptions=True)
+    if error := next((result for result in results if isinstance(result, BaseException)), None):
+        raise error
+    return results
