@@ -49,6 +49,7 @@ ARGUMENTS: dict[str, Any] = {
     "cpus": {"type": "int", "default": 1},
     "memory_mb": {"type": "int", "default": 256},
     "disk_mb": {"type": "int", "default": 2048},
+    "rebuild_outdated": {"type": "bool", "default": True},
     "wait_timeout": {"type": "int", "default": 3600},
     "when_unused": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
@@ -67,6 +68,7 @@ class Desired:
     names: tuple[str, ...]
     state: str
     recipe: Mapping[str, Any] = field(default_factory=dict)
+    rebuild_outdated: bool = True
     wait_timeout: int = 0
     when_unused: bool = False
 
@@ -87,6 +89,7 @@ def desired(params: Mapping[str, Any]) -> Desired:
         names=checked_names(params["name"], "template"),
         state=params["state"],
         recipe=recipe,
+        rebuild_outdated=params.get("rebuild_outdated") is not False,
         wait_timeout=at_least(params.get("wait_timeout") or 0, 0, "wait_timeout"),
         when_unused=bool(params.get("when_unused")),
     )
@@ -105,7 +108,8 @@ def observe(client: Client, want: Desired) -> Current:
 
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": shape["name"], "status": shape["status"], "recipe": dict(shape["recipe"])}
+    outdated = {"outdated": True} if shape["outdated"] else {}
+    return {"name": shape["name"], "status": shape["status"], **outdated, "recipe": dict(shape["recipe"])}
 
 
 def plan(want: Desired, have: Current) -> Plan:
@@ -127,6 +131,8 @@ def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
         return []
     before = None if now is None else view(now)
     after: dict[str, Any] = {"name": name, "recipe": dict(want.recipe)}
+    if before and "outdated" in before:
+        after["outdated"] = False
     if want.wait_timeout:
         after["status"] = "ready"
     body = {"name": name, **{RECIPE_WORDS[word]: value for word, value in want.recipe.items()}}
@@ -134,9 +140,13 @@ def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
 
 
 def _is_up_to_date(want: Desired, now: Mapping[str, Any]) -> bool:
-    """Whether it was built from the recipe, or is being built from it if the task does not wait."""
+    """Whether it was built from the recipe, or is being built from it if the task does not wait.
+
+    A template of which the gateway cannot tell whether it is outdated counts as up to date.
+    """
     fine = ("ready",) if want.wait_timeout else ("ready", "building")
-    return now["status"] in fine and all(now["recipe"].get(word) == value for word, value in want.recipe.items())
+    same = all(now["recipe"].get(word) == value for word, value in want.recipe.items())
+    return now["status"] in fine and same and not (want.rebuild_outdated and now["outdated"])
 
 
 def _remove(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> Action:

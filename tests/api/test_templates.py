@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import httpx
+import pytest
 
 from tests.api.served import Served
 
@@ -81,3 +85,65 @@ def test_missing_templates_and_builds(api: httpx.Client) -> None:
     answer = api.post("/sandboxes", json={"templateID": "nothing"})
     assert answer.status_code == 404
     assert "template" in answer.json()["message"] and "'nothing' not found" in answer.json()["message"]
+
+
+def test_a_template_of_another_guest_is_outdated_until_it_is_built_again(
+    served: Served, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"name": "mine", "packages": ["curl"]}
+    first = build(api, body)
+    assert first["outdated"] is False
+    monkeypatch.setattr(served.host, "guest_digest", lambda: "a newer guest")
+    assert api.get("/templates/mine").json()["outdated"] is True
+    assert [each["outdated"] for each in api.get("/templates?name=mine").json()] == [True]
+    again = build(api, body)
+    assert again["outdated"] is False and again["templateID"] != first["templateID"]
+    assert api.post("/templates", json=body).status_code == 200
+
+
+def test_a_template_being_built_and_a_failed_one_are_not_outdated(served: Served, api: httpx.Client) -> None:
+    served.host.build_seconds = 0.2
+    started = api.post("/templates", json={"name": "made", "setup": ["fail"]}).json()
+    assert api.get("/templates/made").json()["outdated"] is False
+    api.get(f"/templates/{started['templateID']}/builds/{started['buildID']}/logs", params={"follow": "true"})
+    failed = api.get("/templates/made").json()
+    assert failed["buildStatus"] == "error" and failed["outdated"] is False
+
+
+def test_new_files_at_the_path_do_not_make_a_template_outdated(
+    served: Served, api: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tarball = tmp_path / "rootfs.tar"
+    tarball.write_bytes(b"one")
+    body = {"name": "mine", "from": "rootfs", "path": str(tarball)}
+    build(api, body)
+    assert api.get("/templates/mine").json()["outdated"] is False
+    tarball.write_bytes(b"two")
+    assert api.get("/templates/mine").json()["outdated"] is False
+    monkeypatch.setattr(served.host, "guest_digest", lambda: "a newer guest")
+    assert api.get("/templates/mine").json()["outdated"] is True
+
+
+def test_a_template_of_an_older_gateway_is_outdated_as_far_as_its_record_tells(
+    served: Served, api: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older records do not have the digest of the files at the path."""
+    tarball = tmp_path / "rootfs.tar"
+    tarball.write_bytes(b"one")
+    build(api, {"name": "mine", "from": "rootfs", "path": str(tarball)})
+    for name in ("base", "mine"):
+        served.engine.templates.get(name).source_digest = ""
+    assert [api.get(f"/templates/{name}").json()["outdated"] for name in ("base", "mine")] == [False, None]
+    monkeypatch.setattr(served.host, "guest_digest", lambda: "a newer guest")
+    assert [api.get(f"/templates/{name}").json()["outdated"] for name in ("base", "mine")] == [True, None]
+
+
+def build(api: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
+    """Build a template, and return its description."""
+    started = api.post("/templates", json=body)
+    assert started.status_code == 202
+    route = f"/templates/{started.json()['templateID']}/builds/{started.json()['buildID']}"
+    api.get(f"{route}/logs", params={"follow": "true"})
+    shown: dict[str, Any] = api.get(f"/templates/{body['name']}").json()
+    assert shown["buildStatus"] == "ready"
+    return shown

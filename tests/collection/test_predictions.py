@@ -88,7 +88,8 @@ class ShellHost(memory_host.MemoryHost):
 
 
 def meanwhile(gateway: Served, target: Target, what: str, whom: str) -> None:
-    """``write`` a file in a sandbox; ``end`` its machine; ``keep`` the snapshots of a volume as a jail host does."""
+    """``write`` a file in a sandbox; ``end`` its machine; ``outdate`` a template, as if another version of the gateway
+    had built it; ``keep`` the snapshots of a volume as a jail host does."""
     if what == "write":
         target.client.post(f"/sandboxes/{whom}/exec", {"args": ["write", "/root/written", "something"]})
     elif what == "end":
@@ -97,6 +98,8 @@ def meanwhile(gateway: Served, target: Target, what: str, whom: str) -> None:
         while [each["state"] for each in target.client.pages("/sandboxes", name=whom)] != ["paused"]:
             assert time.monotonic() < deadline, f"that the machine of {whom} ended was not noticed"
             time.sleep(0.02)
+    elif what == "outdate":
+        gateway.engine.templates.get(whom).recipe_digest = "0" * 64
     else:
         keep_snapshots(gateway, whom)
 

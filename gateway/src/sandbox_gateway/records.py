@@ -249,6 +249,9 @@ class Snapshot(_Record):
     volumes: list[VolumeCapture] = Field(default_factory=list)
     """The volumes that were captured in the same pause."""
     recipe_digest: str = ""
+    """The digest of `recipe`, of the guest it was built with, and of `source_digest`."""
+    source_digest: str = ""
+    """The digest of the files at the recipe's path; empty if it has none, or if an older gateway built the template."""
     recipe: dict[str, Any] = Field(default_factory=dict)
     host: dict[str, Any] = Field(default_factory=dict)
     """Data that the host needs to start a machine from it (accelerator, CPU model, machine type, versions)."""

@@ -25,6 +25,8 @@ class Build:
     template_id: str
     name: str
     digest: str
+    source_digest: str = ""
+    """The digest of the files at the recipe's path."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """The recipe in canonical form."""
     build_id: str = field(default_factory=new_id)

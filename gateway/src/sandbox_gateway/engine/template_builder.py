@@ -95,6 +95,7 @@ class TemplateBuilder:
             template_id=build.template_id,
             origin=build.template_id,
             recipe_digest=build.digest,
+            source_digest=build.source_digest,
             recipe=build.recipe,
         )
         template = await self._captures.capture(sandbox, template, memory=True)

@@ -42,17 +42,21 @@ class Templates:
     async def build(self, name: str, recipe: Recipe, description: str = "") -> Build:
         """Build a template in the background, or return the existing build if the recipe is the same."""
         require_valid_name(name)
-        guest = await asyncio.to_thread(self._context.host.guest_digest)
-        digest = recipe.digest(guest, await asyncio.to_thread(source_digest, recipe))
+        source = await asyncio.to_thread(source_digest, recipe)
+        digest = recipe.digest(await self.guest_digest(), source)
         if (under_way := self._find_running_build(name, digest)) is not None:
             return under_way
         if (same := self._find_template(name, digest)) is not None:
             return _finished_build(same, name, digest)
         self._require_available(name)
-        build = Build(template_id=new_id(), name=name, digest=digest, recipe=_canonical(recipe))
+        build = Build(template_id=new_id(), name=name, digest=digest, source_digest=source, recipe=_canonical(recipe))
         self._remember(build)
         self._context.background.start(self._run(build, recipe, description))
         return build
+
+    async def guest_digest(self) -> str:
+        """Return the digest of the guest with which this gateway builds templates."""
+        return await asyncio.to_thread(self._context.host.guest_digest)
 
     def get_build(self, template_ref: str, build_id: str = "") -> Build:
         """Return the newest build of a template (by id or name), or its build ``build_id``."""
@@ -145,6 +149,20 @@ def _finished_build(template: Snapshot, name: str, digest: str) -> Build:
     build = Build(template_id=template.id, name=name, digest=digest, build_id=template.id)
     build.end("ready")
     return build
+
+
+def is_outdated(template: Snapshot, guest: str) -> bool | None:
+    """Return whether a template was built with another guest, so that building its recipe again makes a new one.
+
+    ``guest``: `Templates.guest_digest`. None: this cannot be determined.
+    """
+    if not template.recipe:
+        return None
+    recipe = Recipe.model_validate(template.recipe)
+    if recipe.path and not template.source_digest:
+        # An older gateway built it, and did not store the digest of these files.
+        return None
+    return recipe.digest(guest, template.source_digest) != template.recipe_digest
 
 
 def _canonical(recipe: Recipe) -> dict[str, Any]:

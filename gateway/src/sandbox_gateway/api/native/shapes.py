@@ -137,6 +137,10 @@ class TemplateShape(Shape):
     build_status: Literal["building", "ready", "error"]
     reason: str | None = Field(None, description="Why the build failed.")
     digest: str
+    outdated: bool | None = Field(
+        description="Whether it was built with the guest of another version of the gateway, so that building its "
+        "recipe again makes a new one; null: unknown."
+    )
     created_at: datetime
     updated_at: datetime
     forks: int
@@ -371,7 +375,7 @@ def volume_snapshot_shape(snapshot: VolumeSnapshot, volume: str) -> VolumeSnapsh
     )
 
 
-def template_shape(template: Snapshot, *, build_id: str, forks: int) -> TemplateShape:
+def template_shape(template: Snapshot, *, build_id: str, outdated: bool | None, forks: int) -> TemplateShape:
     """Describe a template that is ready."""
     sizes = template.resources
     return TemplateShape(
@@ -381,6 +385,7 @@ def template_shape(template: Snapshot, *, build_id: str, forks: int) -> Template
         build_id=build_id,
         build_status="ready",
         digest=template.recipe_digest,
+        outdated=outdated,
         recipe=posted(template.recipe),
         description=template.description,
         created_at=template.created_at,
@@ -402,6 +407,7 @@ def building_shape(build: Build) -> TemplateShape:
         build_id=build.build_id,
         build_status=build.status,
         digest=build.digest,
+        outdated=False,
         recipe=posted(build.recipe),
         created_at=build.started_at,
         updated_at=build.started_at,

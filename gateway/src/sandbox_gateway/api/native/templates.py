@@ -15,6 +15,7 @@ from sandbox_gateway.api.native.view import template_or_snapshot
 from sandbox_gateway.api.paging import Limit, NextToken, page
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.templates import is_outdated
 from sandbox_gateway.errors import NotFound
 from sandbox_gateway.records import Snapshot, SnapshotKind
 
@@ -43,10 +44,11 @@ async def index(
     name: str = "",
 ) -> list[shapes.TemplateShape]:
     """Those that are ready, being built, or whose build failed since the gateway started."""
+    guest = await engine.templates.guest_digest()
     ready = engine.snapshots.list([SnapshotKind.TEMPLATE])
     there = {template.id for template in ready}
     found = [
-        *(_ready(engine, template) for template in ready),
+        *(_ready(engine, template, guest) for template in ready),
         *(
             shapes.building_shape(build)
             for build in engine.templates.list_unfinished_builds()
@@ -59,8 +61,9 @@ async def index(
 
 @router.get("/templates/{ref}", response_model_exclude_unset=True, summary="Show a template")
 async def show(ref: Ref, engine: EngineDep) -> shapes.TemplateShape:
+    guest = await engine.templates.guest_digest()
     try:
-        return _ready(engine, engine.templates.get(ref))
+        return _ready(engine, engine.templates.get(ref), guest)
     except NotFound:
         build = engine.templates.get_build(ref)
         if build.status == "ready":
@@ -76,7 +79,8 @@ async def by_alias(ref: Ref, engine: EngineDep) -> shapes.AliasShape:
 
 @router.put("/templates/{ref}/alias", response_model_exclude_unset=True, summary="Give it one more name")
 async def set_alias(ref: Ref, body: requests.SetAlias, engine: EngineDep) -> shapes.TemplateShape:
-    return _ready(engine, await engine.templates.set_alias(ref, body.alias))
+    guest = await engine.templates.guest_digest()
+    return _ready(engine, await engine.templates.set_alias(ref, body.alias), guest)
 
 
 @router.get("/templates/{ref}/builds/{build}/status", summary="Show the status of a build")
@@ -118,9 +122,13 @@ async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
     return await remove(engine, template_or_snapshot(engine, ref), when)
 
 
-def _ready(engine: Engine, template: Snapshot) -> shapes.TemplateShape:
-    build = engine.templates.get_build(template.id)
-    return shapes.template_shape(template, build_id=build.build_id, forks=len(engine.references.dependents(template)))
+def _ready(engine: Engine, template: Snapshot, guest: str) -> shapes.TemplateShape:
+    return shapes.template_shape(
+        template,
+        build_id=engine.templates.get_build(template.id).build_id,
+        outdated=is_outdated(template, guest),
+        forks=len(engine.references.dependents(template)),
+    )
 
 
 async def _lines(build: Build) -> AsyncIterator[str]:
