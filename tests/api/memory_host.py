@@ -323,7 +323,7 @@ class MemoryHost:
         self.saved.pop(sandbox.id, None)
         await self.discard(sandbox)
 
-    def places(self, snapshot: Snapshot) -> dict[str, str]:
+    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         return {"dir": f"/memory/{snapshot.id}"}
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
@@ -367,7 +367,7 @@ class MemoryHost:
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         return [GuestMount(each.path, each.volume, "double", "", each.read_only) for each in sandbox.mounts]
 
-    async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
+    async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         machine = self.machines.get(sandbox.instance)
         if machine is None:
             raise Conflict(f"sandbox {sandbox.id} is gone")
@@ -379,7 +379,7 @@ class MemoryHost:
     async def console(self, sandbox: Sandbox) -> str:
         return ""
 
-    def ended(self, sandbox: Sandbox) -> str:
+    def end_reason(self, sandbox: Sandbox) -> str:
         return "" if sandbox.instance in self.machines else "its machine ended"
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:

@@ -240,7 +240,7 @@ def test_a_source_that_dies_of_it_leaves_a_good_snapshot(
     served: Served, api: httpx.Client, one: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr(served.host, "ended", lambda _: "" if not tags_of(served) else "it did not go on")
+        broken.setattr(served.host, "end_reason", lambda _: "" if not tags_of(served) else "it did not go on")
         sentence = refused(api.post(f"/v1/sandboxes/{one}/branch", json={"tag": "cp"}), 500)
     assert "valid" in sentence and "source died" in sentence
     spawn(api, "cp")

@@ -203,7 +203,7 @@ def settle_volumes(live: Live) -> None:
         live.shell("source", f"echo {name} >/{name}/kept && sync")
     live.do(live.engine.snapshots.create("source", name="mark", volumes=["one"]))
     fill_idle(live)
-    live.do(live.engine.volumes.snapshot("spare", "before"))
+    live.do(live.engine.volumes.create_snapshot("spare", "before"))
 
 
 MOUNTED = ("one", "two")
@@ -214,7 +214,7 @@ def fill_idle(live: Live) -> None:
     live.do(live.engine.attachments.attach("source", MountSpec("idle", "/idle")))
     if not live.engine.volumes.list_snapshots("idle"):
         live.shell("source", "echo before >/idle/kept && sync")
-        live.do(live.engine.volumes.snapshot("idle", "before"))
+        live.do(live.engine.volumes.create_snapshot("idle", "before"))
     live.shell("source", "echo after >/idle/kept && sync")
     live.do(live.engine.attachments.detach("source", "idle"))
 
@@ -300,7 +300,7 @@ def restore_volumes(live: Live) -> None:
         live.do(engine.volumes.delete("new"))
     if "spare" not in present:
         live.do(engine.volumes.create("spare", 64))
-        live.do(engine.volumes.snapshot("spare", "before"))
+        live.do(engine.volumes.create_snapshot("spare", "before"))
     mounted = {engine.volumes.get(mount.volume).name for mount in live.sandbox("source").mounts}
     if "idle" in mounted:
         live.do(engine.attachments.detach("source", "idle"))

@@ -40,7 +40,7 @@ def test_rollback_brings_files_back_under_the_same_id(live: Live, source: str) -
 def test_one_that_goes_while_it_is_looked_at_is_no_bug(live: Live, source: str) -> None:
     engine, seen = live.engine, live.sandbox(source)
     live.do(engine.sandboxes.delete(source))
-    for question in (engine.host.diverged(seen, engine.snapshots.get(seen.head)), engine.host.usage(seen)):
+    for question in (engine.host.has_diverged(seen, engine.snapshots.get(seen.head)), engine.host.usage(seen)):
         with pytest.raises(GatewayError):
             live.do(question)
 

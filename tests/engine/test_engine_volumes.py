@@ -154,9 +154,9 @@ def test_snapshots_of_a_volume_are_independent_of_what_is_written_later(live: Li
     volume(live, "data", size_mb=96)
     create(live, "box", MountSpec("data", "/data"))
     live.shell("box", "echo first >/data/file && sync")
-    taken = live.do(live.engine.volumes.snapshot("data", "early"))
+    taken = live.do(live.engine.volumes.create_snapshot("data", "early"))
     with pytest.raises(NameTaken, match="early"):
-        live.do(live.engine.volumes.snapshot("data", "early"))
+        live.do(live.engine.volumes.create_snapshot("data", "early"))
     live.shell("box", "echo second >/data/file && sync")
     assert [each.name for each in live.engine.volumes.list_snapshots("data")] == ["early"]
     for name, source in (("by-name", "data@early"), ("by-id", taken.id)):
@@ -172,7 +172,7 @@ def test_snapshots_of_a_volume_are_independent_of_what_is_written_later(live: Li
 
 def test_volume_made_larger_than_its_snapshot_holds_more(live: Live) -> None:
     volume(live, "data")
-    live.do(live.engine.volumes.snapshot("data", "empty"))
+    live.do(live.engine.volumes.create_snapshot("data", "empty"))
     volume(live, "large", size_mb=160, from_snapshot="data@empty")
     create(live, "box", MountSpec("large", "/data"))
     live.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync")
@@ -182,7 +182,7 @@ def test_rollback_of_a_volume(live: Live) -> None:
     volume(live, "data")
     create(live, "writer", MountSpec("data", "/data"))
     live.shell("writer", "echo before >/data/file && sync")
-    live.do(live.engine.volumes.snapshot("data", "mark"))
+    live.do(live.engine.volumes.create_snapshot("data", "mark"))
     live.shell("writer", "echo after >/data/file && sync")
     live.do(live.engine.volumes.grow("data", 96))
     with pytest.raises(InUse, match=r"1 read-write mount \(writer\)") as refusal:
@@ -212,7 +212,7 @@ def test_delete_names_every_blocker(live: Live) -> None:
     create(live, "sleeps", MountSpec("data", "/data", read_only=True))
     live.do(live.engine.sandboxes.pause("sleeps"))
     held = live.do(live.engine.snapshots.create("runs", name="mark", volumes=["data"]))
-    own = live.do(live.engine.volumes.snapshot("data", "own"))
+    own = live.do(live.engine.volumes.create_snapshot("data", "own"))
     boxes = [live.sandbox(name).id for name in ("runs", "sleeps")]
     with pytest.raises(
         InUse, match=r"2 mounts \(runs, sleeps\), 1 sandbox snapshot \(mark\) and 1 snapshot \(own\)"
@@ -240,7 +240,7 @@ def test_volume_is_not_removed_or_rolled_back_while_it_is_being_mounted(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     volume(live, "data")
-    live.do(live.engine.volumes.snapshot("data", "mark"))
+    live.do(live.engine.volumes.create_snapshot("data", "mark"))
     engine, identify = live.engine, live.engine.agents.identify
     refused = []
 
@@ -260,7 +260,7 @@ def test_what_mounts_a_volume_waits_until_a_change_of_it_is_done(live: Live, mon
     volume(live, "data")
     create(live, "writer", MountSpec("data", "/data"))
     live.shell("writer", "echo before >/data/file && sync")
-    live.do(live.engine.volumes.snapshot("data", "mark"))
+    live.do(live.engine.volumes.create_snapshot("data", "mark"))
     live.shell("writer", "echo after >/data/file && sync")
     live.do(live.engine.sandboxes.delete("writer"))
     create(live, "late")
@@ -314,7 +314,7 @@ def test_events_tell_of_every_change(live: Live, monkeypatch: pytest.MonkeyPatch
 
 def test_what_a_volume_was_made_from_stays_where_snapshots_are_not_independent(live: Live, world: World) -> None:
     volume(live, "data")
-    live.do(live.engine.volumes.snapshot("data", "mark"))
+    live.do(live.engine.volumes.create_snapshot("data", "mark"))
     volume(live, "made", from_snapshot="data@mark")
     if world.abilities.independent_snapshots:
         live.do(live.engine.volumes.delete_snapshot("data", "mark"))

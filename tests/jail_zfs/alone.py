@@ -85,7 +85,7 @@ def dead(directory: Path) -> None:
         for use in (
             lambda: storage.instances.clone(base.id, "0" * 12),
             lambda: storage.instances.save(sandbox),
-            lambda: storage.snapshots.take(sandbox.instance, Snapshot()),
+            lambda: storage.snapshots.capture(sandbox.instance, Snapshot()),
             lambda: storage.instances.has_diverged(sandbox.instance, base.id),
             lambda: storage.instances.discard(sandbox.instance),
             lambda: storage.snapshots.destroy(base.id),
@@ -141,7 +141,7 @@ def _make_until_it_fails(storage: ZfsStorage, base: str, answered: dict[str, str
             storage.instances.clone(base, sandbox.instance)
             storage.instances.save(sandbox)
             answered[sandbox.id] = "sandbox"
-            snapshot = storage.snapshots.take(sandbox.instance, Snapshot(recipe={"text": "y" * 20_000}))
+            snapshot = storage.snapshots.capture(sandbox.instance, Snapshot(recipe={"text": "y" * 20_000}))
             answered[snapshot.id] = "snapshot"
             storage.snapshots.save(snapshot)
 

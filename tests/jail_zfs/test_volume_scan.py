@@ -56,7 +56,7 @@ def test_volumes_and_their_snapshots() -> None:
     tree.add(f"{place(ONE)}@hourly")
     found = tree.read()
     assert found.volumes == [ONE.model_copy(update={"host": {"dataset": place(ONE)}})]
-    assert (found.snapshots, found.places) == ([MARK], {MARK.id: f"{place(ONE)}@{MARK.id}"})
+    assert (found.snapshots, found.snapshot_names) == ([MARK], {MARK.id: f"{place(ONE)}@{MARK.id}"})
     assert (found.datasets, found.quarantined, found.leftover, found.uncommitted) == ({ONE.id: place(ONE)}, {}, [], [])
 
 

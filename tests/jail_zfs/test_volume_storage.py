@@ -43,7 +43,7 @@ def made(storage: ZfsStorage, name: str = "data", *, source: VolumeSnapshot | No
 
 def taken(storage: ZfsStorage, volume: Volume, name: str, **more: str) -> VolumeSnapshot:
     snapshot = VolumeSnapshot(name=name, volume=volume.id, size_mb=volume.size_mb, **more)
-    storage.volume_snapshots.take(snapshot)
+    storage.volume_snapshots.capture(snapshot)
     return snapshot
 
 
@@ -318,10 +318,10 @@ def test_captured_with_a_sandbox_all_or_none(storage: ZfsStorage) -> None:
     pools.run("zfs", "snapshot", f"{volumes[1].host['dataset']}@{parts[1].id}")
     before = zfs.list_datasets(storage.root.dataset, types="snapshot")
     with pytest.raises(GatewayError, match="already exists"):
-        storage.snapshots.take(sandbox.instance, record, parts)
+        storage.snapshots.capture(sandbox.instance, record, parts)
     assert zfs.list_datasets(storage.root.dataset, types="snapshot") == before
     zfs.lzc_destroy_snaps([f"{volumes[1].host['dataset']}@{parts[1].id}"], False)
-    storage.snapshots.take(sandbox.instance, record, parts)
+    storage.snapshots.capture(sandbox.instance, record, parts)
     found = again(storage).scan()
     assert found.snapshots[-1] == record
     assert found.volume_snapshots == parts
@@ -358,7 +358,7 @@ def test_where_zfs_takes_several_at_once_it_is_one_command(
     with monkeypatch.context() as patch:
         patch.setattr(snapshots, "detect_capabilities", lambda: openzfs((2, 2)))
         patch.setattr(snapshots, "run", run)
-        storage.snapshots.take(sandbox.instance, record, [part])
+        storage.snapshots.capture(sandbox.instance, record, [part])
     (command,) = commands
     assert command[0] == "snapshot"
     assert command[-2:] == (

@@ -243,7 +243,7 @@ def test_rollback_under_running_jails(live: Live, jail_zfs_world: JailZfsWorld) 
     marks = []
     for text in ("one", "two"):
         live.shell("writer", f"echo {text} >/data/file")
-        marks.append(live.do(live.engine.volumes.snapshot("data", text)))
+        marks.append(live.do(live.engine.volumes.create_snapshot("data", text)))
     live.shell("writer", "(cd /data; exec sleep 1000 >open) </dev/null 2>&1 &")
     for mark in (marks[0], marks[1], marks[0]):
         live.do(live.engine.volumes.rollback("data", mark.name, force=True))
@@ -264,7 +264,7 @@ def test_rollback_that_cannot_be_mounted_leaves_all_as_it_was(
     for name in ("first", "second"):
         box(live, name, ("data", f"/data/{name}"))
     live.shell("first", "echo old >/data/first/file")
-    live.do(live.engine.volumes.snapshot("data", "mark"))
+    live.do(live.engine.volumes.create_snapshot("data", "mark"))
     live.shell("first", "echo new >/data/first/file")
     before = jail_zfs_world.volume_mounts(live.config), jail_zfs_world.traces(live.config)
     commit = "sandbox_gateway.hosts.jail_zfs.storage.property_store.PropertyStore.write"

@@ -14,12 +14,11 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
     HEAD,
     QUARANTINE,
     Kind,
-    Record,
     decode,
     encode,
     stale_parts,
 )
-from sandbox_gateway.records import Sandbox, Snapshot, Volume, VolumeSnapshot
+from sandbox_gateway.records import Record, Sandbox, Snapshot, Volume, VolumeSnapshot
 from sandbox_gateway.zfs.options import VALUE_MAX, property_value
 from sandbox_gateway.zfs.parse import Property
 

@@ -79,7 +79,7 @@ def test_a_snapshot_outlives_its_sandbox_and_everything_goes_with_the_last(stora
     base = _base(storage)
     source = _sandbox(storage, base)
     (storage.instances.path(source.instance) / "file").write_text("changed")
-    snapshot = storage.snapshots.take(source.instance, Snapshot(source_sandbox=source.id, names=["v1"]))
+    snapshot = storage.snapshots.capture(source.instance, Snapshot(source_sandbox=source.id, names=["v1"]))
     (storage.instances.path(source.instance) / "file").write_text("later")
     storage.instances.forget(source.instance)
     assert not storage.instances.discard(source.instance)
@@ -134,7 +134,7 @@ def test_a_deferred_snapshot_is_hidden_and_goes_with_its_last_fork(storage: ZfsS
 def test_an_ancestor_can_be_removed_while_only_its_descendants_snapshots_need_it(storage: ZfsStorage) -> None:
     base = _base(storage)
     sandbox = _sandbox(storage, base)
-    snapshot = storage.snapshots.take(sandbox.instance, Snapshot())
+    snapshot = storage.snapshots.capture(sandbox.instance, Snapshot())
     storage.instances.discard(sandbox.instance)
     assert not storage.snapshots.destroy(base.id), "hidden: the snapshot's data hang on it"
     fork = _sandbox(storage, snapshot)
@@ -149,8 +149,8 @@ def test_rollback_is_a_fork_that_takes_the_identity_over(storage: ZfsStorage) ->
     base = _base(storage)
     sandbox = _sandbox(storage, base)
     old = sandbox.instance
-    first = storage.snapshots.take(old, Snapshot())
-    second = storage.snapshots.take(old, Snapshot())
+    first = storage.snapshots.capture(old, Snapshot())
+    second = storage.snapshots.capture(old, Snapshot())
     storage.instances.clone(first.id, instance := new_id())
     storage.instances.save(rolled := sandbox.model_copy(update={"instance": instance}))
     # the gateway dies here: two instances claim the sandbox
@@ -166,7 +166,7 @@ def test_what_cannot_be_moved_away_is_retired_where_it_is(storage: ZfsStorage) -
     """zfs-fuse cannot rename a dataset that has mounted clones without unmounting them."""
     base = _base(storage)
     source = _sandbox(storage, base)
-    snapshot = storage.snapshots.take(source.instance, Snapshot())
+    snapshot = storage.snapshots.capture(source.instance, Snapshot())
     forks = [_sandbox(storage, snapshot, f"fork-{n}") for n in range(3)]
     assert not storage.instances.discard(source.instance)
     assert not storage.instances.path(source.instance).exists()
@@ -187,7 +187,7 @@ def test_what_cannot_be_moved_away_is_retired_where_it_is(storage: ZfsStorage) -
 def test_retiring_unmounts_no_fork(storage: ZfsStorage) -> None:
     """A fork that does not run is as much in use as a running one: it may be about to start."""
     source = _sandbox(storage, _base(storage))
-    snapshot = storage.snapshots.take(source.instance, Snapshot())
+    snapshot = storage.snapshots.capture(source.instance, Snapshot())
     forks = [_sandbox(storage, snapshot, f"fork-{n}") for n in range(2)]
     places = [str(storage.instances.path(fork.instance)) for fork in forks]
     before = pools.mount_ids(storage.root.mountpoint)
@@ -223,8 +223,8 @@ def test_damaged_properties_stop_nothing(storage: ZfsStorage) -> None:
     base = _base(storage)
     good = _sandbox(storage, base, "good")
     bad = _sandbox(storage, base, "bad")
-    snapshot = storage.snapshots.take(good.instance, Snapshot())
-    twin = storage.snapshots.take(good.instance, Snapshot())
+    snapshot = storage.snapshots.capture(good.instance, Snapshot())
+    twin = storage.snapshots.capture(good.instance, Snapshot())
     pools.run("zfs", "set", f"{HEAD}={{not json", storage.instances.dataset(bad.instance))
     pools.run("zfs", "set", f"{HEAD}=two\nlines\tlocal\nand more", storage.snapshots.full_name(snapshot.id))
     pools.run("zfs", "set", f"{HEAD}={encode(base, 3)[HEAD]}", storage.snapshots.full_name(twin.id))
@@ -262,7 +262,7 @@ def test_no_value_hides_the_record_of_another(storage: ZfsStorage, value: str) -
 def test_what_was_removed_by_hand_is_gone(storage: ZfsStorage) -> None:
     base = _base(storage)
     sandbox = _sandbox(storage, base)
-    snapshot = storage.snapshots.take(sandbox.instance, Snapshot())
+    snapshot = storage.snapshots.capture(sandbox.instance, Snapshot())
     storage.instances.discard(sandbox.instance)
     pools.run("zfs", "destroy", storage.snapshots.full_name(snapshot.id))
     for use in (
@@ -298,7 +298,7 @@ def test_records_of_any_length_are_replaced_as_a_whole(storage: ZfsStorage) -> N
         assert (found.sandboxes, found.repaired) == ([sandbox], [])
     assert list(zfs.local_props(storage.instances.dataset(sandbox.instance))) == [HEAD]
     big = Snapshot(recipe={"setup": ["x" * 100_000]})
-    storage.snapshots.take(sandbox.instance, big)
+    storage.snapshots.capture(sandbox.instance, big)
     big.names = ["named"]
     storage.snapshots.save(big)
     assert _again(storage).scan().snapshots == [base, big]
@@ -321,7 +321,7 @@ def test_diverged(storage: ZfsStorage) -> None:
     assert not storage.instances.has_diverged(sandbox.instance, base.id)
     (storage.instances.path(sandbox.instance) / "new").touch()
     assert storage.instances.has_diverged(sandbox.instance, base.id)
-    head = storage.snapshots.take(sandbox.instance, Snapshot())
+    head = storage.snapshots.capture(sandbox.instance, Snapshot())
     assert not storage.instances.has_diverged(sandbox.instance, head.id)
     storage.instances.save(sandbox)
     assert not storage.instances.has_diverged(sandbox.instance, head.id), "records are not of the file system"
@@ -366,11 +366,11 @@ def test_a_full_pool_says_so_and_can_be_emptied(zpool: pools.Pool, locks: Path) 
         storage.open()
         base = _base(storage)
         sandbox, keeper = _sandbox(storage, base, "fills"), _sandbox(storage, base, "keeps")
-        snapshot = storage.snapshots.take(keeper.instance, Snapshot())
+        snapshot = storage.snapshots.capture(keeper.instance, Snapshot())
         with pytest.raises(OSError, match="No space left"):
             _fill(storage.instances.path(sandbox.instance) / "all", 200)
         with pytest.raises(NoSpace, match=f"the pool {small.name} has no space left"):
-            storage.snapshots.take(sandbox.instance, Snapshot())
+            storage.snapshots.capture(sandbox.instance, Snapshot())
         with pytest.raises(NoSpace):
             storage.instances.clone(base.id, new_id())
         assert [s.id for s in storage.scan().sandboxes] == [sandbox.id, keeper.id]
@@ -392,7 +392,7 @@ def test_many_at_once(storage: ZfsStorage) -> None:
         barrier.wait()
         for turn in range(2):
             sandbox = _sandbox(storage, base, f"s-{number}-{turn}")
-            snapshot = storage.snapshots.take(sandbox.instance, Snapshot())
+            snapshot = storage.snapshots.capture(sandbox.instance, Snapshot())
             fork = _sandbox(storage, snapshot, f"f-{number}-{turn}")
             storage.instances.discard(sandbox.instance)
             storage.instances.discard(fork.instance)
@@ -424,7 +424,7 @@ def test_forking_what_is_being_moved(storage: ZfsStorage) -> None:
     base = _base(storage)
     for _ in range(4):
         source = _sandbox(storage, base)
-        snapshot = storage.snapshots.take(source.instance, Snapshot())
+        snapshot = storage.snapshots.capture(source.instance, Snapshot())
         with ThreadPoolExecutor(2) as pool:
             discarded = pool.submit(storage.instances.discard, source.instance)
             forks = [pool.submit(storage.instances.clone, snapshot.id, new_id()) for _ in range(3)]

@@ -40,7 +40,7 @@ from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, server_pool
 from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import configuration, marker_of
 from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
-from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, Wanted
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, ServerSettings
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_start import ServerStarter
 from sandbox_gateway.records import NetworkPolicy, new_id
 from tests.kvm_xfs.test_netns import Guest, Space, inside
@@ -111,7 +111,7 @@ class Stand:
     async def crash(self) -> None:
         """The gateway's process is gone, but nothing else."""
         for server in self.servers._servers.values():
-            server.forget()
+            server.stop_watching()
         self.servers = ServerPool(self.network, self.root / "servers")
 
 
@@ -208,7 +208,7 @@ def test_the_configuration_says_who_may_do_what() -> None:
 
 def test_a_marker_is_no_address_and_names_the_clients() -> None:
     def marker(clients: dict[str, bool]) -> str:
-        return marker_of(Wanted("", 0, clients))
+        return marker_of(ServerSettings("", 0, clients))
 
     markers = {marker({"10.0.0.2": read_only}) for read_only in (False, True)} | {marker({"10.0.0.6": False})}
     assert len(markers) == 3
@@ -359,7 +359,7 @@ def test_a_volume_that_cannot_be_served_after_its_growth_is_served_later(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_system, "may_resize", lambda: False)
-    monkeypatch.setattr(server_pool, "_REVIVE_SECONDS", 0.1)
+    monkeypatch.setattr(server_pool, "_REPLACE_SECONDS", 0.1)
 
     async def test(s: Stand) -> None:
         volume, (slot, guest) = await s.volume(), await s.guest()
@@ -376,7 +376,7 @@ def test_a_volume_that_cannot_be_served_after_its_growth_is_served_later(
         with pytest.raises(BackendFailed, match="forced"):
             await s.servers.grow(volume.id)
         for _ in range(500):
-            if s.servers._servers[volume.id].obeys:
+            if s.servers._servers[volume.id].is_current:
                 break
             await asyncio.sleep(0.02)
         await volume.serve({slot: False})
@@ -460,7 +460,7 @@ def test_a_server_refuses_whom_it_does_not_know_even_if_the_host_lets_them_throu
         root = volume.mount(guest_a)
         # As if the host's rule were missing: the server has its own rule.
         pairs = {f"{b.host_address} . {port}" for port in (volume.port, volume.port + 1)}
-        await s.servers._access.admit("other", pairs)
+        await s.servers._access.allow("other", pairs)
         assert status_of(volume.mount, guest_b) == nfs3.ACCES
         client = volume.nfs(guest_b)
         for procedure in (client.getattr, client.read, lambda handle: client.create(handle, "file")):

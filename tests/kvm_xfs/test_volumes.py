@@ -119,17 +119,17 @@ class Verbs(KvmVolumes):
 
     async def run(self, sandbox: Sandbox, address: str) -> None:
         self.addresses[sandbox.instance] = address
-        await self.admit(sandbox, sandbox.mounts, address)
+        await self.allow(sandbox, sandbox.mounts, address)
 
     def end(self, sandbox: Sandbox, then: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         del self.addresses[sandbox.instance]
-        return self.dismiss(sandbox.instance, then)
+        return self.revoke_all(sandbox.instance, then)
 
     async def capture_sandbox(self, snapshot: Snapshot, captures: list[VolumeSnapshot]) -> None:
         """A host's steps around the pause, and then the commit of the sandbox's snapshot."""
-        async with self.recording(captures) as recordings:
-            await recordings.take()
-            await recordings.commit()
+        async with self.pending_snapshots(captures) as pending:
+            await pending.clone_images()
+            await pending.commit()
             final = self.layout.snapshot(snapshot)
             directory_records.partial_of(final).mkdir()
             directory_records.write_record(directory_records.partial_of(final), snapshot)
@@ -614,7 +614,7 @@ def test_of_two_volumes_with_one_port_the_younger_gets_another(host: Verbs) -> N
 def test_ports_come_round_only_when_all_others_are_taken() -> None:
     ports = Ports(())
     first = ports.take()
-    ports.give_back(first)
+    ports.release(first)
     others = [ports.take() for _ in range(len(VOLUME_PORTS) - 1)]
     assert first not in others and len(set(others)) == len(others)
     assert ports.take() == first

@@ -138,7 +138,7 @@ def test_growth_is_seen_by_who_has_it_mounted(live: Live) -> None:
 def test_rollback_under_who_has_it_mounted(live: Live) -> None:
     create(live, "source", MountSpec("data", "/data"))
     live.shell("source", "echo before >/data/file && sync")
-    live.do(live.engine.volumes.snapshot("data", "mark"))
+    live.do(live.engine.volumes.create_snapshot("data", "mark"))
     live.shell("source", "echo after >/data/file && sync")
     live.do(live.engine.volumes.rollback("data", "mark", force=True))
     eventually(lambda: read(live, "source", "/data/file") == "before", SOON)

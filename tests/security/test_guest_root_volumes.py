@@ -205,16 +205,16 @@ def test_a_server_that_is_ended_again_and_again_is_started_ever_later(run: Run) 
         await volume.serve({slot: False})
         waits = []
         for _ in range(2):
-            waits.append(s.servers._servers[volume.id].backoff())
+            waits.append(s.servers._servers[volume.id].backoff_seconds())
             server = s.servers._servers[volume.id]
             await killed(server.pid)
             await asyncio.to_thread(eventually, lambda ended=server: s.servers._servers[volume.id] is not ended)
         current = s.servers._servers[volume.id]
-        waits += [current.backoff()]
+        waits += [current.backoff_seconds()]
         current.early_ends = 100
-        waits += [current.backoff()]
+        waits += [current.backoff_seconds()]
         current.started -= 3600
-        waits += [current.backoff()]
+        waits += [current.backoff_seconds()]
         assert waits == [0, 1, 2, 30, 0]
         assert volume.nfs(guest).getattr(volume.mount(guest)).kind == 2
 

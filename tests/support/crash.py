@@ -61,7 +61,7 @@ VOLUME_VERBS: dict[str, Any] = {
     "volume-create": lambda engine: engine.volumes.create("new", 64),
     "volume-clone": lambda engine: engine.volumes.create("new", from_snapshot="idle@before"),
     "volume-grow": lambda engine: engine.volumes.grow("one", engine.volumes.get("one").size_mb + 32),
-    "volume-capture": lambda engine: engine.volumes.snapshot("one", "new"),
+    "volume-capture": lambda engine: engine.volumes.create_snapshot("one", "new"),
     "volume-rollback": lambda engine: engine.volumes.rollback("idle", "before"),
     "volume-delete": lambda engine: engine.volumes.delete("spare", with_snapshots=True),
     "attach": lambda engine: engine.attachments.attach("source", MountSpec("idle", "/idle")),

@@ -172,7 +172,7 @@ class KvmXfsWorld:
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         taken: list[PendingSnapshot] = []
-        genuine = PendingSnapshot.take
+        genuine = PendingSnapshot.clone_image
 
         def refuse_the_second(recording: PendingSnapshot) -> None:
             taken.append(recording)
@@ -180,7 +180,7 @@ class KvmXfsWorld:
                 raise BackendFailed("forced")
             genuine(recording)
 
-        monkeypatch.setattr(PendingSnapshot, "take", refuse_the_second)
+        monkeypatch.setattr(PendingSnapshot, "clone_image", refuse_the_second)
 
     def territory(self, config: Config) -> Path:
         return config.host.state_root

@@ -201,8 +201,6 @@ class Memory(StrEnum):
 
 class SnapshotStatus(StrEnum):
     READY = "ready"
-    WRITING = "writing"
-    FAILED = "failed"
 
 
 class Retention(_Record):
@@ -259,3 +257,6 @@ class Snapshot(_Record):
     @property
     def hidden(self) -> bool:
         return self.doomed or self.kind not in (SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE)
+
+
+Record = Sandbox | Snapshot | Volume | VolumeSnapshot

@@ -100,15 +100,16 @@ def test_every_reference_is_found_by_id_and_by_name_and_no_longer_after_it_is_dr
     assert [index.owner(name) for name in ("box", "alias", volume.id, "other")] == [
         sandbox.id, snapshot.id, volume.id, "",
     ]  # fmt: skip
-    assert not any(map(index.free, ("box", "shot", "data", sandbox.id, snapshot.id, volume.id))) and index.free("other")
+    assert not any(map(index.is_free, ("box", "shot", "data", sandbox.id, snapshot.id, volume.id)))
+    assert index.is_free("other")
     for thing in (sandbox, snapshot, volume):
-        index.drop(thing.id)
+        index.remove(thing.id)
     for find, kind, name in (
         (index.sandbox, "sandbox", "box"), (index.snapshot, "snapshot", "alias"), (index.volume, "volume", "data"),
     ):  # fmt: skip
         with pytest.raises(NotFound, match=f"^{kind} '?{name}'? not found"):
             find(name)
-        assert index.free(name)
+        assert index.is_free(name)
 
 
 def test_what_is_put_again_goes_by_its_new_name_alone() -> None:
@@ -116,7 +117,7 @@ def test_what_is_put_again_goes_by_its_new_name_alone() -> None:
     sandbox = Sandbox(name="before")
     index.put(sandbox)
     index.put(sandbox.model_copy(update={"name": "after"}))
-    assert index.owner("after") == sandbox.id and index.free("before")
+    assert index.owner("after") == sandbox.id and index.is_free("before")
 
 
 def test_only_visible_snapshots_of_the_kinds_asked_for_are_found() -> None:
@@ -144,25 +145,25 @@ def test_a_name_that_cannot_be_had_is_refused_with_its_owner() -> None:
     sandbox = Sandbox(name="a")
     index.put(sandbox)
     with index.reserved(["b"]):
-        assert not index.free("b")
+        assert not index.is_free("b")
         with pytest.raises(NameTaken) as refused, index.reserved(["a", "b", "c"]):
             pass
     assert f"'a' ({sandbox.id}), 'b' (being made)" in refused.value.message and "'c'" not in refused.value.message
     assert refused.value.blockers == [sandbox.id]
-    assert index.free("b") and index.free("c")
+    assert index.is_free("b") and index.is_free("c")
 
 
 def test_a_thing_is_in_use_until_its_last_user_ends() -> None:
     index = Index()
     one, other = Snapshot(), Snapshot()
-    with index.using(one, other):
-        with index.using(one):
-            assert index.in_use(one) and index.in_use(other)
-        assert index.in_use(one)
-    assert not index.in_use(one) and not index.in_use(other)
-    with pytest.raises(ZeroDivisionError), index.using(one):
+    with index.pinned(one, other):
+        with index.pinned(one):
+            assert index.is_pinned(one) and index.is_pinned(other)
+        assert index.is_pinned(one)
+    assert not index.is_pinned(one) and not index.is_pinned(other)
+    with pytest.raises(ZeroDivisionError), index.pinned(one):
         _ = 1 / 0
-    assert not index.in_use(one)
+    assert not index.is_pinned(one)
 
 
 def test_volumes_their_snapshots_and_their_mounts() -> None:
@@ -182,8 +183,8 @@ def test_volumes_their_snapshots_and_their_mounts() -> None:
         index.volume_snapshot(newer.id, other)
     with pytest.raises(NotFound, match="snapshot of a volume,"):
         index.volume_snapshot("newer")
-    index.drop(older.id)
-    assert index.snapshots_of(volume) == [newer] and index.free("newer")
+    index.remove(older.id)
+    assert index.snapshots_of(volume) == [newer] and index.is_free("newer")
 
 
 def test_a_mount_whose_volume_is_not_there_is_told_and_kept() -> None:
@@ -212,8 +213,7 @@ def test_who_was_made_from_a_snapshot_and_who_stands_on_it() -> None:
     paused = Sandbox(name="paused", pause_snapshot=snapshot.id)
     for sandbox in (forked, rolled_back, paused, Sandbox(name="stranger")):
         index.put(sandbox)
-    assert index.forks(snapshot) == [forked]
-    assert index.standing_on(snapshot) == [forked, rolled_back, paused]
+    assert index.sandboxes_using(snapshot) == [forked, rolled_back, paused]
 
 
 def test_lineage_is_the_tree_of_who_came_from_whom_or_a_branch_of_it() -> None:

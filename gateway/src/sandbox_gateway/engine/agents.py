@@ -37,7 +37,7 @@ class Agents:
             grow_disk=booted,
         )
         seconds = self._host.boot_seconds if booted else self._host.resume_seconds
-        await self.client(sandbox).identify(identity, seconds=seconds, gone=partial(self._host.ended, sandbox))
+        await self.client(sandbox).identify(identity, seconds=seconds, gone=partial(self._host.end_reason, sandbox))
 
     def _name_servers(self, policy: NetworkPolicy) -> list[str]:
         return self._host.name_servers() if policy.allow_internet or policy.allow_out else []

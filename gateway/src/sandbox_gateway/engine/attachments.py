@@ -77,7 +77,7 @@ class Attachments:
             await self._collector.collect()
 
     async def _detach(self, sandbox: Sandbox, mount: Mount) -> None:
-        if sandbox.state is SandboxState.RUNNING and not self._host.ended(sandbox):
+        if sandbox.state is SandboxState.RUNNING and not self._host.end_reason(sandbox):
             await self._unmount(sandbox, mount)
         await save_sandbox(self._context, sandbox.id, mounts=_without(sandbox, mount).mounts)
 

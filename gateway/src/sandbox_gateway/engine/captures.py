@@ -42,11 +42,11 @@ class Captures:
             mounts=list(sandbox.mounts),
         )
 
-    async def take(
+    async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = ()
     ) -> Snapshot:
         """Capture a sandbox. The snapshot becomes the sandbox's head, unless it is taken for a pause."""
-        taken = await self.capture(sandbox, snapshot, memory=memory, volumes=volumes)
+        taken = await self.capture_state(sandbox, snapshot, memory=memory, volumes=volumes)
         head = self._index.sandbox(sandbox.id).head
         if head != taken.parent:
             # The former head was deleted during the capture.
@@ -56,11 +56,11 @@ class Captures:
         self._context.events.publish(
             "snapshot.created", snapshotID=taken.id, sandboxID=sandbox.id, pauseMs=taken.pause_ms
         )
-        if reason := self._host.ended(sandbox):
+        if reason := self._host.end_reason(sandbox):
             raise BackendFailed(f"snapshot {taken.id} was taken and is valid, but its source died: {reason}")
         return taken
 
-    async def capture(
+    async def capture_state(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = ()
     ) -> Snapshot:
         """Capture a sandbox and the given ``volumes``. ``memory``: include its memory, if the host can.

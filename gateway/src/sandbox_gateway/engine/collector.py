@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.index import Thing
 from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+from sandbox_gateway.records import Record, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 from sandbox_gateway.tasks import finish_despite_cancellation
 
 log = Logger("engine")
@@ -29,7 +28,7 @@ class Collector:
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         """Remove a snapshot that nobody uses, with its snapshots of volumes; its descendants get its parent."""
-        self._index.drop(snapshot.id)
+        self._index.remove(snapshot.id)
         self._removing[snapshot.id] = snapshot
         await finish_despite_cancellation(self._remove_snapshot(snapshot.id))
 
@@ -98,7 +97,7 @@ class Collector:
         ]
 
     async def remove_volume_snapshot(self, snapshot: VolumeSnapshot) -> None:
-        self._index.drop(snapshot.id)
+        self._index.remove(snapshot.id)
         try:
             await self._host.remove_volume_snapshot(snapshot)
         except BaseException:
@@ -107,14 +106,14 @@ class Collector:
 
     async def remove_volume(self, volume: Volume) -> None:
         """Remove a volume that nobody uses, and its snapshots."""
-        things: list[Thing] = [volume, *self._index.snapshots_of(volume)]
-        for thing in things:
-            self._index.drop(thing.id)
+        records: list[Record] = [volume, *self._index.snapshots_of(volume)]
+        for record in records:
+            self._index.remove(record.id)
         try:
             await self._host.remove_volume(volume)
         except BaseException:
-            for thing in things:
-                self._index.put(thing)
+            for record in records:
+                self._index.put(record)
             raise
         self._context.events.publish("volume.deleted", volumeID=volume.name)
 
@@ -133,10 +132,10 @@ class Collector:
             if snapshot is None or (not snapshot.doomed and snapshot.kind is not SnapshotKind.TRANSIENT):
                 continue
             heads = (sandbox.head for sandbox in self._index.sandboxes.values())
-            if self._index.standing_on(snapshot) or (not snapshot.doomed and snapshot.id in heads):
+            if self._index.sandboxes_using(snapshot) or (not snapshot.doomed and snapshot.id in heads):
                 continue
             volume_snapshots = self._references.volume_snapshots_in(snapshot)
-            if self._references.is_busy(snapshot) or self._references.clones_of(volume_snapshots):
+            if self._references.is_pinned(snapshot) or self._references.blocking_volumes(volume_snapshots):
                 continue
             try:
                 await self.remove_snapshot(snapshot)
@@ -148,7 +147,7 @@ class Collector:
         for snapshot in list(self._index.snapshots.values()):
             transient = snapshot.kind is SnapshotKind.TRANSIENT
             found = self._references.volume_snapshots_in(snapshot) if transient else []
-            if not found or self._references.is_busy(snapshot) or self._references.clones_of(found):
+            if not found or self._references.is_pinned(snapshot) or self._references.blocking_volumes(found):
                 continue
             try:
                 for each in found:
@@ -163,7 +162,7 @@ class Collector:
         for volume in list(self._index.volumes.values()):
             if not volume.owner or self._context.locks.is_held(volume.id):
                 continue
-            if self._references.volume_in_use(volume, with_snapshots=False):
+            if self._references.volume_refusal(volume, with_snapshots=False):
                 continue
             try:
                 await asyncio.shield(self.remove_volume(volume))

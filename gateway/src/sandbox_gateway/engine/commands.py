@@ -63,7 +63,7 @@ class Commands:
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=_CHECK_EVERY)
-                if not task.done() and (reason := self._context.host.ended(sandbox)):
+                if not task.done() and (reason := self._context.host.end_reason(sandbox)):
                     raise BackendFailed(f"the sandbox stopped during the command: {reason}")
             return task.result()
         finally:
@@ -73,7 +73,7 @@ class Commands:
         """Return the error to raise: another request ended or replaced the machine of ``before``, or ``error``."""
         current = self._context.index.sandboxes.get(before.id)
         unchanged = current is not None and (current.instance, current.state) == (before.instance, before.state)
-        if unchanged and not self._context.host.ended(before):
+        if unchanged and not self._context.host.end_reason(before):
             return error
         try:
             # The lock is held by others until the record says what happened to the machine.

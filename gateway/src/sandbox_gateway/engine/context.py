@@ -33,6 +33,6 @@ class Context:
         sandbox = self.index.sandbox(ref)
         if sandbox.state is SandboxState.PAUSED:
             raise Conflict(f"sandbox {sandbox.id} is paused: resume it first")
-        if reason := self.host.ended(sandbox):
+        if reason := self.host.end_reason(sandbox):
             raise Conflict(f"sandbox {sandbox.id} does not run ({reason}): resume it, or roll it back")
         return sandbox

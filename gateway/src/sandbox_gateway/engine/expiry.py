@@ -47,10 +47,10 @@ class Expiry:
 
     async def _expire_snapshots(self, at: datetime) -> None:
         for snapshot in self._snapshots.list():
-            if snapshot.expires_at and snapshot.expires_at <= at and not self._references.users(snapshot):
+            if snapshot.expires_at and snapshot.expires_at <= at and not self._references.blockers(snapshot):
                 await self._expire_snapshot(snapshot)
         for snapshot in surplus(self._snapshots.list(), at):
-            if not self._references.users(snapshot) and await self._expire_snapshot(snapshot):
+            if not self._references.blockers(snapshot) and await self._expire_snapshot(snapshot):
                 self._events.publish("snapshot.pruned", snapshotID=snapshot.id, sandboxID=snapshot.source_sandbox)
 
     async def _expire_snapshot(self, snapshot: Snapshot) -> bool:

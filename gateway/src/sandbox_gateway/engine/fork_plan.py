@@ -57,7 +57,7 @@ def new_sandbox_record(snapshot: Snapshot, spec: ForkSpec, name: str, config: Co
     )
 
 
-def forks_with_memory(snapshot: Snapshot, spec: ForkSpec, resources: Resources, *, can_resize: bool) -> bool:
+def should_restore_memory(snapshot: Snapshot, spec: ForkSpec, resources: Resources, *, can_resize: bool) -> bool:
     """Return whether forks resume from the snapshot's memory. Raises Invalid or Unsupported for bad ``resources``.
 
     ``can_resize``: the host can change the resources of a machine that resumes from memory.

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.fork_plan import forks_with_memory, new_sandbox_record, requested_names
+from sandbox_gateway.engine.fork_plan import new_sandbox_record, requested_names, should_restore_memory
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
@@ -72,10 +72,10 @@ class Forks:
                 await asyncio.shield(self._collector.collect())
 
     async def _clone(self, sandbox: Sandbox, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
-        with self._index.using(snapshot):
+        with self._index.pinned(snapshot):
             volumes = [each.volume for each in spec.mounts or [] if each.clone]
             taken = await finish_despite_cancellation(
-                self._captures.take(sandbox, snapshot, memory=True, volumes=volumes)
+                self._captures.capture(sandbox, snapshot, memory=True, volumes=volumes)
             )
             try:
                 return await self._fork(taken, spec)
@@ -88,10 +88,10 @@ class Forks:
         config = self._context.config
         sandboxes = [new_sandbox_record(snapshot, spec, name, config) for name in requested_names(spec)]
         resize = self._host.abilities.resize_on_fork
-        with_memory = forks_with_memory(snapshot, spec, sandboxes[0].resources, can_resize=resize)
+        with_memory = should_restore_memory(snapshot, spec, sandboxes[0].resources, can_resize=resize)
         planned = self._mounts.plan(snapshot, spec.mounts)
         self._require_quota(len(sandboxes))
-        with self._index.reserved(sandbox.name for sandbox in sandboxes), self._index.using(snapshot):
+        with self._index.reserved(sandbox.name for sandbox in sandboxes), self._index.pinned(snapshot):
             self._pending += len(sandboxes)
             try:
                 if not planned:

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sandbox_gateway.errors import NameTaken, NotFound
-from sandbox_gateway.records import Mount, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+from sandbox_gateway.records import Mount, Record, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 
-Thing = Sandbox | Snapshot | Volume | VolumeSnapshot
 Trees = list[dict[str, Any]]
 
 
@@ -24,7 +23,7 @@ class Index:
         self.volume_snapshots: dict[str, VolumeSnapshot] = {}
         self._names: dict[str, str] = {}
         self._reserved: set[str] = set()
-        self._in_use: Counter[str] = Counter()
+        self._pins: Counter[str] = Counter()
 
     def load(
         self,
@@ -36,15 +35,15 @@ class Index:
         """Add the objects of a scan, oldest first; returns a sentence for each duplicate name, and for each mount of a
         missing volume."""
         clashes = []
-        things: list[Thing] = [*sandboxes, *snapshots, *volumes, *volume_snapshots]
-        for thing in sorted(things, key=lambda thing: thing.created_at):
-            for name in _names(thing):
-                if self._names.get(name, thing.id) != thing.id:
+        records: list[Record] = [*sandboxes, *snapshots, *volumes, *volume_snapshots]
+        for record in sorted(records, key=lambda record: record.created_at):
+            for name in _names(record):
+                if self._names.get(name, record.id) != record.id:
                     clashes.append(
-                        f"the name {name!r} of {thing.id} is taken by {self._names[name]}: it goes by its id"
+                        f"the name {name!r} of {record.id} is taken by {self._names[name]}: it goes by its id"
                     )
-                    _unname(thing, name)
-            self.put(thing)
+                    _remove_name(record, name)
+            self.put(record)
         return [*clashes, *self._missing_volumes()]
 
     def _missing_volumes(self) -> list[str]:
@@ -57,26 +56,26 @@ class Index:
             if mount.volume not in self.volumes
         ]
 
-    def put(self, thing: Thing) -> None:
+    def put(self, record: Record) -> None:
         """Add an object, or replace its record."""
-        self._drop_names(thing.id)
-        if isinstance(thing, Sandbox):
-            self.sandboxes[thing.id] = thing
-        elif isinstance(thing, Snapshot):
-            self.snapshots[thing.id] = thing
-        elif isinstance(thing, Volume):
-            self.volumes[thing.id] = thing
+        self._remove_names(record.id)
+        if isinstance(record, Sandbox):
+            self.sandboxes[record.id] = record
+        elif isinstance(record, Snapshot):
+            self.snapshots[record.id] = record
+        elif isinstance(record, Volume):
+            self.volumes[record.id] = record
         else:
-            self.volume_snapshots[thing.id] = thing
-        for name in _names(thing):
-            self._names[name] = thing.id
+            self.volume_snapshots[record.id] = record
+        for name in _names(record):
+            self._names[name] = record.id
 
-    def drop(self, id: str) -> None:
-        self._drop_names(id)
-        for things in (self.sandboxes, self.snapshots, self.volumes, self.volume_snapshots):
-            things.pop(id, None)
+    def remove(self, id: str) -> None:
+        self._remove_names(id)
+        for records in (self.sandboxes, self.snapshots, self.volumes, self.volume_snapshots):
+            records.pop(id, None)
 
-    def _drop_names(self, id: str) -> None:
+    def _remove_names(self, id: str) -> None:
         for name in [name for name, owner in self._names.items() if owner == id]:
             del self._names[name]
 
@@ -103,27 +102,27 @@ class Index:
             return self._names[name]
         return name if name in self.sandboxes or name in self.snapshots or name in self.volumes else ""
 
-    def free(self, name: str) -> bool:
+    def is_free(self, name: str) -> bool:
         return not self.owner(name) and name not in self._reserved
 
     @contextlib.contextmanager
-    def using(self, *things: Thing) -> Iterator[None]:
+    def pinned(self, *records: Record) -> Iterator[None]:
         """Keep objects from being removed while a request uses them."""
-        ids = [thing.id for thing in things]
-        self._in_use.update(ids)
+        ids = [record.id for record in records]
+        self._pins.update(ids)
         try:
             yield
         finally:
-            self._in_use.subtract(ids)
-            self._in_use += Counter()
+            self._pins.subtract(ids)
+            self._pins += Counter()
 
-    def in_use(self, thing: Thing) -> bool:
-        return self._in_use[thing.id] > 0
+    def is_pinned(self, record: Record) -> bool:
+        return self._pins[record.id] > 0
 
     def sandbox(self, ref: str) -> Sandbox:
         found = self.sandboxes.get(ref) or self.sandboxes.get(self._names.get(ref, ""))
         if found is None:
-            raise NotFound("sandbox", _shown(ref))
+            raise NotFound("sandbox", _shorten(ref))
         return found
 
     def snapshot(self, ref: str, *, what: str = "snapshot", kinds: Iterable[SnapshotKind] = ()) -> Snapshot:
@@ -131,19 +130,19 @@ class Index:
         found = self.snapshots.get(ref) or self.snapshots.get(self._names.get(ref, ""))
         wanted = set(kinds) or {SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE}
         if found is None or found.doomed or found.kind not in wanted:
-            raise NotFound(what, _shown(ref))
+            raise NotFound(what, _shorten(ref))
         return found
 
     def any_snapshot(self, id: str) -> Snapshot:
         """Find a snapshot of any kind, even a hidden one, by id."""
         if id not in self.snapshots:
-            raise NotFound("snapshot", _shown(id))
+            raise NotFound("snapshot", _shorten(id))
         return self.snapshots[id]
 
     def volume(self, ref: str) -> Volume:
         found = self.volumes.get(ref) or self.volumes.get(self._names.get(ref, ""))
         if found is None:
-            raise NotFound("volume", _shown(ref))
+            raise NotFound("volume", _shorten(ref))
         return found
 
     def volume_snapshot(self, ref: str, volume: Volume | None = None) -> VolumeSnapshot:
@@ -152,7 +151,7 @@ class Index:
         if volume is not None:
             found = next((each for each in self.snapshots_of(volume) if ref in (each.id, each.name)), None)
         if found is None:
-            raise NotFound(f"snapshot of volume {volume.name}," if volume else "snapshot of a volume,", _shown(ref))
+            raise NotFound(f"snapshot of volume {volume.name}," if volume else "snapshot of a volume,", _shorten(ref))
         return found
 
     def snapshots_of(self, volume: Volume) -> list[VolumeSnapshot]:
@@ -168,10 +167,7 @@ class Index:
             if mount.volume == volume.id
         ]
 
-    def forks(self, snapshot: Snapshot) -> list[Sandbox]:
-        return [sandbox for sandbox in self.sandboxes.values() if sandbox.forked_from == snapshot.id]
-
-    def standing_on(self, snapshot: Snapshot) -> list[Sandbox]:
+    def sandboxes_using(self, snapshot: Snapshot) -> list[Sandbox]:
         """Return the sandboxes that were made from a snapshot, rolled back to it, or resume from it."""
         return [
             sandbox
@@ -191,16 +187,16 @@ class Index:
             return tops
         found = nodes.get(root) or nodes.get(self._names.get(root, ""))
         if found is None:
-            raise NotFound("sandbox, snapshot or template", _shown(root))
+            raise NotFound("sandbox, snapshot or template", _shorten(root))
         return [found]
 
     def _attach(self, id: str, nodes: dict[str, dict[str, Any]]) -> bool:
-        thing = self.sandboxes.get(id) or self.snapshots[id]
-        if isinstance(thing, Sandbox):
-            ancestors = [thing.forked_from, thing.template_id]
+        record = self.sandboxes.get(id) or self.snapshots[id]
+        if isinstance(record, Sandbox):
+            ancestors = [record.forked_from, record.template_id]
         else:
             # If its source was removed, it is shown below the source's former parent.
-            ancestors = [thing.source_sandbox, thing.parent, thing.origin]
+            ancestors = [record.source_sandbox, record.parent, record.origin]
         above = next((ancestor for ancestor in ancestors if ancestor in nodes and ancestor != id), None)
         if above is None:
             return False
@@ -212,19 +208,19 @@ def _node(id: str, kind: str, names: list[str], hidden: bool, **more: Any) -> di
     return {"id": id, "kind": kind, "names": list(names), "hidden": hidden, **more, "children": []}
 
 
-def _names(thing: Thing) -> list[str]:
+def _names(record: Record) -> list[str]:
     """Return an object's names in the namespace. The name of a volume's snapshot is local to the volume."""
-    if isinstance(thing, Snapshot):
-        return [] if thing.doomed else thing.names
-    return [] if isinstance(thing, VolumeSnapshot) else [thing.name]
+    if isinstance(record, Snapshot):
+        return [] if record.doomed else record.names
+    return [] if isinstance(record, VolumeSnapshot) else [record.name]
 
 
-def _unname(thing: Thing, name: str) -> None:
-    if isinstance(thing, Snapshot):
-        thing.names = [each for each in thing.names if each != name]
+def _remove_name(record: Record, name: str) -> None:
+    if isinstance(record, Snapshot):
+        record.names = [each for each in record.names if each != name]
     else:
-        thing.name = thing.id
+        record.name = record.id
 
 
-def _shown(ref: str) -> str:
+def _shorten(ref: str) -> str:
     return ref if len(ref) <= 80 else ref[:77] + "..."

@@ -49,7 +49,7 @@ class Locking:
         with contextlib.ExitStack() as stack:
             for id in ids:
                 async with self.volumes([id]) as (volume,):
-                    stack.enter_context(self._index.using(volume))
+                    stack.enter_context(self._index.pinned(volume))
             yield
 
     @contextlib.asynccontextmanager

@@ -69,7 +69,7 @@ class MachineLifecycle:
 
     def notice_end(self, sandbox: Sandbox) -> None:
         """Mark a sandbox as stopped if its machine ended before its record said that it runs."""
-        if self._host.ended(sandbox):
+        if self._host.end_reason(sandbox):
             self._context.background.start(self._mark_lost(sandbox.id, sandbox.instance))
 
     def watch(self) -> None:
@@ -84,4 +84,4 @@ class MachineLifecycle:
     async def _mark_lost(self, id: str, instance: str) -> None:
         async with self._locking.sandbox(id) as sandbox:
             if sandbox.instance == instance and sandbox.state is SandboxState.RUNNING:
-                await self.mark_stopped(sandbox, self._host.ended(sandbox) or "its machine ended")
+                await self.mark_stopped(sandbox, self._host.end_reason(sandbox) or "its machine ended")

@@ -113,7 +113,7 @@ class MountPlanner:
                             names.add(volume.name)
                         sandbox.mounts.append(Mount(volume=volume.id, path=each.path, read_only=each.read_only))
                 made = [clone for own in clones.values() for clone in own]
-                with self._index.reserved(names), self._index.using(*sources, *made):
+                with self._index.reserved(names), self._index.pinned(*sources, *made):
                     yield clones
         finally:
             if any(each.source or each.volume.owner for each in planned):
@@ -126,6 +126,6 @@ class MountPlanner:
 
     def _new_clone_record(self, sandbox: Sandbox, volume: Volume, source: VolumeSnapshot, taken: set[str]) -> Volume:
         id, name = new_id(), f"{sandbox.name}-{volume.name}"
-        if len(name) > _LONGEST_NAME or name in taken or not self._index.free(name):
+        if len(name) > _LONGEST_NAME or name in taken or not self._index.is_free(name):
             name = f"{name[: _LONGEST_NAME - len(id) - 1]}-{id}"
         return Volume(id=id, name=name, size_mb=source.size_mb, from_snapshot=source.id, owner=sandbox.id)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.index import Thing
 from sandbox_gateway.engine.names import names_of
 from sandbox_gateway.errors import InUse
-from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+from sandbox_gateway.records import Record, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 
 
 class References:
@@ -16,100 +15,100 @@ class References:
         self._index = context.index
         self._host = context.host
 
-    def dependents(self, snapshot: Snapshot) -> list[Sandbox]:
+    def blocking_sandboxes(self, snapshot: Snapshot) -> list[Sandbox]:
         """Return the sandboxes that keep a snapshot from being deleted."""
         if self._host.abilities.independent_snapshots:
-            standing = self._index.standing_on(snapshot)
-            return [each for each in standing if snapshot.id in (each.forked_from, each.pause_snapshot)]
-        return self._index.standing_on(snapshot)
+            users = self._index.sandboxes_using(snapshot)
+            return [each for each in users if snapshot.id in (each.forked_from, each.pause_snapshot)]
+        return self._index.sandboxes_using(snapshot)
 
     def volume_snapshots_in(self, snapshot: Snapshot) -> list[VolumeSnapshot]:
         """Return the snapshots of volumes that are part of a sandbox's snapshot."""
         ids = (capture.snapshot for capture in snapshot.volumes)
         return [self._index.volume_snapshots[id] for id in ids if id in self._index.volume_snapshots]
 
-    def clones_of(self, snapshots: Iterable[VolumeSnapshot]) -> list[Volume]:
+    def blocking_volumes(self, snapshots: Iterable[VolumeSnapshot]) -> list[Volume]:
         """Return the volumes that keep snapshots of volumes from being deleted."""
         if self._host.abilities.independent_snapshots:
             return []
         ids = {snapshot.id for snapshot in snapshots}
         return [volume for volume in self._index.volumes.values() if volume.from_snapshot in ids]
 
-    def users(self, snapshot: Snapshot) -> list[Sandbox | Volume]:
+    def blockers(self, snapshot: Snapshot) -> list[Sandbox | Volume]:
         """Return the users that keep a snapshot, or its snapshots of volumes, from being deleted."""
-        return [*self.dependents(snapshot), *self.clones_of(self.volume_snapshots_in(snapshot))]
+        return [*self.blocking_sandboxes(snapshot), *self.blocking_volumes(self.volume_snapshots_in(snapshot))]
 
-    def is_busy(self, snapshot: Snapshot) -> bool:
+    def is_pinned(self, snapshot: Snapshot) -> bool:
         """Return whether a request is using a snapshot or its snapshots of volumes."""
-        return self._index.in_use(snapshot) or any(map(self._index.in_use, self.volume_snapshots_in(snapshot)))
+        return self._index.is_pinned(snapshot) or any(map(self._index.is_pinned, self.volume_snapshots_in(snapshot)))
 
-    def holders(self, snapshots: Iterable[VolumeSnapshot]) -> list[Snapshot]:
+    def blocking_snapshots(self, snapshots: Iterable[VolumeSnapshot]) -> list[Snapshot]:
         """Return the snapshots of sandboxes that contain one of ``snapshots``, except those collected anyway."""
-        ids = {each.id for each in snapshots}
+        ids = {snapshot.id for snapshot in snapshots}
         return [
-            holder
-            for holder in self._index.snapshots.values()
-            if holder.kind is not SnapshotKind.TRANSIENT and any(capture.snapshot in ids for capture in holder.volumes)
+            each
+            for each in self._index.snapshots.values()
+            if each.kind is not SnapshotKind.TRANSIENT and any(capture.snapshot in ids for capture in each.volumes)
         ]
 
-    def snapshot_in_use(self, snapshot: Snapshot) -> InUse | None:
+    def snapshot_refusal(self, snapshot: Snapshot) -> InUse | None:
         """Return why a sandbox's snapshot or a template cannot be removed, with all users; None if it can."""
-        return in_use(
+        return in_use_error(
             f"{snapshot.kind.value} {names_of([snapshot])!r}",
             {
-                "sandbox": self.dependents(snapshot),
-                "cloned volume": self.clones_of(self.volume_snapshots_in(snapshot)),
+                "sandbox": self.blocking_sandboxes(snapshot),
+                "cloned volume": self.blocking_volumes(self.volume_snapshots_in(snapshot)),
             },
             "Delete them first, or pass when=unused to delete it with its last user.",
-            busy=self.is_busy(snapshot),
+            busy=self.is_pinned(snapshot),
         )
 
-    def volume_in_use(self, volume: Volume, *, with_snapshots: bool) -> InUse | None:
+    def volume_refusal(self, volume: Volume, *, with_snapshots: bool) -> InUse | None:
         """Return why a volume, or the volume ``with_snapshots``, cannot be removed, with all users; None if it can."""
         snapshots = self._index.snapshots_of(volume)
-        holders = self.holders(snapshots)
-        held = {capture.snapshot for holder in holders for capture in holder.volumes}
-        own = [] if with_snapshots else [each for each in snapshots if each.id not in held]
-        return in_use(
+        containers = self.blocking_snapshots(snapshots)
+        contained = {capture.snapshot for container in containers for capture in container.volumes}
+        own = [] if with_snapshots else [each for each in snapshots if each.id not in contained]
+        return in_use_error(
             f"volume {volume.name!r}",
             {
                 "mount": [sandbox for sandbox, _ in self._index.mounts_of(volume)],
-                "sandbox snapshot": holders,
+                "sandbox snapshot": containers,
                 "snapshot": own,
-                "clone": self.clones_of(snapshots),
+                "clone": self.blocking_volumes(snapshots),
             },
             "Detach or delete them first.",
-            busy=self._index.in_use(volume) or any(map(self._index.in_use, snapshots)),
+            busy=self._index.is_pinned(volume) or any(map(self._index.is_pinned, snapshots)),
         )
 
-    def volume_snapshot_in_use(self, volume: Volume, snapshot: VolumeSnapshot) -> InUse | None:
+    def volume_snapshot_refusal(self, volume: Volume, snapshot: VolumeSnapshot) -> InUse | None:
         """Return why a snapshot of a volume cannot be removed, with all users; None if it can."""
-        return in_use(
+        return in_use_error(
             f"snapshot {snapshot.name!r} of volume {volume.name!r}",
-            {"sandbox snapshot": self.holders([snapshot]), "clone": self.clones_of([snapshot])},
+            {"sandbox snapshot": self.blocking_snapshots([snapshot]), "clone": self.blocking_volumes([snapshot])},
             "Delete them first.",
-            busy=self._index.in_use(snapshot),
+            busy=self._index.is_pinned(snapshot),
         )
 
 
-def in_use(what: str, users: Mapping[str, Sequence[Thing]], remedy: str, *, busy: bool) -> InUse | None:
+def in_use_error(what: str, users: Mapping[str, Sequence[Record]], remedy: str, *, busy: bool) -> InUse | None:
     """Return the error that counts and names all ``users``, by noun; None if there are none and it is not ``busy``.
 
     ``busy``: a current request uses it.
     """
-    groups = [f"{_count(noun, things)} ({names_of(things)})" for noun, things in users.items() if things]
+    groups = [f"{_count(noun, records)} ({names_of(records)})" for noun, records in users.items() if records]
     if groups:
-        ids = [each.id for things in users.values() for each in things]
+        ids = [each.id for records in users.values() for each in records]
         return InUse(f"{what} is in use by {_enumerate(groups)}. {remedy}", blockers=ids)
     if busy:
         return InUse(f"{what} is in use just now by another request. Try again later.")
     return None
 
 
-def _count(noun: str, things: Sequence[Thing]) -> str:
-    if len(things) == 1:
+def _count(noun: str, records: Sequence[Record]) -> str:
+    if len(records) == 1:
         return f"1 {noun}"
-    return f"{len(things)} {noun}{'es' if noun.endswith('x') else 's'}"
+    return f"{len(records)} {noun}{'es' if noun.endswith('x') else 's'}"
 
 
 def _enumerate(words: Sequence[str]) -> str:

@@ -68,7 +68,7 @@ class Sandboxes:
         if sandbox.state is SandboxState.PAUSED:
             return not sandbox.pause_snapshot or sandbox.pause_snapshot != sandbox.head
         await self._agents.client(sandbox).call("/sync", {}, seconds=_SYNC_SECONDS)
-        return await self._host.diverged(sandbox, head)
+        return await self._host.has_diverged(sandbox, head)
 
     async def usage(self, ref: str) -> Usage:
         sandbox = self.get(ref)
@@ -114,7 +114,7 @@ class Sandboxes:
             raise Invalid("a sandbox cannot be promoted over itself: name the source it was forked from")
         async with self._locking.running_sandbox(fork.id) as sandbox:
             snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
-            snapshot = await finish_despite_cancellation(self._captures.take(sandbox, snapshot, memory=True))
+            snapshot = await finish_despite_cancellation(self._captures.capture(sandbox, snapshot, memory=True))
         async with self._locking.sandbox(source.id) as sandbox:
             return await self._rollback(sandbox, snapshot)
 
@@ -138,7 +138,7 @@ class Sandboxes:
         changes: dict[str, Any] = {"state": SandboxState.PAUSED, "state_reason": ""}
         if memory:
             snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.PAUSE)
-            changes["pause_snapshot"] = (await self._captures.take(sandbox, snapshot, memory=True)).id
+            changes["pause_snapshot"] = (await self._captures.capture(sandbox, snapshot, memory=True)).id
         else:
             await self._agents.client(sandbox).call("/sync", {})
         await self._machines.stop_paused(await save_sandbox(self._context, sandbox.id, **changes))
@@ -207,7 +207,7 @@ class Sandboxes:
 
     async def _delete(self, sandbox: Sandbox) -> None:
         await self._host.remove(sandbox)
-        self._index.drop(sandbox.id)
+        self._index.remove(sandbox.id)
         self._events.publish("sandbox.killed", sandboxID=sandbox.id, name=sandbox.name)
         await self._replacement.remove_pause_snapshot(sandbox)
         await self._collector.collect()

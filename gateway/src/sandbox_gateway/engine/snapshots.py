@@ -43,9 +43,9 @@ class Snapshots:
         """Return trees of templates and snapshots with their sandboxes: all, or the one below ``root``."""
         return self._index.lineage(root)
 
-    def places(self, ref: str) -> dict[str, str]:
+    def files_of(self, ref: str) -> dict[str, str]:
         """Return a snapshot's paths on the host: ``dir``, and ``memory`` and ``vmstate`` if it has them."""
-        return self._host.places(self.get(ref))
+        return self._host.files_of(self.get(ref))
 
     async def create(
         self,
@@ -72,7 +72,7 @@ class Snapshots:
                 snapshot.names, snapshot.description, snapshot.retention = names, description, retention
                 snapshot.expires_at = None if expires_in is None else now() + timedelta(seconds=expires_in)
                 return await finish_despite_cancellation(
-                    self._captures.take(sandbox, snapshot, memory=memory == "auto", volumes=volumes)
+                    self._captures.capture(sandbox, snapshot, memory=memory == "auto", volumes=volumes)
                 )
 
     async def branch(self, ref: str, name: str | None = None) -> Snapshot:
@@ -84,7 +84,7 @@ class Snapshots:
         restarts leave gaps."""
         async with self._locking.running_sandbox(ref) as sandbox:
             number = sandbox.branches + 1
-            while not self._index.free(name := f"branch-{sandbox.id}-{number}"):
+            while not self._index.is_free(name := f"branch-{sandbox.id}-{number}"):
                 number += 1
             await save_sandbox(self._context, sandbox.id, branches=number)
             return name
@@ -95,7 +95,7 @@ class Snapshots:
         ``when_unused``: if it is in use, hide it now and remove it with its last user.
         """
         snapshot = self.get(ref)
-        if refusal := self._references.snapshot_in_use(snapshot):
+        if refusal := self._references.snapshot_refusal(snapshot):
             if not when_unused:
                 raise refusal
             await save_snapshot(self._context, snapshot.id, doomed=True)

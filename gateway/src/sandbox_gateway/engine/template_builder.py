@@ -98,7 +98,7 @@ class TemplateBuilder:
             source_digest=build.source_digest,
             recipe=build.recipe,
         )
-        template = await self._captures.capture(sandbox, template, memory=True)
+        template = await self._captures.capture_state(sandbox, template, memory=True)
         held = "memory and disk" if template.memory is not Memory.NONE else "disk"
         build.log(f"captured {held} in {template.pause_ms:.0f} ms")
         return template

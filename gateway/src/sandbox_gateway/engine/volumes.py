@@ -9,7 +9,7 @@ from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.names import require_valid_name
-from sandbox_gateway.engine.references import References, in_use
+from sandbox_gateway.engine.references import References, in_use_error
 from sandbox_gateway.errors import Invalid, NameTaken
 from sandbox_gateway.hosts.base import VolumeState
 from sandbox_gateway.records import Mount, Sandbox, Volume, VolumeSnapshot, new_id
@@ -57,7 +57,7 @@ class Volumes:
             raise Invalid(f"{size_mb} MiB is less than the {source.size_mb} MiB of the snapshot {source.id}")
         name = require_valid_name(name)
         volume = Volume(name=name, size_mb=size_mb, from_snapshot=source.id if source else "")
-        with self._index.reserved([name]), self._index.using(*([source] if source else [])):
+        with self._index.reserved([name]), self._index.pinned(*([source] if source else [])):
             return await finish_despite_cancellation(self.create_from_record(volume, source))
 
     async def create_from_record(self, volume: Volume, source: VolumeSnapshot | None) -> Volume:
@@ -84,14 +84,14 @@ class Volumes:
         Without ``with_snapshots``, its snapshots also count as users.
         """
         async with self._locked(ref) as volume:
-            if refusal := self._references.volume_in_use(volume, with_snapshots=with_snapshots):
+            if refusal := self._references.volume_refusal(volume, with_snapshots=with_snapshots):
                 raise refusal
             await finish_despite_cancellation(self._collector.remove_volume(volume))
 
     def list_snapshots(self, ref: str) -> Sequence[VolumeSnapshot]:
         return self._index.snapshots_of(self.get(ref))
 
-    async def snapshot(self, ref: str, name: str = "") -> VolumeSnapshot:
+    async def create_snapshot(self, ref: str, name: str = "") -> VolumeSnapshot:
         """Snapshot a volume at one instant; sandboxes that mount it keep running. The default name is the id."""
         async with self._locked(ref) as volume:
             id = new_id()
@@ -104,9 +104,9 @@ class Volumes:
                     f"volume {volume.name} has a snapshot {name!r} already: choose another name, or delete it",
                     blockers=[taken[0].id],
                 )
-            return await finish_despite_cancellation(self._snapshot(volume, snapshot))
+            return await finish_despite_cancellation(self._create_snapshot(volume, snapshot))
 
-    async def _snapshot(self, volume: Volume, snapshot: VolumeSnapshot) -> VolumeSnapshot:
+    async def _create_snapshot(self, volume: Volume, snapshot: VolumeSnapshot) -> VolumeSnapshot:
         await self._host.capture_volume(volume, snapshot)
         self.add_snapshot(volume, snapshot)
         return snapshot
@@ -120,7 +120,7 @@ class Volumes:
         """Remove a snapshot of a volume. One that is part of a sandbox's snapshot is removed only with it."""
         async with self._locked(ref) as volume:
             snapshot = self._index.volume_snapshot(snapshot_ref, volume)
-            if refusal := self._references.volume_snapshot_in_use(volume, snapshot):
+            if refusal := self._references.volume_snapshot_refusal(volume, snapshot):
                 raise refusal
             await finish_despite_cancellation(self._collector.remove_volume_snapshot(snapshot))
 
@@ -134,7 +134,7 @@ class Volumes:
             snapshot = self._index.volume_snapshot(snapshot_ref, volume)
             writers = [sandbox for sandbox, mount in self.mounts_of(volume) if not (mount.read_only or force)]
             users, remedy = {"read-write mount": writers}, "Detach it there, or force the rollback."
-            if refusal := in_use(f"volume {volume.name!r}", users, remedy, busy=self._index.in_use(volume)):
+            if refusal := in_use_error(f"volume {volume.name!r}", users, remedy, busy=self._index.is_pinned(volume)):
                 raise refusal
             await finish_despite_cancellation(self._host.rollback_volume(volume, snapshot))
             self._events.publish("volume.rolled-back", volumeID=volume.name, snapshotID=snapshot.id)

@@ -147,7 +147,7 @@ class Host(Protocol):
     async def remove(self, sandbox: Sandbox) -> None:
         """Remove the sandbox's record first, then its machine and disk."""
 
-    def places(self, snapshot: Snapshot) -> dict[str, str]:
+    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         """Return a snapshot's paths, for display: ``dir``, and ``memory`` and ``vmstate`` if it has such files."""
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
@@ -191,7 +191,7 @@ class Host(Protocol):
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         """Return the mounts that the agent of the running instance must make for ``sandbox.mounts``, in order."""
 
-    async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
+    async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         """Return whether the instance's file system (as written to its disk) has changed since ``head``.
 
         Raises GatewayError if the instance does not exist.
@@ -203,7 +203,7 @@ class Host(Protocol):
     async def console(self, sandbox: Sandbox) -> str:
         """Return the tail of the running instance's console."""
 
-    def ended(self, sandbox: Sandbox) -> str:
+    def end_reason(self, sandbox: Sandbox) -> str:
         """Return why the instance's machine is not running, as the middle of a sentence; empty while it runs."""
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:

@@ -38,7 +38,7 @@ class Machine:
 
     def is_alive(self) -> bool:
         """Return whether the machine still exists. Another one may get its address before ``gone`` is done."""
-        return not self.gone.done() and not self._engine.host.ended(self._sandbox)
+        return not self.gone.done() and not self._engine.host.end_reason(self._sandbox)
 
     async def end(self) -> None:
         if not self.gone.done():

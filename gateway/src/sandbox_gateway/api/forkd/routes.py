@@ -70,8 +70,8 @@ async def delete_snapshot(
 @router.get("/v1/snapshots/{ref}/info", response_model_exclude_none=True, summary="Show the details of a snapshot")
 async def show_snapshot(ref: TagRef, engine: EngineDep) -> shapes.SnapshotDetail:
     snapshot = engine.snapshots.get(ref)
-    users = [sandbox.id for sandbox in engine.references.dependents(snapshot)]
-    return shapes.snapshot_detail(snapshot, engine.snapshots.places(snapshot.id), users)
+    users = [sandbox.id for sandbox in engine.references.blocking_sandboxes(snapshot)]
+    return shapes.snapshot_detail(snapshot, engine.snapshots.files_of(snapshot.id), users)
 
 
 @router.post("/v1/snapshots/{ref}/compact", status_code=201, summary="Refused: every snapshot is complete by itself")
@@ -190,7 +190,7 @@ async def _ended(build: Build) -> None:
 
 
 def _snapshot(engine: Engine, snapshot: Snapshot) -> shapes.SnapshotInfo:
-    return shapes.snapshot_info(snapshot, engine.snapshots.places(snapshot.id))
+    return shapes.snapshot_info(snapshot, engine.snapshots.files_of(snapshot.id))
 
 
 def _sandbox(engine: Engine, sandbox: Sandbox) -> shapes.SandboxInfo:

@@ -93,9 +93,8 @@ async def remove(engine: Engine, snapshot: Snapshot, when: str | None) -> Respon
     """Delete a snapshot. 204: deleted. 202: hidden until its last user is removed."""
     if await engine.snapshots.delete(snapshot.id, when_unused=when == "unused"):
         return Response(status_code=204)
-    clones = engine.references.clones_of(engine.references.volume_snapshots_in(snapshot))
-    users = [*(sandbox.id for sandbox in engine.references.dependents(snapshot)), *(volume.id for volume in clones)]
-    shape = shapes.Hidden(snapshot_id=snapshot.id, status="hidden", blockers=users)
+    blockers = [each.id for each in engine.references.blockers(snapshot)]
+    shape = shapes.Hidden(snapshot_id=snapshot.id, status="hidden", blockers=blockers)
     return JSONResponse(shape.model_dump(), 202)
 
 

@@ -127,7 +127,7 @@ def _ready(engine: Engine, template: Snapshot, guest: str) -> shapes.TemplateSha
         template,
         build_id=engine.templates.get_build(template.id).build_id,
         outdated=is_outdated(template, guest),
-        forks=len(engine.references.dependents(template)),
+        forks=len(engine.references.blocking_sandboxes(template)),
     )
 
 

@@ -48,7 +48,7 @@ class View:
         return shapes.snapshot_shape(
             snapshot,
             backend=self.backend,
-            forks=len(self.engine.references.dependents(snapshot)),
+            forks=len(self.engine.references.blocking_sandboxes(snapshot)),
             mounts=self._mounts(snapshot.mounts),
             volumes=[
                 shapes.VolumeCaptureShape(name=self._volume_name(each.volume), snapshot_id=each.snapshot)

@@ -76,7 +76,7 @@ async def detach(ref: Ref, volume: Ref, engine: EngineDep) -> None:
 async def snapshot(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.CreateVolumeSnapshot | None = None
 ) -> shapes.VolumeSnapshotShape:
-    work = engine.volumes.snapshot(ref, (body and body.name) or "")
+    work = engine.volumes.create_snapshot(ref, (body and body.name) or "")
     return view.volume_snapshot(await unless_gone(request, work))
 
 

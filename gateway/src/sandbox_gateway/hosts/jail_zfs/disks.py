@@ -128,8 +128,8 @@ class Disks:
     # -- snapshots --------------------------------------------------------------------------------------------------
 
     async def capture(self, sandbox: Sandbox, snapshot: Snapshot, volumes: Sequence[VolumeSnapshot]) -> None:
-        take = self._storage.snapshots.take
-        await finish_despite_cancellation(asyncio.to_thread(take, sandbox.instance, snapshot, volumes))
+        capture = self._storage.snapshots.capture
+        await finish_despite_cancellation(asyncio.to_thread(capture, sandbox.instance, snapshot, volumes))
 
     def expected_name(self, sandbox: Sandbox, snapshot: Snapshot) -> str:
         """Return the ZFS name of a snapshot that is about to be taken."""

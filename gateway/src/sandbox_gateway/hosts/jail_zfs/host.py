@@ -224,10 +224,10 @@ class JailZfsHost:
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         await self._disks.remove_snapshot(snapshot)
 
-    def places(self, snapshot: Snapshot) -> dict[str, str]:
+    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         return {"dir": str(snapshot.host.get("zfsSnapshot", ""))}
 
-    async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
+    async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         return await self._disks.has_diverged(sandbox, head)
 
     # -- volumes ----------------------------------------------------------------------------------------------------
@@ -245,13 +245,13 @@ class JailZfsHost:
         return await self._volumes.state(volume)
 
     async def capture_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        await self._volumes.take_snapshot(snapshot)
+        await self._volumes.capture(snapshot)
 
     async def remove_volume_snapshot(self, snapshot: VolumeSnapshot) -> None:
         await self._volumes.remove_snapshot(snapshot)
 
     async def rollback_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        await self._volumes.roll_back(volume, snapshot)
+        await self._volumes.rollback(volume, snapshot)
 
     async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
         await self._volumes.attach(sandbox, mount)
@@ -282,7 +282,7 @@ class JailZfsHost:
         machine = self._machines.get(sandbox.instance)
         return Usage(disk_bytes, await self._limits.memory_bytes(machine.jail) if machine else 0)
 
-    def ended(self, sandbox: Sandbox) -> str:
+    def end_reason(self, sandbox: Sandbox) -> str:
         machine = self._machines.get(sandbox.instance)
         if machine is None:
             return "its jail is not running"

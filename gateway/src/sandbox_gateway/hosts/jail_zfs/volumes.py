@@ -69,8 +69,8 @@ class JailVolumes:
         used = await asyncio.to_thread(self._storage.used_bytes, volume.id)
         return VolumeState(used, self._mounts.stuck(self._is_of(volume.id)))
 
-    async def take_snapshot(self, snapshot: VolumeSnapshot) -> None:
-        await finish_despite_cancellation(asyncio.to_thread(self._snapshots.take, snapshot))
+    async def capture(self, snapshot: VolumeSnapshot) -> None:
+        await finish_despite_cancellation(asyncio.to_thread(self._snapshots.capture, snapshot))
 
     async def remove_snapshot(self, snapshot: VolumeSnapshot) -> None:
         with contextlib.suppress(NotFound):  # destroyed by someone with `zfs destroy`
@@ -122,10 +122,10 @@ class JailVolumes:
 
     # -- rollback ---------------------------------------------------------------------------------------------------
 
-    async def roll_back(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        await finish_despite_cancellation(self._roll_back(volume, snapshot))
+    async def rollback(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
+        await finish_despite_cancellation(self._rollback(volume, snapshot))
 
-    async def _roll_back(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
+    async def _rollback(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         old = await asyncio.to_thread(self._storage.mount, volume.id)
         dataset = await asyncio.to_thread(self._storage.begin_rollback, volume, snapshot.id)
         try:

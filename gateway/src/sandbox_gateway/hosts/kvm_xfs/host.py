@@ -69,14 +69,14 @@ class KvmXfsHost:
             await asyncio.to_thread(self._layout.close_to_others, self._config.cache_root)
             self._machines.platform = await self._probe()
         except BaseException:
-            self._ownership.drop()
+            self._ownership.release()
             raise
 
     async def close(self) -> None:
         await self._machines.close()
         await self._volumes.close()
         await self._slots.close()
-        self._ownership.drop()
+        self._ownership.release()
 
     async def _probe(self, kernel: Path | None = None) -> Platform:
         found = await accel.probe(self._config.kvm_xfs, self._config.host.state_root / "accelerator.json", kernel)
@@ -147,16 +147,16 @@ class KvmXfsHost:
         machine, _ = self._machines.require_running(sandbox)
         work = Capture(machine, self._layout.instance(sandbox), self._snapshots.partial(snapshot))
         with explaining_os_errors():
-            async with self._volumes.recording(volumes) as recordings:
+            async with self._volumes.pending_snapshots(volumes) as pending:
                 try:
-                    await work.run(memory=memory, beside=recordings.take if volumes else None)
+                    await work.run(memory=memory, beside=pending.clone_images if volumes else None)
                     snapshot.memory = work.mode if memory else Memory.NONE
                     snapshot.memory_bytes_written = work.memory_bytes
                     snapshot.pause_ms = work.pause_ms
                     snapshot.resources = sandbox.resources
                     snapshot.host = {"platform": sandbox.host["platform"], "phases_ms": work.phases_ms}
                     snapshot.host["line"] = memory and await machine.line_is_open()
-                    await recordings.commit()
+                    await pending.commit()
                     await asyncio.to_thread(self._snapshots.commit, snapshot)
                 except BaseException:
                     await asyncio.to_thread(self._snapshots.undo, snapshot)
@@ -170,8 +170,8 @@ class KvmXfsHost:
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         await asyncio.to_thread(self._snapshots.remove, snapshot)
 
-    def places(self, snapshot: Snapshot) -> dict[str, str]:
-        return self._snapshots.places(snapshot)
+    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
+        return self._snapshots.files_of(snapshot)
 
     # -- sandboxes --------------------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class KvmXfsHost:
         await self._machines.end(sandbox)
         await asyncio.to_thread(directory_records.remove, directory)
 
-    async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
+    async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         disk, then = self._layout.instance(sandbox).disk, self._snapshots.path(head) / "rootfs.img"
         with _expecting_removal(sandbox):
             return not await asyncio.to_thread(reflink.same_extents, disk, then)
@@ -228,7 +228,7 @@ class KvmXfsHost:
         machine, slot = self._machines.require_running(sandbox)
         return Endpoint(slot.host_address, machine.line if sandbox.host.get("line") else None)
 
-    def ended(self, sandbox: Sandbox) -> str:
+    def end_reason(self, sandbox: Sandbox) -> str:
         found = self._machines.find(sandbox)
         if found is None:
             return "its machine is not running"

@@ -28,18 +28,18 @@ class Ownership:
             self._name_lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             self._name_lock.bind(f"\0sandbox-gateway/{self._prefix}")
         except BlockingIOError:
-            self.drop()
+            self.release()
             raise Conflict(
                 f"another gateway runs on {self._root}: stop it, or give this one another state_root"
             ) from None
         except OSError:
-            self.drop()
+            self.release()
             raise Conflict(
                 f"another gateway on this machine uses the network prefix {self._prefix!r}: give this one another "
                 "(network.prefix and network.subnet)"
             ) from None
 
-    def drop(self) -> None:
+    def release(self) -> None:
         if self._name_lock is not None:
             self._name_lock.close()
             self._name_lock = None

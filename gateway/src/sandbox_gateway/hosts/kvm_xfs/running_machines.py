@@ -118,7 +118,7 @@ class RunningMachines:
         slot = await self._slots.take(sandbox.network)
         try:
             if mounts := self._volumes.present_mounts(sandbox):
-                await self._volumes.admit(sandbox, mounts, slot.host_address)
+                await self._volumes.allow(sandbox, mounts, slot.host_address)
             machine = await Machine.spawn(self._shape(sandbox, slot), files, state=state)
         except BaseException:
             await self._release(sandbox.instance, slot)
@@ -156,7 +156,7 @@ class RunningMachines:
 
     async def _release(self, instance: str, slot: Slot) -> None:
         """Release the slot of an ended machine, once no volume server accepts its address any more."""
-        if not self._volumes.dismiss(instance, lambda: self._slots.release(slot)):
+        if not self._volumes.revoke_all(instance, lambda: self._slots.release(slot)):
             await self._slots.release(slot)
 
     def _limit(self, sandbox: Sandbox, pid: int) -> None:

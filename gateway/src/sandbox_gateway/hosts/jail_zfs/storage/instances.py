@@ -15,11 +15,11 @@ from sandbox_gateway import zfs
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.marks import is_retired
-from sandbox_gateway.hosts.jail_zfs.storage.places import SnapshotPlaces
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, decode
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import RETIRED, SANDBOXES, TEMPLATE, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.sandbox_scan import SandboxFindings
+from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.translation import check_quota, translating
 from sandbox_gateway.records import Sandbox
 
@@ -36,11 +36,11 @@ class SpaceUsage:
 class InstanceStorage:
     """The datasets of instances. Methods block, are thread-safe, and raise GatewayError."""
 
-    def __init__(self, root: RootDataset, ballast: Ballast, records: PropertyStore, places: SnapshotPlaces) -> None:
+    def __init__(self, root: RootDataset, ballast: Ballast, records: PropertyStore, names: SnapshotNames) -> None:
         self._root = root
         self._ballast = ballast
         self._records = records
-        self._places = places
+        self._names = names
 
     def dataset(self, instance: str) -> str:
         return self._root.child(SANDBOXES, instance)
@@ -63,9 +63,9 @@ class InstanceStorage:
         if disk_mb is not None:
             options["refquota"] = str(disk_mb << 20)
         try:
-            self._places.use(snapshot_id, lambda origin: zfs.lzc_clone(self.dataset(instance), origin, options))
+            self._names.use(snapshot_id, lambda origin: zfs.lzc_clone(self.dataset(instance), origin, options))
         except zfs.exceptions.NoSpace:
-            check_quota(self._places.find(snapshot_id), disk_mb)
+            check_quota(self._names.find(snapshot_id), disk_mb)
             raise
         return self.path(instance)
 
@@ -94,7 +94,7 @@ class InstanceStorage:
         Also True if the instance does not descend from the snapshot. Waits for pending writes. Raises NotFound.
         """
         try:
-            return self._places.use(snapshot_id, lambda place: zfs.changed_since(self.dataset(instance), place))
+            return self._names.use(snapshot_id, lambda place: zfs.changed_since(self.dataset(instance), place))
         except zfs.exceptions.SnapshotMismatch:
             return True
 
@@ -125,7 +125,7 @@ class InstanceStorage:
     def forget(self, instance: str) -> None:
         """Drop the record of an instance, which then belongs to no sandbox: the next scan removes it."""
         with suppress(zfs.exceptions.DatasetNotFound):
-            self._records.drop(self.dataset(instance))
+            self._records.remove(self.dataset(instance))
 
     @translating
     def discard(self, instance: str) -> bool:
@@ -152,7 +152,7 @@ class InstanceStorage:
 
         zfs-fuse cannot rename it while clones of its snapshots are mounted; the next scan then retries.
         """
-        self._records.drop(dataset)
+        self._records.remove(dataset)
         zfs.unmount(dataset)
         self._ballast.run_even_if_full(lambda: zfs.lzc_set_prop(dataset, "canmount", "noauto"))
         self._remove_mount_point(dataset)
@@ -164,7 +164,7 @@ class InstanceStorage:
             self._ballast.run_even_if_full(lambda: zfs.lzc_rename(dataset, retired, retry=False))
         except zfs.exceptions.DatasetBusy:
             return
-        self._places.move(dataset, retired)
+        self._names.move(dataset, retired)
 
     def destroy_dataset(self, dataset: str) -> None:
         """Destroy a dataset without snapshots, and retired datasets that are no longer needed."""

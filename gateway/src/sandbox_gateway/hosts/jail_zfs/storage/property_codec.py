@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from sandbox_gateway.config import explain
 from sandbox_gateway.errors import Invalid
-from sandbox_gateway.records import Sandbox, Snapshot, Volume, VolumeSnapshot
+from sandbox_gateway.records import Record, Sandbox, Snapshot, Volume, VolumeSnapshot
 
 HEAD = "sandbox:record"
 QUARANTINE = "sandbox:quarantine"
@@ -29,7 +29,6 @@ _INLINE_MAX = 7900
 _PART_SIZE = 8000
 _RECORD_MAX = 256 * 1024
 
-Record = Sandbox | Snapshot | Volume | VolumeSnapshot
 Kind = Literal["sandbox", "snapshot", "volume", "volume-snapshot"]
 _KINDS: dict[Kind, type[Record]] = {
     "sandbox": Sandbox,

@@ -9,8 +9,9 @@ from functools import partial
 from sandbox_gateway import zfs
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.marks import Marks
-from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, Record, encode, stale_parts
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode, stale_parts
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
+from sandbox_gateway.records import Record
 
 
 class PropertyStore:
@@ -48,18 +49,18 @@ class PropertyStore:
         for prop, value in props.items():
             self._ballast.run_even_if_full(partial(zfs.lzc_set_prop, name, prop, value))
         if name in self._multipart:
-            self._drop_stale_parts(name)
+            self._remove_stale_parts(name)
         if len(props) > 1:
             self._multipart.add(name)
 
     @staticmethod
-    def _drop_stale_parts(name: str) -> None:
+    def _remove_stale_parts(name: str) -> None:
         """Drop stale parts of a record. Ignores failures: the record is committed, and the next scan retries."""
         with suppress(zfs.exceptions.ZFSError):
             for prop in stale_parts(zfs.local_props(name)):
                 zfs.lzc_inherit_prop(name, prop)
 
-    def drop(self, dataset: str) -> None:
+    def remove(self, dataset: str) -> None:
         """Remove the record of a dataset, if it has one."""
         if HEAD in zfs.local_props(dataset):
             self._ballast.run_even_if_full(lambda: zfs.lzc_inherit_prop(dataset, HEAD))

@@ -17,7 +17,7 @@ class SandboxFindings(Marks):
     snapshots: list[Snapshot] = field(default_factory=list)
     """Oldest first."""
     sandboxes: list[Sandbox] = field(default_factory=list)
-    places: dict[str, str] = field(default_factory=dict)
+    snapshot_names: dict[str, str] = field(default_factory=dict)
     """Full name of each snapshot, by its id."""
     generations: dict[str, int] = field(default_factory=dict)
     """Generation of each record, by the id of the sandbox or snapshot."""
@@ -77,10 +77,11 @@ class _Reading:
         stored = self._decoded(name, "snapshot")
         if stored is None or not isinstance(record := stored.record, Snapshot):
             return
-        if record.id in self.findings.places:
-            self._quarantine(name, f"{self.findings.places[record.id]} has the record of the snapshot {record.id} too")
+        if record.id in self.findings.snapshot_names:
+            other = self.findings.snapshot_names[record.id]
+            self._quarantine(name, f"{other} has the record of the snapshot {record.id} too")
             return
-        self.findings.places[record.id] = name
+        self.findings.snapshot_names[record.id] = name
         self.findings.generations[record.id] = stored.generation
         self.findings.snapshots.append(record)
         self._confirm(name)
@@ -139,7 +140,7 @@ class _Reading:
     def _find_parts(self) -> None:
         """Keep the parts of quarantined records: they may help to repair them."""
         readable = {
-            *self.findings.places.values(),
+            *self.findings.snapshot_names.values(),
             *(f"{self._root}/{SANDBOXES}/{s.instance}" for s in self.findings.sandboxes),
         }
         for name, props in self._local.items():

@@ -9,10 +9,10 @@ from pathlib import Path
 from sandbox_gateway import zfs
 from sandbox_gateway.errors import InUse
 from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
-from sandbox_gateway.hosts.jail_zfs.storage.places import SnapshotPlaces
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import encode
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import TEMPLATE, RootDataset
+from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.translation import translating
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
 from sandbox_gateway.records import Snapshot, VolumeSnapshot
@@ -27,19 +27,19 @@ class SnapshotStorage:
         self,
         root: RootDataset,
         records: PropertyStore,
-        places: SnapshotPlaces,
+        names: SnapshotNames,
         instances: InstanceStorage,
         volume_snapshots: VolumeSnapshots,
     ) -> None:
         self._root = root
         self._records = records
-        self._places = places
+        self._names = names
         self._instances = instances
         self._volume_snapshots = volume_snapshots
 
     def full_name(self, snapshot_id: str) -> str:
         """Return the current ``dataset@snapshot``. Raises NotFound."""
-        return self._places.find(snapshot_id)
+        return self._names.find(snapshot_id)
 
     @translating
     def create_base(self, record: Snapshot, fill: Callable[[Path], None]) -> Snapshot:
@@ -53,7 +53,7 @@ class SnapshotStorage:
             zfs.mount(dataset)
             fill(self._root.mountpoint / f"{TEMPLATE}{record.id}")
             zfs.unmount(dataset)
-            self._take(f"{dataset}@{_BASE}", record)
+            self._capture(f"{dataset}@{_BASE}", record)
         except BaseException:
             with suppress(zfs.exceptions.ZFSError):
                 self._instances.destroy_dataset(dataset)
@@ -61,22 +61,22 @@ class SnapshotStorage:
         return record
 
     @translating
-    def take(self, instance: str, record: Snapshot, volumes: Sequence[VolumeSnapshot] = ()) -> Snapshot:
+    def capture(self, instance: str, record: Snapshot, volumes: Sequence[VolumeSnapshot] = ()) -> Snapshot:
         """Snapshot an instance's file system, and volumes with it: all or none.
 
         The snapshot contains everything that programs have written; memory-mapped data only if it was synced.
         """
-        self._take(f"{self._instances.dataset(instance)}@{record.id}", record, volumes)
+        self._capture(f"{self._instances.dataset(instance)}@{record.id}", record, volumes)
         return record
 
-    def _take(self, name: str, record: Snapshot, volumes: Sequence[VolumeSnapshot] = ()) -> None:
+    def _capture(self, name: str, record: Snapshot, volumes: Sequence[VolumeSnapshot] = ()) -> None:
         props = encode(record, 1)
         volume_names, volume_props = self._volume_snapshots.describe(volumes)
         # in this order, if not atomic: snapshots of volumes are ignored without the sandbox's snapshot
         zfs.lzc_snapshot([*volume_names.values(), name], volume_props | props)
         with self._root.index_lock:
             self._volume_snapshots.add(volume_names)
-            self._places.add(record.id, name)
+            self._names.add(record.id, name)
             self._records.add_generations({record.id: 1})
             if len(props) > 1:
                 self._records.note_multipart(name)
@@ -84,12 +84,12 @@ class SnapshotStorage:
     @translating
     def save(self, record: Snapshot) -> None:
         """Commit a new version of a snapshot's record. Raises NotFound if the snapshot is gone."""
-        self._places.use(record.id, lambda name: self._records.write(name, record))
+        self._names.use(record.id, lambda name: self._records.write(name, record))
 
     @translating
     def bytes_held(self, snapshot_id: str) -> int:
         """Return the number of bytes that only this snapshot uses."""
-        return self._places.use(snapshot_id, zfs.used)
+        return self._names.use(snapshot_id, zfs.used)
 
     @translating
     def destroy(self, snapshot_id: str, *, deferred: bool = False) -> bool:
@@ -99,9 +99,9 @@ class SnapshotStorage:
         of others). Retired clones do not count: the snapshot is then hidden.
         """
         with self._root.tree_lock:
-            name = self._places.find(snapshot_id)
+            name = self._names.find(snapshot_id)
             gone = self._destroy(snapshot_id, name, deferred)
-            self._places.drop(snapshot_id)
+            self._names.remove(snapshot_id)
             self._records.forget(snapshot_id, name)
             self._instances.destroy_if_unused(name.partition("@")[0])
         return gone

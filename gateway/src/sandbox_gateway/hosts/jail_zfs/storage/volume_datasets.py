@@ -38,7 +38,7 @@ class VolumeDatasets:
         with self._root.index_lock:
             self._current[volume_id] = dataset
 
-    def drop(self, volume_id: str) -> None:
+    def remove(self, volume_id: str) -> None:
         with self._root.index_lock:
             self._current.pop(volume_id, None)
 
@@ -100,7 +100,7 @@ class VolumeDatasets:
         if not zfs.list_snapshots(dataset):
             self.destroy(dataset)
             return
-        self._records.drop(dataset)
+        self._records.remove(dataset)
         zfs.unmount(dataset)
         self._ballast.run_even_if_full(lambda: zfs.lzc_set_prop(dataset, "canmount", "noauto"))
         self._remove_mount_point(dataset)

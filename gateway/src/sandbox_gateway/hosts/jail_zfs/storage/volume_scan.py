@@ -26,7 +26,7 @@ class VolumeFindings(Marks):
     """Oldest first."""
     datasets: dict[str, str] = field(default_factory=dict)
     """Dataset of each volume, by its id."""
-    places: dict[str, str] = field(default_factory=dict)
+    snapshot_names: dict[str, str] = field(default_factory=dict)
     """Full name of each snapshot, by its id."""
     generations: dict[str, int] = field(default_factory=dict)
     """Generation of each volume's record, by its id."""
@@ -166,7 +166,7 @@ class _Reading:
                 self.findings.quarantine(name, props, str(error))
                 continue
             self.findings.confirm(name, props)
-            self.findings.places[short] = name
+            self.findings.snapshot_names[short] = name
             if record.sandbox_snapshot and record.sandbox_snapshot not in taken:
                 self.findings.orphaned.append(short)
             else:

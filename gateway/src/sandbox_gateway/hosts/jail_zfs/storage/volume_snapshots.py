@@ -26,39 +26,39 @@ class VolumeSnapshots:
     def __init__(self, root: RootDataset, datasets: VolumeDatasets) -> None:
         self._root = root
         self._datasets = datasets
-        self._places: dict[str, str] = {}
+        self._names: dict[str, str] = {}
         """Full name of each snapshot, by its id."""
 
-    def load(self, places: Mapping[str, str]) -> None:
+    def load(self, names: Mapping[str, str]) -> None:
         with self._root.index_lock:
-            self._places = dict(places)
+            self._names = dict(names)
 
-    def add(self, places: Mapping[str, str]) -> None:
+    def add(self, names: Mapping[str, str]) -> None:
         with self._root.index_lock:
-            self._places |= places
+            self._names |= names
 
     def drop_names(self, names: Iterable[str]) -> None:
         with self._root.index_lock:
-            for snapshot_id, name in list(self._places.items()):
+            for snapshot_id, name in list(self._names.items()):
                 if name in names:
-                    del self._places[snapshot_id]
+                    del self._names[snapshot_id]
 
     def use(self, snapshot_id: str, action: Callable[[str], R]) -> R:
         """Call ``action`` with the snapshot's full name. Raises NotFound if the snapshot does not exist."""
         with self._root.index_lock:
-            place = self._places.get(snapshot_id, "")
+            place = self._names.get(snapshot_id, "")
         try:
             if place:
                 return action(place)
         except zfs.exceptions.DatasetNotFound:
             with self._root.index_lock:
-                self._places.pop(snapshot_id, None)
+                self._names.pop(snapshot_id, None)
         raise NotFound("volume snapshot", snapshot_id)
 
     # ---- taking ----
 
     @translating
-    def take(self, record: VolumeSnapshot) -> None:
+    def capture(self, record: VolumeSnapshot) -> None:
         """Snapshot a volume, together with the record."""
         names, props = self.describe([record])
         zfs.lzc_snapshot(names.values(), props)
@@ -81,7 +81,7 @@ class VolumeSnapshots:
         with self._root.tree_lock:
             self.use(snapshot_id, lambda name: self._destroy(snapshot_id, name, deferred))
             with self._root.index_lock:
-                name = self._places.pop(snapshot_id)
+                name = self._names.pop(snapshot_id)
             self._datasets.destroy_if_unused(name.partition("@")[0])
 
     def _destroy(self, snapshot_id: str, name: str, deferred: bool) -> None:
@@ -122,7 +122,7 @@ class VolumeSnapshots:
         if not names:
             return
         held = {name for name, facts in zfs.get_props(names, ["userrefs"]).items() if facts["userrefs"].number}
-        ours = set(self._places.values())
+        ours = set(self._names.values())
         # hidden snapshots are no longer in the index, but ZFS destroys them with their last clone
         deferred = zfs.get_props(names, ["defer_destroy"])
         hidden = {name for name, facts in deferred.items() if facts["defer_destroy"].is_on}

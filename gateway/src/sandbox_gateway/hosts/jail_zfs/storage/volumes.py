@@ -186,7 +186,7 @@ class VolumeStorage:
             if own:
                 self._ballast.run_even_if_full(partial(zfs.lzc_set_prop, own[0], DOOMED, "yes"))
             with self._root.index_lock:
-                self._datasets.drop(volume_id)
+                self._datasets.remove(volume_id)
                 self._snapshots.drop_names(names)
 
     @translating
@@ -208,7 +208,7 @@ class VolumeStorage:
         """Load the result of a scan, set sizes and mount volumes; returns a sentence for each repair."""
         with self._root.index_lock:
             self._datasets.load(found.datasets)
-            self._snapshots.load(found.places)
+            self._snapshots.load(found.snapshot_names)
             self._records.add_generations(found.generations)
             self._findings = found
         self._records.mark(found)
@@ -226,7 +226,7 @@ class VolumeStorage:
         for snapshot_id in found.orphaned:
             destroy = partial(self._snapshots.destroy, snapshot_id, deferred=True)
             reason = "removed, the sandbox's snapshot that it belonged to does not exist"
-            notes.append(_attempt(found.places[snapshot_id], reason, destroy))
+            notes.append(_attempt(found.snapshot_names[snapshot_id], reason, destroy))
         with self._root.tree_lock:
             for dataset in found.leftover:
                 reason = "retired, it is not the volume since a rollback, or did not become it"

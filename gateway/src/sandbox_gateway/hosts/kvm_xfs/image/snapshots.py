@@ -55,7 +55,7 @@ class Snapshots:
     def remove(self, snapshot: Snapshot) -> None:
         directory_records.remove(self.path(snapshot))
 
-    def places(self, snapshot: Snapshot) -> dict[str, str]:
+    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         """Return the paths of a snapshot's directory and memory files, for display."""
         place = self.path(snapshot)
         files = {} if snapshot.memory is Memory.NONE else {"memory": "memory.img", "vmstate": "device.state"}

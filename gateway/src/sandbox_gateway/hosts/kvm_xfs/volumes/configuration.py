@@ -7,7 +7,7 @@ import ipaddress
 import json
 from collections.abc import Mapping
 
-from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import Wanted
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerSettings
 
 _PIECE = 256 << 10
 """Maximum bytes that one request reads or writes: answers that a guest does not fetch stay in memory."""
@@ -47,7 +47,7 @@ def configuration(address: str, gateway: str, volume: str, port: int, clients: M
     return "\n".join([*lines, "}", ""])
 
 
-def marker_of(wanted: Wanted) -> str:
+def marker_of(settings: ServerSettings) -> str:
     """Return a permanently reserved address (240/4) that is different for each set of clients."""
-    digest = hashlib.sha256(json.dumps(sorted(wanted.clients.items())).encode()).digest()
+    digest = hashlib.sha256(json.dumps(sorted(settings.clients.items())).encode()).digest()
     return str(ipaddress.IPv4Address(0xF0000000 | int.from_bytes(digest[:4], "big") >> 5))

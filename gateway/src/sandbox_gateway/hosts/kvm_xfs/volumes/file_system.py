@@ -19,7 +19,7 @@ from sandbox_gateway.command import arun
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs.threads import run_with_timeout
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK, EXT4_IOC_RESIZE_FS, block_counts
-from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, has_ended
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, wait_until_ended
 
 _END_SECONDS = 10.0
 _FORMAT_SECONDS = 120.0
@@ -77,7 +77,7 @@ def _finish(server: ServerProcess, pidfd: int, seconds: float) -> None:
         try:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            if not has_ended(pidfd, seconds):
+            if not wait_until_ended(pidfd, seconds):
                 raise TimeoutError
             if mounted >= 0:
                 _syncfs(mounted)
@@ -85,8 +85,8 @@ def _finish(server: ServerProcess, pidfd: int, seconds: float) -> None:
             os.close(pidfd)
             if mounted >= 0:
                 os.close(mounted)  # This was the last reference, so the kernel unmounts it.
-    if server.wanted.image:
-        wait_for_image(Path(server.wanted.image), deadline)
+    if server.settings.image:
+        wait_for_image(Path(server.settings.image), deadline)
 
 
 def wait_for_image(image: Path, deadline: float) -> None:
@@ -150,7 +150,7 @@ def grow(server: ServerProcess) -> None:
         name = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
         with Path("/dev", name).open("rb") as loop:
             fcntl.ioctl(loop, _LOOP_SET_CAPACITY, 0)
-        blocks = Path(server.wanted.image).stat().st_size // BLOCK
+        blocks = Path(server.settings.image).stat().st_size // BLOCK
         fcntl.ioctl(mounted, EXT4_IOC_RESIZE_FS, struct.pack("=Q", blocks))
     finally:
         os.close(mounted)

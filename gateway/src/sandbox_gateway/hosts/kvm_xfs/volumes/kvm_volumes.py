@@ -102,7 +102,7 @@ class KvmVolumes:
             with explaining_os_errors():
                 await self._store.create(volume, source)
         except BaseException:
-            self._ports.give_back(port)
+            self._ports.release(port)
             raise
         self._shares[volume.id] = _Share(volume.id, port)
 
@@ -127,7 +127,7 @@ class KvmVolumes:
     async def _retire(self, share: _Share) -> None:
         """End the server of a removed volume, retrying as long as necessary, then free its port."""
         await self._retry(share, lambda: self._servers.stop(share.volume))
-        self._ports.give_back(share.port)
+        self._ports.release(share.port)
 
     async def state(self, volume: Volume) -> VolumeState:
         share = self._share(volume.id)
@@ -139,9 +139,9 @@ class KvmVolumes:
 
     async def capture(self, snapshot: VolumeSnapshot) -> None:
         with explaining_os_errors():
-            async with self.recording([snapshot]) as recordings:
-                await recordings.take()
-                await recordings.commit()
+            async with self.pending_snapshots([snapshot]) as pending:
+                await pending.clone_images()
+                await pending.commit()
 
     async def remove_snapshot(self, snapshot: VolumeSnapshot) -> None:
         with explaining_os_errors():
@@ -177,20 +177,22 @@ class KvmVolumes:
     # -- captures ---------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def recording(self, snapshots: Sequence[VolumeSnapshot]) -> AsyncIterator[PendingSnapshots]:
-        """Prepare snapshots. The caller calls ``take`` and ``commit`` inside; on failure, no snapshot remains."""
+    async def pending_snapshots(self, snapshots: Sequence[VolumeSnapshot]) -> AsyncIterator[PendingSnapshots]:
+        """Prepare snapshots. The caller calls ``clone_images`` and ``commit`` inside; on failure, none remains."""
         async with contextlib.AsyncExitStack() as stack:
             for id in sorted({snapshot.volume for snapshot in snapshots}):
                 await stack.enter_async_context(self._share(id).lock)
-            recordings = PendingSnapshots(self._servers, [self._store.recording(snapshot) for snapshot in snapshots])
+            pending = PendingSnapshots(
+                self._servers, [self._store.pending_snapshot(snapshot) for snapshot in snapshots]
+            )
             try:
-                await recordings.prepare()
-                yield recordings
+                await pending.prepare()
+                yield pending
             except BaseException:
-                await recordings.undo()
+                await pending.undo()
                 raise
             finally:
-                recordings.close()
+                pending.close()
 
     # -- clients ----------------------------------------------------------------------------------------------------
 
@@ -199,7 +201,7 @@ class KvmVolumes:
         share = self._share(mount.volume)
         before = share.clients.get(sandbox.instance)
         try:
-            await self.admit(sandbox, [mount], address)
+            await self.allow(sandbox, [mount], address)
         except BaseException:
             share.clients.pop(sandbox.instance, None)
             if before is not None:
@@ -226,27 +228,27 @@ class KvmVolumes:
             if (share := self._shares.get(mount.volume))
         ]
 
-    async def admit(self, sandbox: Sandbox, mounts: Sequence[Mount], address: str) -> None:
+    async def allow(self, sandbox: Sandbox, mounts: Sequence[Mount], address: str) -> None:
         """Give an instance access to volumes. On return, they are served to its address.
 
-        On failure, the caller undoes this with ``dismiss``.
+        On failure, the caller undoes this with ``revoke_all``.
         """
         shares = [self._share(mount.volume) for mount in mounts]
         for share, mount in zip(shares, mounts, strict=True):
             share.clients[sandbox.instance] = (address, mount.read_only)
         await wait_for_all(*(self._update(share) for share in shares))
 
-    def dismiss(self, instance: str, then: Callable[[], Awaitable[None]]) -> bool:
+    def revoke_all(self, instance: str, then: Callable[[], Awaitable[None]]) -> bool:
         """Withdraw the volumes of an instance whose machine has ended, in the background, and then call ``then``.
 
         Returns immediately; False: the instance had no volumes, and ``then`` is not called.
         """
         shares = [share for share in self._shares.values() if share.clients.pop(instance, None)]
         if shares:
-            self._background.start(self._withdraw_then(shares, then))
+            self._background.start(self._revoke_then(shares, then))
         return bool(shares)
 
-    async def _withdraw_then(self, shares: Sequence[_Share], then: Callable[[], Awaitable[None]]) -> None:
+    async def _revoke_then(self, shares: Sequence[_Share], then: Callable[[], Awaitable[None]]) -> None:
         await asyncio.gather(*(self._keep_updating(share) for share in shares))
         await then()
 

@@ -18,7 +18,7 @@ IMAGE = "volume.img"
 
 
 class PendingSnapshot:
-    """An uncommitted snapshot of a volume: ``prepare``, ``take`` (the quick step), ``commit``; or else ``undo``."""
+    """An uncommitted snapshot: ``prepare``, ``clone_image`` (the quick step), then ``commit``; or else ``undo``."""
 
     def __init__(self, image: Path, final: Path, snapshot: VolumeSnapshot) -> None:
         self.volume = snapshot.volume
@@ -38,7 +38,7 @@ class PendingSnapshot:
         self._target = self._open(self._partial / IMAGE, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         os.fsync(self._source)
 
-    def take(self) -> None:
+    def clone_image(self) -> None:
         reflink.clone_fd(self._source, self._target)
 
     def commit(self) -> None:
@@ -63,37 +63,37 @@ class PendingSnapshot:
 class PendingSnapshots:
     """Uncommitted snapshots of volumes, all of one instant."""
 
-    def __init__(self, servers: ServerPool, recordings: Sequence[PendingSnapshot]) -> None:
+    def __init__(self, servers: ServerPool, snapshots: Sequence[PendingSnapshot]) -> None:
         self._servers = servers
-        self._recordings = recordings
+        self._snapshots = snapshots
 
     async def prepare(self) -> None:
-        """Write back in advance, to keep ``take`` short."""
-        await wait_for_all(*(self._prepare(each) for each in self._recordings))
+        """Write back in advance, to keep ``clone_images`` short."""
+        await wait_for_all(*(self._prepare(each) for each in self._snapshots))
 
-    async def _prepare(self, recording: PendingSnapshot) -> None:
-        await self._servers.flush(recording.volume)
-        await asyncio.to_thread(recording.prepare)
+    async def _prepare(self, snapshot: PendingSnapshot) -> None:
+        await self._servers.flush(snapshot.volume)
+        await asyncio.to_thread(snapshot.prepare)
 
-    async def take(self) -> None:
+    async def clone_images(self) -> None:
         """Freeze all volumes, clone them, and unfreeze them."""
         async with contextlib.AsyncExitStack() as stack:
             await wait_for_all(
-                *(stack.enter_async_context(self._servers.frozen(each.volume)) for each in self._recordings)
+                *(stack.enter_async_context(self._servers.frozen(each.volume)) for each in self._snapshots)
             )
-            await asyncio.to_thread(self._each, PendingSnapshot.take)
+            await asyncio.to_thread(self._each, PendingSnapshot.clone_image)
 
     async def commit(self) -> None:
-        if self._recordings:
+        if self._snapshots:
             await asyncio.to_thread(self._each, PendingSnapshot.commit)
 
     async def undo(self) -> None:
-        if self._recordings:
+        if self._snapshots:
             await asyncio.to_thread(self._each, PendingSnapshot.undo)
 
     def close(self) -> None:
         self._each(PendingSnapshot.close)
 
     def _each(self, step: Callable[[PendingSnapshot], None]) -> None:
-        for recording in self._recordings:
-            step(recording)
+        for snapshot in self._snapshots:
+            step(snapshot)

@@ -27,5 +27,5 @@ class Ports:
                 return VOLUME_PORTS[place]
         raise Busy(f"this host keeps at most {len(VOLUME_PORTS)} volumes: remove some first")
 
-    def give_back(self, port: int) -> None:
+    def release(self, port: int) -> None:
         self._taken.discard(port)

@@ -39,9 +39,14 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS
 from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import open_log_of
 from sandbox_gateway.hosts.kvm_xfs.threads import run_with_timeout
 from sandbox_gateway.hosts.kvm_xfs.volumes import file_system
-from sandbox_gateway.hosts.kvm_xfs.volumes.access import Access
+from sandbox_gateway.hosts.kvm_xfs.volumes.access import VolumeAccess
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK, block_counts
-from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, Wanted, list_processes, recall
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import (
+    ServerProcess,
+    ServerSettings,
+    list_processes,
+    load_settings,
+)
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_start import ServerStarter
 from sandbox_gateway.log import Logger
 from sandbox_gateway.tasks import BackgroundTasks
@@ -49,7 +54,7 @@ from sandbox_gateway.tasks import BackgroundTasks
 _END_SECONDS = 10.0
 _SYNC_SECONDS = 30.0
 _ASK_SECONDS = 2.0
-_REVIVE_SECONDS = 5.0
+_REPLACE_SECONDS = 5.0
 _STEADY_SECONDS = 60.0
 
 log = Logger("volumes")
@@ -64,12 +69,12 @@ class ServerPool:
 
     def __init__(self, network: Network, run_root: Path, ganesha: str = "ganesha.nfsd") -> None:
         """Manage servers. ``run_root``: a directory for their files, created if it is missing."""
-        self._access = Access(network)
+        self._access = VolumeAccess(network)
         self._starter = ServerStarter(network, run_root, ganesha, self._access)
         self._root = run_root
         self._servers: dict[str, ServerProcess] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._revivals = BackgroundTasks(log)
+        self._replacements = BackgroundTasks(log)
 
     # -- start and stop ---------------------------------------------------------------------------------------------
 
@@ -83,15 +88,15 @@ class ServerPool:
         self._access.clear()
         said: list[str] = []
         for pid, volume, serves in list_processes(self._root):
-            wanted = recall(self._root / volume)
-            server = ServerProcess(volume, pid, wanted or Wanted("", 0, {}))
+            settings = load_settings(self._root / volume)
+            server = ServerProcess(volume, pid, settings or ServerSettings("", 0, {}))
             try:
                 server.pidfd = os.pidfd_open(pid)
             except ProcessLookupError:
                 continue
             if (
                 serves
-                and wanted
+                and settings
                 and volume in known
                 and volume not in self._servers
                 and server.is_isolated(self._starter.space)
@@ -99,16 +104,16 @@ class ServerPool:
                 server.signal(signal.SIGCONT)  # A server stays frozen if a gateway dies during a capture.
                 with contextlib.suppress(OSError):
                     server.log = open_log_of(pid)
-                self._keep(server)
+                self._watch(server)
                 self._starter.limit(server)
-                await self._access.admit(volume, wanted.access())
+                await self._access.allow(volume, settings.access())
                 continue
             said.append(f"ended the server of volume {volume}, which belonged to nothing")
             try:
                 await file_system.end_server(server, _END_SECONDS)
             except GatewayError as error:
                 said.append(str(error))
-            server.forget()
+            server.stop_watching()
         for directory in self._root.iterdir():
             if directory.name not in self._servers:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -117,9 +122,9 @@ class ServerPool:
 
     async def close(self) -> None:
         """Stop watching servers, which keep running."""
-        await self._revivals.cancel()
+        await self._replacements.cancel()
         for server in self._servers.values():
-            server.forget()
+            server.stop_watching()
         self._servers.clear()
 
     async def destroy(self) -> None:
@@ -140,9 +145,9 @@ class ServerPool:
         Clients that are no longer listed are cut off first, whatever the server does; a server that does not apply the
         change within seconds is replaced. So removing clients takes bounded time.
         """
-        wanted = Wanted(str(image), port, dict(clients))
+        settings = ServerSettings(str(image), port, dict(clients))
         async with self._lock(volume):
-            await self._access.withdraw(volume, wanted.access())
+            await self._access.revoke(volume, settings.access())
             if not clients:
                 try:
                     await self._end(volume, _END_SECONDS)
@@ -150,19 +155,19 @@ class ServerPool:
                     log.error("an unused server of a volume does not end", volume=volume, reason=str(error))
                 return
             server = self._servers.get(volume)
-            if server is not None and (server.ended() or server.wanted.port != port):
+            if server is not None and (server.has_ended() or server.settings.port != port):
                 await self._end(volume)
                 server = None
             if server is None:
-                await self._start(volume, wanted)
-            elif server.wanted.clients != wanted.clients or not server.obeys:
-                await self._instruct(server, wanted)
-            await self._access.admit(volume, wanted.access())
+                await self._start(volume, settings)
+            elif server.settings.clients != settings.clients or not server.is_current:
+                await self._reconfigure(server, settings)
+            await self._access.allow(volume, settings.access())
 
     async def stop(self, volume: str) -> None:
         """End the server, if there is one. Afterwards, all its data is in the image."""
         async with self._lock(volume):
-            await self._access.withdraw(volume, set())
+            await self._access.revoke(volume, set())
             await self._end(volume)
 
     def mounts(self, volume: str, port: int, path: str, read_only: bool) -> GuestMount:
@@ -195,7 +200,7 @@ class ServerPool:
         # Not fsfreeze(8): if gateway and server died meanwhile, the kernel would keep the file system forever.
         async with self._lock(volume):
             server = self._servers.get(volume)
-            if server is None or server.ended():
+            if server is None or server.has_ended():
                 yield
                 return
             try:
@@ -224,7 +229,7 @@ class ServerPool:
         """
         async with self._lock(volume):
             server = self._servers.get(volume)
-            if server is None or server.ended():
+            if server is None or server.has_ended():
                 return
             if file_system.may_resize():
                 await run_with_timeout(
@@ -236,7 +241,7 @@ class ServerPool:
     async def used_bytes(self, volume: str, image: Path) -> int:
         """Return the bytes that files use in the volume, with or without a server."""
         server = self._servers.get(volume)
-        if server is not None and not server.ended():
+        if server is not None and not server.has_ended():
             with contextlib.suppress(BackendFailed):
                 return await run_with_timeout(
                     lambda: file_system.count_used(server), _ASK_SECONDS, f"volume {volume} does not answer"
@@ -249,55 +254,55 @@ class ServerPool:
     def _lock(self, volume: str) -> asyncio.Lock:
         return self._locks.setdefault(volume, asyncio.Lock())
 
-    async def _start(self, volume: str, wanted: Wanted) -> None:
-        self._keep(await self._starter.start(volume, wanted))
+    async def _start(self, volume: str, settings: ServerSettings) -> None:
+        self._watch(await self._starter.start(volume, settings))
 
-    async def _instruct(self, server: ServerProcess, wanted: Wanted) -> None:
+    async def _reconfigure(self, server: ServerProcess, settings: ServerSettings) -> None:
         """Configure a running server's clients; replace the server if it does not apply the change."""
-        await self._starter.instruct(server, wanted)
-        if server.obeys:
-            await self._access.admit(server.volume, server.wanted.access())
+        await self._starter.reconfigure(server, settings)
+        if server.is_current:
+            await self._access.allow(server.volume, server.settings.access())
         else:
             await self._end(server.volume)
-            await self._start(server.volume, server.wanted)
+            await self._start(server.volume, server.settings)
 
     async def _restart(self, server: ServerProcess) -> None:
         """End a server and start another; on failure, this is retried later."""
         await self._end(server.volume)
         try:
-            await self._start(server.volume, server.wanted)
+            await self._start(server.volume, server.settings)
         except Exception:
             self._servers[server.volume] = server
-            self._revivals.start(self._revive(server))
+            self._replacements.start(self._replace(server))
             raise
 
     async def _end(self, volume: str, seconds: float = _SYNC_SECONDS) -> None:
         """End a server, if there is one; its image is then consistent."""
         # Do this first: a client whose packets are dropped retries within a second, a refused one waits longer.
-        await self._access.withdraw(volume, set())
+        await self._access.revoke(volume, set())
         server = self._servers.pop(volume, None)
         if server is None:
             return
         try:
             await file_system.end_server(server, seconds)
         finally:
-            server.forget()
+            server.stop_watching()
         self._starter.cgroups.remove(volume)
         shutil.rmtree(self._root / volume, ignore_errors=True)
 
-    def _keep(self, server: ServerProcess) -> None:
+    def _watch(self, server: ServerProcess) -> None:
         self._servers[server.volume] = server
-        asyncio.get_running_loop().add_reader(server.pidfd, self._ended, server)
+        asyncio.get_running_loop().add_reader(server.pidfd, self._on_end, server)
 
-    def _ended(self, server: ServerProcess) -> None:
+    def _on_end(self, server: ServerProcess) -> None:
         asyncio.get_running_loop().remove_reader(server.pidfd)
         if self._servers.get(server.volume) is server:
-            self._revivals.start(self._revive(server))
+            self._replacements.start(self._replace(server))
 
-    async def _revive(self, server: ServerProcess) -> None:
+    async def _replace(self, server: ServerProcess) -> None:
         """Replace a server that ended by itself, because guests wait for it. Gives up once it is no longer needed."""
         early = time.monotonic() - server.started < _STEADY_SECONDS
-        await asyncio.sleep(server.backoff())
+        await asyncio.sleep(server.backoff_seconds())
         while True:
             async with self._lock(server.volume):
                 if self._servers.get(server.volume) is not server:
@@ -308,11 +313,11 @@ class ServerPool:
                     await file_system.end_server(
                         server, _SYNC_SECONDS
                     )  # The server has ended; its image may not be complete yet.
-                    await self._start(server.volume, server.wanted)
+                    await self._start(server.volume, server.settings)
                 except (GatewayError, OSError) as error:
                     log.error("a volume cannot be served", volume=server.volume, reason=str(error))
                 else:
                     self._servers[server.volume].early_ends = server.early_ends + 1 if early else 0
-                    server.forget()
+                    server.stop_watching()
                     return
-            await asyncio.sleep(_REVIVE_SECONDS)
+            await asyncio.sleep(_REPLACE_SECONDS)

@@ -19,12 +19,12 @@ from sandbox_gateway.hosts.kvm_xfs.volumes import launcher
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG, ROOT
 
 _STEADY_SECONDS = 60.0
-_LONGEST_BACKOFF = 30.0
-_WANTED = "wanted.json"
+_MAX_BACKOFF_SECONDS = 30.0
+_SETTINGS = "wanted.json"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ServerSettings:
     """The volume that a server should serve, and its clients; stored beside the server for the next gateway."""
 
     image: str
@@ -40,8 +40,8 @@ class Wanted:
 class ServerProcess:
     volume: str
     pid: int
-    wanted: Wanted
-    obeys: bool = False
+    settings: ServerSettings
+    is_current: bool = False
     """The server is known to have applied its configuration. False for an adopted server."""
     pidfd: int = -1
     log: int = -1
@@ -50,14 +50,14 @@ class ServerProcess:
     early_ends: int = 0
     """Number of consecutive servers of this volume before this one that ended soon after their start."""
 
-    def backoff(self) -> float:
+    def backoff_seconds(self) -> float:
         """Return the seconds to wait before starting a successor: a guest may crash each server on purpose."""
         if time.monotonic() - self.started >= _STEADY_SECONDS or not self.early_ends:
             return 0.0
-        return min(2.0 ** (self.early_ends - 1), _LONGEST_BACKOFF)
+        return min(2.0 ** (self.early_ends - 1), _MAX_BACKOFF_SECONDS)
 
-    def ended(self) -> bool:
-        return self.pidfd < 0 or has_ended(self.pidfd, 0)
+    def has_ended(self) -> bool:
+        return self.pidfd < 0 or wait_until_ended(self.pidfd, 0)
 
     def signal(self, number: signal.Signals) -> None:
         if self.pidfd >= 0:
@@ -100,12 +100,12 @@ class ServerProcess:
             found = os.open(f"/proc/{self.pid}/{what}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise BackendFailed(f"the server of volume {self.volume} is gone: {error.strerror}") from None
-        if self.ended():  # The pid may belong to another process by now.
+        if self.has_ended():  # The pid may belong to another process by now.
             os.close(found)
             raise BackendFailed(f"the server of volume {self.volume} has ended")
         return found
 
-    def forget(self) -> None:
+    def stop_watching(self) -> None:
         """Stop watching the process, which keeps running."""
         if self.pidfd >= 0:
             asyncio.get_running_loop().remove_reader(self.pidfd)
@@ -115,7 +115,7 @@ class ServerProcess:
         self.pidfd = self.log = -1
 
 
-def has_ended(pidfd: int, seconds: float) -> bool:
+def wait_until_ended(pidfd: int, seconds: float) -> bool:
     """Wait at most ``seconds`` for a process to end; return whether it has ended."""
     waiting = select.poll()
     waiting.register(pidfd, select.POLLIN)
@@ -136,16 +136,18 @@ def list_processes(root: Path) -> Iterator[tuple[int, str, bool]]:
                     yield int(entry.name), path.name, False
 
 
-def remember(directory: Path, wanted: Wanted) -> None:
+def save_settings(directory: Path, settings: ServerSettings) -> None:
     """Store a server's volume and clients beside it."""
-    replace_file(directory / _WANTED, json.dumps(asdict(wanted)))
+    replace_file(directory / _SETTINGS, json.dumps(asdict(settings)))
 
 
-def recall(directory: Path) -> Wanted | None:
+def load_settings(directory: Path) -> ServerSettings | None:
     """Load a server's volume and clients; None if they cannot be read."""
     try:
-        found = json.loads((directory / _WANTED).read_text())
-        return Wanted(str(found["image"]), int(found["port"]), {str(k): bool(v) for k, v in found["clients"].items()})
+        found = json.loads((directory / _SETTINGS).read_text())
+        return ServerSettings(
+            str(found["image"]), int(found["port"]), {str(k): bool(v) for k, v in found["clients"].items()}
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -18,15 +18,20 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import volume_address, volu
 from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import create_log
 from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import Cgroups
 from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, launcher, rpc
-from sandbox_gateway.hosts.kvm_xfs.volumes.access import Access
+from sandbox_gateway.hosts.kvm_xfs.volumes.access import VolumeAccess
 from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import configuration, marker_of
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG
 from sandbox_gateway.hosts.kvm_xfs.volumes.seccomp import file_server_filter
-from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, Wanted, remember, replace_file
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import (
+    ServerProcess,
+    ServerSettings,
+    replace_file,
+    save_settings,
+)
 from sandbox_gateway.log import Logger
 
 _START_SECONDS = 20.0
-_OBEY_SECONDS = 2.0
+_APPLY_SECONDS = 2.0
 _ASK_SECONDS = 2.0
 _ASK_EVERY = 0.005
 
@@ -41,7 +46,7 @@ log = Logger("volumes")
 class ServerStarter:
     """A factory for servers below the directory ``root``."""
 
-    def __init__(self, network: Network, root: Path, ganesha: str, access: Access) -> None:
+    def __init__(self, network: Network, root: Path, ganesha: str, access: VolumeAccess) -> None:
         self._address = volume_address(network)
         self._gateway = volume_gateway(network)
         self._root = root
@@ -54,20 +59,20 @@ class ServerStarter:
         """Apply a server's memory and CPU limits."""
         self.cgroups.place(server.volume, server.pid, memory_mb=_MEMORY_MB, cpus=_CPUS)
 
-    async def start(self, volume: str, wanted: Wanted) -> ServerProcess:
+    async def start(self, volume: str, settings: ServerSettings) -> ServerProcess:
         """Start a server if none runs, and allow its clients to connect; nothing of it remains on failure."""
         program = _find_program(self._ganesha)
         started = time.monotonic()
-        await self._access.withdraw(volume, set())  # No request may reach it before it is isolated.
+        await self._access.revoke(volume, set())  # No request may reach it before it is isolated.
         directory = self._root / volume
         (directory / "root").mkdir(mode=0o700, parents=True, exist_ok=True)
-        await file_system.fit(Path(wanted.image))
-        remember(directory, wanted)
-        marker, text = self._configuration(volume, wanted)
+        await file_system.fit(Path(settings.image))
+        save_settings(directory, settings)
+        marker, text = self._configuration(volume, settings)
         replace_file(directory / CONFIG, text)
-        server = ServerProcess(volume, 0, wanted, log=create_log())
+        server = ServerProcess(volume, 0, settings, log=create_log())
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", launcher.__file__, wanted.image, str(directory), volume, program),
+            *(sys.executable, "-I", "-S", launcher.__file__, settings.image, str(directory), volume, program),
             *(str(self.space), file_server_filter().hex()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -79,19 +84,19 @@ class ServerStarter:
         try:
             async with asyncio.timeout(_START_SECONDS):
                 await self._wait_until_ready(process, server, marker)
-            await self._access.admit(volume, wanted.access())
+            await self._access.allow(volume, settings.access())
         except BaseException as error:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # The whole session: the server's pid may be unknown.
             await process.wait()
             said = server.log_tail()
-            server.forget()
+            server.stop_watching()
             if isinstance(error, TimeoutError):
                 raise Timeout(
                     f"the server of volume {volume} did not answer within {_START_SECONDS:g} s{said}"
                 ) from None
             raise
-        server.obeys = True
+        server.is_current = True
         log.info("serving a volume", volume=volume, pid=server.pid, ms=round((time.monotonic() - started) * 1000))
         return server
 
@@ -102,32 +107,32 @@ class ServerStarter:
             with contextlib.suppress(ProcessLookupError):
                 server.pidfd = os.pidfd_open(server.pid)
             self.limit(server)
-            await self._wait_until_obeyed(server, marker)
+            await self._wait_until_applied(server, marker)
             process.stdin.close()
         await process.wait()
-        if server.ended() or process.returncode or not server.is_isolated(self.space):
+        if server.has_ended() or process.returncode or not server.is_isolated(self.space):
             raise BackendFailed(f"volume {server.volume} cannot be served{server.log_tail() or ': it ended'}")
 
-    async def instruct(self, server: ServerProcess, wanted: Wanted) -> None:
-        """Configure a running server's clients; afterwards, ``server.obeys`` tells whether it applied them."""
+    async def reconfigure(self, server: ServerProcess, settings: ServerSettings) -> None:
+        """Configure a running server's clients; afterwards, ``server.is_current`` tells whether it applied them."""
         # Keep the mounted image: to serve a different one, the server must be ended first.
-        server.wanted = Wanted(server.wanted.image, wanted.port, wanted.clients)
-        server.obeys = False
-        remember(self._root / server.volume, server.wanted)
-        marker, text = self._configuration(server.volume, server.wanted)
+        server.settings = ServerSettings(server.settings.image, settings.port, settings.clients)
+        server.is_current = False
+        save_settings(self._root / server.volume, server.settings)
+        marker, text = self._configuration(server.volume, server.settings)
         try:
-            async with asyncio.timeout(_OBEY_SECONDS):
+            async with asyncio.timeout(_APPLY_SECONDS):
                 server.configure(text)
                 server.signal(signal.SIGHUP)
-                await self._wait_until_obeyed(server, marker)
-                server.obeys = not server.ended()
+                await self._wait_until_applied(server, marker)
+                server.is_current = not server.has_ended()
         except (TimeoutError, BackendFailed):
             log.warning("a server of a volume did not obey: another takes its place", volume=server.volume)
 
-    async def _wait_until_obeyed(self, server: ServerProcess, marker: str) -> None:
+    async def _wait_until_applied(self, server: ServerProcess, marker: str) -> None:
         """Wait until the server answers with the configuration that has the marker, or has ended."""
         while True:
-            if server.ended() or await self._has_marker(server.wanted.port, marker):
+            if server.has_ended() or await self._has_marker(server.settings.port, marker):
                 return
             await asyncio.sleep(_ASK_EVERY)
 
@@ -143,11 +148,11 @@ class ServerStarter:
         except (OSError, EOFError, TimeoutError):
             return False
 
-    def _configuration(self, volume: str, wanted: Wanted) -> tuple[str, str]:
+    def _configuration(self, volume: str, settings: ServerSettings) -> tuple[str, str]:
         """Return the marker of a server's configuration, and its text."""
-        marker = marker_of(wanted)
+        marker = marker_of(settings)
         return marker, configuration(
-            self._address, self._gateway, volume, wanted.port, self._access.aliases.of_all(wanted.clients), marker
+            self._address, self._gateway, volume, settings.port, self._access.aliases.of_all(settings.clients), marker
         )
 
 

@@ -84,7 +84,7 @@ class VolumeStore:
 
     # -- snapshots --------------------------------------------------------------------------------------------------
 
-    def recording(self, snapshot: VolumeSnapshot) -> PendingSnapshot:
+    def pending_snapshot(self, snapshot: VolumeSnapshot) -> PendingSnapshot:
         return PendingSnapshot(self.whole_image(snapshot.volume), self._snapshot(snapshot), snapshot)
 
     def stage(self, volume: Volume, snapshot: VolumeSnapshot) -> None:

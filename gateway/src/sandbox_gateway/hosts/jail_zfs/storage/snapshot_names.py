@@ -12,51 +12,51 @@ from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 R = TypeVar("R")
 
 
-class SnapshotPlaces:
+class SnapshotNames:
     """The names of snapshots. A snapshot's full name changes when the dataset of its sandbox is retired."""
 
     def __init__(self, root: RootDataset) -> None:
         self._root = root
-        self._places: dict[str, str] = {}
+        self._names: dict[str, str] = {}
 
-    def load(self, places: Mapping[str, str]) -> None:
+    def load(self, names: Mapping[str, str]) -> None:
         with self._root.index_lock:
-            self._places = dict(places)
+            self._names = dict(names)
 
     def add(self, snapshot_id: str, name: str) -> None:
         with self._root.index_lock:
-            self._places[snapshot_id] = name
+            self._names[snapshot_id] = name
 
-    def drop(self, snapshot_id: str) -> None:
+    def remove(self, snapshot_id: str) -> None:
         with self._root.index_lock:
-            self._places.pop(snapshot_id, None)
+            self._names.pop(snapshot_id, None)
 
     def move(self, old: str, new: str) -> None:
         """Record that the dataset ``old`` was renamed to ``new``."""
         with self._root.index_lock:
-            for snapshot_id, place in self._places.items():
-                if place.startswith(f"{old}@"):
-                    self._places[snapshot_id] = new + place.removeprefix(old)
+            for snapshot_id, name in self._names.items():
+                if name.startswith(f"{old}@"):
+                    self._names[snapshot_id] = new + name.removeprefix(old)
 
     def find(self, snapshot_id: str) -> str:
         """Return the current ``dataset@snapshot``. Raises NotFound."""
         with self._root.index_lock:
             try:
-                return self._places[snapshot_id]
+                return self._names[snapshot_id]
             except KeyError:
                 raise NotFound("snapshot", snapshot_id) from None
 
     def use(self, snapshot_id: str, action: Callable[[str], R]) -> R:
         """Call ``action`` with the snapshot's full name, and again if it was renamed meanwhile. Raises NotFound."""
         while True:
-            place = self.find(snapshot_id)
+            name = self.find(snapshot_id)
             try:
-                return action(place)
+                return action(name)
             except zfs.exceptions.DatasetNotFound:
                 with self._root.tree_lock, self._root.index_lock:
-                    if self._places.get(snapshot_id) != place:
+                    if self._names.get(snapshot_id) != name:
                         continue
-                    if zfs.lzc_exists(place):
+                    if zfs.lzc_exists(name):
                         raise
-                    del self._places[snapshot_id]
+                    del self._names[snapshot_id]
                     raise NotFound("snapshot", snapshot_id) from None
