@@ -102,6 +102,9 @@ def test_delete_names_what_stands_in_the_way(api: httpx.Client, taken: str) -> N
     refused = api.delete("/snapshots/s1")
     assert refused.status_code == 409
     assert refused.json()["kind"] == "in_use" and refused.json()["blockers"] == [fork]
+    details = refused.json()["details"]
+    assert details["resource"] == "snapshot" and details["overrides"] == ["when=unused"]
+    assert [(user["kind"], user["id"]) for user in details["users"]] == [("sandbox", fork)]
     hidden = api.delete("/snapshots/s1?when=unused")
     assert hidden.status_code == 202
     assert hidden.json() == {"snapshotID": taken, "status": "hidden", "blockers": [fork]}

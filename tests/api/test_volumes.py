@@ -163,6 +163,8 @@ def test_delete_counts_the_mounts_in_the_way(api: httpx.Client) -> None:
     api.post("/sandboxes/two/pause")
     body = refused(api.delete("/volumes/data"), 409, "in_use", "2 mounts", "one", "two")
     assert sorted(body["blockers"]) == sorted(ids)
+    users = [{"kind": "mount", "id": id, "name": name} for id, name in zip(ids, ("one", "two"), strict=True)]
+    assert body["details"] == {"resource": "volume", "users": users, "overrides": []}
     api.delete("/sandboxes/two/volumes/data")
     refused(api.delete("/volumes/data"), 409, "in_use", "1 mount")
     api.delete("/sandboxes/one")
@@ -201,6 +203,8 @@ def test_snapshots_of_a_volume(api: httpx.Client) -> None:
     assert volume(api, "copy", fromSnapshot=f"{longest}@{longest}")["fromSnapshot"]
     body = refused(api.delete("/volumes/data"), 409, "in_use", "1 snapshot")
     assert body["blockers"] == [shape["snapshotID"]]
+    users = [{"kind": "volume_snapshot", "id": shape["snapshotID"], "name": "monday"}]
+    assert body["details"] == {"resource": "volume", "users": users, "overrides": ["withSnapshots"]}
     assert api.delete("/volumes/data?withSnapshots=true").status_code == 204
 
 
@@ -213,6 +217,8 @@ def test_rollback_of_a_volume(api: httpx.Client) -> None:
     run(api, "one", "write", "/srv/data/k", "now")
     body = refused(api.post("/volumes/data/rollback", json={"snapshot": "monday"}), 409, "in_use", "one")
     assert body["blockers"] == [made["sandboxID"]]
+    assert [user["kind"] for user in body["details"]["users"]] == ["mount"]
+    assert body["details"]["overrides"] == ["force"]
     done = api.post("/volumes/data/rollback", json={"snapshot": "monday", "force": True})
     assert done.status_code == 200 and done.json()["sizeMB"] == 2048 and "token" not in done.json()
     assert run(api, "one", "read", "/srv/data/k")["stdout"] == "then"

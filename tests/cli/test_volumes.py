@@ -123,7 +123,10 @@ def test_what_goes_wrong(run: Run, args: tuple[str, ...], code: int, sentence: s
 
 def test_a_volume_in_a_snapshots_way_is_deleted_and_not_killed() -> None:
     message = "snapshot '41f4b8565126' is in use by 1 cloned volume (copy). Delete them first, or pass when=unused"
-    failure = failure_from_answer(409, {"kind": "in_use", "message": message, "blockers": ["e2d0ad307996"]})
+    users = [{"kind": "clone", "id": "e2d0ad307996", "name": "copy"}]
+    details = {"resource": "snapshot", "users": users, "overrides": ["when=unused"]}
+    body = {"kind": "in_use", "message": message, "blockers": ["e2d0ad307996"], "details": details}
+    failure = failure_from_answer(409, body)
     assert failure.code == 4 and "sandboxctl volume delete VOLUME" in failure.hint
 
 

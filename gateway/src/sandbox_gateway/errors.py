@@ -1,12 +1,13 @@
 """Errors that callers see.
 
 Every error has a stable machine-readable ``kind``, an HTTP status, a message that says what is wrong and how to fix
-it, and the ids of the objects in the way (``blockers``).
+it, the ids of the objects in the way (``blockers``), and for some kinds ``details``: what the message says, as data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sandbox_gateway.printable import printable
 
@@ -17,20 +18,24 @@ class GatewayError(Exception):
     kind = "backend_failed"
     status = 500
 
-    def __init__(self, message: str, *, blockers: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, *, blockers: Sequence[str] = (), details: Mapping[str, Any] | None = None) -> None:
         """Create an error. ``message`` may quote a guest, or a program that has read a guest's files."""
         self.message = printable(message)
         super().__init__(self.message)
         self.blockers = list(blockers)
+        self.details = dict(details or {})
 
 
 class NotFound(GatewayError):
     kind = "not_found"
     status = 404
 
-    def __init__(self, what: str, ref: str) -> None:
-        """Create an error. ``what`` is the noun ("sandbox", "template", …), ``ref`` the requested id or name."""
-        super().__init__(f"{what} {ref!r} not found")
+    def __init__(self, what: str, ref: str, *, resource: str = "", parent: str = "") -> None:
+        """Create an error. ``what`` is the noun ("sandbox", "template", …), ``ref`` the requested id or name.
+
+        Details: ``resource``, by default the noun, and ``parent``, the name of the object in which it was searched.
+        """
+        super().__init__(f"{what} {ref!r} not found", details={"resource": resource or what, "parent": parent})
 
 
 class Gone(GatewayError):

@@ -1,4 +1,4 @@
-"""All errors have the same shape: `{code, message, error, kind, blockers}`."""
+"""All errors have the same shape: `{code, message, error, kind, blockers}`, and `details` where there are any."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ class ErrorShape(BaseModel):
     error: str = Field(description="The same sentence.")
     kind: str = Field(description="A stable machine word: not_found, in_use, name_taken, conflict, invalid, …")
     blockers: list[str] = Field(description="Ids of what stands in the way.")
+    details: dict[str, Any] = Field(
+        {},
+        description="What the message says, as data. not_found: resource, parent; in_use: resource, users "
+        "(kind, id, name), overrides (parameters of the request that remove an obstacle).",
+    )
 
 
 class ClientGone(Exception):
@@ -61,24 +66,33 @@ def clip(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def body_of(status: int, kind: str, message: str, blockers: Sequence[str] = ()) -> dict[str, Any]:
+def body_of(
+    status: int, kind: str, message: str, blockers: Sequence[str] = (), details: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     # A caller's input may contain lone surrogates, which cannot be encoded.
     sentence = clip(message, LONGEST).encode(errors="replace").decode()
-    return {"code": status, "message": sentence, "error": sentence, "kind": kind, "blockers": list(blockers)}
+    body = {"code": status, "message": sentence, "error": sentence, "kind": kind, "blockers": list(blockers)}
+    return {**body, "details": details} if details else body
 
 
 def answer(
-    status: int, kind: str, message: str, blockers: Sequence[str] = (), headers: Mapping[str, str] | None = None
+    status: int,
+    kind: str,
+    message: str,
+    blockers: Sequence[str] = (),
+    headers: Mapping[str, str] | None = None,
+    details: Mapping[str, Any] | None = None,
 ) -> JSONResponse:
     more = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else {}
-    return JSONResponse(body_of(status, kind, message, blockers), status, headers={**more, **(headers or {})})
+    body = body_of(status, kind, message, blockers, details)
+    return JSONResponse(body, status, headers={**more, **(headers or {})})
 
 
 def answer_to(error: GatewayError) -> JSONResponse:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if isinstance(error, Misframed | TooSlow):
         headers["Connection"] = "close"
-    return answer(error.status, error.kind, error.message, error.blockers, headers)
+    return answer(error.status, error.kind, error.message, error.blockers, headers, error.details)
 
 
 def register(app: FastAPI) -> None:

@@ -71,7 +71,7 @@ class Attachments:
                 name = volume.name
                 mount = next((each for each in sandbox.mounts if each.volume == volume.id), None)
             if mount is None:
-                raise NotFound(f"in sandbox {sandbox.name}, volume", name)
+                raise NotFound(f"in sandbox {sandbox.name}, volume", name, resource="mount", parent=sandbox.name)
             await finish_despite_cancellation(self._detach(sandbox, mount))
             self._events.publish("volume.detached", volumeID=name, sandboxID=sandbox.id)
             await self._collector.collect()

@@ -151,7 +151,9 @@ class Index:
         if volume is not None:
             found = next((each for each in self.snapshots_of(volume) if ref in (each.id, each.name)), None)
         if found is None:
-            raise NotFound(f"snapshot of volume {volume.name}," if volume else "snapshot of a volume,", _shorten(ref))
+            what = f"snapshot of volume {volume.name}," if volume else "snapshot of a volume,"
+            parent = volume.name if volume else ""
+            raise NotFound(what, _shorten(ref), resource="volume_snapshot", parent=parent)
         return found
 
     def snapshots_of(self, volume: Volume) -> list[VolumeSnapshot]:
@@ -187,7 +189,7 @@ class Index:
             return tops
         found = nodes.get(root) or nodes.get(self._names.get(root, ""))
         if found is None:
-            raise NotFound("sandbox, snapshot or template", _shorten(root))
+            raise NotFound("sandbox, snapshot or template", _shorten(root), resource="sandbox")
         return [found]
 
     def _attach(self, id: str, nodes: dict[str, dict[str, Any]]) -> bool:

@@ -60,6 +60,8 @@ class References:
                 "cloned volume": self.blocking_volumes(self.volume_snapshots_in(snapshot)),
             },
             "Delete them first, or pass when=unused to delete it with its last user.",
+            resource=snapshot.kind.value,
+            overrides=["when=unused"],
             busy=self.is_pinned(snapshot),
         )
 
@@ -78,6 +80,8 @@ class References:
                 "clone": self.blocking_volumes(snapshots),
             },
             "Detach or delete them first.",
+            resource="volume",
+            overrides=["withSnapshots"] if own else [],
             busy=self._index.is_pinned(volume) or any(map(self._index.is_pinned, snapshots)),
         )
 
@@ -87,21 +91,45 @@ class References:
             f"snapshot {snapshot.name!r} of volume {volume.name!r}",
             {"sandbox snapshot": self.blocking_snapshots([snapshot]), "clone": self.blocking_volumes([snapshot])},
             "Delete them first.",
+            resource="volume_snapshot",
             busy=self._index.is_pinned(snapshot),
         )
 
 
-def in_use_error(what: str, users: Mapping[str, Sequence[Record]], remedy: str, *, busy: bool) -> InUse | None:
+_KINDS = {
+    "cloned volume": "clone",
+    "read-write mount": "mount",
+    "sandbox snapshot": "sandbox_snapshot",
+    "snapshot": "volume_snapshot",
+}
+"""The kinds in an error's details of those users that a message calls otherwise."""
+
+
+def in_use_error(
+    what: str,
+    users: Mapping[str, Sequence[Record]],
+    remedy: str,
+    *,
+    resource: str,
+    busy: bool,
+    overrides: Sequence[str] = (),
+) -> InUse | None:
     """Return the error that counts and names all ``users``, by noun; None if there are none and it is not ``busy``.
 
-    ``busy``: a current request uses it.
+    ``busy``: a current request uses it. ``overrides``: parameters of the request that remove an obstacle.
     """
     groups = [f"{_count(noun, records)} ({names_of(records)})" for noun, records in users.items() if records]
+    found = [
+        {"kind": _KINDS.get(noun, noun), "id": each.id, "name": names_of([each])}
+        for noun, records in users.items()
+        for each in records
+    ]
+    details = {"resource": resource, "users": found, "overrides": list(overrides) if found else []}
     if groups:
-        ids = [each.id for records in users.values() for each in records]
-        return InUse(f"{what} is in use by {_enumerate(groups)}. {remedy}", blockers=ids)
+        ids = [each["id"] for each in found]
+        return InUse(f"{what} is in use by {_enumerate(groups)}. {remedy}", blockers=ids, details=details)
     if busy:
-        return InUse(f"{what} is in use just now by another request. Try again later.")
+        return InUse(f"{what} is in use just now by another request. Try again later.", details=details)
     return None
 
 

@@ -166,7 +166,7 @@ class Sandboxes:
     async def _resume_from_snapshot(self, old: Sandbox, end_at: datetime | None, cold_start: bool) -> Sandbox:
         snapshot = self._index.snapshots.get(old.pause_snapshot)
         if snapshot is None:
-            raise NotFound("the capture of this paused sandbox, snapshot", old.pause_snapshot)
+            raise NotFound("the capture of this paused sandbox, snapshot", old.pause_snapshot, resource="sandbox")
         new = await self._replacement.replace(old, snapshot, from_disk=cold_start, end_at=end_at, cold_start=False)
         self._events.publish("sandbox.resumed", sandboxID=old.id)
         return new

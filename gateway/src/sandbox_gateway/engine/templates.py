@@ -66,7 +66,7 @@ class Templates:
         template = self.get(template_ref)
         build = _finished_build(template, template_ref, template.recipe_digest)
         if build_id not in ("", build.build_id):
-            raise NotFound(f"build of template {template.id},", build_id)
+            raise NotFound(f"build of template {template.id},", build_id, resource="build", parent=template.id)
         return build
 
     def list_unfinished_builds(self) -> Sequence[Build]:

@@ -133,8 +133,15 @@ class Volumes:
         async with self._locked(ref) as volume:
             snapshot = self._index.volume_snapshot(snapshot_ref, volume)
             writers = [sandbox for sandbox, mount in self.mounts_of(volume) if not (mount.read_only or force)]
-            users, remedy = {"read-write mount": writers}, "Detach it there, or force the rollback."
-            if refusal := in_use_error(f"volume {volume.name!r}", users, remedy, busy=self._index.is_pinned(volume)):
+            refusal = in_use_error(
+                f"volume {volume.name!r}",
+                {"read-write mount": writers},
+                "Detach it there, or force the rollback.",
+                resource="volume",
+                overrides=["force"],
+                busy=self._index.is_pinned(volume),
+            )
+            if refusal:
                 raise refusal
             await finish_despite_cancellation(self._host.rollback_volume(volume, snapshot))
             self._events.publish("volume.rolled-back", volumeID=volume.name, snapshotID=snapshot.id)

@@ -146,7 +146,7 @@ def template_or_snapshot(engine: Engine, ref: str) -> Snapshot:
     try:
         return engine.snapshots.get(ref)
     except NotFound:
-        raise NotFound("template or snapshot", ref[:80]) from None
+        raise NotFound("template or snapshot", ref[:80], resource="template") from None
 
 
 def ids_of(ref: str, engine: Engine) -> set[str]:

@@ -53,7 +53,7 @@ class VolumeSnapshots:
         except zfs.exceptions.DatasetNotFound:
             with self._root.index_lock:
                 self._names.pop(snapshot_id, None)
-        raise NotFound("volume snapshot", snapshot_id)
+        raise NotFound("volume snapshot", snapshot_id, resource="volume_snapshot")
 
     # ---- taking ----
 
