@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
+from sandbox_gateway.engine.record_changes import record_locked, save_sandbox, save_snapshot
 from sandbox_gateway.engine.references import References
-from sandbox_gateway.errors import GatewayError
+from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Record, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 from sandbox_gateway.tasks import finish_despite_cancellation
@@ -40,8 +40,9 @@ class Collector:
             async with self._lineage:
                 parent = self._removing[id].parent
                 moved = await self._reparent(id, parent)
-            snapshot = self._removing[id]
-            await self._host.remove_snapshot(snapshot)
+            async with record_locked(self._context, self._removing[id]):
+                snapshot = self._removing[id]
+                await self._host.remove_snapshot(snapshot)
         except BaseException:
             async with self._lineage:
                 self._index.put(self._removing.pop(id))
@@ -73,6 +74,8 @@ class Collector:
                     else:
                         await save_snapshot(self._context, each.id, only_if={"parent": id}, parent=parent)
                     moved.append(each)
+                except NotFound:
+                    pass  # it was removed meanwhile
                 except GatewayError as error:
                     log.warning("lineage not saved", id=each.id, parent=parent, reason=error.message)
         for other, snapshot in self._removing.items():

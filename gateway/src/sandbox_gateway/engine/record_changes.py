@@ -6,6 +6,7 @@ Changes are applied to single fields of the current record, so concurrent change
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from sandbox_gateway.engine.context import Context
@@ -28,8 +29,14 @@ async def save_snapshot(context: Context, id: str, *, only_if: Fields | None = N
     return await finish_despite_cancellation(_save_snapshot(context, id, only_if or {}, changes))
 
 
+def record_locked(context: Context, record: Sandbox | Snapshot) -> AbstractAsyncContextManager[None]:
+    """Keep a record from being saved or removed by others. Whoever waited for it must look it up in the index again."""
+    what = "sandbox" if isinstance(record, Sandbox) else "snapshot"
+    return context.locks.hold(f"record {record.id}", f"{what} {record.id}")
+
+
 async def _save_sandbox(context: Context, id: str, only_if: Fields, changes: Fields) -> Sandbox:
-    async with context.locks.hold(f"record {id}", f"sandbox {id}"):
+    async with record_locked(context, context.index.sandbox(id)):
         current = context.index.sandbox(id)
         if not _has(current, only_if):
             return current
@@ -40,7 +47,7 @@ async def _save_sandbox(context: Context, id: str, only_if: Fields, changes: Fie
 
 
 async def _save_snapshot(context: Context, id: str, only_if: Fields, changes: Fields) -> Snapshot:
-    async with context.locks.hold(f"record {id}", f"snapshot {id}"):
+    async with record_locked(context, context.index.any_snapshot(id)):
         current = context.index.any_snapshot(id)
         if not _has(current, only_if):
             return current

@@ -14,7 +14,7 @@ from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.mount_plan import MountPlanner
 from sandbox_gateway.engine.names import require_valid_name
-from sandbox_gateway.engine.record_changes import save_sandbox
+from sandbox_gateway.engine.record_changes import record_locked, save_sandbox
 from sandbox_gateway.engine.replacement import Replacement
 from sandbox_gateway.engine.spec import UNSET, Unset
 from sandbox_gateway.engine.timeouts import end_after, has_expired
@@ -206,8 +206,10 @@ class Sandboxes:
             await finish_despite_cancellation(self._delete(sandbox))
 
     async def _delete(self, sandbox: Sandbox) -> None:
-        await self._host.remove(sandbox)
-        self._index.remove(sandbox.id)
+        # A save that waits for this lock must not bring the record back.
+        async with record_locked(self._context, sandbox):
+            await self._host.remove(sandbox)
+            self._index.remove(sandbox.id)
         self._events.publish("sandbox.killed", sandboxID=sandbox.id, name=sandbox.name)
         await self._replacement.remove_pause_snapshot(sandbox)
         await self._collector.collect()
