@@ -26,7 +26,7 @@ def main() -> int:
     if os.geteuid() != 0:
         print("benchmarks: machines and mounts are made: run them as root (./dev bench does)", file=sys.stderr)
         return 2
-    if options.plot and not plot.possible():
+    if options.plot and not plot.is_available():
         print(f"benchmarks: {plot.MISSING}", file=sys.stderr)
         return 2
     session.run_id()

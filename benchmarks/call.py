@@ -35,7 +35,8 @@ def main() -> None:
         connection.close()
         if answer.status != http.client.OK:
             sys.exit(f"{target} was answered {answer.status}")
-        # About as long as a task's own work: a server that is asked again at once is warmer than tasks find it.
+        # A pause about as long as a task's own work: a server that is asked again at once is warmer than in a real
+        # play.
         time.sleep(0.02)
     json.dump(taken, sys.stdout)
 

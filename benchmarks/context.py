@@ -111,7 +111,7 @@ class KvmXfs:
         started = time.monotonic()
         recipe = Recipe(resources=Resources(memory_mb=MEMORY_MB, disk_mb=DISK_MB))
         build = self.live.do(self.live.engine.templates.build(TEMPLATE, recipe))
-        lines = self.live.do(_all(build.follow()), timeout=1800)
+        lines = self.live.do(_parse_lines(build.follow()), timeout=1800)
         if build.status != "ready":
             raise RuntimeError("the template could not be built:\n" + "\n".join(lines[-20:]))
         self._ctx.say(f"built in {time.monotonic() - started:.0f} s; {self.host.platform}")
@@ -170,7 +170,7 @@ class KvmXfs:
                 subprocess.run(["cp", "-a", "--reflink=always", source, root], check=True, timeout=120)
 
 
-async def _all(lines: Any) -> list[str]:
+async def _parse_lines(lines: Any) -> list[str]:
     return [line async for line in lines]
 
 

@@ -54,7 +54,7 @@ class Ping:
         if kind is None:
             self.answers = [Answer(asked, answered) for asked, answered in json.loads(output)]
 
-    def turn_to(self, address: str) -> None:
+    def switch_to(self, address: str) -> None:
         """Ping another address from now on."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{address}\n".encode())

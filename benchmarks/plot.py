@@ -30,7 +30,7 @@ _SETTINGS: dict[Any, Any] = {
 }
 
 
-def possible() -> bool:
+def is_available() -> bool:
     """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
@@ -74,6 +74,7 @@ def _draw_fork(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
 
 
 def _draw_memory(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
+    """Write an SVG of those DRAWN benches that are in ``document`` (the JSON). At least one must be there."""
     above.set_title("The gateway's resident memory in mixed use")
     for key, colour, label in (("before", _FLOOR, "with the C library's settings"), ("now", _OURS, "as it is")):
         samples = [sample / (1 << 20) for sample in measures[key]["samples"]]

@@ -90,11 +90,9 @@ class RawMachine:
             self._monitor = _Monitor(address)
             self._monitor.execute("qmp_capabilities")
 
-    def start_and_ask(self) -> float:
-        """Start QEMU, ask the agent over the serial line whether it is there; returns milliseconds until its answer.
-
-        There are no QMP commands meanwhile.
-        """
+    def start_and_ping(self) -> float:
+        """Start QEMU and ask the agent over the serial line whether it is there. Returns the milliseconds until its
+        answer; no QMP commands run meanwhile."""
         question = b"?" + uuid.uuid4().bytes
         with self._started(deferred=False) as (started, _, _):
             assert self._line is not None
@@ -104,7 +102,7 @@ class RawMachine:
             while question not in heard:
                 piece = self._line.recv(4096)
                 if not piece:
-                    raise RuntimeError(f"QEMU ended before its guest answered: {self._said()}")
+                    raise RuntimeError(f"QEMU ended before its guest answered: {self._output()}")
                 heard += piece
             answered = time.perf_counter()
             self._line.sendall(b"={}")
@@ -134,10 +132,10 @@ class RawMachine:
         assert self._monitor is not None, "the machine is not started"
         return self._monitor.execute(command, arguments)
 
-    def lend(self, descriptor: int) -> str:
+    def pass_descriptor(self, descriptor: int) -> str:
         """Pass an open file to QEMU; returns QEMU's name for it."""
         assert self._monitor is not None, "the machine is not started"
-        return self._monitor.lend(descriptor)
+        return self._monitor.pass_descriptor(descriptor)
 
     def connect(self) -> None:
         """Return once the guest has accepted a connection to its agent's port."""
@@ -155,7 +153,7 @@ class RawMachine:
         finally:
             for each in waiting:
                 each.close()
-        raise RuntimeError(f"the guest did not answer within {_SECONDS:g} s: {self._said()}")
+        raise RuntimeError(f"the guest did not answer within {_SECONDS:g} s: {self._output()}")
 
     def end(self) -> None:
         if self._monitor is not None:
@@ -196,7 +194,7 @@ class RawMachine:
             raise RuntimeError(f"QEMU could not be started in {self.slot.path}")
         return started
 
-    def _said(self) -> str:
+    def _output(self) -> str:
         return self._log.read_text(errors="replace").strip()[-500:]
 
 
@@ -232,7 +230,7 @@ class RawQemu:
     def machines(self, count: int) -> list[RawMachine]:
         """``count`` machines, not started; reuses earlier machines, with fresh disks."""
         while len(self._machines) < count:
-            self._machines.append(self._made(len(self._machines)))
+            self._machines.append(self._create_machine(len(self._machines)))
         for machine in self._machines[:count]:
             machine.end()
             machine.files.disk.unlink()
@@ -248,7 +246,7 @@ class RawQemu:
             list(pool.map(lambda machine: machine.start(), machines))
             return (time.perf_counter() - started) * 1000
 
-    def _made(self, number: int) -> RawMachine:
+    def _create_machine(self, number: int) -> RawMachine:
         slot = self._live.do(self._slots.take(NetworkPolicy()))
         files = Instance(self._directory / str(number))
         files.directory.mkdir(mode=0o711)
@@ -287,7 +285,7 @@ class _Monitor:
         self._socket.sendall(json.dumps({"execute": command, "arguments": arguments or {}}).encode())
         return self._answer(command)
 
-    def lend(self, descriptor: int) -> str:
+    def pass_descriptor(self, descriptor: int) -> str:
         socket.send_fds(self._socket, [b'{"execute": "add-fd"}'], [descriptor])
         return f"/dev/fdset/{self._answer('add-fd')['fdset-id']}"
 
@@ -296,7 +294,7 @@ class _Monitor:
         deadline = time.perf_counter() + seconds
         while name not in self._events and (left := deadline - time.perf_counter()) > 0:
             if b"\n" in self._data or select.select([self._socket], [], [], left)[0]:
-                self._note(self._message())
+                self._record_event(self._message())
         self._events.clear()
 
     def close(self) -> None:
@@ -310,9 +308,9 @@ class _Monitor:
                 return found
             if "error" in message:
                 raise RuntimeError(f"QEMU refused {command}: {message['error']}")
-            self._note(message)
+            self._record_event(message)
 
-    def _note(self, message: dict[str, Any]) -> None:
+    def _record_event(self, message: dict[str, Any]) -> None:
         if "event" in message:
             self._events.append(message["event"])
 

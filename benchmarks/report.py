@@ -56,7 +56,7 @@ def wide_console() -> Console:
 
 
 def show(result: Result, console: Console) -> None:
-    settings = ", ".join(f"{key} {_plain(value)}" for key, value in result.settings.items())
+    settings = ", ".join(f"{key} {_format_value(value)}" for key, value in result.settings.items())
     table = Table(title=f"{result.name}: {result.title}", title_justify="left")
     table.caption, table.caption_justify = settings, "left"
     table.add_column("measure")
@@ -78,10 +78,10 @@ def _row(result: Result, measure: Measure) -> list[str]:
     ratio = result.ratio(measure)
     return [
         title,
-        amount(measure.p50, measure.unit),
-        amount(measure.p95, measure.unit),
+        format_amount(measure.p50, measure.unit),
+        format_amount(measure.p95, measure.unit),
         str(len(measure.samples)),
-        amount(floor.p50, floor.unit) if floor else "",
+        format_amount(floor.p50, floor.unit) if floor else "",
         "" if ratio is None else f"{ratio:.2f}",
         _target(result, measure),
     ]
@@ -93,12 +93,12 @@ def _target(result: Result, measure: Measure) -> str:
     limit = (
         f"{measure.target.limit:g} x floor"
         if measure.target.of == "ratio"
-        else amount(measure.target.limit, measure.unit)
+        else format_amount(measure.target.limit, measure.unit)
     )
     return f"[green]≤ {limit} ✓[/]" if result.met(measure) else f"[red]≤ {limit} ✗[/]"
 
 
-def amount(value: float, unit: str) -> str:
+def format_amount(value: float, unit: str) -> str:
     if unit == "ms":
         return f"{value:.2f} ms" if value < 10 else f"{value:.1f} ms" if value < 1000 else f"{value / 1000:.2f} s"
     if unit == "bytes":
@@ -109,7 +109,7 @@ def amount(value: float, unit: str) -> str:
     return f"{value:g}"
 
 
-def _plain(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "/".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

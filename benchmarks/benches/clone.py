@@ -1,4 +1,4 @@
-"""Clone a running sandbox into n siblings, all or none."""
+"""Clone a running sandbox into n siblings: all of them or none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Clone:
             source = host.sandbox(snapshot.id)
             time.sleep(2)
             for wanted, rounds in plan.items():
-                count = _possible(host, source, wanted, result)
+                count = _fitting_count(host, source, wanted, result)
                 floor: list[float] = []
                 returned: list[float] = []
                 total: list[float] = []
@@ -74,17 +74,17 @@ def _clone(
 async def _hostnames(host: KvmXfs, sandboxes: list[Sandbox]) -> list[str]:
     gate = asyncio.Semaphore(4)
 
-    async def one(sandbox: Sandbox) -> str:
+    async def read_hostname(sandbox: Sandbox) -> str:
         async with gate:
             try:
                 return (await host.live.engine.commands.exec(sandbox.id, ["hostname"])).stdout.decode().strip()
             except GatewayError:
                 return ""
 
-    return list(await asyncio.gather(*(one(sandbox) for sandbox in sandboxes)))
+    return list(await asyncio.gather(*(read_hostname(sandbox) for sandbox in sandboxes)))
 
 
-def _possible(host: KvmXfs, source: Sandbox, wanted: int, result: Result) -> int:
+def _fitting_count(host: KvmXfs, source: Sandbox, wanted: int, result: Result) -> int:
     """The number of siblings that fit in memory, estimated from the memory use of the source."""
     each = max(_EACH_AT_LEAST, host.live.do(host.live.engine.sandboxes.usage(source.id)).memory_bytes)
     fit = max(1, (available_memory() - _SPARE) // each)

@@ -65,14 +65,14 @@ class Connection:
         result = Result(self.name, self.title, settings, notes=[_JAILS, _WAYS])
         samples: dict[str, list[float]] = defaultdict(list)
         with _forks(ctx, count) as forks, ctx.steps("plays", 2 * rounds + fleets) as steps:
-            book = _Book(forks)
+            book = _Playbook(forks)
             for number in range(rounds):
                 for way in ("ssh", "ours"):
-                    for task, taken in book.play(way).items():
+                    for task, taken in book.time_tasks(way).items():
                         samples[f"{way}_{task}"].append(taken)
                     steps.done()
                 if number < fleets:
-                    for task, taken in book.play("fleet").items():
+                    for task, taken in book.time_tasks("fleet").items():
                         samples[f"fleet_{task}"].append(taken / count)
                     steps.done()
         for task, title in _TITLES.items():
@@ -109,7 +109,7 @@ class _Forks:
         return path
 
 
-class _Book:
+class _Playbook:
     """The play; each run copies to a new place, so that there is always something to copy."""
 
     def __init__(self, forks: _Forks) -> None:
@@ -126,8 +126,8 @@ class _Book:
         environment = {"ANSIBLE_HOST_KEY_CHECKING": "False", "ANSIBLE_SSH_CONTROL_PATH_DIR": str(self._controls)}
         self._plays = Plays(forks.scratch, {**environment, "ANSIBLE_PIPELINING": "True"})
 
-    def play(self, way: str) -> dict[str, float]:
-        """Milliseconds of each task; closes the connections at the end, so that every play opens its own."""
+    def time_tasks(self, way: str) -> dict[str, float]:
+        """Milliseconds of each task. Closes the connections at the end, so that every play opens its own."""
         self._times += 1
         fetched = self._forks.scratch / "fetched"
         tasks = [
@@ -161,10 +161,10 @@ def _forks(ctx: Context, count: int) -> Iterator[_Forks]:
         jail_world.jail_zfs_world() as world,
         jail_gateway(world, scratch, log={"level": "info"}) as gateway,
     ):
-        yield _made(gateway, scratch, count)
+        yield _prepare_forks(gateway, scratch, count)
 
 
-def _made(gateway: Gateway, scratch: Path, count: int) -> _Forks:
+def _prepare_forks(gateway: Gateway, scratch: Path, count: int) -> _Forks:
     key = scratch / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True, timeout=60)
     public = key.with_suffix(".pub").read_bytes()

@@ -67,7 +67,7 @@ def _floor(raw: RawQemu, found: dict[str, list[float]]) -> None:
     found["floor"].append(machine.start().running)
     time.sleep(_BETWEEN_SECONDS)
     (machine,) = raw.machines(1)
-    found["floor_agent"].append(machine.start_and_ask())
+    found["floor_agent"].append(machine.start_and_ping())
     time.sleep(_BETWEEN_SECONDS)
     (machine,) = raw.machines(1)
     times = machine.start(stepwise=True)

@@ -29,14 +29,14 @@ class Idle:
             empty = [dict(memory_of(machine.pid))["Pss"] for machine in machines]
             raw.machines(count)
             steps.done()
-            before = _used(host)
+            before = _used_bytes(host)
             forks = host.live.do(host.live.engine.forks.fork(snapshot.id, ForkSpec(count=count)))
             time.sleep(seconds)
             steps.done()
             running = [fork for fork in forks if isinstance(fork, Sandbox)]
             costs = [host.live.do(host.live.engine.sandboxes.usage(fork.id)) for fork in running]
             private = [dict(memory_of(fork.host["pid"]))["Private_Dirty"] for fork in running]
-            grown = (_used(host) - before) / count
+            grown = (_used_bytes(host) - before) / count
             steps.done()
         result.measure("floor", "floor: memory (PSS) of a QEMU that holds no guest", "bytes", samples=empty)
         pss = [cost.memory_bytes for cost in costs]
@@ -48,7 +48,7 @@ class Idle:
         return result
 
 
-def _used(host: KvmXfs) -> int:
+def _used_bytes(host: KvmXfs) -> int:
     """Bytes in use on the state's file system once all data is on disk."""
     os.sync()
     found = os.statvfs(host.mount_point)

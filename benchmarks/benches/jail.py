@@ -130,15 +130,15 @@ class RawCommands:
             self._live.do(host._pf.apply(machine.jail, epair, self._sandbox.network, dns))
             start = time.perf_counter()
             for argv in self.commands:
-                said = _ran(tuple(_exchange(word, exchanged) for word in argv))
+                said = _run_command(tuple(_replace_names(word, exchanged) for word in argv))
                 if argv[:3] == ("ifconfig", "epair", "create"):
                     made = said.strip().removesuffix("a")
                     exchanged |= self._epairs(made)
             done = time.perf_counter()
-            _connect(epair.address)
+            _wait_until_connected(epair.address)
             return (done - start) * 1000, (time.perf_counter() - start) * 1000
         finally:
-            self._machine_gone(machine, instance)
+            self._wait_until_removed(machine, instance)
 
     def _epairs(self, made: str) -> dict[str, str]:
         """Map both ends of the recorded epair, whose names contain its number, to those of ``made``."""
@@ -146,12 +146,12 @@ class RawCommands:
         ends = {word for word in words if re.fullmatch(r"epair\d+[ab]", word)}
         return {end: f"{made}{end[-1]}" for end in ends}
 
-    def _machine_gone(self, machine: Machine, instance: str) -> None:
+    def _wait_until_removed(self, machine: Machine, instance: str) -> None:
         self._live.do(self._host._runner.clean_up(machine, instance))
         pools.destroy_all(self._host._storage.instances.dataset(instance))
 
 
-def _connect(address: str) -> None:
+def _wait_until_connected(address: str) -> None:
     """Return once the agent accepts a connection."""
     deadline = time.monotonic() + SECONDS
     while True:
@@ -164,13 +164,13 @@ def _connect(address: str) -> None:
             time.sleep(0.001)
 
 
-def _exchange(word: str, exchanged: dict[str, str]) -> str:
-    """Replace every name in ``word`` that is a key; a part of a longer name does not count."""
+def _replace_names(word: str, exchanged: dict[str, str]) -> str:
+    """Replace every word that is a key of ``replacements``, but not parts of longer words."""
     keys = "|".join(re.escape(key) for key in sorted(exchanged, key=len, reverse=True))
     return re.sub(rf"(?<![0-9A-Za-z])({keys})(?![0-9A-Za-z])", lambda found: exchanged[found[1]], word)
 
 
-def _ran(argv: tuple[str, ...]) -> str:
+def _run_command(argv: tuple[str, ...]) -> str:
     """Standard output of a command that must succeed."""
     turn = zfs_run.mount_lock(argv[1], SECONDS, None) if argv[0] == "zfs" else contextlib.nullcontext()
     env = {**os.environ, "LC_ALL": "C", **environment()}
@@ -271,7 +271,7 @@ def _captures(ctx: Context, live: Live, answers: Answers, rounds: int, result: R
 def _raw_snapshot(snapshot: str, number: int) -> float:
     """Milliseconds of another bare snapshot of the source of ``snapshot``; it is destroyed afterwards."""
     name = f"{snapshot.partition('@')[0]}@raw{number}"
-    _, taken = milliseconds(lambda: _ran(("zfs", "snapshot", name)))
+    _, taken = milliseconds(lambda: _run_command(("zfs", "snapshot", name)))
     pools.run("zfs", "destroy", name)
     return taken
 

@@ -93,15 +93,15 @@ def _capture_some(
     sandbox, previous = host.sandbox(source.id), source
     time.sleep(1)
     while len(taken.snapshots) < rounds:
-        floor = _bare(machine, host)
+        floor = _time_smallest_capture(machine, host)
         time.sleep(_BETWEEN_SECONDS)
         snapshot, total = milliseconds(lambda: host.snapshot(sandbox))
-        if not _small_enough(snapshot, fresh=previous is source):
+        if not _is_small(snapshot, fresh=previous is source):
             break
         taken.snapshots.append(snapshot)
         taken.floor.append(floor)
         taken.total.append(total)
-        taken.changed.append(_changed(host, previous, snapshot))
+        taken.changed.append(_count_changed_bytes(host, previous, snapshot))
         if previous is not source:
             host.forget(previous)
         previous = snapshot
@@ -120,7 +120,7 @@ def _watch_some(host: KvmXfs, source: Snapshot, rounds: int, seen: _Waits, steps
             start = time.monotonic()
             snapshot = host.snapshot(sandbox)
             end = time.monotonic()
-            small = _small_enough(snapshot, fresh=not windows)
+            small = _is_small(snapshot, fresh=not windows)
             host.forget(snapshot)
             if not small:
                 break
@@ -132,7 +132,7 @@ def _watch_some(host: KvmXfs, source: Snapshot, rounds: int, seen: _Waits, steps
     host.kill(sandbox)
 
 
-def _small_enough(snapshot: Snapshot, *, fresh: bool) -> bool:
+def _is_small(snapshot: Snapshot, *, fresh: bool) -> bool:
     """Whether a capture wrote little memory. Raises RuntimeError if even the first one of a sandbox did not."""
     small = snapshot.memory_bytes_written <= _MOST_WRITTEN
     if fresh and not small:
@@ -160,7 +160,7 @@ def _report(result: Result, taken: _Captures, seen: _Waits) -> None:
     result.settings["memory_mode"] = sorted({snapshot.memory.value for snapshot in taken.snapshots})
 
 
-def _bare(machine: RawMachine, host: KvmXfs) -> float:
+def _time_smallest_capture(machine: RawMachine, host: KvmXfs) -> float:
     """Milliseconds of the smallest possible capture: the same commands, an empty set of pages, a clean disk."""
     state, image = host.mount_point / "bare.state", host.mount_point / "bare.img"
     descriptors = [os.open(machine.files.disk, os.O_RDONLY)]
@@ -168,7 +168,7 @@ def _bare(machine: RawMachine, host: KvmXfs) -> float:
     disk, device_state, clone = descriptors
     try:
         os.fsync(disk)
-        lent = machine.lend(device_state)
+        lent = machine.pass_descriptor(device_state)
         machine.execute("cont")
         time.sleep(_BETWEEN_SECONDS)
         start = time.perf_counter()
@@ -187,7 +187,7 @@ def _bare(machine: RawMachine, host: KvmXfs) -> float:
     return (end - start) * 1000
 
 
-def _changed(host: KvmXfs, previous: Snapshot, snapshot: Snapshot) -> float:
+def _count_changed_bytes(host: KvmXfs, previous: Snapshot, snapshot: Snapshot) -> float:
     """Bytes of the pages whose content differs between two snapshots; reads only blocks that the two do not share."""
     layout = Layout(host.config.host.state_root)
     before, after = (layout.snapshot(each) / "memory.img" for each in (previous, snapshot))

@@ -51,5 +51,5 @@ async def _follow(host: KvmXfs, ping: Ping, changes: int) -> None:
         while changes:
             event = await events.get()
             if event.type == "sandbox.replaced":
-                ping.turn_to(host.live.engine.agents.endpoint(event.data["sandboxID"])[0])
+                ping.switch_to(host.live.engine.agents.endpoint(event.data["sandboxID"])[0])
                 changes -= 1

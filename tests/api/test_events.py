@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.api.served import Served
-from tests.api.test_sandboxes import create
+from tests.api.test_sandboxes import create_sandbox
 
 
 def collect(served: Served, operation: str, until: str, ready: threading.Event) -> list[tuple[str, dict[str, Any]]]:
@@ -40,10 +40,10 @@ def listen(served: Served, operation: str, until: str) -> tuple[threading.Thread
     return thread, found
 
 
-def test_an_operation_reports_its_progress_and_nothing_else(served: Served, api: httpx.Client) -> None:
-    create(api, name="one")
+def test_an_operation_reports_only_its_own_progress(served: Served, api: httpx.Client) -> None:
+    create_sandbox(api, name="one")
     thread, found = listen(served, "abc123", "fork.progress")
-    create(api, name="other")
+    create_sandbox(api, name="other")
     made = api.post("/sandboxes/one/clone", json={"count": 3}, headers={"X-Operation-Id": "abc123"})
     assert made.status_code == 201
     thread.join(10)
@@ -53,9 +53,9 @@ def test_an_operation_reports_its_progress_and_nothing_else(served: Served, api:
     assert all(data["operation"] == "abc123" and data["sandboxID"] and data["at"] for _, data in found)
 
 
-def test_every_change_is_told(served: Served, api: httpx.Client) -> None:
+def test_every_change_is_reported(served: Served, api: httpx.Client) -> None:
     thread, found = listen(served, "", "sandbox.killed")
-    made = create(api, name="one")
+    made = create_sandbox(api, name="one")
     api.delete("/sandboxes/one")
     thread.join(10)
     assert [(kind, data["sandboxID"]) for kind, data in found] == [
@@ -64,11 +64,11 @@ def test_every_change_is_told(served: Served, api: httpx.Client) -> None:
     ]
 
 
-def test_listeners_are_forgotten(served: Served, api: httpx.Client) -> None:
+def test_listeners_are_removed_when_they_disconnect(served: Served, api: httpx.Client) -> None:
     before = len(served.engine.events._queues)
     for _ in range(3):
         thread, _ = listen(served, "", "sandbox.killed")
-        create(api, name="one")
+        create_sandbox(api, name="one")
         api.delete("/sandboxes/one")
         thread.join(10)
     deadline = time.monotonic() + 5
@@ -79,8 +79,8 @@ def test_listeners_are_forgotten(served: Served, api: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("route", ["/sandboxes", "/snapshots/s1/fork", "/sandboxes/one/clone"])
-def test_a_client_that_goes_away_leaves_nothing_half_made(served: Served, api: httpx.Client, route: str) -> None:
-    create(api, name="one")
+def test_a_disconnect_leaves_nothing_incomplete(served: Served, api: httpx.Client, route: str) -> None:
+    create_sandbox(api, name="one")
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
     before = served.host.forked
     served.host.slow = 1.0
@@ -95,8 +95,8 @@ def test_a_client_that_goes_away_leaves_nothing_half_made(served: Served, api: h
     assert len(served.host.machines) == 1
 
 
-def test_a_program_outlives_no_client_and_no_other_request_waits(served: Served, api: httpx.Client) -> None:
-    create(api, name="one")
+def test_a_command_ends_with_its_client_and_delays_no_request(served: Served, api: httpx.Client) -> None:
+    create_sandbox(api, name="one")
     with served.client() as hasty, pytest.raises(httpx.ReadTimeout):
         hasty.post("/sandboxes/one/exec", json={"args": ["sleep", "30"]}, timeout=0.3)
     begun = time.monotonic()

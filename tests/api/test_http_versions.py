@@ -37,7 +37,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     return cert, key
 
 
-def test_the_e2b_client_needs_no_setting(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+def test_the_e2b_client_works_without_settings(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
     served = Served(tmp_path, server={"tls_cert": str(cert), "tls_key": str(key)})
     try:

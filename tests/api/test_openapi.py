@@ -46,22 +46,22 @@ def operations() -> list[Any]:
 
 
 @pytest.mark.parametrize("operation", operations(), ids=lambda one: f"{one.method.upper()} {one.path}")
-def test_what_the_document_says_is_so(own: Served, operation: Any) -> None:
+def test_answers_match_the_document(own: Served, operation: Any) -> None:
     checks = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(case=operation.as_strategy())
     @seed(20_26)
-    def tried(case: Any) -> None:
+    def try_request(case: Any) -> None:
         if "ref" in case.path_parameters and case.path_parameters["ref"] not in ("", ".", ".."):
             case.path_parameters["ref"] = REFS[len(case.path_parameters["ref"]) % len(REFS)]
         response = case.call(base_url=own.url, headers={"X-API-Key": ADMIN_KEY}, timeout=20)
         case.validate_response(response, checks=checks)
 
-    tried()
+    try_request()
 
 
-def test_the_document_has_everything(own: Served) -> None:
+def test_the_document_is_complete(own: Served) -> None:
     with own.client(ADMIN_KEY) as client:
         raw = client.get("/openapi.json").json()
     assert raw["components"]["securitySchemes"].keys() == {"key", "bearer"}

@@ -21,14 +21,14 @@ def test_a_ready_template(api: httpx.Client) -> None:
     assert api.get("/templates?name=other").json() == []
 
 
-def test_the_shown_recipe_may_be_posted_again(api: httpx.Client) -> None:
+def test_a_returned_recipe_can_be_posted_again(api: httpx.Client) -> None:
     shown = api.get("/templates/base").json()
     again = api.post("/templates", json={"name": "base", **shown["recipe"]})
     assert again.status_code == 200
     assert again.json()["buildStatus"] == "ready" and again.json()["templateID"] == shown["templateID"]
 
 
-def test_a_build_is_followed_to_its_end(served: Served, api: httpx.Client) -> None:
+def test_a_build_can_be_followed_to_its_end(served: Served, api: httpx.Client) -> None:
     served.host.build_seconds = 0.2
     started = api.post("/templates", json={"name": "made", "setup": ["touch /made"], "memoryMB": 512})
     assert started.status_code == 202 and started.json()["buildStatus"] == "building"
@@ -46,7 +46,7 @@ def test_a_build_is_followed_to_its_end(served: Served, api: httpx.Client) -> No
     assert api.get("/templates/made").status_code == 404
 
 
-def test_a_failed_build_says_why(api: httpx.Client) -> None:
+def test_a_failed_build_gives_a_reason(api: httpx.Client) -> None:
     started = api.post("/templates", json={"name": "broken", "setup": ["fail"]}).json()
     route = f"/templates/{started['templateID']}/builds/{started['buildID']}"
     api.get(f"{route}/logs", params={"follow": "true"})

@@ -35,7 +35,7 @@ asyncio.run(serving.run(load(Path(sys.argv[1]))))
 """The daemon's own start from its configuration, above a host in memory."""
 
 
-def server(tmp_path: Path, **more: Any) -> Server:
+def server_config(tmp_path: Path, **more: Any) -> Server:
     return Server.model_validate({"socket": "", **more})
 
 
@@ -49,7 +49,7 @@ def keys(tmp_path: Path) -> Path:
 
 def test_loopback_needs_no_tls(tmp_path: Path, keys: Path) -> None:
     for listen in ("127.0.0.1:8700", "[::1]:8700", "localhost:8700"):
-        _, address, tls = serving.prepare(server(tmp_path, listen=listen, key_file=keys))
+        _, address, tls = serving.prepare(server_config(tmp_path, listen=listen, key_file=keys))
         assert address and address.loopback and tls is None
 
 
@@ -60,30 +60,30 @@ def test_an_open_address_needs_keys_and_tls(tmp_path: Path, keys: Path) -> None:
     for listen in ("0.0.0.0:8700", ":8700", "[::]:8700", "192.0.2.1:8700"):
         for file in (None, empty):
             with pytest.raises(Invalid, match=r"set server\.key_file"):
-                serving.prepare(server(tmp_path, listen=listen, key_file=file, allow_plaintext=True))
+                serving.prepare(server_config(tmp_path, listen=listen, key_file=file, allow_plaintext=True))
         with pytest.raises(Invalid, match=r"server\.tls_cert.*allow_plaintext"):
-            serving.prepare(server(tmp_path, listen=listen, key_file=keys))
-        serving.prepare(server(tmp_path, listen=listen, key_file=keys, allow_plaintext=True))
+            serving.prepare(server_config(tmp_path, listen=listen, key_file=keys))
+        serving.prepare(server_config(tmp_path, listen=listen, key_file=keys, allow_plaintext=True))
 
 
 @pytest.mark.parametrize("listen", ["8700", "host:", "127.0.0.1:x", "127.0.0.1:70000", "nowhere.invalid:80"])
-def test_addresses_that_are_none(tmp_path: Path, listen: str) -> None:
+def test_invalid_addresses(tmp_path: Path, listen: str) -> None:
     with pytest.raises(Invalid, match=r"server\.listen"):
-        serving.prepare(server(tmp_path, listen=listen))
+        serving.prepare(server_config(tmp_path, listen=listen))
 
 
-def test_tls_that_is_not_whole(tmp_path: Path, keys: Path) -> None:
+def test_incomplete_tls_settings(tmp_path: Path, keys: Path) -> None:
     junk = tmp_path / "cert.pem"
     junk.write_text("junk")
     with pytest.raises(Invalid, match="both"):
-        serving.prepare(server(tmp_path, listen="127.0.0.1:1", tls_cert=junk))
+        serving.prepare(server_config(tmp_path, listen="127.0.0.1:1", tls_cert=junk))
     with pytest.raises(Invalid, match="cannot be loaded"):
-        serving.prepare(server(tmp_path, listen="127.0.0.1:1", tls_cert=junk, tls_key=junk))
+        serving.prepare(server_config(tmp_path, listen="127.0.0.1:1", tls_cert=junk, tls_key=junk))
 
 
-def test_nowhere_to_listen(tmp_path: Path) -> None:
+def test_a_configuration_without_addresses(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match="nowhere to listen"):
-        serving.prepare(server(tmp_path))
+        serving.prepare(server_config(tmp_path))
 
 
 def test_sockets(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_sockets(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "check"])
-def test_start_up_failures_are_one_sentence(tmp_path: Path, command: str, config: str | None, words: str) -> None:
+def test_startup_failures_are_one_sentence(tmp_path: Path, command: str, config: str | None, words: str) -> None:
     file = tmp_path / "config.toml"
     if config is not None:
         file.write_text(config)
@@ -222,7 +222,7 @@ def test_tls(tmp_path: Path, keys: Path) -> None:
         served.end()
 
 
-def test_stopped_while_it_opens() -> None:
+def test_a_stop_during_startup() -> None:
     class Slow:
         closed = False
 
@@ -232,14 +232,14 @@ def test_stopped_while_it_opens() -> None:
         async def close(self) -> None:
             self.closed = True
 
-    async def stopped(engine: Any) -> None:
+    async def was_stopped(engine: Any) -> None:
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(0.1, stop.set)
         config = Config.model_validate({"server": {"socket": "/nowhere/gateway.sock"}})
         await asyncio.wait_for(serving.serve(config, engine, stop), 5)
 
     engine = Slow()
-    asyncio.run(stopped(engine))
+    asyncio.run(was_stopped(engine))
     assert engine.closed
 
 
@@ -248,7 +248,7 @@ def test_openapi_is_printed_without_a_host() -> None:
     assert '"/sandboxes/{ref}/rollback"' in ended.stdout
 
 
-def test_configuration_page_names_every_key() -> None:
+def test_the_configuration_page_names_every_key() -> None:
     page = config_docs.page(Config)
     for name, field in Config.model_fields.items():
         section = field.annotation

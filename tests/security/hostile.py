@@ -30,7 +30,7 @@ def make(served: Served, name: str) -> dict[str, Any]:
 
 
 def whole(body: bytes, status: str = "200 OK") -> bytes:
-    return inside.reply(status, body)
+    return inside.make_reply(status, body)
 
 
 def chunked(*chunks: bytes) -> bytes:
@@ -39,9 +39,9 @@ def chunked(*chunks: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def replaced(served: Served, sandbox: dict[str, Any], *answers: bytes, **more: Any) -> Iterator[inside.Raw]:
+def replaced(served: Served, sandbox: dict[str, Any], *answers: bytes, **more: Any) -> Iterator[inside.RawService]:
     """The sandbox's agent answers requests with ``answers``, one after the other; the last one repeats."""
-    with inside.raw(served, sandbox, *answers, port=inside.AGENT_PORT, **more) as agent:
+    with inside.raw_service(served, sandbox, *answers, port=inside.AGENT_PORT, **more) as agent:
         yield agent
 
 

@@ -16,9 +16,18 @@ from starlette.datastructures import Headers
 
 from sandbox_gateway.api.data_plane.proxy import Addresses
 from sandbox_gateway.errors import Invalid
-from tests.api.inside import PORT, Raw, Service, address, head, line, raw, status_of
+from tests.api.inside import (
+    PORT,
+    RawService,
+    Service,
+    machine_address,
+    raw_connection,
+    raw_service,
+    read_status,
+    request_head,
+)
 from tests.api.served import EXEC_KEY, Served
-from tests.api.test_sandboxes import create
+from tests.api.test_sandboxes import create_sandbox
 
 KEY = f"X-API-Key: {EXEC_KEY}"
 HOST_PORT = 47114
@@ -26,17 +35,17 @@ HOST_PORT = 47114
 
 @pytest.fixture
 def other(api: httpx.Client) -> dict[str, Any]:
-    return create(api, name="other")
+    return create_sandbox(api, name="other")
 
 
 @contextlib.contextmanager
-def canaries(served: Served, one: dict[str, Any], other: dict[str, Any]) -> Iterator[Raw]:
+def canaries(served: Served, one: dict[str, Any], other: dict[str, Any]) -> Iterator[RawService]:
     """Runs a service of `one` that may be reached, one of the host's and two more that may not."""
-    hosts = Raw()
+    hosts = RawService()
     with (
-        raw(served, one) as mine,
-        raw(served, one, port=PORT + 1) as next_port,
-        raw(served, other) as theirs,
+        raw_service(served, one) as mine,
+        raw_service(served, one, port=PORT + 1) as next_port,
+        raw_service(served, other) as theirs,
         Service("127.0.0.1", HOST_PORT, hosts.listen),
     ):
         yield mine
@@ -117,21 +126,21 @@ def hosts(one: str, other: str, inside: str, gateway: int) -> list[str]:
 def test_no_name_of_a_host_leads_elsewhere(
     served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    names = hosts(one["sandboxID"], other["sandboxID"], address(served, other), served.port)
+    names = hosts(one["sandboxID"], other["sandboxID"], machine_address(served, other), served.port)
     with canaries(served, one, other) as mine:
         for name in names:
             request = f"GET / HTTP/1.1\r\nHost: {name}\r\n{KEY}\r\n\r\n".encode("latin-1")
-            with line(served, request) as connection:
-                status = status_of(connection)[0]
+            with raw_connection(served, request) as connection:
+                status = read_status(connection)[0]
             assert status in (400, 404, 502), (name[:100], status)
         assert mine.accepted == 0
         # And its own names, in the spellings that DNS allows.
         good = f"{PORT}-{one['sandboxID']}.sandbox.local"
         for count, name in enumerate((good, good.upper(), f"{good}.", f"{good}:8700", f"{good}.:443"), 1):
-            with line(served, head("GET /", f"Host: {name}", KEY)) as connection:
-                assert status_of(connection)[0] == 200, name
+            with raw_connection(served, request_head("GET /", f"Host: {name}", KEY)) as connection:
+                assert read_status(connection)[0] == 200, name
             assert len(mine.heads) == count
-            seen = mine.headers()["host"]
+            seen = mine.request_headers()["host"]
             assert seen == name
 
 
@@ -139,7 +148,7 @@ def test_no_name_of_a_host_leads_elsewhere(
 def test_no_header_leads_elsewhere(
     served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any], first: str
 ) -> None:
-    id, inside = one["sandboxID"], address(served, other)
+    id, inside = one["sandboxID"], machine_address(served, other)
     refs = [
         *("127.0.0.1", "localhost", inside, f"{inside}:{PORT}", f"{id}@{inside}", f"{id}#", f"{id}/../{id}", "../one"),
         *(
@@ -175,12 +184,12 @@ def test_no_header_leads_elsewhere(
     with canaries(served, one, other) as mine:
         for ref, port in pairs:
             fields = ("Host: gateway", f"E2b-Sandbox-Id: {ref}", f"E2b-Sandbox-Port: {port}", KEY)
-            with line(served, head("GET /", *fields)) as connection:
-                assert status_of(connection)[0] in (400, 502), (ref, port)
+            with raw_connection(served, request_head("GET /", *fields)) as connection:
+                assert read_status(connection)[0] in (400, 502), (ref, port)
         assert mine.accepted == 0
         fields = ("Host: gateway", f"E2b-Sandbox-Id: {id}", f"E2b-Sandbox-Port: {PORT}", KEY)
-        with line(served, head("GET /", *fields)) as connection:
-            assert status_of(connection)[0] == 200
+        with raw_connection(served, request_head("GET /", *fields)) as connection:
+            assert read_status(connection)[0] == 200
 
 
 def test_ports_of_the_host_are_not_those_of_a_sandbox(
@@ -203,15 +212,15 @@ def test_no_target_leads_elsewhere(
             *(f"http://127.0.0.1:{HOST_PORT}/", f"http://{theirs}/", f"https://{theirs}/", f"{theirs}:80", "*"),
             *(f"@{theirs}/", f"127.0.0.1:{HOST_PORT}", "file:///etc/passwd", "unix:/run/x", "?x", "#x"),
         ):
-            with line(served, head(f"GET {target}", mine_host, KEY)) as connection:
-                assert status_of(connection)[0] in (400, 501), target
+            with raw_connection(served, request_head(f"GET {target}", mine_host, KEY)) as connection:
+                assert read_status(connection)[0] in (400, 501), target
         assert mine.accepted == 0
         for count, target in enumerate(
             (f"//127.0.0.1:{HOST_PORT}/", f"/@{theirs}/", "/../../x", "/\\\\x", "/http://x"), 1
         ):
-            with line(served, head(f"GET {target}", mine_host, KEY)) as connection:
-                assert status_of(connection)[0] == 200
-            assert len(mine.heads) == count and mine.target() == target, "it is a path, and passed on as it is"
+            with raw_connection(served, request_head(f"GET {target}", mine_host, KEY)) as connection:
+                assert read_status(connection)[0] == 200
+            assert len(mine.heads) == count and mine.request_target() == target, "it is a path, and passed on as it is"
 
 
 LABEL = "[0-9]+-[^.]+"

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from tests.api.inside import PORT, eventually, head, host, line, raw, reply, to
+from tests.api.inside import PORT, eventually, host, make_reply, port_headers, raw_connection, raw_service, request_head
 from tests.api.served import EXEC_KEY, Served
-from tests.api.test_sandboxes import create
+from tests.api.test_sandboxes import create_sandbox
 
 KEY = f"X-API-Key: {EXEC_KEY}"
 MANY = 20
@@ -27,7 +27,7 @@ def resident() -> int:
 
 
 def test_many_who_read_a_byte_a_second(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
-    other, sent = create(api, name="other"), 0
+    other, sent = create_sandbox(api, name="other"), 0
 
     async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal sent
@@ -38,10 +38,13 @@ def test_many_who_read_a_byte_a_second(served: Served, api: httpx.Client, one: d
             await writer.drain()
             sent += 65536
 
-    request = head("GET /", f"Host: {host(one, PORT)}", KEY)
-    with raw(served, one, *[ENDLESS] * MANY, reply(), then=flood) as service, contextlib.ExitStack() as stack:
+    request = request_head("GET /", f"Host: {host(one, PORT)}", KEY)
+    with (
+        raw_service(served, one, *[ENDLESS] * MANY, make_reply(), then=flood) as service,
+        contextlib.ExitStack() as stack,
+    ):
         before = resident()
-        readers = [stack.enter_context(line(served, request)) for _ in range(MANY)]
+        readers = [stack.enter_context(raw_connection(served, request)) for _ in range(MANY)]
         for reader in readers:
             assert reader.recv(1) == b"H"
         was = -1
@@ -58,14 +61,14 @@ def test_many_who_read_a_byte_a_second(served: Served, api: httpx.Client, one: d
         with served.client(EXEC_KEY) as client:
             for _ in range(20):
                 assert client.get("/health").status_code == 200
-                assert client.get("/echo", headers=to(other)).status_code == 201
-                assert client.get("/", headers=to(one, PORT)).text == "ok"
+                assert client.get("/echo", headers=port_headers(other)).status_code == 201
+                assert client.get("/", headers=port_headers(one, PORT)).text == "ok"
                 assert client.post("/sandboxes/other/exec", json={"args": ["exit", "0"]}).status_code == 200
     eventually(lambda: not service.open)
 
 
 def test_services_that_write_a_byte_now_and_then(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
-    other = create(api, name="other")
+    other = create_sandbox(api, name="other")
 
     async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for byte in b"TTP/1.1 200 OK\r\nX-Slow: " + b"a" * 3600:
@@ -73,14 +76,14 @@ def test_services_that_write_a_byte_now_and_then(served: Served, api: httpx.Clie
             await writer.drain()
             await asyncio.sleep(0.2)
 
-    request = head("GET /", f"Host: {host(one, PORT)}", KEY)
-    with raw(served, one, b"H", then=drip) as service, contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(line(served, request)) for _ in range(MANY)]
+    request = request_head("GET /", f"Host: {host(one, PORT)}", KEY)
+    with raw_service(served, one, b"H", then=drip) as service, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(raw_connection(served, request)) for _ in range(MANY)]
         eventually(lambda: service.open == MANY)
         with served.client(EXEC_KEY) as client:
             for _ in range(20):
                 assert client.get("/health").status_code == 200
-                assert client.get("/echo", headers=to(other)).status_code == 201
+                assert client.get("/echo", headers=port_headers(other)).status_code == 201
         for each in clients[: MANY // 2]:
             each.close()
         # A client that disconnects also ends its request.
@@ -94,7 +97,7 @@ def test_listeners_to_events_that_never_read(served: Served, api: httpx.Client) 
     before = len(queues)
     with contextlib.ExitStack() as stack:
         for _ in range(MANY):
-            stack.enter_context(line(served, head("GET /events", "Host: gateway", KEY)))
+            stack.enter_context(raw_connection(served, request_head("GET /events", "Host: gateway", KEY)))
         eventually(lambda: len(queues) == before + MANY)
         was = resident()
         for _ in range(5000):

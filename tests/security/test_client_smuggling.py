@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.inside import PORT, Raw, host, line, raw
+from tests.api.inside import PORT, RawService, host, raw_connection, raw_service
 from tests.api.served import ADMIN_KEY, EXEC_KEY, Served
-from tests.api.test_sandboxes import create
+from tests.api.test_sandboxes import create_sandbox
 
 FIRST_SECONDS, QUIET_SECONDS = 2, 0.25
 """Timeouts of the first answer and of further ones: some forms are incomplete requests."""
@@ -178,7 +178,7 @@ def request(form: Form, mine: str, hidden: bytes, key: str) -> bytes:
 def answers(served: Served, data: bytes) -> list[int]:
     """The statuses of the answers to ``data`` except for 400: the requests that the gateway recognized."""
     got = b""
-    with line(served) as connection:
+    with raw_connection(served) as connection:
         try:
             connection.sendall(data)
             connection.settimeout(FIRST_SECONDS)
@@ -192,10 +192,10 @@ def answers(served: Served, data: bytes) -> list[int]:
 
 @pytest.fixture
 def other(api: httpx.Client) -> dict[str, Any]:
-    return create(api, name="other")
+    return create_sandbox(api, name="other")
 
 
-def check(service: Raw) -> None:
+def check(service: RawService) -> None:
     """Each request is unambiguous, and none of them is the hidden one."""
     for head in service.heads:
         assert CANONICAL.fullmatch(head), head
@@ -211,14 +211,14 @@ def check(service: Raw) -> None:
 def test_no_second_request_reaches_a_service(
     served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any], form: str
 ) -> None:
-    with raw(served, one) as service, raw(served, other) as others:
+    with raw_service(served, one) as service, raw_service(served, other) as others:
         for number, victim in enumerate((one, other), 1):
             hidden = f"GET /hidden HTTP/1.1\r\nHost: {host(victim, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n".encode()
             statuses = answers(served, request(FORMS[form], host(one, PORT), hidden, EXEC_KEY))
             assert len(statuses) <= 1, "the gateway takes it for one request, or for none"
             # Nor is anything left over that precedes the next client's request.
             assert api.get("/next", headers={"Host": host(one, PORT)}).text == "ok"
-            targets = [service.target(each) for each in range(len(service.heads))]
+            targets = [service.request_target(each) for each in range(len(service.heads))]
             assert targets.count("/next") == number and len(targets) <= 2 * number, targets
             check(service)
             assert others.heads == []
@@ -230,7 +230,7 @@ def test_no_second_request_reaches_the_gateway(
 ) -> None:
     """The hidden request removes the sandbox, with a key that has the right to do so."""
     hidden = f"DELETE /sandboxes/one HTTP/1.1\r\nHost: gateway\r\nX-API-Key: {ADMIN_KEY}\r\n\r\n".encode()
-    with raw(served, one) as service:
+    with raw_service(served, one) as service:
         for outer in ("gateway", host(one, PORT)):
             assert len(answers(served, request(FORMS[form], outer, hidden, ADMIN_KEY))) <= 1
             assert api.get("/sandboxes/one").status_code == 200
@@ -246,7 +246,7 @@ def test_what_may_be_read_leniently_is_passed_on_strictly(
     """
     keyed = f"POST / HTTP/1.1\r\nHost: {host(one, PORT)}\r\nX-API-Key: {EXEC_KEY}".encode() + end
     hidden = f"GET /hidden HTTP/1.1\r\nHost: {host(other, PORT)}\r\n\r\n".encode()
-    with raw(served, one) as service, raw(served, other) as others:
+    with raw_service(served, one) as service, raw_service(served, other) as others:
         assert answers(served, keyed + hidden) == [200, 401]
         check(service)
         assert len(service.heads) == 1 and others.heads == []
@@ -262,7 +262,7 @@ def test_requests_that_are_two_are_two(served: Served, one: dict[str, Any], othe
         f"POST /3 HTTP/1.1\r\n{mine}Transfer-Encoding: chunked\r\n\r\n5\r\nthird\r\n0\r\n\r\n",
         f"GET /4 HTTP/1.1\r\n{mine}\r\n",
     ]
-    with raw(served, one) as service, raw(served, other) as others:
+    with raw_service(served, one) as service, raw_service(served, other) as others:
         assert answers(served, "".join(requests).encode()) == [200, 401, 200, 200]
         assert [head.split(b" ")[1] for head in service.heads] == [b"/1", b"/3", b"/4"]
         assert service.bodies == [b"first", b"third", b""]
@@ -272,6 +272,6 @@ def test_requests_that_are_two_are_two(served: Served, one: dict[str, Any], othe
 def test_the_key_of_one_request_is_not_that_of_the_next(served: Served, one: dict[str, Any]) -> None:
     keyed = f"GET /1 HTTP/1.1\r\nHost: {host(one, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n"
     keyless = f"GET /2 HTTP/1.1\r\nHost: {host(one, PORT)}\r\n\r\n"
-    with raw(served, one) as service:
+    with raw_service(served, one) as service:
         assert answers(served, (keyed + keyless + keyed + keyless).encode()) == [200, 401, 200, 401]
         assert [head.split(b" ")[1] for head in service.heads] == [b"/1", b"/1"]

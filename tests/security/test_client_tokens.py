@@ -12,9 +12,19 @@ import pytest
 from e2b.sandbox.signature import get_signature
 
 from sandbox_gateway.api.access.ports import inner_token
-from tests.api.inside import AGENT_PORT, PORT, Raw, at, head, line, raw, status_of, to
+from tests.api.inside import (
+    AGENT_PORT,
+    PORT,
+    RawService,
+    port_headers,
+    port_headers_with_host,
+    raw_connection,
+    raw_service,
+    read_status,
+    request_head,
+)
 from tests.api.served import EXEC_KEY, READ_KEY, Served
-from tests.api.test_sandboxes import create
+from tests.api.test_sandboxes import create_sandbox
 
 CODE_PORT = 49999
 PORTS = (AGENT_PORT, CODE_PORT, PORT)
@@ -46,7 +56,7 @@ def tokens(sandbox: dict[str, Any]) -> list[str]:
 def guarded(served: Served, sandbox: dict[str, Any]) -> Iterator[None]:
     """Runs a service on each port of ``sandbox``; at the end, nobody has reached one."""
     with contextlib.ExitStack() as stack:
-        services: list[Raw] = [stack.enter_context(raw(served, sandbox, port=port)) for port in PORTS]
+        services: list[RawService] = [stack.enter_context(raw_service(served, sandbox, port=port)) for port in PORTS]
         yield
         assert [service.heads for service in services] == [[], [], []]
 
@@ -59,7 +69,7 @@ def other(api: httpx.Client, one: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("addressed", [to, at], ids=["by header", "by host"])
+@pytest.mark.parametrize("addressed", [port_headers, port_headers_with_host], ids=["by header", "by host"])
 def test_tokens_of_one_open_no_port_of_another(
     served: Served, anyone: httpx.Client, one: dict[str, Any], other: dict[str, Any], place: str, addressed: Any
 ) -> None:
@@ -86,9 +96,11 @@ def test_tokens_of_one_open_no_websocket_to_another(
     )
     with guarded(served, other):
         for token in tokens(one):
-            request = head("GET /", *upgrade, **at(other, port), **PLACES["everywhere"](token))
-            with line(served, request) as connection:
-                assert status_of(connection)[0] == 401
+            request = request_head(
+                "GET /", *upgrade, **port_headers_with_host(other, port), **PLACES["everywhere"](token)
+            )
+            with raw_connection(served, request) as connection:
+                assert read_status(connection)[0] == 401
 
 
 def test_urls_that_were_signed_for_one_are_worth_nothing_at_another(
@@ -100,18 +112,21 @@ def test_urls_that_were_signed_for_one_are_worth_nothing_at_another(
                 signature = get_signature("/x", operation, None, token)["signature"]
                 for port in PORTS:
                     url = f"/files?path=/x&signature={signature}"
-                    assert anyone.request(method, url, headers=at(other, port)).status_code == 401
+                    assert anyone.request(method, url, headers=port_headers_with_host(other, port)).status_code == 401
 
 
 def test_both_ways_of_naming_a_sandbox_at_once_reach_the_one_that_was_judged(
     served: Served, anyone: httpx.Client, one: dict[str, Any], other: dict[str, Any]
 ) -> None:
     mine = {"X-Access-Token": one["envdAccessToken"]}
-    with guarded(served, other), raw(served, one) as service:
-        both = to(other, PORT) | at(one, PORT) | mine
+    with guarded(served, other), raw_service(served, one) as service:
+        both = port_headers(other, PORT) | port_headers_with_host(one, PORT) | mine
         assert anyone.get("/", headers=both).status_code == 200 and len(service.heads) == 1
-        assert anyone.get("/", headers=to(one, PORT) | at(other, PORT) | mine).status_code == 401
-        twice = [*to(one, PORT).items(), *to(other, PORT).items(), *mine.items()]
+        assert (
+            anyone.get("/", headers=port_headers(one, PORT) | port_headers_with_host(other, PORT) | mine).status_code
+            == 401
+        )
+        twice = [*port_headers(one, PORT).items(), *port_headers(other, PORT).items(), *mine.items()]
         anyone.get("/", headers=twice)
         anyone.get("/", headers=twice[::-1])
 
@@ -120,15 +135,15 @@ def test_a_name_that_is_given_again_does_not_bring_its_tokens_along(
     served: Served, api: httpx.Client, anyone: httpx.Client, one: dict[str, Any]
 ) -> None:
     api.delete("/sandboxes/one")
-    again = create(api, name="one")
+    again = create_sandbox(api, name="one")
     # Its name is the id of the one that is gone.
-    namesake = create(api, name=one["sandboxID"])
+    namesake = create_sandbox(api, name=one["sandboxID"])
     for heir in (again, namesake):
         with guarded(served, heir):
             for token in tokens(one):
                 for ref in (heir["sandboxID"], heir["name"], one["sandboxID"], "one"):
                     for port in PORTS:
-                        headers = to({"sandboxID": ref}, port, **PLACES["everywhere"](token))
+                        headers = port_headers({"sandboxID": ref}, port, **PLACES["everywhere"](token))
                         assert anyone.get("/", headers=headers).status_code in (401, 502)
 
 
@@ -144,14 +159,14 @@ def test_tokens_open_nothing_of_the_gateways_own(
     with guarded(served, one):
         for place in PLACES.values():
             for port in PORTS:
-                assert anyone.get("/", headers=to(one, port) | place(volume["token"])).status_code == 401
+                assert anyone.get("/", headers=port_headers(one, port) | place(volume["token"])).status_code == 401
 
 
 def test_a_read_key_reaches_no_port(served: Served, anyone: httpx.Client, one: dict[str, Any]) -> None:
     with guarded(served, one):
         for place in PLACES.values():
             for port in PORTS:
-                assert anyone.get("/", headers=to(one, port) | place(READ_KEY)).status_code in (401, 403)
+                assert anyone.get("/", headers=port_headers(one, port) | place(READ_KEY)).status_code in (401, 403)
 
 
 def test_what_would_reach_it_is_let_through_with_a_key(
@@ -159,7 +174,7 @@ def test_what_would_reach_it_is_let_through_with_a_key(
 ) -> None:
     """The attacks above fail because of their token, not because of their form."""
     for port in PORTS:
-        with raw(served, one, port=port) as service:
-            for addressed in (to, at):
+        with raw_service(served, one, port=port) as service:
+            for addressed in (port_headers, port_headers_with_host):
                 assert anyone.get("/", headers=addressed(one, port, **{"X-API-Key": EXEC_KEY})).status_code == 200
             assert len(service.heads) == 2

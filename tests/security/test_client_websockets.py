@@ -18,7 +18,7 @@ from websockets.uri import WebSocketURI
 from sandbox_gateway.api.data_plane.fragments import MOST_CONTROLS, ClientFragments, Fragments
 from tests.api.inside import PORT, Service, host
 from tests.api.served import ADMIN_KEY
-from tests.api.test_websocket import Inside, Talk
+from tests.api.test_websocket import Handler, RecordingService
 from tests.support.daemon import Daemon
 from tests.support.waiting import eventually
 
@@ -37,10 +37,10 @@ def _daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, 
 
 
 @contextlib.contextmanager
-def tunnels(at: tuple[Daemon, dict[str, Any]], talk: Talk, **settings: Any) -> Iterator[Tunnels]:
+def tunnels(at: tuple[Daemon, dict[str, Any]], talk: Handler, **settings: Any) -> Iterator[Tunnels]:
     """Connections to a service inside, which handles each with ``talk``."""
     daemon, sandbox = at
-    with Service(sandbox["address"], PORT, Inside(talk, **settings).listen), contextlib.ExitStack() as stack:
+    with Service(sandbox["address"], PORT, RecordingService(talk, **settings).listen), contextlib.ExitStack() as stack:
         clients = []
         for _ in range(CLIENTS):
             connection = socket.create_connection(("127.0.0.1", daemon.port), timeout=30)
@@ -89,7 +89,7 @@ FLOODS = {
 
 @pytest.mark.parametrize("service", [read, deaf])
 @pytest.mark.parametrize("flood", FLOODS)
-def test_a_client_floods(_daemon: tuple[Daemon, dict[str, Any]], flood: str, service: Talk) -> None:
+def test_a_client_floods(_daemon: tuple[Daemon, dict[str, Any]], flood: str, service: Handler) -> None:
     with tunnels(_daemon, service) as (daemon, clients):
         before = daemon.resident()
         watched = send(daemon, clients, FLOODS[flood])

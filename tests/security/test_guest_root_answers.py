@@ -193,10 +193,10 @@ def test_what_a_service_sends_before_its_answer_ends(served: Served, one: dict[s
 
     def attack(answers: list[int]) -> None:
         with served.client() as client:
-            answers.append(client.get("/", headers=inside.to(one, inside.PORT), timeout=100).status_code)
+            answers.append(client.get("/", headers=inside.port_headers(one, inside.PORT), timeout=100).status_code)
 
     answers: list[int] = []
-    with served.client() as client, inside.raw(served, one, begin + piece, then=flood):
+    with served.client() as client, inside.raw_service(served, one, begin + piece, then=flood):
         threads = [threading.Thread(target=attack, args=(answers,)) for _ in range(10)]
         for thread in threads:
             thread.start()
@@ -211,9 +211,12 @@ def test_what_a_service_sends_before_its_answer_ends(served: Served, one: dict[s
 
 def test_an_interim_answer_before_the_answer_is_nothing_special(served: Served, one: dict[str, Any]) -> None:
     hints = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
-    with served.client() as client, inside.raw(served, one, hints * 20 + inside.reply(body=b"x" * 300_000)):
+    with (
+        served.client() as client,
+        inside.raw_service(served, one, hints * 20 + inside.make_reply(body=b"x" * 300_000)),
+    ):
         for _ in range(3):
-            answer = client.get("/", headers=inside.to(one, inside.PORT))
+            answer = client.get("/", headers=inside.port_headers(one, inside.PORT))
             assert (answer.status_code, len(answer.content)) == (200, 300_000)
 
 

@@ -14,9 +14,20 @@ import httpx
 import pytest
 
 from sandbox_gateway.engine import commands
-from tests.api.inside import AGENT_PORT, PORT, Handler, Raw, Service, address, eventually, raw, reply, to
+from tests.api.inside import (
+    AGENT_PORT,
+    PORT,
+    Handler,
+    RawService,
+    Service,
+    eventually,
+    machine_address,
+    make_reply,
+    port_headers,
+    raw_service,
+)
 from tests.api.served import EXEC_KEY, Served
-from tests.api.test_sandboxes import create
+from tests.api.test_sandboxes import create_sandbox
 
 CALLS = (
     ("POST", "/sandboxes/one/exec", {"args": ["true"]}),
@@ -36,9 +47,9 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def elsewhere(served: Served) -> Iterator[Raw]:
+def elsewhere(served: Served) -> Iterator[RawService]:
     """A service of the host itself."""
-    canary = Raw()
+    canary = RawService()
     with Service("127.0.0.1", ELSEWHERE, canary.listen):
         yield canary
 
@@ -57,7 +68,7 @@ class Probe:
     def _ask(self) -> None:
         with self._served.client(EXEC_KEY) as client:
             while not self._ended.wait(0.01):
-                answers = client.get("/health"), client.get("/echo", headers=to(self._other))
+                answers = client.get("/health"), client.get("/echo", headers=port_headers(self._other))
                 self.answers += all(answer.is_success for answer in answers)
                 self.failures += [answer.text for answer in answers if not answer.is_success]
 
@@ -117,27 +128,30 @@ LIES: dict[str, tuple[bytes, Handler | None]] = {
     "early hints without end": (b"HTTP/1.1 103 Early Hints\r\n\r\n", pours(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100)),
     "100 without end": (b"HTTP/1.1 100 Continue\r\n\r\n", pours(b"HTTP/1.1 100 Continue\r\n\r\n" * 100)),
     "a status that is none": (b"HTTP/1.1 999 X\r\nContent-Length: 2\r\n\r\n{}", hang_up),
-    "a gzip bomb": (reply("200 OK", BOMB, "Content-Encoding: gzip", "Content-Type: application/json"), None),
-    "a redirect": (reply("302 Found", b"", f"Location: http://127.0.0.1:{ELSEWHERE}/stolen"), None),
-    "a redirect that keeps the method": (reply("307 X", b"", f"Location: http://127.0.0.1:{ELSEWHERE}/stolen"), None),
-    "a redirect for ever": (reply("308 X", b"", f"Location: //127.0.0.1:{ELSEWHERE}/", "Refresh: 0; url=/"), None),
-    "another place that has it": (reply("201 X", b"[", f"Content-Location: http://127.0.0.1:{ELSEWHERE}/"), None),
-    "a proxy to be used": (reply("305 Use Proxy", b"", f"Location: http://127.0.0.1:{ELSEWHERE}/"), None),
-    "a demand for a key": (reply("401 X", b"", "WWW-Authenticate: Basic realm=gateway"), None),
-    "a demand for a proxy's key": (reply("407 X", b"", "Proxy-Authenticate: Basic"), None),
-    "a demand to ask again": (reply("503 X", b"", "Retry-After: 0"), None),
-    "a demand for another length": (reply("417 X", b""), None),
+    "a gzip bomb": (make_reply("200 OK", BOMB, "Content-Encoding: gzip", "Content-Type: application/json"), None),
+    "a redirect": (make_reply("302 Found", b"", f"Location: http://127.0.0.1:{ELSEWHERE}/stolen"), None),
+    "a redirect that keeps the method": (
+        make_reply("307 X", b"", f"Location: http://127.0.0.1:{ELSEWHERE}/stolen"),
+        None,
+    ),
+    "a redirect for ever": (make_reply("308 X", b"", f"Location: //127.0.0.1:{ELSEWHERE}/", "Refresh: 0; url=/"), None),
+    "another place that has it": (make_reply("201 X", b"[", f"Content-Location: http://127.0.0.1:{ELSEWHERE}/"), None),
+    "a proxy to be used": (make_reply("305 Use Proxy", b"", f"Location: http://127.0.0.1:{ELSEWHERE}/"), None),
+    "a demand for a key": (make_reply("401 X", b"", "WWW-Authenticate: Basic realm=gateway"), None),
+    "a demand for a proxy's key": (make_reply("407 X", b"", "Proxy-Authenticate: Basic"), None),
+    "a demand to ask again": (make_reply("503 X", b"", "Retry-After: 0"), None),
+    "a demand for another length": (make_reply("417 X", b""), None),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_in_the_agents_place_is_a_failure_of_its_sandbox_alone(
-    served: Served, api: httpx.Client, one: dict[str, Any], elsewhere: Raw, lie: str
+    served: Served, api: httpx.Client, one: dict[str, Any], elsewhere: RawService, lie: str
 ) -> None:
     answer, then = LIES[lie]
-    other = create(api, name="other")
+    other = create_sandbox(api, name="other")
     calls = CALLS[2:3] if "without end" in lie and "chunks" not in lie else CALLS
-    with raw(served, one, answer, port=AGENT_PORT, then=then) as agent, Probe(served, other):
+    with raw_service(served, one, answer, port=AGENT_PORT, then=then) as agent, Probe(served, other):
         for method, path, body in calls:
             asked = len(agent.heads)
             told = api.request(method, path, json=body)
@@ -153,15 +167,19 @@ def test_a_lie_in_the_agents_place_is_a_failure_of_its_sandbox_alone(
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_at_a_port_reaches_its_client_alone(
-    served: Served, api: httpx.Client, one: dict[str, Any], elsewhere: Raw, lie: str
+    served: Served, api: httpx.Client, one: dict[str, Any], elsewhere: RawService, lie: str
 ) -> None:
     answer, then = LIES[lie]
-    other = create(api, name="other")
-    with raw(served, one, answer, then=then) as service, Probe(served, other), served.client(EXEC_KEY) as client:
+    other = create_sandbox(api, name="other")
+    with (
+        raw_service(served, one, answer, then=then) as service,
+        Probe(served, other),
+        served.client(EXEC_KEY) as client,
+    ):
         client.timeout = httpx.Timeout(2)
         taken = 0
         try:
-            with client.stream("POST", "/", content=b"x", headers=to(one, PORT)) as told:
+            with client.stream("POST", "/", content=b"x", headers=port_headers(one, PORT)) as told:
                 for piece in told.iter_raw():
                     taken += len(piece)
                     if taken > 4 << 20:
@@ -177,8 +195,8 @@ def test_what_a_service_has_compressed_is_passed_on_as_it_is(
     served: Served, api: httpx.Client, one: dict[str, Any]
 ) -> None:
     with (
-        raw(served, one, reply("200 OK", BOMB, "Content-Encoding: gzip")),
-        api.stream("GET", "/", headers=to(one, PORT)) as told,
+        raw_service(served, one, make_reply("200 OK", BOMB, "Content-Encoding: gzip")),
+        api.stream("GET", "/", headers=port_headers(one, PORT)) as told,
     ):
         assert told.headers["content-encoding"] == "gzip"
         assert b"".join(told.iter_raw()) == BOMB
@@ -187,16 +205,16 @@ def test_what_a_service_has_compressed_is_passed_on_as_it_is(
 # --- reused connections ---------------------------------------------------------------------------------------------
 
 POISONED: dict[str, bytes] = {
-    "two answers at once": reply(body=b"first") + reply(body=b"poison"),
-    "behind one without a body": b"HTTP/1.1 204 No Content\r\n\r\n" + reply(body=b"poison"),
-    "behind one that has not changed": b"HTTP/1.1 304 Not Modified\r\n\r\n" + reply(body=b"poison"),
-    "behind chunks": OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n0\r\n\r\n" + reply(body=b"poison"),
-    "half a head": reply(body=b"first") + OK + b"X-Poison: ",
-    "a byte": reply(body=b"first") + b"H",
-    "an early hint": reply(body=b"first") + b"HTTP/1.1 103 Early Hints\r\nX-Poison: 1\r\n\r\n",
+    "two answers at once": make_reply(body=b"first") + make_reply(body=b"poison"),
+    "behind one without a body": b"HTTP/1.1 204 No Content\r\n\r\n" + make_reply(body=b"poison"),
+    "behind one that has not changed": b"HTTP/1.1 304 Not Modified\r\n\r\n" + make_reply(body=b"poison"),
+    "behind chunks": OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n0\r\n\r\n" + make_reply(body=b"poison"),
+    "half a head": make_reply(body=b"first") + OK + b"X-Poison: ",
+    "a byte": make_reply(body=b"first") + b"H",
+    "an early hint": make_reply(body=b"first") + b"HTTP/1.1 103 Early Hints\r\nX-Poison: 1\r\n\r\n",
     **{
-        f"behind {size >> 10} KiB": reply(body=b"a" * (size - len(reply(body=b"a" * size)) + size))
-        + reply(body=b"poison")
+        f"behind {size >> 10} KiB": make_reply(body=b"a" * (size - len(make_reply(body=b"a" * size)) + size))
+        + make_reply(body=b"poison")
         for size in (16 << 10, 64 << 10, 256 << 10)
     },
 }
@@ -208,10 +226,10 @@ POISONED: dict[str, bytes] = {
 def test_an_answer_too_many_is_not_the_next_clients(
     served: Served, api: httpx.Client, one: dict[str, Any], poison: str, method: str
 ) -> None:
-    with raw(served, one, POISONED[poison], reply(body=b"second")) as service:
+    with raw_service(served, one, POISONED[poison], make_reply(body=b"second")) as service:
         with served.client(EXEC_KEY) as attacker:
-            attacker.request(method, "/", headers=to(one, PORT))
-        answers = [api.get("/", headers=to(one, PORT)) for _ in range(3)]
+            attacker.request(method, "/", headers=port_headers(one, PORT))
+        answers = [api.get("/", headers=port_headers(one, PORT)) for _ in range(3)]
         assert [answer.text for answer in answers] == ["second"] * 3
         assert not any("x-poison" in answer.headers for answer in answers)
         assert service.accepted >= 2, "the connection is not used again"
@@ -221,25 +239,25 @@ def test_a_body_where_none_may_be_is_not_the_next_answer(
     served: Served, api: httpx.Client, one: dict[str, Any]
 ) -> None:
     """A service that answers HEAD with a body of its client's choice, like some careless ones."""
-    with raw(served, one, reply(body=reply(body=b"poison")), reply(body=b"second")):
-        api.head("/", headers=to(one, PORT))
-        assert api.get("/", headers=to(one, PORT)).text == "second"
+    with raw_service(served, one, make_reply(body=make_reply(body=b"poison")), make_reply(body=b"second")):
+        api.head("/", headers=port_headers(one, PORT))
+        assert api.get("/", headers=port_headers(one, PORT)).text == "second"
 
 
 def test_nothing_of_one_machine_or_port_is_an_answer_of_another(
     served: Served, api: httpx.Client, one: dict[str, Any]
 ) -> None:
-    other = create(api, name="other")
-    poisoned = reply(body=b"first") + reply(body=b"poison") * 50
+    other = create_sandbox(api, name="other")
+    poisoned = make_reply(body=b"first") + make_reply(body=b"poison") * 50
     with (
-        raw(served, one, poisoned),
-        raw(served, one, reply(body=b"clean"), port=PORT + 1),
-        raw(served, other, reply(body=b"other")),
+        raw_service(served, one, poisoned),
+        raw_service(served, one, make_reply(body=b"clean"), port=PORT + 1),
+        raw_service(served, other, make_reply(body=b"other")),
     ):
         for _ in range(10):
-            api.get("/", headers=to(one, PORT))
-            assert api.get("/", headers=to(one, PORT + 1)).text == "clean"
-            assert api.get("/", headers=to(other, PORT)).text == "other"
+            api.get("/", headers=port_headers(one, PORT))
+            assert api.get("/", headers=port_headers(one, PORT + 1)).text == "clean"
+            assert api.get("/", headers=port_headers(other, PORT)).text == "other"
 
 
 def test_what_is_said_before_it_is_asked_is_taken_by_nobody_else(
@@ -249,15 +267,15 @@ def test_what_is_said_before_it_is_asked_is_taken_by_nobody_else(
 
     async def listen(where: str, port: int) -> asyncio.Server:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(reply(body=b"early"))
+            writer.write(make_reply(body=b"early"))
             while await reader.readuntil(b"\r\n\r\n"):
-                writer.write(reply(body=b"late"))
+                writer.write(make_reply(body=b"late"))
                 await writer.drain()
 
         return await asyncio.start_server(serve, where, port)
 
-    other = create(api, name="other")
-    with Service(address(served, one), PORT, listen), raw(served, other, reply(body=b"other")):
+    other = create_sandbox(api, name="other")
+    with Service(machine_address(served, one), PORT, listen), raw_service(served, other, make_reply(body=b"other")):
         for _ in range(20):
-            api.get("/", headers=to(one, PORT))
-            assert api.get("/", headers=to(other, PORT)).text == "other"
+            api.get("/", headers=port_headers(one, PORT))
+            assert api.get("/", headers=port_headers(other, PORT)).text == "other"
