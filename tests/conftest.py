@@ -65,13 +65,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Wraps pytest's own sorting, which groups tests by the parameters of expensive fixtures."""
     if (seed := os.environ[_SEED]) != "0":
-        items.sort(key=lambda item: (_draw(seed, item.nodeid.partition("::")[0]), _draw(seed, item.nodeid)))
+        items.sort(key=lambda item: (_random_key(seed, item.nodeid.partition("::")[0]), _random_key(seed, item.nodeid)))
     yield
     items.sort(key=lambda item: (_FOLDERS.index(_folder(item.nodeid)), item.path.name not in _LONG))
 
 
-def _draw(seed: str, name: str) -> bytes:
-    """Depends only on its arguments: a subset of the tests runs in the same relative order."""
+def _random_key(seed: str, name: str) -> bytes:
+    """The key depends only on the arguments: a subset of the tests runs in the same relative order."""
     return hashlib.sha256(f"{seed} {name}".encode()).digest()
 
 
@@ -154,13 +154,13 @@ def jail_zfs_world(need_root: None) -> Iterator[JailZfsWorld]:
 @pytest.fixture(scope="session")
 def make_gateway(xfs_root: Path) -> Iterator[Callable[..., Gateway]]:
     """Start gateways that live as long as the run (most tests use ``gateway`` instead)."""
-    yield from _factory(xfs_root, None)
+    yield from _gateway_factory(xfs_root, None)
 
 
 @pytest.fixture(scope="session")
 def shared_gateway(xfs_root: Path) -> Iterator[Gateway]:
     """One gateway for the whole run. Tests that stop it or fill it use ``gateway`` instead."""
-    for start in _factory(xfs_root, lambda root: templates.take(root, TEMPLATE)):
+    for start in _gateway_factory(xfs_root, lambda root: templates.take(root, TEMPLATE)):
         yield start()
 
 
@@ -179,13 +179,13 @@ def gateway(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable
     The template's directory is a reflink copy of the shared one's: gateways keep their state only in the file system.
     """
 
-    yield from _factory(xfs_root, lambda root: _copy_templates(request, root))
+    yield from _gateway_factory(xfs_root, lambda root: _copy_templates(request, root))
 
 
 @pytest.fixture(scope="session")
 def seeded_gateways(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Gateway]]:
     """Like ``gateway``, but the gateways live as long as the run."""
-    yield from _factory(xfs_root, lambda root: _copy_templates(request, root))
+    yield from _gateway_factory(xfs_root, lambda root: _copy_templates(request, root))
 
 
 def _copy_templates(request: pytest.FixtureRequest, root: Path) -> None:
@@ -197,7 +197,7 @@ def _copy_templates(request: pytest.FixtureRequest, root: Path) -> None:
     )
 
 
-def _factory(xfs_root: Path, seed: Callable[[Path], None] | None) -> Iterator[Callable[..., Gateway]]:
+def _gateway_factory(xfs_root: Path, seed: Callable[[Path], None] | None) -> Iterator[Callable[..., Gateway]]:
     made: list[Gateway] = []
 
     def start(config: dict[str, dict[str, object]] | None = None, *, seed_template: bool = True) -> Gateway:

@@ -54,7 +54,7 @@ class Case:
     fails: str = ""
     unforeseen: str = ""
 
-    def covers(self) -> set[tuple[str, str, str]]:
+    def covered_items(self) -> set[tuple[str, str, str]]:
         """(module, "state", the state) and (module, "option", its name) for this case's options and default state."""
         spec = THINGS[self.module].ARGUMENTS
         found = {(self.module, "option", name) for name in self.options}
@@ -63,8 +63,8 @@ class Case:
         return found or {(self.module, "option", "")}
 
 
-def wanted() -> set[tuple[str, str, str]]:
-    """All values that ``covers`` of all cases together must contain, from every module's argument spec."""
+def required_items() -> set[tuple[str, str, str]]:
+    """All values that ``covered_items`` of all cases together must contain, from every module's argument spec."""
     found: set[tuple[str, str, str]] = set()
     for module, thing in THINGS.items():
         spec = thing.ARGUMENTS
@@ -75,17 +75,17 @@ def wanted() -> set[tuple[str, str, str]]:
 
 
 def task(module: str, options: Mapping[str, Any], prefix: str) -> Task:
-    return {f"grove.sandbox.{module}": named(dict(options), prefix)}
+    return {f"grove.sandbox.{module}": with_prefix(dict(options), prefix)}
 
 
-def named(value: Any, prefix: str) -> Any:
+def with_prefix(value: Any, prefix: str) -> Any:
     """``value`` with the prefix in place of ``%``."""
     if isinstance(value, str):
         return value.replace("%", prefix)
     if isinstance(value, dict):
-        return {key: named(item, prefix) for key, item in value.items()}
+        return {key: with_prefix(item, prefix) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [named(item, prefix) for item in value]
+        return [with_prefix(item, prefix) for item in value]
     return value
 
 

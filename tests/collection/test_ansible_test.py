@@ -71,7 +71,7 @@ def test_integration(place: Path, gateway: str) -> None:
     assert [name for name in _MODULES if f"Running {name} integration test role" not in said] == []
 
 
-def test_every_module_has_a_target_and_says_what_it_needs() -> None:
+def test_every_module_has_an_integration_target() -> None:
     assert sorted(path.name for path in _TARGETS.iterdir()) == sorted([*_MODULES, "setup_gateway"])
     for name in _MODULES:
         assert (_TARGETS / name / "aliases").read_text().startswith("unsupported #")

@@ -23,8 +23,8 @@ from sandbox_gateway.errors import InUse
 from sandbox_gateway.records import VolumeSnapshot
 from tests.api import memory_host
 from tests.api.served import Served
-from tests.collection.predictions import CASES, THINGS, Case, named, task
-from tests.collection.runner import Result, Target, foretold
+from tests.collection.predictions import CASES, THINGS, Case, task, with_prefix
+from tests.collection.runner import Result, Target, check_prediction
 from tests.support.session import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "predictions.md"
@@ -34,7 +34,7 @@ LONGEST = 60
 
 
 @dataclass(frozen=True)
-class Found:
+class Outcome:
     """The results of a case: check mode, the run, a second run."""
 
     case: Case
@@ -45,7 +45,7 @@ class Found:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Found]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Outcome]]:
     """All cases in two plays: one sets them up, the other runs each task three times."""
     root = tmp_path_factory.mktemp("predictions")
     gateway = Served(root, ShellHost(), log={"level": "warning"})
@@ -60,7 +60,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Found
             assert not result.get("failed"), result
         for case in CASES:
             for what, whom in case.meanwhile:
-                meanwhile(gateway, target, what, named(whom, prefixes[case]))
+                change_setup(gateway, target, what, with_prefix(whom, prefixes[case]))
         thrice = [
             {**task(case.module, case.options, prefixes[case]), **way}
             for case in CASES
@@ -68,7 +68,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Found
         ]
         results = target.play(*thrice, options=("--diff",))
         yield {
-            case: Found(case, prefixes[case], *results[3 * number : 3 * number + 3])
+            case: Outcome(case, prefixes[case], *results[3 * number : 3 * number + 3])
             for number, case in enumerate(CASES)
         }
     finally:
@@ -87,7 +87,7 @@ class ShellHost(memory_host.MemoryHost):
     machine_type = ShellMachine
 
 
-def meanwhile(gateway: Served, target: Target, what: str, whom: str) -> None:
+def change_setup(gateway: Served, target: Target, what: str, whom: str) -> None:
     """``write`` a file in a sandbox; ``end`` its machine; ``outdate`` a template, as if another version of the gateway
     had built it; ``keep`` the snapshots of a volume as a jail host does."""
     if what == "write":
@@ -123,7 +123,7 @@ def keep_snapshots(gateway: Served, name: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.module}-{case.title}".replace(" ", "_"))
-def test_said_is_done_and_done_once(case: Case, found: dict[Case, Found]) -> None:
+def test_check_mode_predicts_the_run_and_a_second_run_changes_nothing(case: Case, found: dict[Case, Outcome]) -> None:
     said, done, again = (found[case].said, found[case].done, found[case].again)
     if case.unforeseen:
         assert said["changed"] and not said.get("failed"), said
@@ -139,14 +139,14 @@ def test_said_is_done_and_done_once(case: Case, found: dict[Case, Found]) -> Non
     if case.module.endswith("_info"):
         assert said == done == again and not done["changed"]
         return
-    foretold(said, done)
+    check_prediction(said, done)
     assert again["changed"] is bool(case.again), again
     if not case.again:
         assert again["diff"] == {"before": {}, "after": {}}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.module}-{case.title}".replace(" ", "_"))
-def test_the_diff_can_be_read(case: Case, found: dict[Case, Found]) -> None:
+def test_diffs_are_readable(case: Case, found: dict[Case, Outcome]) -> None:
     done = found[case].done
     if "diff" not in done:
         assert case.module.endswith("_info")
@@ -154,17 +154,17 @@ def test_the_diff_can_be_read(case: Case, found: dict[Case, Found]) -> None:
     before, after = done["diff"]["before"], done["diff"]["after"]
     assert (before != after) is done["changed"]
     assert set(before) | set(after) <= {outcome["name"] for outcome in done["outcomes"] if outcome["changed"]}
-    shown = [line for line in as_ansible_shows(before, after) if line[:1] in "+-"]
+    shown = [line for line in ansible_diff(before, after) if line[:1] in "+-"]
     assert len(shown) <= LONGEST, shown
 
 
-def as_ansible_shows(before: Any, after: Any) -> list[str]:
+def ansible_diff(before: Any, after: Any) -> list[str]:
     texts = [json.dumps(each, sort_keys=True, indent=4).splitlines() for each in (before, after)]
     return list(difflib.unified_diff(*texts, n=0, lineterm=""))[2:]
 
 
-def test_the_page_is_what_was_found(found: dict[Case, Found]) -> None:
-    page = written(found)
+def test_the_page_matches_the_results(found: dict[Case, Outcome]) -> None:
+    page = page_text(found)
     if os.environ.get("GROVE_WRITE_DOCS"):
         PAGE.write_text(page)
     assert PAGE.exists() and PAGE.read_text() == page, f"docs/predictions.md is not what was found: run {COMMAND}"
@@ -191,7 +191,7 @@ That test writes this page: `{COMMAND}`. It fails if it finds something else.
 """
 
 
-def written(found: dict[Case, Found]) -> str:
+def page_text(found: dict[Case, Outcome]) -> str:
     lines = [HEAD]
     for module in THINGS:
         head = "| asked for | check mode | run | again | the diff |"
@@ -201,7 +201,7 @@ def written(found: dict[Case, Found]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def row(each: Found) -> str:
+def row(each: Outcome) -> str:
     again = actions(each.again, each.prefix)
     if each.case.again:
         again += f"; {each.case.again}"
@@ -221,19 +221,19 @@ def actions(result: Result, prefix: str) -> str:
     return "; ".join(said) or "-"
 
 
-def diff(each: Found) -> str:
+def diff(each: Outcome) -> str:
     if "diff" not in each.done:
         return "-"
     before, after = each.done["diff"]["before"], each.done["diff"]["after"]
     gone, come = [name for name in before if name not in after], [name for name in after if name not in before]
     changes = [
-        f"`{name}`: {key} {plain(then)} → {plain(now)}"
+        f"`{name}`: {key} {plain_value(then)} → {plain_value(now)}"
         for name in before
         if name in after
         for key, then, now in differences(before[name], after[name])
     ]
     shown = [*[f"- `{name}`" for name in gone], *changes, *[f"+ `{name}`" for name in come]]
-    return clean("; ".join(shown), each.prefix) or "-"
+    return remove_changing_parts("; ".join(shown), each.prefix) or "-"
 
 
 def differences(before: Any, after: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -245,14 +245,14 @@ def differences(before: Any, after: Any, place: str = "") -> Iterator[tuple[str,
         yield place, before, after
 
 
-def plain(value: Any) -> str:
+def plain_value(value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(plain(item) for item in value) or "none"
+        return ", ".join(plain_value(item) for item in value) or "none"
     if isinstance(value, dict):
         return " ".join(str(item) for item in value.values() if not isinstance(item, bool))
     return "nothing" if value in (None, "") else json.dumps(value).strip('"')
 
 
-def clean(text: str, prefix: str) -> str:
+def remove_changing_parts(text: str, prefix: str) -> str:
     """Remove the parts that differ between runs: the case's prefix, and ids."""
     return re.sub(r"\b[0-9a-f]{12}\b", "…", text.replace(prefix, ""))

@@ -9,7 +9,7 @@ import pytest
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import Conflict
 from sandbox_gateway.records import SandboxState
-from tests.engine.test_engine_fork import START_COUNTER, counter
+from tests.engine.test_engine_fork import START_COUNTER, read_counter
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
 
@@ -32,7 +32,7 @@ def test_running_sandboxes_are_adopted_with_names_and_lineage(fresh: Any, world:
     assert world.traces(again.config) == before
     assert again.shell("f1", "hostname").strip() == "f1"
     if world.abilities.memory:
-        assert counter(again, "source") > 0
+        assert read_counter(again, "source") > 0
     again.do(again.engine.snapshots.create("f1", name="after"))
     again.do(again.engine.sandboxes.resume("f2"))
     assert again.shell("f2", "hostname").strip() == "f2"
@@ -46,7 +46,7 @@ def test_a_second_gateway_on_the_same_state_is_refused(fresh: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", ["start", "stay"])
-def test_sandbox_whose_machine_went_with_the_host(fresh: Any, world: World, policy: str) -> None:
+def test_a_sandbox_whose_machine_ended_with_the_host(fresh: Any, world: World, policy: str) -> None:
     live = fresh(restart=policy)
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["victim"])))
     live.shell("victim", "echo kept >/root/kept && sync")
@@ -62,7 +62,7 @@ def test_sandbox_whose_machine_went_with_the_host(fresh: Any, world: World, poli
     assert again.shell("victim", "cat /root/kept").strip() == "kept"
 
 
-def test_damage_is_put_aside_and_start_up_goes_on(fresh: Any, world: World) -> None:
+def test_damaged_records_are_moved_away_at_startup(fresh: Any, world: World) -> None:
     live = fresh()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["fine"])))
     for name in ("good", "torn", "short", "empty"):
@@ -76,7 +76,7 @@ def test_damage_is_put_aside_and_start_up_goes_on(fresh: Any, world: World) -> N
     again.do(again.engine.forks.create("good", ForkSpec()))
 
 
-def test_name_taken_twice_stays_with_the_older(fresh: Any, world: World) -> None:
+def test_a_duplicate_name_stays_with_the_older_object(fresh: Any, world: World) -> None:
     live = fresh()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     older = live.do(live.engine.snapshots.create("source", name="older"))
@@ -88,7 +88,7 @@ def test_name_taken_twice_stays_with_the_older(fresh: Any, world: World) -> None
     assert again.engine.snapshots.get(newer.id).names == []
 
 
-def test_records_from_a_newer_gateway_are_understood(fresh: Any, world: World) -> None:
+def test_records_of_a_newer_gateway_are_readable(fresh: Any, world: World) -> None:
     live = fresh()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     snapshot = live.do(live.engine.snapshots.create("source", name="mark"))

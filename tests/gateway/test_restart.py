@@ -24,7 +24,7 @@ COUNT = (
 )
 
 
-def counter(gateway: Gateway, name: str) -> int:
+def read_counter(gateway: Gateway, name: str) -> int:
     return int(gateway.sh(name, "cat /run/counter"))
 
 
@@ -41,7 +41,7 @@ def ten(gateway: Callable[..., Gateway]) -> Gateway:
     return made
 
 
-def picture(gateway: Gateway) -> Any:
+def observable_state(gateway: Gateway) -> Any:
     """Everything that a restart must not change."""
     sandboxes = gateway.call("GET", "/sandboxes?limit=1000")
     keys = ("sandboxID", "name", "state", "templateID", "forkedFrom", "snapshotID", "metadata", "endAt")
@@ -50,20 +50,20 @@ def picture(gateway: Gateway) -> Any:
 
 
 def test_kill_9_with_ten_sandboxes_running(ten: Gateway) -> None:
-    before = picture(ten)
-    counts = {name: counter(ten, name) for name in ("source", "fork-1", "fork-9")}
+    before = observable_state(ten)
+    counts = {name: read_counter(ten, name) for name in ("source", "fork-1", "fork-9")}
     ten.kill9()
     ten.start()
-    assert picture(ten) == before
+    assert observable_state(ten) == before
     for name in ("source", *(f"fork-{n}" for n in range(1, 10))):
         assert ten.sh(name, "hostname").strip() == name
     for name, count in counts.items():
-        assert counter(ten, name) > count, f"{name} stood still"
+        assert read_counter(ten, name) > count, f"{name} stood still"
     ten.call("POST", "/sandboxes/fork-1/snapshots", {"name": "after"})
     ten.call("POST", "/snapshots/after/fork", {"name": "late"})
 
 
-def test_kill_9_during_a_snapshot_leaves_it_whole_or_not_at_all(ten: Gateway) -> None:
+def test_kill_9_during_a_snapshot_leaves_no_partial_snapshot(ten: Gateway) -> None:
     for delay in (0.02, 0.05, 0.08, 0.12):
         ten.sh("source", "head -c 8000000 /dev/urandom >/run/blob")
         thread = threading.Thread(target=snapshot, args=(ten.url, f"cut-{int(delay * 1000)}"))
@@ -76,7 +76,7 @@ def test_kill_9_during_a_snapshot_leaves_it_whole_or_not_at_all(ten: Gateway) ->
         assert not list(ten.state_root.glob("snapshots/.partial-*"))
         for found in ten.call("GET", "/snapshots"):
             fork = ten.call("POST", f"/snapshots/{found['snapshotID']}/fork", {})
-            assert counter(ten, fork["sandboxID"]) > 0
+            assert read_counter(ten, fork["sandboxID"]) > 0
             ten.call("DELETE", f"/sandboxes/{fork['sandboxID']}")
 
 
@@ -87,9 +87,9 @@ def snapshot(url: str, name: str) -> None:
         client.post("/sandboxes/source/snapshots", json={"name": name})
 
 
-def test_sigterm_lets_sandboxes_go_on(ten: Gateway) -> None:
-    before = counter(ten, "fork-2")
+def test_sigterm_leaves_sandboxes_running(ten: Gateway) -> None:
+    before = read_counter(ten, "fork-2")
     assert ten.stop() == 0
     time.sleep(1)
     ten.start()
-    assert counter(ten, "fork-2") > before
+    assert read_counter(ten, "fork-2") > before

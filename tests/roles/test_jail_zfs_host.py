@@ -81,10 +81,10 @@ def test_check_mode_predicts_first_run_makes_second_changes_nothing(place: Place
     ]
     assert 'kern.racct.enable="1"' in (place.directory / "loader.conf").read_text()
     assert "net.inet.ip.forwarding=1" in (place.directory / "sysctl.conf").read_text()
-    assert place.shim.ok("sysctl", "-n", "kern.logsigexit") == "0\n", "a jail writes no lines of the host's log"
-    assert place.bridge in place.shim.ok("ifconfig", "-l")
-    assert re.search(r"inet 10\.\S+\.1 netmask", place.shim.ok("ifconfig", place.bridge))
-    assert 'anchor "sbx/*" all' in place.shim.ok("pfctl", "-s", "rules")
+    assert place.shim.check_ok("sysctl", "-n", "kern.logsigexit") == "0\n", "a jail writes no lines of the host's log"
+    assert place.bridge in place.shim.check_ok("ifconfig", "-l")
+    assert re.search(r"inet 10\.\S+\.1 netmask", place.shim.check_ok("ifconfig", place.bridge))
+    assert 'anchor "sbx/*" all' in place.shim.check_ok("pfctl", "-s", "rules")
 
     for check in (False, True):
         again = place.apply(check=check)
@@ -105,8 +105,8 @@ def test_data_stay_unless_one_asks_otherwise(place: Place) -> None:
     assert not done.failed, done.output
     assert "keeps its sandboxes" in done.output
     assert clone in place.datasets()
-    assert place.bridge not in place.shim.ok("ifconfig", "-l")
-    assert "sbx" not in (place.directory / "pf.conf").read_text() + place.shim.ok("pfctl", "-s", "rules")
+    assert place.bridge not in place.shim.check_ok("ifconfig", "-l")
+    assert "sbx" not in (place.directory / "pf.conf").read_text() + place.shim.check_ok("pfctl", "-s", "rules")
     assert place.apply(state="absent").changed_tasks == []
 
     outside = f"{place.pool.name}/theirs"
@@ -135,9 +135,9 @@ def test_what_is_in_use_is_neither_taken_nor_moved(place: Place) -> None:
     dataset = f"{place.dataset}/sandboxes/i2"
     pools.run("zfs", "create", dataset)
     root = place.pool.mount_point / "a/sandboxes/sandboxes/i2"
-    place.shim.ok("jail", "-c", "name=busy", f"path={root}", "persist")
+    place.shim.check_ok("jail", "-c", "name=busy", f"path={root}", "persist")
     done = place.apply(state="absent", remove_data=True)
-    place.shim.ok("jail", "-R", "busy")
+    place.shim.check_ok("jail", "-R", "busy")
     assert done.failed
     assert "(busy): end them first" in done.message
     assert dataset in place.datasets()
@@ -148,7 +148,7 @@ def test_what_is_in_use_is_neither_taken_nor_moved(place: Place) -> None:
 
 
 def test_a_kernel_that_does_not_count_is_said_so(place: Place) -> None:
-    place.shim.ok("freebsd-shim", "set", "kern.racct.enable", "0")
+    place.shim.check_ok("freebsd-shim", "set", "kern.racct.enable", "0")
     done = place.apply()
     assert not done.failed, done.output
     assert "reboot needed: kern.racct.enable" in done.output
@@ -169,7 +169,7 @@ def test_refuses_with_a_sentence(place: Place, options: dict[str, str], sentence
 
 
 def test_refuses_an_old_system_and_one_that_is_none(place: Place) -> None:
-    place.shim.ok("freebsd-shim", "set", "kern.osreldate", "1302000")
+    place.shim.check_ok("freebsd-shim", "set", "kern.osreldate", "1302000")
     assert "14.0 (1400000) or newer" in place.apply().message
     environment = {name: value for name, value in os.environ.items() if name != "FREEBSD_SHIM_STATE"}
     assert (

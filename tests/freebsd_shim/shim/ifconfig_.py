@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
         raise base.usage(USAGE) from None
     letters = {letter for letter, _ in options}
     for letter in sorted(letters - set("aCdgjlu")):
-        raise base.unbuilt(f"-{letter}")
+        raise base.unsupported(f"-{letter}")
     if ("l" in letters and "a" in letters) or {"u", "d"} <= letters:
         raise base.usage(USAGE)
     values = dict(options)
@@ -167,9 +167,9 @@ def parameter(change: Change, words: list[str], at: int) -> int:
     elif word in ("-description", "-descr"):
         retag(change, description="")
     elif word in KNOWN:
-        raise base.unbuilt(word)
+        raise base.unsupported(word)
     elif change.address:
-        raise base.unbuilt("a destination address")
+        raise base.unsupported("a destination address")
     else:
         change.address = word
     return 1
@@ -306,7 +306,7 @@ def retag(change: Change, *, description: str | None = None, groups: list[str] |
 
 def tag(change: Change, link: net.Link) -> None:
     if not link.driver:
-        raise base.unbuilt("a description or group of an interface that is Linux's own")
+        raise base.unsupported("a description or group of an interface that is Linux's own")
     change.net.change(link.index, net.string(net.LINK_ALIAS, link.alias()))
 
 
@@ -409,7 +409,7 @@ def addresses(change: Change) -> None:
     """The deferred part of ifconfig(): sets or removes the addresses."""
     if not change.address:
         if change.alias < 0 or change.netmask or change.prefix is not None:
-            raise base.unbuilt("a mask, or -alias, without an address")
+            raise base.unsupported("a mask, or -alias, without an address")
         return
     link = change.link()
     if change.family in ("ether", "link", "lladdr"):

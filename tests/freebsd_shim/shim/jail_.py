@@ -124,7 +124,7 @@ class Work:
                 base.warnx(f'{name}: non-integer value "{value}"')
                 bad = True
             elif own not in BUILT:
-                raise base.unbuilt(f"the parameter {own}")
+                raise base.unsupported(f"the parameter {own}")
         if bad:
             raise Failed
 
@@ -157,7 +157,7 @@ def main(argv: list[str]) -> int:
     letters = [letter for letter, _ in options]
     for letter in letters:
         if letter in "efhJlpuUv":
-            raise base.unbuilt(f"-{letter}")
+            raise base.unsupported(f"-{letter}")
     work = Work()
     conf = True
     for letter, value in options:
@@ -173,9 +173,9 @@ def main(argv: list[str]) -> int:
     if not operations:
         if len(rest) < 4 or not rest[0].startswith("/"):
             raise base.usage(USAGE)
-        raise base.unbuilt("the old command line with fixed parameters")
+        raise base.unsupported("the old command line with fixed parameters")
     if operations - {"c"} and operations - {"m"}:
-        raise base.unbuilt("-" + "".join(sorted(operations)) + " together")
+        raise base.unsupported("-" + "".join(sorted(operations)) + " together")
     if not (len(rest) > 1 or (len(rest) == 1 and "=" in rest[0])):
         if not conf:
             raise base.usage(USAGE)

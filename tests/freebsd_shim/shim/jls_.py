@@ -64,13 +64,13 @@ def main(argv: list[str]) -> int:
     letters = {letter for letter, _ in options}
     for letter in "sv":
         if letter in letters:
-            raise base.unbuilt(f"-{letter}")
+            raise base.unsupported(f"-{letter}")
     if not names and letters & {"h", "n"}:
-        raise base.unbuilt("-h or -n for all parameters")
+        raise base.unsupported("-h or -n for all parameters")
     try:
         for name in names:
             if name == "all":
-                raise base.unbuilt("the parameter all")
+                raise base.unsupported("the parameter all")
             prison.describe(name)
         chosen = dict(options).get("j")
         dying = bool(letters & {"a", "d"})

@@ -63,7 +63,7 @@ def apply(jail: str, rules: list[list[str]], pids: list[int]) -> None:
     files = wanted(rules)
     for controller in CONTROLLERS:
         if not os.path.exists(os.path.join(ROOT, controller, "cgroup.procs")):
-            raise base.unbuilt(f"limits without the cgroup (version 1) controller {controller}")
+            raise base.unsupported(f"limits without the cgroup (version 1) controller {controller}")
         fresh = not os.path.isdir(place(controller, jail))
         os.makedirs(place(controller, jail), exist_ok=True)
         for file, value in files.items():

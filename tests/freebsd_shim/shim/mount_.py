@@ -153,7 +153,7 @@ def main(argv: list[str]) -> int:
         elif letter == "p":
             fstab = verbose = True
         elif letter != "n":
-            raise base.unbuilt(f"-{letter}")
+            raise base.unsupported(f"-{letter}")
     if not rest:
         return show(fstype, json, verbose, fstab)
     if len(rest) == 1:
@@ -201,7 +201,7 @@ def mount(fstype: str, special: str, node: str, words: list[str]) -> int:
             base.PROG = own
     if fstype == "devfs":
         return mount_devfs(special, node, words)
-    raise base.unbuilt(f"-t {fstype}")
+    raise base.unsupported(f"-t {fstype}")
 
 
 def options_of(words: list[str], own: tuple[str, ...]) -> tuple[list[str], str]:
@@ -274,9 +274,9 @@ def mount_devfs(special: str, node: str, words: list[str]) -> int:
         if not text.isdigit() or int(text) > 65535:
             raise base.err(1, f"{special}: could not convert ruleset parameter", errno.EINVAL)
         if text != "4":
-            raise base.unbuilt(f"devfs ruleset {text}")
+            raise base.unsupported(f"devfs ruleset {text}")
     if not rulesets:
-        raise base.unbuilt("devfs without a ruleset")
+        raise base.unsupported("devfs without a ruleset")
     number = cover(node, on)
     if number:
         raise base.err(1, special, number)
@@ -372,7 +372,7 @@ def umount_main(argv: list[str]) -> int:
         raise base.usage(UMOUNT_USAGE) from None
     letters = {letter for letter, _ in options}
     for letter in sorted(letters - set("fv")):
-        raise base.unbuilt(f"-{letter}")
+        raise base.unsupported(f"-{letter}")
     if not names:
         raise base.usage(UMOUNT_USAGE)
     return max([unmount(name, "f" in letters, "v" in letters) for name in names])

@@ -95,7 +95,7 @@ def parse(text: str, *, main: bool) -> Ruleset:
         rank = ORDER.get(words[0])
         if rank is None:
             if words[0] in UNBUILT:
-                raise base.unbuilt(f"{words[0]} in pf rules")
+                raise base.unsupported(f"{words[0]} in pf rules")
             raise SyntaxProblem(number)
         if rank < last:
             # parse.y check_rulestate()
@@ -140,7 +140,7 @@ class Words:
 
     def problem(self, message: str = "syntax error") -> SyntaxProblem:
         if self.peek() in UNBUILT:
-            raise base.unbuilt(f"{self.peek()} in pf rules")
+            raise base.unsupported(f"{self.peek()} in pf rules")
         return SyntaxProblem(self.line, message)
 
     def many(self, one_: object) -> list:  # type: ignore[type-arg]
@@ -179,7 +179,7 @@ def one(result: Ruleset, words: Words, main: bool) -> None:
 
 def option(result: Ruleset, words: Words, main: bool) -> None:
     if not main:
-        raise base.unbuilt("set in an anchor")
+        raise base.unsupported("set in an anchor")
     name = words.next()
     if name == "skip":
         words.need("on")
@@ -190,7 +190,7 @@ def option(result: Ruleset, words: Words, main: bool) -> None:
             raise words.problem()
         result.block_return = policy == "return"
     elif name in UNBUILT:
-        raise base.unbuilt(f"set {name} in pf rules")
+        raise base.unsupported(f"set {name} in pf rules")
     else:
         raise words.problem()
 
@@ -211,7 +211,7 @@ def filter_rule(result: Ruleset, action: str, words: Words) -> list[Rule]:
         elif word == "flags":
             flags = words.next()
             if flags not in ("S/SA", "any"):
-                raise base.unbuilt(f"flags {flags} in pf rules")
+                raise base.unsupported(f"flags {flags} in pf rules")
         elif word == "label":
             words.next()
         else:
@@ -227,7 +227,7 @@ def translation(kind: str, no: bool, words: Words) -> list[Rule]:
     """``[no] nat|rdr [pass] [on if] [af] [proto p] hosts [-> address [port n]]``."""
     rule: Rule = {"what": kind, "no": no, "pass": bool(words.take("pass"))}
     if rule["pass"] and kind == "nat":
-        raise base.unbuilt("nat pass in pf rules")
+        raise base.unsupported("nat pass in pf rules")
     rules = common(rule, words)
     target, port = "", ""
     if no:
@@ -243,7 +243,7 @@ def translation(kind: str, no: bool, words: Words) -> list[Rule]:
         if words.take("port"):
             port = words.next()
             if kind == "nat" or ":" in port:
-                raise base.unbuilt("this port of a translation")
+                raise base.unsupported("this port of a translation")
             number(words, port)
     for each in rules:
         if each["what"] == "rdr" and port and each["proto"] not in ("tcp", "udp"):
@@ -298,7 +298,7 @@ def interface(words: Words) -> str:
     no = "! " if words.take("!") else ""
     name = words.next()
     if name == "any":
-        raise base.unbuilt("on any in pf rules")
+        raise base.unsupported("on any in pf rules")
     if not name[0].isalnum() or len(name) > 15:
         raise words.problem()
     return no + name
@@ -307,7 +307,7 @@ def interface(words: Words) -> str:
 def protocol(words: Words) -> str:
     name = words.next()
     if name not in ("tcp", "udp", "icmp", "icmp6", "ipv6-icmp"):
-        raise base.unbuilt(f"proto {name} in pf rules") if name.isalnum() else words.problem()
+        raise base.unsupported(f"proto {name} in pf rules") if name.isalnum() else words.problem()
     return name
 
 
@@ -333,13 +333,13 @@ def host(words: Words) -> str:
         words.need(")")  # all addresses that this machine has when the packet arrives
         return no + "(self)"
     if word in ("<", "("):
-        raise base.unbuilt("tables and interface addresses in pf rules")
+        raise base.unsupported("tables and interface addresses in pf rules")
     text, slash, length = word.partition("/")
     af = family(text)
     if not af:
         if word in KEYWORDS or not text[0].isalnum():
             raise words.problem()
-        raise base.unbuilt(f"the host {word} (no address) in pf rules")
+        raise base.unsupported(f"the host {word} (no address) in pf rules")
     if slash and not (length.isdigit() and int(length) <= (32 if af == "inet" else 128)):
         raise words.problem("illegal netmask")
     return no + (masked(text, af, int(length)) if slash else text)
@@ -360,7 +360,7 @@ def ports(words: Words) -> list[str]:
 def port_of(words: Words) -> str:
     """``= 80`` for 80, ``80:90``."""
     if words.peek() in ("!", "<", ">"):
-        raise base.unbuilt("port comparisons in pf rules")
+        raise base.unsupported("port comparisons in pf rules")
     words.take("=")
     word = words.next()
     low, colon, high = word.partition(":")

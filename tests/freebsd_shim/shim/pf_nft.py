@@ -81,7 +81,7 @@ def filter_lines(rules: list[pf.Rule], direction: str) -> list[str]:
         if rule["what"] == "block":
             if rule["drop"] == "return" and direction == "out":
                 if rule["direction"] == "out":
-                    raise base.unbuilt("block return out")
+                    raise base.unsupported("block return out")
                 action = "drop" if rule["quick"] else mark(BLOCK)
             elif rule["drop"] == "return":
                 action = reject(rule) if rule["quick"] else mark(BLOCK | RETURN)
@@ -121,7 +121,7 @@ def nat_lines(rules: list[pf.Rule]) -> list[str]:
             action = "accept"
         elif rule["to"].startswith("("):
             if rule["to"] != f"({rule['on']})":
-                raise base.unbuilt("nat to the address of another interface")
+                raise base.unsupported("nat to the address of another interface")
             action = "masquerade"
         else:
             action = f"snat {'ip6' if rule['af'] == 'inet6' else 'ip'} to {rule['to']}"
@@ -204,7 +204,7 @@ def feed(script: str) -> None:
     """Pass the script to nft(8). Raises RuntimeError with its error message: a bug of the translation."""
     nft = next((path for path in NFT if os.access(path, os.X_OK)), "")
     if not nft:
-        raise base.unbuilt("pf without nftables")
+        raise base.unsupported("pf without nftables")
     back, front = os.pipe()
     said, telling = os.pipe()
     child = os.fork()

@@ -54,7 +54,7 @@ def select(argv: list[str], known: str, act: object) -> int:
         raise usage() from None
     for letter, _ in options:
         if letter not in known or letter in "nv:" or (letter == "l"):
-            raise base.unbuilt(f"-{letter}")
+            raise base.unsupported(f"-{letter}")
     letters = {letter for letter, _ in options}
     wanted = [value for letter, value in options if letter == "j"]
     if not wanted and not patterns:
@@ -77,7 +77,7 @@ def in_jails(lists: list[str]) -> list[int]:
             jails += prison.table()["jails"]
             continue
         if word == "none":
-            raise base.unbuilt("-j none")
+            raise base.unsupported("-j none")
         if word.isdigit():
             # A number is not looked up: it matches the processes of the jail with that number, or none.
             jails += [jail for jail in prison.table()["jails"] if jail["jid"] == int(word)]

@@ -216,7 +216,7 @@ def create(given: dict[str, object]) -> Jail:
     if given.get("vnet") == "new" and any(name in given for name in ("ip4", "ip4.addr", "ip6", "ip6.addr")):
         raise JailError("vnet jails cannot have IP address restrictions")
     if "ip4.addr" in given or "ip6.addr" in given:
-        raise base.unbuilt("ip4.addr and ip6.addr of a jail without vnet")
+        raise base.unsupported("ip4.addr and ip6.addr of a jail without vnet")
     name, jid = str(given.get("name", "")), int(given.get("jid", 0))  # type: ignore[call-overload]
     if not jid and name.isascii() and name.isdigit():
         jid = int(name)

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
         raise base.usage(USAGE) from None
     letters = {letter for letter, _ in options}
     for letter in sorted(letters - set("einNq")):
-        raise base.unbuilt(f"-{letter}")
+        raise base.unsupported(f"-{letter}")
     if not words:
         raise base.usage(USAGE)
     code = 0

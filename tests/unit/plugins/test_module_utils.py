@@ -21,7 +21,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._plan import (
 from ansible_collections.grove.sandbox.plugins.module_utils._run import HIDDEN, hide, secrets_of
 from ansible_collections.grove.sandbox.plugins.module_utils._shapes import moment
 
-from tests.collection.predictions import CASES, THINGS, wanted
+from tests.collection.predictions import CASES, THINGS, required_items
 from tests.support.session import REPOSITORY
 
 
@@ -141,6 +141,6 @@ def test_of_what_gives_way_that_is_shown_which_its_successor_has() -> None:
 def test_every_state_and_option_of_every_module_is_in_the_table_of_predictions() -> None:
     modules = {path.stem for path in (REPOSITORY / "plugins" / "modules").glob("*.py")}
     assert modules == set(THINGS)
-    found = {each for case in CASES for each in case.covers()}
-    assert not wanted() - found, "add a case to tests/collection/predictions.py for each of these"
+    found = {each for case in CASES for each in case.covered_items()}
+    assert not required_items() - found, "add a case to tests/collection/predictions.py for each of these"
     assert len({(case.module, case.title) for case in CASES}) == len(CASES)

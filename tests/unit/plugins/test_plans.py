@@ -19,7 +19,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._run import run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.collection.runner import foretold
+from tests.collection.runner import check_prediction
 from tests.support.faulty_gateway import FaultyGateway
 
 THINGS = {
@@ -190,7 +190,7 @@ def test_said_is_done_and_done_once(
     assert said.get("failure") == done.get("failure")
     if "diff" not in done:
         return
-    foretold(said, done)
+    check_prediction(said, done)
     again = carry_out(client, kind, params)
     if params.get("rollback_to"):
         # Writes to a volume since the snapshot are not known: it is rolled back every time.
