@@ -41,7 +41,7 @@ class Answers:
 @contextlib.contextmanager
 def watching() -> Iterator[Answers]:
     timers = Timers()
-    with timers.watching({"exchange": (AgentClient, "_exchange"), "line": (AgentClient, "_tell")}):
+    with timers.watching({"exchange": (AgentClient, "_exchange"), "line": (AgentClient, "_send_over_line")}):
         if timers.missing:
             raise RuntimeError(f"{timers.missing[0]} is gone: benchmarks/answers.py must know what took its place")
         yield Answers(timers)

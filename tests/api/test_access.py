@@ -13,7 +13,7 @@ import httpx
 import pytest
 from e2b.sandbox.signature import get_signature
 
-from sandbox_gateway.api.access.ports import inner_token, signed_query
+from sandbox_gateway.api.access.ports import token_for_port, signed_query
 from sandbox_gateway.errors import Unauthorized
 from tests.api import memory_host
 from tests.api.inside import AGENT_PORT, PORT, eventually, host, port_headers, port_headers_with_host, raw_service
@@ -62,7 +62,7 @@ def test_the_code_interpreter_token_opens_nothing_else(
             assert anyone.get("/contexts", headers=port_headers(one, 49999, **let_in)).status_code == 200
             headers = service.request_headers()
             given = headers["x-access-token"]
-            assert given == inner_token(one["envdAccessToken"], 49999) != one["envdAccessToken"]
+            assert given == token_for_port(one["envdAccessToken"], 49999) != one["envdAccessToken"]
             assert (
                 anyone.get("/files", headers=port_headers(one, AGENT_PORT, **{"X-Access-Token": given})).status_code
                 == 401

@@ -519,12 +519,12 @@ async def _cancel_at_each_await() -> None:
     assert left == {}
 
 
-def _memory_machine() -> pools.Machine:
+def _memory_machine() -> pools.MachineConnections:
     sandbox = types.SimpleNamespace(instance="i", started_at=None)
-    return pools.Machine(cast(Any, sandbox), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cast(Any, None))
+    return pools.MachineConnections(cast(Any, sandbox), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cast(Any, None))
 
 
-def _make_request(port: int) -> proxy.Errand:
+def _make_request(port: int) -> proxy.ServiceRequest:
     async def receive() -> dict[str, Any]:
         await asyncio.Event().wait()
         raise AssertionError
@@ -534,7 +534,7 @@ def _make_request(port: int) -> proxy.Errand:
 
     sandbox = types.SimpleNamespace(id="one")
     target = proxy.Target("one", port, "localhost", by_host=False)
-    return proxy.Errand({"method": "GET"}, receive, send, target, cast(Any, sandbox), "127.0.0.1", b"/", [])
+    return proxy.ServiceRequest({"method": "GET"}, receive, send, target, cast(Any, sandbox), "127.0.0.1", b"/", [])
 
 
 def _open_connections(port: int) -> int:

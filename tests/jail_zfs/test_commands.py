@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.command import arun
+from sandbox_gateway.command import run_async
 from sandbox_gateway.errors import BackendFailed
 from tests.support.waiting import eventually
 from tests.support.xfs import LoopXfs
@@ -38,7 +38,7 @@ def test_a_command_that_does_not_die_is_given_up(frozen: Path) -> None:
     async def story() -> None:
         try:
             with pytest.raises(BackendFailed, match=r"did not end within 0\.5 s and was stopped"):
-                await asyncio.wait_for(arun(["touch", str(frozen / "file")], timeout=0.5), 60)
+                await asyncio.wait_for(run_async(["touch", str(frozen / "file")], timeout=0.5), 60)
         finally:
             await asyncio.to_thread(thaw, frozen)
 
@@ -47,7 +47,7 @@ def test_a_command_that_does_not_die_is_given_up(frozen: Path) -> None:
 
 def test_a_cancelled_caller_of_a_command_that_does_not_die_goes_on(frozen: Path) -> None:
     async def story() -> None:
-        work = asyncio.ensure_future(arun(["touch", str(frozen / "file")], timeout=600))
+        work = asyncio.ensure_future(run_async(["touch", str(frozen / "file")], timeout=600))
         await asyncio.sleep(0.5)
         work.cancel()
         done, _ = await asyncio.wait([work], timeout=60)

@@ -76,17 +76,17 @@ def test_kvm_by_command_needs_the_device(cache: Path, monkeypatch: pytest.Monkey
 
 def test_a_stock_kernel_that_boots_is_proof(template_kernel: Path) -> None:
     config = KvmXfs(probe_seconds=60)
-    assert asyncio.run(accel.boots(config, template_kernel, accelerator="tcg", cpu_model="max"))
+    assert asyncio.run(accel.can_boot(config, template_kernel, accelerator="tcg", cpu_model="max"))
 
 
 def test_what_does_not_boot_is_no_proof_and_leaves_nothing(tmp_path: Path, template_kernel: Path) -> None:
     config = KvmXfs(probe_seconds=0.5)
     start = time.monotonic()
-    assert not asyncio.run(accel.boots(config, template_kernel, accelerator="tcg", cpu_model="max"))
+    assert not asyncio.run(accel.can_boot(config, template_kernel, accelerator="tcg", cpu_model="max"))
     assert time.monotonic() - start < 5
     nothing = tmp_path / "vmlinuz"
     nothing.write_bytes(b"no kernel")
-    assert not asyncio.run(accel.boots(config, nothing, accelerator="tcg", cpu_model="max"))
+    assert not asyncio.run(accel.can_boot(config, nothing, accelerator="tcg", cpu_model="max"))
     left = subprocess.run(["pgrep", "-f", str(template_kernel)], capture_output=True, check=False)
     assert left.returncode == 1, left.stdout
 
@@ -94,7 +94,7 @@ def test_what_does_not_boot_is_no_proof_and_leaves_nothing(tmp_path: Path, templ
 def test_one_that_falls_silent_has_hung(tmp_path: Path, template_kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel, "_SILENT_SECONDS", 0.5)
     config = KvmXfs(qemu=script(tmp_path / "qemu", "echo Linux version 6.1\nexec sleep 1000"), probe_seconds=600)
-    booted = accel.boots(config, template_kernel, accelerator="tcg", cpu_model="max")
+    booted = accel.can_boot(config, template_kernel, accelerator="tcg", cpu_model="max")
     assert not asyncio.run(asyncio.wait_for(booted, 60))
 
 

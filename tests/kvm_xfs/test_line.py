@@ -27,13 +27,13 @@ def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
 def connections(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Times at which the gateway tried to reach an agent over the network to send its identity."""
     made: list[float] = []
-    plain = AgentClient._reach
+    plain = AgentClient._connect_when_ready
 
     async def reach(self: AgentClient, *args: object) -> object:
         made.append(time.monotonic())
         return await plain(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(AgentClient, "_reach", reach)
+    monkeypatch.setattr(AgentClient, "_connect_when_ready", reach)
     return made
 
 

@@ -364,7 +364,7 @@ def test_rollback_for_which_there_is_no_space_is_not_noticed(
     def refuse(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "forced")
 
-    monkeypatch.setattr(store, "_lengthen", refuse)
+    monkeypatch.setattr(store, "_extend", refuse)
     volume, snapshot, _ = rolled
     with pytest.raises(NoSpace, match="no space left"):
         asyncio.run(host.rollback(volume, snapshot))

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from e2b.sandbox.signature import get_signature
 
-from sandbox_gateway.api.access.ports import inner_token
+from sandbox_gateway.api.access.ports import token_for_port
 from tests.api.inside import (
     AGENT_PORT,
     PORT,
@@ -49,7 +49,7 @@ PLACES: dict[str, Callable[[str], dict[str, str]]] = {
 
 def tokens(sandbox: dict[str, Any]) -> list[str]:
     envd: str = sandbox["envdAccessToken"]
-    return [envd, sandbox["trafficAccessToken"], inner_token(envd, CODE_PORT), f"{envd},{envd}"]
+    return [envd, sandbox["trafficAccessToken"], token_for_port(envd, CODE_PORT), f"{envd},{envd}"]
 
 
 @contextlib.contextmanager

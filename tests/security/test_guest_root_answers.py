@@ -175,7 +175,7 @@ def test_of_an_answer_without_an_end_little_is_taken(served: Served, one: dict[s
             finally:
                 tracemalloc.stop()
     assert answer.status_code == _GOES_ON.get(entry, 500), answer.text
-    most = guest_json.LARGEST if entry in ("exec", "v1 exec", "v1 eval") else guest_json.USUAL
+    most = guest_json.MAX_BYTES if entry in ("exec", "v1 exec", "v1 eval") else guest_json.DEFAULT_BYTES
     assert sent[0] < most + 32 * _MB
     assert peak < 2 * most + 32 * _MB
     assert not guest_json._held
@@ -262,7 +262,7 @@ def _is_clean(text: str) -> None:
 
 def test_many_large_answers_of_one_sandbox_are_not_all_held(served: Served, one: dict[str, Any]) -> None:
     """Eight commands at once, each answered with almost all of its limit, and then nothing."""
-    size = guest_json.LARGEST - 1000
+    size = guest_json.MAX_BYTES - 1000
     body = HEAD + b"Content-Length: %d\r\n\r\n" % (size + 100) + b'{"stdout": "' + b"x" * (size - 12)
 
     async def wait(reader: Any, _: Any) -> None:
@@ -279,10 +279,10 @@ def test_many_large_answers_of_one_sandbox_are_not_all_held(served: Served, one:
         threads = [threading.Thread(target=attack) for _ in range(8)]
         for thread in threads:
             thread.start()
-        eventually(lambda: sum(guest_json._held.values()) > guest_json.LARGEST // 2)
+        eventually(lambda: sum(guest_json._held.values()) > guest_json.MAX_BYTES // 2)
         assert client.get("/health", timeout=20).status_code == 200
         eventually(lambda: statuses.count(429) >= 6)
-        assert max(guest_json._held.values()) <= guest_json.MOST_HELD
+        assert max(guest_json._held.values()) <= guest_json.MAX_HELD_BYTES
         for thread in threads:
             thread.join(100)
     assert not guest_json._held
@@ -290,7 +290,7 @@ def test_many_large_answers_of_one_sandbox_are_not_all_held(served: Served, one:
 
 def test_answers_of_all_sandboxes_have_a_bound_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Root in several sandboxes: each stays within its own limit, and never ends its answers."""
-    monkeypatch.setattr(guest_json, "MOST_HELD_IN_ALL", 1 << 20)
+    monkeypatch.setattr(guest_json, "MAX_TOTAL_HELD_BYTES", 1 << 20)
 
     async def attack() -> None:
         with contextlib.ExitStack() as stack:

@@ -11,8 +11,8 @@ import pytest
 
 from sandbox_gateway.cli import failure, progress, render
 from sandbox_gateway.cli import main as sandboxctl
+from sandbox_gateway.control_characters import escape_control_characters, remove_control_characters
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.printable import escaped, printable
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x1b[0m \x9b2J\r\x08\x7f\u202eevil\u2066\u200b\u2028\x00\udc80 text"
 
@@ -36,14 +36,14 @@ def _is_clean(text: str) -> None:
     ],
 )
 def test_what_a_terminal_would_obey_is_left_out(given: str, left: str) -> None:
-    assert printable(given) == left
-    _is_clean(printable(given))
+    assert remove_control_characters(given) == left
+    _is_clean(remove_control_characters(given))
 
 
 @pytest.mark.parametrize("piece", ["\x1b[", "\x1b]", "\x1b", "\x1b[0", "\x1b]\x1b", "\x1b[;", "\x1bP\x1b]"])
 def test_leaving_it_out_takes_time_in_proportion(piece: str) -> None:
     """A quadratic search would take hours."""
-    assert len(printable(piece * (4_000_000 // len(piece)))) < 4_000_000
+    assert len(remove_control_characters(piece * (4_000_000 // len(piece)))) < 4_000_000
 
 
 def test_an_error_of_the_gateway_holds_none_of_it() -> None:
@@ -53,9 +53,9 @@ def test_an_error_of_the_gateway_holds_none_of_it() -> None:
 
 def test_json_means_the_same() -> None:
     document = json.dumps({"a": EVIL + "\U000e0041ä"}, ensure_ascii=False)
-    _is_clean(escaped(document))
-    assert json.loads(escaped(document)) == json.loads(document)
-    assert "ä" in escaped(document)
+    _is_clean(escape_control_characters(document))
+    assert json.loads(escape_control_characters(document)) == json.loads(document)
+    assert "ä" in escape_control_characters(document)
 
 
 @pytest.fixture

@@ -61,13 +61,13 @@ def run(
             check=False,
         )
     except FileNotFoundError:
-        raise BackendFailed(_missing(argv[0])) from None
+        raise BackendFailed(_missing_message(argv[0])) from None
     except subprocess.TimeoutExpired:
-        raise BackendFailed(_late(argv, timeout)) from None
-    return _judged(argv, done, check)
+        raise BackendFailed(_timeout_message(argv, timeout)) from None
+    return _check_status(argv, done, check)
 
 
-async def arun(
+async def run_async(
     argv: Sequence[str],
     *,
     timeout: float,
@@ -88,7 +88,7 @@ async def arun(
             start_new_session=True,
         )
     except FileNotFoundError:
-        raise BackendFailed(_missing(argv[0])) from None
+        raise BackendFailed(_missing_message(argv[0])) from None
     try:
         out, err = await asyncio.wait_for(process.communicate(None if input is None else input.encode()), timeout)
     except (TimeoutError, asyncio.CancelledError) as error:
@@ -98,23 +98,23 @@ async def arun(
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), _DYING_SECONDS)
         if isinstance(error, TimeoutError):
-            raise BackendFailed(_late(argv, timeout)) from None
+            raise BackendFailed(_timeout_message(argv, timeout)) from None
         raise
     assert process.returncode is not None
     done = CompletedProcess(list(argv), process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
-    return _judged(argv, done, check)
+    return _check_status(argv, done, check)
 
 
-def _judged(argv: Sequence[str], done: CompletedProcess[str], check: bool) -> CompletedProcess[str]:
+def _check_status(argv: Sequence[str], done: CompletedProcess[str], check: bool) -> CompletedProcess[str]:
     if check and done.returncode != 0:
         said = (done.stderr.strip() or done.stdout.strip() or "nothing")[-_TAIL:]
         raise BackendFailed(f"{argv[0]} {argv[1] if len(argv) > 1 else ''} failed ({done.returncode}): {said}")
     return done
 
 
-def _missing(program: str) -> str:
+def _missing_message(program: str) -> str:
     return f"{program} is not installed: install it, or run the host role of this collection"
 
 
-def _late(argv: Sequence[str], timeout: float) -> str:
+def _timeout_message(argv: Sequence[str], timeout: float) -> str:
     return f"{argv[0]} {argv[1] if len(argv) > 1 else ''} did not end within {timeout:g} s and was stopped"

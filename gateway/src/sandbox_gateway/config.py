@@ -67,7 +67,7 @@ class Server(_Section):
 
     @field_validator("socket", mode="before")
     @classmethod
-    def _no_socket(cls, value: object) -> object:
+    def _empty_to_none(cls, value: object) -> object:
         return None if value == "" else value
 
 
@@ -155,7 +155,7 @@ class Network(_Section):
 
     @field_validator("subnet")
     @classmethod
-    def _a_subnet(cls, value: str) -> str:
+    def _check_subnet(cls, value: str) -> str:
         network = ipaddress.IPv4Network(value)
         if network.prefixlen > 28:
             raise ValueError("a subnet of at least /28 is needed: four addresses to each sandbox")
@@ -193,7 +193,7 @@ class LogSection(_Section):
 
     @field_validator("file", mode="before")
     @classmethod
-    def _no_file(cls, value: object) -> object:
+    def _empty_to_none(cls, value: object) -> object:
         return None if value == "" else value
 
 

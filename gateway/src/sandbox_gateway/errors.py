@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sandbox_gateway.printable import printable
+from sandbox_gateway.control_characters import remove_control_characters
 
 
 class GatewayError(Exception):
@@ -20,7 +20,7 @@ class GatewayError(Exception):
 
     def __init__(self, message: str, *, blockers: Sequence[str] = (), details: Mapping[str, Any] | None = None) -> None:
         """Create an error. ``message`` may quote a guest, or a program that has read a guest's files."""
-        self.message = printable(message)
+        self.message = remove_control_characters(message)
         super().__init__(self.message)
         self.blockers = list(blockers)
         self.details = dict(details or {})

@@ -22,7 +22,7 @@ things = st.recursive(
 objects = st.dictionaries(st.text(max_size=8), things, max_size=5)
 
 
-def parse(data: bytes, most: int = guest_json.USUAL) -> dict[str, Any]:
+def parse(data: bytes, most: int = guest_json.DEFAULT_BYTES) -> dict[str, Any]:
     return asyncio.run(guest_json.parse("sandbox", "exec", data, most))
 
 
@@ -75,9 +75,9 @@ def test_depth_is_bounded() -> None:
     def nested(depth: int) -> bytes:
         return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
-    assert parse(nested(guest_json.DEEPEST))
+    assert parse(nested(guest_json.MAX_DEPTH))
     with pytest.raises(BackendFailed, match="something else than JSON"):
-        parse(nested(guest_json.DEEPEST + 1))
+        parse(nested(guest_json.MAX_DEPTH + 1))
     assert parse(b'{"a": [' + b",".join([b"[]"] * 100) + b"]}") == {"a": [[]] * 100}
 
 
@@ -91,15 +91,15 @@ def test_size_is_bounded() -> None:
 def test_structure_is_bounded_and_strings_are_not_counted_with_it() -> None:
     assert parse(b'{"a":"' + b"x" * 100_000 + b'"}') == {"a": "x" * 100_000}
     whole = b'{"a":"x"}'
-    padding = b" " * (guest_json.MOST_STRUCTURE - len(whole) + len("ax"))
+    padding = b" " * (guest_json.MAX_STRUCTURE_BYTES - len(whole) + len("ax"))
     assert parse(whole + padding) == {"a": "x"}
     with pytest.raises(BackendFailed, match="answered exec with something else than it should"):
         parse(whole + padding + b" ")
 
 
 def test_answers_that_are_being_read_are_bounded_for_one_sandbox_and_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guest_json, "MOST_HELD", 30)
-    monkeypatch.setattr(guest_json, "MOST_HELD_IN_ALL", 50)
+    monkeypatch.setattr(guest_json, "MAX_HELD_BYTES", 30)
+    monkeypatch.setattr(guest_json, "MAX_TOTAL_HELD_BYTES", 50)
 
     async def story() -> None:
         with guest_json.Answer("one", "exec") as first:
@@ -127,22 +127,22 @@ def test_answers_that_are_being_read_are_bounded_for_one_sandbox_and_for_all(mon
 @given(st.binary(max_size=100))
 def test_base64_is_read_strictly(data: bytes) -> None:
     text = base64.b64encode(data).decode()
-    assert asyncio.run(guest_json.from_base64(text)) == data
+    assert asyncio.run(guest_json.decode_base64(text)) == data
 
 
 def test_a_long_base64_is_read_whole() -> None:
     data = bytes(range(256)) * 300
-    assert asyncio.run(guest_json.from_base64(base64.b64encode(data).decode())) == data
+    assert asyncio.run(guest_json.decode_base64(base64.b64encode(data).decode())) == data
 
 
 @pytest.mark.parametrize("text", [None, 1, b"YQ==", "YQ=", "Y", "YQ==x", "Y Q==", "ä", ["YQ=="]])
 def test_what_is_no_base64_is_refused(text: object) -> None:
     with pytest.raises(ValueError):
-        asyncio.run(guest_json.from_base64(text))
+        asyncio.run(guest_json.decode_base64(text))
 
 
 def test_integers_have_bounds() -> None:
-    assert [guest_json.integer(value, -1, 3) for value in (-1, 0, 3)] == [-1, 0, 3]
+    assert [guest_json.read_integer(value, -1, 3) for value in (-1, 0, 3)] == [-1, 0, 3]
     for value in (-2, 4, True, False, 1.0, "1", None):
         with pytest.raises(ValueError, match="no integer from -1 to 3"):
-            guest_json.integer(value, -1, 3)
+            guest_json.read_integer(value, -1, 3)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_gateway.engine.retention import surplus
+from sandbox_gateway.engine.retention import find_surplus
 from sandbox_gateway.records import Retention, Snapshot
 
 NOON = datetime(2026, 3, 10, 12, tzinfo=UTC)
@@ -19,7 +19,7 @@ def taken(hours_ago: float, rule: Retention | None, source: str = "a" * 12) -> S
 
 def given_up(rule: Retention, *hours_ago: float) -> list[float]:
     snapshots = [taken(hours, rule) for hours in hours_ago]
-    return sorted((NOON - each.created_at).total_seconds() / 3600 for each in surplus(snapshots, NOON))
+    return sorted((NOON - each.created_at).total_seconds() / 3600 for each in find_surplus(snapshots, NOON))
 
 
 def test_the_last_so_many_stay() -> None:
@@ -47,15 +47,15 @@ def test_the_newest_stays_however_old_it_is() -> None:
 
 def test_what_was_taken_without_a_rule_stays() -> None:
     by_hand, ruled = taken(50, None), taken(1, Retention(keep_last=1))
-    assert surplus([by_hand, ruled], NOON) == []
+    assert find_surplus([by_hand, ruled], NOON) == []
 
 
 def test_the_newest_rule_is_that_of_all_and_each_sandbox_has_its_own() -> None:
     strict, lax = Retention(keep_last=1), Retention(keep_last=5)
     mine = [taken(3, strict), taken(2, strict), taken(1, lax)]
     theirs = [taken(5, lax, "b" * 12), taken(4, lax, "b" * 12), taken(3, strict, "b" * 12)]
-    assert surplus(mine, NOON) == []
-    assert surplus([*mine, *theirs], NOON) == theirs[:2]
+    assert find_surplus(mine, NOON) == []
+    assert find_surplus([*mine, *theirs], NOON) == theirs[:2]
 
 
 rules = st.builds(
@@ -69,7 +69,7 @@ rules = st.builds(
 @given(rules, st.lists(st.floats(0, 500), min_size=1, max_size=20))
 def test_a_rule_applied_twice_gives_up_nothing_more_and_never_all(rule: Retention, hours: list[float]) -> None:
     snapshots = [taken(each, rule) for each in hours]
-    gone = surplus(snapshots, NOON)
+    gone = find_surplus(snapshots, NOON)
     left = [each for each in snapshots if each not in gone]
     assert left
-    assert surplus(left, NOON) == []
+    assert find_surplus(left, NOON) == []

@@ -13,7 +13,7 @@ MOST_FORKS = 1000
 _CENTURY = 3_153_600_000
 
 
-def _never(value: object) -> object:
+def _parse_never(value: object) -> object:
     """Return None for -1, with which the dialects mean never."""
     if isinstance(value, bool):
         raise ValueError("a number of seconds is needed, or -1 for never")
@@ -22,7 +22,7 @@ def _never(value: object) -> object:
 
 AnyRef = Annotated[str, Field(min_length=1, max_length=LONGEST_REF)]
 Seconds = Annotated[float, Field(ge=0, le=_CENTURY, allow_inf_nan=False)]
-Timeout = Annotated[Seconds | None, BeforeValidator(_never)]
+Timeout = Annotated[Seconds | None, BeforeValidator(_parse_never)]
 """Seconds from now until the sandbox ends; null or -1: never."""
 TIMEOUT = Field(None, description="Seconds from now; -1 or null: never. Absent: the host's default, or as it was.")
 

@@ -21,10 +21,10 @@ def respond(fields: Mapping[str, Output | int | bool | None]) -> Response:
     """Return a response with a JSON object. Output in bytes becomes text: invalid UTF-8 is replaced."""
     if sum(len(value) for value in fields.values() if isinstance(value, Output)) <= _SMALL:
         return Response(b"".join(_object(fields)), media_type="application/json")
-    return StreamingResponse(_in_turns(_object(fields)), media_type="application/json")
+    return StreamingResponse(_yield_in_pieces(_object(fields)), media_type="application/json")
 
 
-async def _in_turns(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+async def _yield_in_pieces(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
     waiting = bytearray()
     for piece in pieces:
         waiting += piece

@@ -9,7 +9,7 @@ import typer
 
 from sandbox_gateway.cli import render
 from sandbox_gateway.cli.context import Json, settings
-from sandbox_gateway.printable import printable
+from sandbox_gateway.control_characters import remove_control_characters
 
 
 def register(root: typer.Typer) -> None:
@@ -34,7 +34,7 @@ def events(
         else:
             at = str(data.pop("at", ""))[11:19]
             fields = " ".join(f"{key}={value}" for key, value in data.items())
-            print(printable(f"{at} {kind} {fields}").replace("\n", " "), flush=True)
+            print(remove_control_characters(f"{at} {kind} {fields}").replace("\n", " "), flush=True)
 
 
 def health(ctx: typer.Context, as_json: Json = False) -> None:

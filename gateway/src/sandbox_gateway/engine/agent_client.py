@@ -16,27 +16,27 @@ from typing import Any
 
 import h11
 
+from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.engine import guest_json
 from sandbox_gateway.engine.spec import EvalResult, ExecResult
 from sandbox_gateway.errors import BackendFailed, Invalid, Timeout, Unsupported
 from sandbox_gateway.hosts.addresses import AGENT_PORT
 from sandbox_gateway.hosts.base import Endpoint, GuestMount
 from sandbox_gateway.hosts.connect import open_connection
-from sandbox_gateway.printable import printable
 
 _READ = 1 << 14
 """Bytes that are read and parsed per turn of the event loop."""
-_LARGEST_FRAME = 4 << 20
-_LARGEST_REFUSAL = 4096
-_LONGEST_REASON = 1000
+_MAX_FRAME_BYTES = 4 << 20
+_MAX_REFUSAL_BYTES = 4096
+_MAX_REASON_LETTERS = 1000
 _EXIT_CODES = (-255, 255)
-_ATTEMPT_EVERY = 0.01
-_ATTEMPT_SLOWLY = 0.25
+_ATTEMPT_SECONDS = 0.01
+_SLOW_ATTEMPT_SECONDS = 0.25
 _QUICK_SECONDS = 0.5
-_ATTEMPTS_AT_ONCE = 8
+_MAX_ATTEMPTS = 8
 _LINE_FRAME = 4096
 _LINE_SECONDS = 5.0
-_MOST_HEARD = 1 << 16
+_MAX_LINE_BYTES = 1 << 16
 
 _NO_RESULT = (KeyError, ValueError)
 
@@ -89,15 +89,15 @@ class AgentClient:
         """
         deadline = time.monotonic() + seconds
         body = identity.body()
-        if self._line is not None and len(_told(body)) <= _LINE_FRAME:
+        if self._line is not None and len(_line_message(body)) <= _LINE_FRAME:
             with contextlib.suppress(OSError):
-                await self._tell(self._line, body)
+                await self._send_over_line(self._line, body)
                 return
         while True:
-            reader, writer = await self._reach(deadline, gone)
+            reader, writer = await self._connect_when_ready(deadline, gone)
             try:
                 async with asyncio.timeout(max(0.1, deadline - time.monotonic())):
-                    await self._exchange(reader, writer, "/identity", _now(body))
+                    await self._exchange(reader, writer, "/identity", _with_current_time(body))
                 return
             except TimeoutError:
                 raise Timeout(f"the sandbox's agent did not answer within {seconds:g} s") from None
@@ -105,11 +105,11 @@ class AgentClient:
                 # It accepted and hung up: the agent may still be starting. Try again.
                 if time.monotonic() > deadline:
                     raise Timeout(f"the sandbox's agent hung up for {seconds:g} s whenever it was asked") from None
-                await asyncio.sleep(_ATTEMPT_EVERY)
+                await asyncio.sleep(_ATTEMPT_SECONDS)
             finally:
-                _hang_up(writer)
+                _close_writer(writer)
 
-    async def _tell(self, line: socket.socket, body: dict[str, Any]) -> None:
+    async def _send_over_line(self, line: socket.socket, body: dict[str, Any]) -> None:
         """Send the identity over the serial line, which is much cheaper for a new machine than a connection.
 
         Sends a question first, and the identity after the answer, so that its time is current. Raises OSError if the
@@ -125,11 +125,11 @@ class AgentClient:
                 while question not in heard:
                     piece = await loop.sock_recv(ours, _LINE_FRAME)
                     heard += piece
-                    if not piece or len(heard) > _MOST_HEARD:
+                    if not piece or len(heard) > _MAX_LINE_BYTES:
                         raise ConnectionResetError("it hung up, or talks of something else")
-                await loop.sock_sendall(ours, _told(body))
+                await loop.sock_sendall(ours, _line_message(body))
 
-    async def _reach(self, deadline: float, gone: Callable[[], str]) -> Streams:
+    async def _connect_when_ready(self, deadline: float, gone: Callable[[], str]) -> Streams:
         """Connect to a machine that is not listening yet.
 
         A SYN sent before the guest's network is up is lost, and the kernel retransmits it only after a second. So this
@@ -140,7 +140,7 @@ class AgentClient:
         try:
             while True:
                 attempts.add(asyncio.create_task(open_connection(self._address, AGENT_PORT)))
-                every = _ATTEMPT_EVERY if time.monotonic() - begun < _QUICK_SECONDS else _ATTEMPT_SLOWLY
+                every = _ATTEMPT_SECONDS if time.monotonic() - begun < _QUICK_SECONDS else _SLOW_ATTEMPT_SECONDS
                 done, _ = await asyncio.wait(attempts, timeout=every, return_when=asyncio.FIRST_COMPLETED)
                 for attempt in done:
                     attempts.remove(attempt)
@@ -152,14 +152,14 @@ class AgentClient:
                     raise Timeout("the sandbox's agent could not be reached in time: its guest did not start")
                 if done:
                     await asyncio.sleep(every)
-                while len(attempts) >= _ATTEMPTS_AT_ONCE:
-                    _discard(attempts.pop())
+                while len(attempts) >= _MAX_ATTEMPTS:
+                    _discard_attempt(attempts.pop())
         finally:
             for attempt in attempts:
-                _discard(attempt)
+                _discard_attempt(attempt)
 
     async def call(
-        self, path: str, body: dict[str, Any] | None, *, seconds: float = 30, most: int = guest_json.USUAL
+        self, path: str, body: dict[str, Any] | None, *, seconds: float = 30, most: int = guest_json.DEFAULT_BYTES
     ) -> dict[str, Any]:
         """POST JSON (or GET without a body) and return the answer's JSON, of at most ``most`` bytes. Raises Invalid if
         the agent refuses the request as invalid, BackendFailed, Timeout."""
@@ -169,7 +169,7 @@ class AgentClient:
                 try:
                     return await self._exchange(reader, writer, path, body, most)
                 finally:
-                    _hang_up(writer)
+                    _close_writer(writer)
         except TimeoutError:
             raise Timeout(f"the sandbox's agent did not answer {path} within {seconds:g} s") from None
         except (OSError, h11.RemoteProtocolError) as error:
@@ -203,12 +203,12 @@ class AgentClient:
         body |= {key: value for key, value in (("cwd", cwd), ("user", user)) if value}
         if stdin is not None:
             body["stdin"] = base64.b64encode(stdin).decode()
-        answer = await self.call("/exec", body, seconds=timeout + 30, most=guest_json.LARGEST)
+        answer = await self.call("/exec", body, seconds=timeout + 30, most=guest_json.MAX_BYTES)
         try:
             return ExecResult(
-                exit_code=guest_json.integer(answer["exitCode"], *_EXIT_CODES),
-                stdout=await guest_json.from_base64(answer.pop("stdout", "")),
-                stderr=await guest_json.from_base64(answer.pop("stderr", "")),
+                exit_code=guest_json.read_integer(answer["exitCode"], *_EXIT_CODES),
+                stdout=await guest_json.decode_base64(answer.pop("stdout", "")),
+                stderr=await guest_json.decode_base64(answer.pop("stderr", "")),
                 timed_out=answer.get("timedOut") is True,
             )
         except _NO_RESULT:
@@ -218,9 +218,9 @@ class AgentClient:
         """Evaluate code in the default Python context of the sandbox's interpreter, which keeps its state."""
         try:
             body = {"code": code, "timeout": timeout}
-            answer = await self.call("/eval", body, seconds=timeout + 30, most=guest_json.LARGEST)
-            exit_code = guest_json.integer(answer["exit_code"], *_EXIT_CODES)
-            return EvalResult(_string(answer["result"]), _string(answer["error"]), exit_code)
+            answer = await self.call("/eval", body, seconds=timeout + 30, most=guest_json.MAX_BYTES)
+            exit_code = guest_json.read_integer(answer["exit_code"], *_EXIT_CODES)
+            return EvalResult(_require_string(answer["result"]), _require_string(answer["error"]), exit_code)
         except Invalid as error:
             if error.message != "/eval not found":
                 raise
@@ -239,11 +239,11 @@ class AgentClient:
         try:
             async with asyncio.timeout(seconds):
                 async for event in self._start(command):
-                    for stream, data in _part(event, "data").items():
+                    for stream, data in _get_object(event, "data").items():
                         if stream in ("stdout", "stderr"):
-                            output(await guest_json.from_base64(data))
+                            output(await guest_json.decode_base64(data))
                     if "end" in event:
-                        return guest_json.integer(_part(event, "end").get("exitCode", 0), *_EXIT_CODES)
+                        return guest_json.read_integer(_get_object(event, "end").get("exitCode", 0), *_EXIT_CODES)
         except TimeoutError:
             raise Timeout(f"the command did not end within {seconds:g} s") from None
         except (OSError, h11.RemoteProtocolError) as error:
@@ -273,12 +273,12 @@ class AgentClient:
             async for flags, message in self._frames(chunks):
                 if flags & 2:
                     if "error" in message:
-                        reason = _reason(_part(message, "error").get("message", ""))
+                        reason = _clean_reason(_get_object(message, "error").get("message", ""))
                         raise BackendFailed(f"the agent refused the command: {reason}")
                     return
-                yield _part(message, "event")
+                yield _get_object(message, "event")
         finally:
-            _hang_up(writer)
+            _close_writer(writer)
 
     async def _frames(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, dict[str, Any]]]:
         """Yield Connect frames: a flag byte, a big-endian length, that many bytes of JSON."""
@@ -287,13 +287,13 @@ class AgentClient:
             data += chunk
             while len(data) >= 5:
                 flags, length = struct.unpack_from(">BI", data)
-                if length > _LARGEST_FRAME:
-                    raise BackendFailed(f"the sandbox's agent sent a frame of more than {_LARGEST_FRAME} bytes")
+                if length > _MAX_FRAME_BYTES:
+                    raise BackendFailed(f"the sandbox's agent sent a frame of more than {_MAX_FRAME_BYTES} bytes")
                 if len(data) < 5 + length:
                     break
                 frame = bytes(data[5 : 5 + length])
                 del data[: 5 + length]
-                yield flags, await guest_json.parse(self._address, "a command", frame, _LARGEST_FRAME)
+                yield flags, await guest_json.parse(self._address, "a command", frame, _MAX_FRAME_BYTES)
 
     async def _exchange(
         self,
@@ -301,7 +301,7 @@ class AgentClient:
         writer: asyncio.StreamWriter,
         path: str,
         body: dict[str, Any] | None,
-        most: int = guest_json.USUAL,
+        most: int = guest_json.DEFAULT_BYTES,
     ) -> dict[str, Any]:
         sent = None if body is None else json.dumps(body).encode()
         with guest_json.Answer(self._address, path, most) as answer:
@@ -348,62 +348,62 @@ class AgentClient:
                     yield bytes(event.data)
                 else:
                     refusal += bytes(event.data)
-                    if len(refusal) > _LARGEST_REFUSAL:
+                    if len(refusal) > _MAX_REFUSAL_BYTES:
                         break
             elif isinstance(event, h11.EndOfMessage):
                 break
             elif isinstance(event, h11.ConnectionClosed):
                 raise ConnectionResetError("it hung up")
         if status >= 300:
-            raise await self._refused(status, path, refusal)
+            raise await self._refusal_error(status, path, refusal)
 
-    async def _refused(self, status: int, path: str, body: bytes) -> BackendFailed | Invalid:
+    async def _refusal_error(self, status: int, path: str, body: bytes) -> BackendFailed | Invalid:
         text: object = body.decode(errors="replace")
         with contextlib.suppress(BackendFailed):
             text = (await guest_json.parse(self._address, path, body)).get("message", text)
         if status in (400, 404):
-            return Invalid(_reason(text))
-        return BackendFailed(f"the sandbox's agent refused {path} ({status}): {_reason(text)}")
+            return Invalid(_clean_reason(text))
+        return BackendFailed(f"the sandbox's agent refused {path} ({status}): {_clean_reason(text)}")
 
 
-def _now(body: dict[str, Any]) -> dict[str, Any]:
+def _with_current_time(body: dict[str, Any]) -> dict[str, Any]:
     """Set the time of an identity to the current time."""
     return body | {"time": time.time()}
 
 
-def _told(body: dict[str, Any]) -> bytes:
-    return b"=" + json.dumps(_now(body)).encode()
+def _line_message(body: dict[str, Any]) -> bytes:
+    return b"=" + json.dumps(_with_current_time(body)).encode()
 
 
-def _string(value: object) -> str:
+def _require_string(value: object) -> str:
     """Return ``value``. Raises ValueError if it is not a string."""
     if not isinstance(value, str):
         raise ValueError("no text")
     return value
 
 
-def _part(message: dict[str, Any], name: str) -> dict[str, Any]:
+def _get_object(message: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the object of that name; an empty one if there is none."""
     part = message.get(name)
     return part if isinstance(part, dict) else {}
 
 
-def _reason(words: object) -> str:
+def _clean_reason(words: object) -> str:
     """Return a guest's error message in printable form, shortened, for use in our messages."""
-    return printable(str(words)[:_LONGEST_REASON])
+    return remove_control_characters(str(words)[:_MAX_REASON_LETTERS])
 
 
-def _hang_up(writer: asyncio.StreamWriter) -> None:
+def _close_writer(writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):
         writer.close()
 
 
-def _discard(attempt: asyncio.Task[Streams]) -> None:
+def _discard_attempt(attempt: asyncio.Task[Streams]) -> None:
     """Cancel a connection attempt, and close the connection if it succeeds before that."""
-    attempt.add_done_callback(_closed)
+    attempt.add_done_callback(_close_if_connected)
     attempt.cancel()
 
 
-def _closed(attempt: asyncio.Task[Streams]) -> None:
+def _close_if_connected(attempt: asyncio.Task[Streams]) -> None:
     if not attempt.cancelled() and attempt.exception() is None:
-        _hang_up(attempt.result()[1])
+        _close_writer(attempt.result()[1])

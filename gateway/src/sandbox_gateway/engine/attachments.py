@@ -79,11 +79,11 @@ class Attachments:
     async def _detach(self, sandbox: Sandbox, mount: Mount) -> None:
         if sandbox.state is SandboxState.RUNNING and not self._host.end_reason(sandbox):
             await self._unmount(sandbox, mount)
-        await save_sandbox(self._context, sandbox.id, mounts=_without(sandbox, mount).mounts)
+        await save_sandbox(self._context, sandbox.id, mounts=_mounts_without(sandbox, mount).mounts)
 
     async def _unmount(self, sandbox: Sandbox, mount: Mount) -> None:
         """Unmount inside first, so that no program sees a dead mount; then on the host, even if the agent fails."""
-        remaining = _without(sandbox, mount)
+        remaining = _mounts_without(sandbox, mount)
         if self._host.guest_mounts(sandbox):
             try:
                 guest_mounts = self._host.guest_mounts(remaining)
@@ -105,5 +105,5 @@ class Attachments:
                 await self.mount_inside(sandbox)
 
 
-def _without(sandbox: Sandbox, mount: Mount) -> Sandbox:
+def _mounts_without(sandbox: Sandbox, mount: Mount) -> Sandbox:
     return sandbox.model_copy(update={"mounts": [each for each in sandbox.mounts if each.volume != mount.volume]})

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from sandbox_gateway.printable import printable
+from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.records import new_id, now
 
 _MOST_BYTES = 1 << 20
@@ -41,7 +41,7 @@ class Build:
 
     def log(self, line: str) -> None:
         """Append a line. The log keeps the first ``_MOST_BYTES`` and the last lines."""
-        line = printable(line[:LONGEST_LINE]).rstrip()
+        line = remove_control_characters(line[:LONGEST_LINE]).rstrip()
         self._bytes += sys.getsizeof(line)
         if self._bytes <= _MOST_BYTES:
             self.lines.append(line)

@@ -38,26 +38,26 @@ class Commands:
         """Run a program to its end, for at most ``timeout`` seconds."""
         sandbox = self._context.require_running(ref)
         command = self._agents.client(sandbox).exec(args, env=env, cwd=cwd, user=user, timeout=timeout, stdin=stdin)
-        return await self._while_running(sandbox, command)
+        return await self._run_in_sandbox(sandbox, command)
 
     async def eval(self, ref: str, code: str, *, timeout: float = 60) -> EvalResult:
         """Evaluate Python in the sandbox's own interpreter, whose state is part of the sandbox's memory."""
         sandbox = self._context.require_running(ref)
-        return await self._while_running(sandbox, self._agents.client(sandbox).eval(code, timeout=timeout))
+        return await self._run_in_sandbox(sandbox, self._agents.client(sandbox).eval(code, timeout=timeout))
 
     async def ping(self, ref: str) -> None:
         """Wait for an answer of the sandbox's agent. Raises BackendFailed or Timeout."""
         sandbox = self._context.require_running(ref)
-        await self._while_running(sandbox, self._agents.client(sandbox).ping(seconds=_PING_SECONDS))
+        await self._run_in_sandbox(sandbox, self._agents.client(sandbox).ping(seconds=_PING_SECONDS))
 
-    async def _while_running(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
+    async def _run_in_sandbox(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Await ``work`` while the sandbox's machine runs. Raises Conflict or Gone if another request ends it."""
         try:
-            return await self._until_ended(sandbox, work)
+            return await self._run_until_end(sandbox, work)
         except (BackendFailed, Timeout) as error:
             raise await self._explain(sandbox, error) from None
 
-    async def _until_ended(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
+    async def _run_until_end(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Await ``work``, but no longer than the machine runs: a dead guest does not close its connections."""
         task = asyncio.ensure_future(work)
         try:

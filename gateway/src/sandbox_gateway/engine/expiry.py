@@ -7,7 +7,7 @@ from datetime import datetime
 
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.references import References
-from sandbox_gateway.engine.retention import surplus
+from sandbox_gateway.engine.retention import find_surplus
 from sandbox_gateway.engine.sandboxes import Sandboxes
 from sandbox_gateway.engine.snapshots import Snapshots
 from sandbox_gateway.engine.timeouts import has_expired
@@ -49,7 +49,7 @@ class Expiry:
         for snapshot in self._snapshots.list():
             if snapshot.expires_at and snapshot.expires_at <= at and not self._references.blockers(snapshot):
                 await self._expire_snapshot(snapshot)
-        for snapshot in surplus(self._snapshots.list(), at):
+        for snapshot in find_surplus(self._snapshots.list(), at):
             if not self._references.blockers(snapshot) and await self._expire_snapshot(snapshot):
                 self._events.publish("snapshot.pruned", snapshotID=snapshot.id, sandboxID=snapshot.source_sandbox)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.spec import ForkSpec, Unset
-from sandbox_gateway.engine.timeouts import end_after
+from sandbox_gateway.engine.timeouts import end_time
 from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.records import Memory, Resources, Sandbox, SandboxState, Snapshot, SnapshotKind, new_id, now
 
@@ -49,7 +49,7 @@ def new_sandbox_record(snapshot: Snapshot, spec: ForkSpec, name: str, config: Co
         env=spec.env,
         created_at=started,
         started_at=started,
-        end_at=end_after(spec.timeout, config),
+        end_at=end_time(spec.timeout, config),
         timeout=None if isinstance(spec.timeout, Unset) else spec.timeout or None,
         on_timeout=spec.on_timeout,
         auto_resume=spec.auto_resume,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.attachments import Attachments
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.log import Logger
-from sandbox_gateway.printable import printable
 from sandbox_gateway.records import Sandbox, SandboxState, Snapshot
 
 log = Logger("engine")
@@ -61,7 +61,7 @@ class MachineLifecycle:
 
     async def mark_stopped(self, sandbox: Sandbox, reason: str) -> None:
         """Record that a sandbox's machine has ended: it is paused, and resumes from its own disk."""
-        reason = printable(reason)
+        reason = remove_control_characters(reason)
         log.warning("sandbox stopped", sandbox=sandbox.id, reason=reason)
         await self._host.stop(sandbox)
         await save_sandbox(self._context, sandbox.id, state=SandboxState.PAUSED, state_reason=reason)

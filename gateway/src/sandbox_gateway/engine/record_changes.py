@@ -38,7 +38,7 @@ def record_locked(context: Context, record: Sandbox | Snapshot) -> AbstractAsync
 async def _save_sandbox(context: Context, id: str, only_if: Fields, changes: Fields) -> Sandbox:
     async with record_locked(context, context.index.sandbox(id)):
         current = context.index.sandbox(id)
-        if not _has(current, only_if):
+        if not _has_values(current, only_if):
             return current
         changed = current.model_copy(update=changes, deep=True)
         await context.host.save(changed)
@@ -49,7 +49,7 @@ async def _save_sandbox(context: Context, id: str, only_if: Fields, changes: Fie
 async def _save_snapshot(context: Context, id: str, only_if: Fields, changes: Fields) -> Snapshot:
     async with record_locked(context, context.index.any_snapshot(id)):
         current = context.index.any_snapshot(id)
-        if not _has(current, only_if):
+        if not _has_values(current, only_if):
             return current
         changed = current.model_copy(update=changes, deep=True)
         await context.host.save_snapshot(changed)
@@ -58,5 +58,5 @@ async def _save_snapshot(context: Context, id: str, only_if: Fields, changes: Fi
         return changed
 
 
-def _has(record: Sandbox | Snapshot, values: Fields) -> bool:
+def _has_values(record: Sandbox | Snapshot, values: Fields) -> bool:
     return all(getattr(record, name) == value for name, value in values.items())

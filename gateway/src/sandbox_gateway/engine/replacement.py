@@ -38,7 +38,7 @@ class Replacement:
 
     async def _take_over(self, old: Sandbox, new: Sandbox) -> Sandbox:
         try:
-            new = await save_sandbox(self._context, old.id, **_difference(old, new))
+            new = await save_sandbox(self._context, old.id, **_changed_fields(old, new))
         except BaseException:
             await self._host.discard(new)
             raise
@@ -55,6 +55,6 @@ class Replacement:
             await self._collector.remove_snapshot(snapshot)
 
 
-def _difference(old: Sandbox, new: Sandbox) -> dict[str, Any]:
+def _changed_fields(old: Sandbox, new: Sandbox) -> dict[str, Any]:
     """Return the fields of ``new`` that differ from ``old``."""
     return {name: value for name, value in new if value != getattr(old, name)}

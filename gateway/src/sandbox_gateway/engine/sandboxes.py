@@ -17,7 +17,7 @@ from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.record_changes import record_locked, save_sandbox
 from sandbox_gateway.engine.replacement import Replacement
 from sandbox_gateway.engine.spec import UNSET, Unset
-from sandbox_gateway.engine.timeouts import end_after, has_expired
+from sandbox_gateway.engine.timeouts import end_time, has_expired
 from sandbox_gateway.errors import Conflict, Invalid, NotFound
 from sandbox_gateway.hosts.base import Usage
 from sandbox_gateway.records import NetworkPolicy, OnTimeout, Sandbox, SandboxState, Snapshot, SnapshotKind, now
@@ -87,7 +87,7 @@ class Sandboxes:
     async def set_timeout(self, ref: str, seconds: float | None) -> None:
         """Set a sandbox's timeout to ``seconds`` from now; None: never."""
         async with self._locking.sandbox(ref) as sandbox:
-            end_at = end_after(seconds, self._context.config)
+            end_at = end_time(seconds, self._context.config)
             await save_sandbox(self._context, sandbox.id, end_at=end_at, timeout=seconds or sandbox.timeout)
 
     async def set_network(self, ref: str, policy: NetworkPolicy) -> None:
@@ -157,7 +157,7 @@ class Sandboxes:
             if isinstance(timeout, Unset) and expired:
                 timeout = sandbox.timeout or UNSET
             goes_on = isinstance(timeout, Unset) and not expired
-            end_at = sandbox.end_at if goes_on else end_after(timeout, self._context.config)
+            end_at = sandbox.end_at if goes_on else end_time(timeout, self._context.config)
             if sandbox.pause_snapshot:
                 return await self._resume_from_snapshot(sandbox, end_at, cold_start or sandbox.cold_start)
             async with self._locking.shared_mounts(sandbox):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
+from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.builds import Build, LogLines
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.errors import BackendFailed, Timeout
-from sandbox_gateway.printable import printable
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind
 
@@ -74,7 +74,9 @@ class TemplateBuilder:
             if result.exit_code == 0 and not result.timed_out:
                 return
             if time.monotonic() > deadline:
-                said = printable((result.stderr or result.stdout)[-_TAIL:].decode(errors="replace")).strip()[-200:]
+                said = remove_control_characters(
+                    (result.stderr or result.stdout)[-_TAIL:].decode(errors="replace")
+                ).strip()[-200:]
                 raise Timeout(
                     f"the ready probe did not succeed within {recipe.ready_timeout:g} s; it last said: {said}"
                 )

@@ -49,7 +49,9 @@ class Templates:
         if (same := self._find_template(name, digest)) is not None:
             return _finished_build(same, name, digest)
         self._require_available(name)
-        build = Build(template_id=new_id(), name=name, digest=digest, source_digest=source, recipe=_canonical(recipe))
+        build = Build(
+            template_id=new_id(), name=name, digest=digest, source_digest=source, recipe=_canonical_recipe(recipe)
+        )
         self._remember(build)
         self._context.background.start(self._run(build, recipe, description))
         return build
@@ -165,5 +167,5 @@ def is_outdated(template: Snapshot, guest: str) -> bool | None:
     return recipe.digest(guest, template.source_digest) != template.recipe_digest
 
 
-def _canonical(recipe: Recipe) -> dict[str, Any]:
+def _canonical_recipe(recipe: Recipe) -> dict[str, Any]:
     return {**recipe.model_dump(mode="json"), "packages": sorted(set(recipe.packages))}

@@ -12,7 +12,7 @@ from sandbox_gateway.records import Sandbox, SandboxState, now
 _LONGEST_SECONDS = 100 * 366 * 86400
 
 
-def end_after(timeout: float | Unset | None, config: Config) -> datetime | None:
+def end_time(timeout: float | Unset | None, config: Config) -> datetime | None:
     """Return the time ``timeout`` seconds from now; UNSET: the host's default; None: never. Raises Invalid."""
     if isinstance(timeout, Unset):
         timeout = config.limits.timeout_seconds or None

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path, PurePosixPath
 
-from sandbox_gateway.command import arun, child_environment
+from sandbox_gateway.command import child_environment, run_async
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
 
@@ -143,7 +143,7 @@ async def compile_agent_of_foreign(root: Path, log: Log) -> None:
 async def compile_agent(python: Sequence[str], arguments: Sequence[str], log: Log) -> None:
     """Compile the agent to byte code, so that it starts faster. The agent itself writes none."""
     compileall = ("-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash")
-    done = await arun([*python, *compileall, *arguments], timeout=120, check=False)
+    done = await run_async([*python, *compileall, *arguments], timeout=120, check=False)
     if done.returncode != 0:
         log(f"the agent was not byte-compiled: {(done.stderr or done.stdout).strip()[-300:]}")
 

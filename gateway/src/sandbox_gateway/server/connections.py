@@ -157,10 +157,10 @@ class _Accepted(socket.socket):
 class _Stalls:
     """Ends the connection of a client that does not read its answer."""
 
-    def __init__(self, transport: asyncio.Transport, seconds: float, ended: Callable[[], None]) -> None:
+    def __init__(self, transport: asyncio.Transport, seconds: float, on_stall: Callable[[], None]) -> None:
         self._transport = transport
         self._seconds = seconds
-        self._ended = ended
+        self._on_stall = on_stall
         self._timer: asyncio.TimerHandle | None = None
         # With a higher mark, a small rest would remain unnoticed, even after closing. Not 0: TLS would never drain it.
         transport.set_write_buffer_limits(high=1, low=0)
@@ -180,11 +180,11 @@ class _Stalls:
         if self._transport.get_write_buffer_size() < before:
             self.begin()
             return
-        self._ended()
+        self._on_stall()
         self._transport.abort()
 
 
-class _Paced(h11.Connection):
+class _LimitedConnection(h11.Connection):
     """A connection that returns ``left`` more events, then NEED_DATA."""
 
     left = 0
@@ -253,17 +253,19 @@ class Http(_TimedWriting, H11Protocol):
         super().__init__(*args, **more)
         self._limits = connections
         self.flow: _Flow
-        self.conn: _Paced = _Paced(h11.SERVER, self.config.h11_max_incomplete_event_size or _LARGEST_HEAD)
-        self._goes_on = False
-        self._due: asyncio.TimerHandle | None = None
-        self._awaited: object = None
+        self.conn: _LimitedConnection = _LimitedConnection(
+            h11.SERVER, self.config.h11_max_incomplete_event_size or _LARGEST_HEAD
+        )
+        self._is_continuing = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._expected: object = None
         self.ws_protocol_class = lambda **made: WebSocket(connections, **made)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._stalls = _Stalls(transport, self._limits.stalled_seconds, lambda: self._note("stalled"))
+        self._stalls = _Stalls(transport, self._limits.stalled_seconds, lambda: self._record_end("stalled"))
         self.flow = _Flow(transport)
-        self._await("headers")
+        self._start_timer("headers")
 
     def handle_events(self) -> None:
         """Handle some events, and the others in a later turn of the event loop."""
@@ -273,25 +275,25 @@ class Http(_TimedWriting, H11Protocol):
             self.flow.release()
             return
         self.flow.hold()
-        if not self._goes_on:
-            self._goes_on = True
-            self.loop.call_soon(self._go_on)
+        if not self._is_continuing:
+            self._is_continuing = True
+            self.loop.call_soon(self._continue)
 
-    def _go_on(self) -> None:
-        self._goes_on = False
+    def _continue(self) -> None:
+        self._is_continuing = False
         if self._stalls is not None and not self.transport.is_closing():
             self.handle_events()
-            self._follow()
+            self._update_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._follow()
+        self._update_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         # A client that has not sent anything more is idle; uvicorn has a timer for that.
         if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
-            self._follow()
+            self._update_timer()
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._release()
@@ -301,35 +303,35 @@ class Http(_TimedWriting, H11Protocol):
         self._release()
         super().connection_lost(exc)
 
-    def _follow(self) -> None:
+    def _update_timer(self) -> None:
         if self._stalls is None:
             return  # It was upgraded: ``WebSocket`` owns the connection.
         state = self.conn.their_state
         if state is h11.IDLE and self.conn.our_state is h11.IDLE:
-            self._await("headers", self.cycle)
+            self._start_timer("headers", self.cycle)
         elif state is h11.SEND_BODY and self.cycle.response_complete:
-            self._await("body", self.cycle)
+            self._start_timer("body", self.cycle)
         else:
-            self._await(None)
+            self._start_timer(None)
 
-    def _await(self, what: str | None, request: object = None) -> None:
+    def _start_timer(self, what: str | None, request: object = None) -> None:
         """Start the timer for ``what`` the client must send next; None stops it."""
-        if (awaited := (what, request)) == self._awaited:
+        if (awaited := (what, request)) == self._expected:
             return
-        if self._due is not None:
-            self._due.cancel()
-        self._due = self.loop.call_later(self._limits.request_seconds, self._late) if what else None
-        self._awaited = awaited
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(self._limits.request_seconds, self._end_slow_request) if what else None
+        self._expected = awaited
 
-    def _late(self) -> None:
-        self._note("request too slow")
+    def _end_slow_request(self) -> None:
+        self._record_end("request too slow")
         self.transport.abort()
 
-    def _note(self, reason: str) -> None:
+    def _record_end(self, reason: str) -> None:
         self._limits.end(reason, self.client[0] if self.client else "")
 
     def _release(self) -> None:
-        self._await(None)
+        self._start_timer(None)
         if self._stalls:
             self._stalls.end()
             self._stalls = None
@@ -344,7 +346,7 @@ class WebSocket(_TimedWriting, FromClient):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._stalls = _Stalls(self.transport, self._limits.stalled_seconds, self._note)
+        self._stalls = _Stalls(self.transport, self._limits.stalled_seconds, self._record_end)
         if self.transport.get_write_buffer_size():
             # Writing was paused before the upgrade, so ``pause_writing`` is not called again.
             self._stalls.begin()
@@ -354,5 +356,5 @@ class WebSocket(_TimedWriting, FromClient):
             self._stalls.end()
         super().connection_lost(exc)
 
-    def _note(self) -> None:
+    def _record_end(self) -> None:
         self._limits.end("stalled", self.client[0] if self.client else "")

@@ -75,7 +75,7 @@ async def serve(config: Config, engine: Engine, stop: asyncio.Event) -> None:
     keys, address, tls = prepare(config.server)
     try:
         async with start_extended():
-            opened = await _finish_before(stop, engine.open())
+            opened = await _run_until(stop, engine.open())
         if opened:
             await _serve(config, engine, keys, address, tls, stop)
     finally:
@@ -327,7 +327,7 @@ def _tcp_socket(connections: Connections, address: Address, listen: str) -> sock
     return bound
 
 
-async def _finish_before(stop: asyncio.Event, work: Awaitable[None]) -> bool:
+async def _run_until(stop: asyncio.Event, work: Awaitable[None]) -> bool:
     """Await ``work``; False if ``stop`` was set first, which cancels ``work``."""
     worker, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     await asyncio.wait({worker, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -35,14 +35,14 @@ async def watchdog_notified() -> AsyncIterator[None]:
         yield
         return
     faulthandler.enable()
-    async with _repeated("WATCHDOG=1", interval):
+    async with _notify_repeatedly("WATCHDOG=1", interval):
         yield
 
 
 @contextlib.asynccontextmanager
 async def start_extended() -> AsyncIterator[None]:
     """Extend the start timeout while the event loop is alive: many sandboxes make the start slow."""
-    async with _repeated(f"EXTEND_TIMEOUT_USEC={_START_EXTENSION * 1e6:.0f}", _START_INTERVAL):
+    async with _notify_repeatedly(f"EXTEND_TIMEOUT_USEC={_START_EXTENSION * 1e6:.0f}", _START_INTERVAL):
         yield
 
 
@@ -55,7 +55,7 @@ def _watchdog_seconds() -> float:
 
 
 @contextlib.asynccontextmanager
-async def _repeated(state: str, interval: float) -> AsyncIterator[None]:
+async def _notify_repeatedly(state: str, interval: float) -> AsyncIterator[None]:
     async def repeat() -> None:
         while True:
             await asyncio.sleep(interval)

@@ -30,7 +30,7 @@ def changed_since(name: Name, snap: Name) -> bool:
         return found[0].number > 0
     if not lzc_exists(since):
         raise SnapshotNotFound(since)
-    return written(target) > 0 or _differ(since, _newest(target))
+    return written(target) > 0 or _is_different(since, _newest(target))
 
 
 def _changed_by_comparison(target: str, since: str) -> bool:
@@ -38,7 +38,7 @@ def _changed_by_comparison(target: str, since: str) -> bool:
     if not lzc_exists(since):
         raise SnapshotNotFound(since)
     newest = _newest(target)
-    return _differ(since, newest) if written(target) == 0 else _check_descent(newest, since)
+    return _is_different(since, newest) if written(target) == 0 else _check_descent(newest, since)
 
 
 def _newest(filesystem: str) -> str:
@@ -66,7 +66,7 @@ _RECORD = 312
 _END = 5
 
 
-def _differ(older: str, newer: str) -> bool:
+def _is_different(older: str, newer: str) -> bool:
     """Check whether two snapshots of one line of descent differ."""
     while newer != older:
         own = list_snapshots(filesystem_of(newer)) if newer != "-" else []

@@ -48,7 +48,7 @@ _NO_PARENT = (Cause.NO_PARENT, Cause.NO_POOL, Cause.MISSING)
 def _volume_size(target: str, options: list[str]) -> str:
     sizes = [word.partition("=")[2] for word in options if word.startswith("volsize=")]
     if not sizes:
-        raise PropertyInvalid(target).because("a volume needs the property volsize: set it")
+        raise PropertyInvalid(target).with_details("a volume needs the property volsize: set it")
     return sizes[0]
 
 
@@ -149,4 +149,4 @@ def _rename_only(old: str, new: str, retry: bool) -> Outcome:
 
 def _check_no_mounted_clones(name: str) -> None:
     if clones := list_mounted_dependents(name):
-        raise DatasetBusy(name).because("clones of its snapshots are mounted", clones)
+        raise DatasetBusy(name).with_details("clones of its snapshots are mounted", clones)

@@ -22,7 +22,7 @@ class ZFSError(Exception):
         super().__init__(name)
         self.name = name
 
-    def because(self, said: str, related: Sequence[str] = ()) -> ZFSError:
+    def with_details(self, said: str, related: Sequence[str] = ()) -> ZFSError:
         """Return the same error, with the output of the command and the datasets it names."""
         self.said, self.related = said, tuple(related)
         return self

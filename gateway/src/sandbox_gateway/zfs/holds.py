@@ -36,7 +36,7 @@ def lzc_hold(holds: Mapping[str, Name] | Mapping[bytes, Name], fd: int | None = 
     command outlive the process. If ZFS cannot list holds, each is also recorded in a user property.
     """
     if fd is not None:
-        raise FeatureNotSupported(None).because("the command cannot bind a hold to a file descriptor: pass None")
+        raise FeatureNotSupported(None).with_details("the command cannot bind a hold to a file descriptor: pass None")
     missing, errors = [], []
     for snap, name in holds.items():
         target, tag = _check_hold(HoldFailure, snap, name)
@@ -111,4 +111,4 @@ def _unix_seconds(text: str) -> int:
     try:
         return int(time.mktime(time.strptime(text.strip(), "%a %b %d %H:%M %Y")))
     except ValueError:
-        raise ZFSOutputError(None).because(f"{text!r} is not a time") from None
+        raise ZFSOutputError(None).with_details(f"{text!r} is not a time") from None

@@ -55,7 +55,7 @@ class Outcome:
 
     def explain(self, error: ZFSError) -> ZFSError:
         """Add the output of the command to ``error``."""
-        return error.because(self.said, self.related)
+        return error.with_details(self.said, self.related)
 
 
 def error_of(

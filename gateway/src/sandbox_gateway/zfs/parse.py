@@ -37,7 +37,7 @@ class Property(NamedTuple):
         try:
             return int(self.value)
         except ValueError:
-            raise ZFSOutputError(self.name).because(f"{self.prop} is {self.value!r}, not a number") from None
+            raise ZFSOutputError(self.name).with_details(f"{self.prop} is {self.value!r}, not a number") from None
 
     @property
     def is_on(self) -> bool:
@@ -50,7 +50,7 @@ def parse_table(text: str, columns: int) -> list[tuple[str, ...]]:
     for line in _lines(text):
         row = tuple(line.split("\t"))
         if len(row) != columns or not row[0]:
-            raise ZFSOutputError(None).because(f"expected {columns} columns in {line[:200]!r}")
+            raise ZFSOutputError(None).with_details(f"expected {columns} columns in {line[:200]!r}")
         rows.append(row)
     return rows
 
@@ -68,7 +68,7 @@ def parse_get(text: str) -> list[Property]:
             found.append(Property(fields[0], fields[1], "\t".join(fields[2:-1]), fields[-1]))
             pending = None
     if pending is not None:
-        raise ZFSOutputError(None).because(f"expected name, property, value and source in {pending[:200]!r}")
+        raise ZFSOutputError(None).with_details(f"expected name, property, value and source in {pending[:200]!r}")
     return found
 
 
@@ -81,7 +81,7 @@ def _lines(text: str) -> list[str]:
     if not text:
         return []
     if not text.endswith("\n"):
-        raise ZFSOutputError(None).because(f"it ends in the middle of a line: {text[-80:]!r}")
+        raise ZFSOutputError(None).with_details(f"it ends in the middle of a line: {text[-80:]!r}")
     return text[:-1].split("\n")
 
 
@@ -92,4 +92,4 @@ def check_complete(found: Iterable[Property], names: Iterable[str], props: Itera
     for name in names:
         for prop in wanted:
             if (name, prop) not in seen:
-                raise ZFSOutputError(name).because(f"the output lacks the property {prop}")
+                raise ZFSOutputError(name).with_details(f"the output lacks the property {prop}")

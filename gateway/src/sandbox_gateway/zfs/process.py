@@ -52,7 +52,7 @@ def execute(
             pass_fds=_inherited_fds(),
         )
     except FileNotFoundError:
-        raise ZFSInitializationFailed(name).because(
+        raise ZFSInitializationFailed(name).with_details(
             "the command `zfs` is not installed: install ZFS, or run the role jail_zfs_host"
         ) from None
     try:
@@ -95,13 +95,13 @@ def read_first_bytes(*args: str, count: int, seconds: float = SECONDS) -> tuple[
         _kill(process)
 
 
-def inherit(file: IO[str]) -> None:
+def inherit_file(file: IO[str]) -> None:
     """From now on every command inherits ``file``: a lock on it lasts until the last of them has ended."""
     global _inherited_files
     _inherited_files |= {file}
 
 
-def disinherit(file: IO[str]) -> None:
+def stop_inheriting(file: IO[str]) -> None:
     global _inherited_files
     _inherited_files -= {file}
 
@@ -129,11 +129,11 @@ def _outcome(args: tuple[str, ...], status: int, out: bytes, err: bytes, name: s
     text = text if text.strip() else out.decode(errors="replace")
     cause, said = cause_of(text), one_line(text) or f"`zfs {args[0]}` exited with {status} and no message"
     if cause is Cause.UNREACHABLE:
-        raise ZFSInitializationFailed(name).because(f"{said}; {_HELP}")
+        raise ZFSInitializationFailed(name).with_details(f"{said}; {_HELP}")
     if cause is Cause.SUSPENDED:
-        raise SuspendedPool(name).because(said)
+        raise SuspendedPool(name).with_details(said)
     if cause is Cause.READ_ONLY:
-        raise ReadOnlyPool(name).because(said)
+        raise ReadOnlyPool(name).with_details(said)
     return Outcome(out.decode(errors="replace"), said, cause, tuple(listed_names(text)))
 
 

@@ -82,7 +82,7 @@ def _local(options: Sequence[str], target: str) -> dict[str, dict[str, str]]:
     for item in _get([*options, "-s", "local,received"], ["all"], [target]):
         # a line that names another dataset is part of a value
         if item.name != target and not (options and item.name.startswith((f"{target}/", f"{target}@"))):
-            raise ZFSOutputError(item.name).because(f"the output should be about {target}")
+            raise ZFSOutputError(item.name).with_details(f"the output should be about {target}")
         if ":" in item.prop and item.is_local:
             result.setdefault(item.name, {})[item.prop] = item.value
     return result

@@ -106,7 +106,7 @@ def _check_unused(names: Sequence[str]) -> None:
             if get_props([name], ["userrefs"])[name]["userrefs"].number:
                 errors.append(SnapshotIsHeld(name))
             elif clones := list_clones(name):
-                errors.append(SnapshotIsCloned(name).because("it has clones", clones))
+                errors.append(SnapshotIsCloned(name).with_details("it has clones", clones))
     if errors:
         raise SnapshotDestructionFailure(errors)
 

@@ -39,7 +39,9 @@ def lzc_send(
     """
     target = snapshot_name(snapname)
     if flags:
-        raise FeatureNotSupported(target).because("not every version of ZFS can receive streams with flags: pass none")
+        raise FeatureNotSupported(target).with_details(
+            "not every version of ZFS can receive streams with flags: pass none"
+        )
     start = [] if fromsnap is None else ["-i", snapshot_name(fromsnap)]
     if start and pool_of(start[1]) != pool_of(target):
         raise PoolsDiffer(target)
@@ -67,7 +69,7 @@ def lzc_receive(
     options = ["-u", *(["-F"] if force else [])]
     if not detect_capabilities().receive_options:
         if props or raw:
-            raise FeatureNotSupported(target).because(
+            raise FeatureNotSupported(target).with_details(
                 "zfs-fuse receives streams without options: pass no props, and raw=False"
             )
         if origin is not None and not lzc_exists(snapshot_name(origin)):

@@ -64,7 +64,7 @@ def traffic_token(engine: Engine, sandbox_id: str) -> str:
     return engine.secret.derive(f"traffic {sandbox_id}")
 
 
-def inner_token(token: str, port: int) -> str:
+def token_for_port(token: str, port: int) -> str:
     """Return the token that the agent at ``port`` requires: ``token``, or one derived from it for the code interpreter.
 
     A program that listens on the interpreter's port while no agent runs must not learn the other port's token.
@@ -72,7 +72,7 @@ def inner_token(token: str, port: int) -> str:
     return token if port == AGENT_PORT else hashlib.sha256(f"code {token}".encode()).hexdigest()
 
 
-class Access:
+class PortAccess:
     def __init__(self, engine: Engine, keys: auth.Keys) -> None:
         self.engine = engine
         self.keys = keys
@@ -86,9 +86,9 @@ class Access:
         if not (caller and caller.permission >= auth.Permission.EXEC):
             open_to_all = sandbox is not None and sandbox.network.allow_public_traffic and port not in AGENT_PORTS
             if not (open_to_all or self._has_token(id, headers, port)):
-                query = self._signed(scope, id, port)
+                query = self._has_signature(scope, id, port)
                 if query is None:
-                    raise self._refused(scope, caller, headers)
+                    raise self._refusal(scope, caller, headers)
         if sandbox is None:
             raise NotRunning.gone(ref)
         return Admission(sandbox, query)
@@ -105,12 +105,12 @@ class Access:
             offered += [(headers.get(name), traffic_token(self.engine, id)) for name in TRAFFIC_HEADERS]
         return any(hmac.compare_digest(auth.digest(sent), auth.digest(right)) for sent, right in offered if sent)
 
-    def _signed(self, scope: Scope, id: str, port: int) -> bytes | None:
+    def _has_signature(self, scope: Scope, id: str, port: int) -> bytes | None:
         if port != AGENT_PORT or scope["type"] != "http" or scope.get("raw_path") != b"/files":
             return None
         return signed_query(scope["method"], scope.get("query_string", b""), self.engine.secret.derive(id), time.time())
 
-    def _refused(self, scope: Scope, caller: auth.Caller | None, headers: Headers) -> GatewayError:
+    def _refusal(self, scope: Scope, caller: auth.Caller | None, headers: Headers) -> GatewayError:
         if caller:
             return auth.insufficient(caller, auth.Permission.EXEC)
         if any(name in headers for name in (TOKEN_HEADER, *TRAFFIC_HEADERS)):

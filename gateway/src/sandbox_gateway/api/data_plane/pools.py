@@ -24,7 +24,7 @@ IDLE_SECONDS = 30.0
 """Shorter than the agent's idle timeout, so that the agent never closes a connection that is about to be reused."""
 
 
-class Machine:
+class MachineConnections:
     """One machine, from start to end, and the connections to it."""
 
     def __init__(self, sandbox: Sandbox, tls: ssl.SSLContext, engine: Engine) -> None:
@@ -34,7 +34,7 @@ class Machine:
         self.transport = Transport(tls, max_idle=IDLE_CONNECTIONS, idle_seconds=IDLE_SECONDS)
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the sandbox no longer runs on this machine: current requests cannot complete."""
-        self.under_way = 0
+        self.active_requests = 0
 
     def is_alive(self) -> bool:
         """Return whether the machine still exists. Another one may get its address before ``gone`` is done."""
@@ -53,31 +53,31 @@ class Pools:
         self._engine = engine
         # Never used, because services inside speak plain HTTP; without it, httpcore would create one for each pool.
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        self._machines: dict[str, Machine] = {}
+        self._machines: dict[str, MachineConnections] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
-    def use(self, sandbox: Sandbox) -> Iterator[Machine]:
+    def use(self, sandbox: Sandbox) -> Iterator[MachineConnections]:
         """Provide the machine that ``sandbox`` runs on, for one request. Raises Busy if it has too many."""
         machine = self._machine_of(sandbox)
         most = self._engine.config.limits.connections
-        if machine.under_way >= most:
+        if machine.active_requests >= most:
             raise Busy(f"{most} requests to sandbox {sandbox.id} are under way (limits.connections): try again later")
-        machine.under_way += 1
+        machine.active_requests += 1
         try:
             yield machine
         finally:
-            machine.under_way -= 1
+            machine.active_requests -= 1
 
-    def _machine_of(self, sandbox: Sandbox) -> Machine:
+    def _machine_of(self, sandbox: Sandbox) -> MachineConnections:
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch())
         machine = self._machines.get(sandbox.id)
         if machine is not None and machine.key == _key(sandbox):
             return machine
         self._drop(sandbox.id)
-        self._machines[sandbox.id] = Machine(sandbox, self._tls, self._engine)
+        self._machines[sandbox.id] = MachineConnections(sandbox, self._tls, self._engine)
         return self._machines[sandbox.id]
 
     async def _watch(self) -> None:
@@ -90,7 +90,7 @@ class Pools:
         for id in [id for id, machine in self._machines.items() if not self._is_current(id, machine)]:
             self._drop(id)
 
-    def _is_current(self, id: str, machine: Machine) -> bool:
+    def _is_current(self, id: str, machine: MachineConnections) -> bool:
         try:
             sandbox = self._engine.sandboxes.get(id)
         except NotFound:

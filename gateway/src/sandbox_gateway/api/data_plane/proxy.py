@@ -23,10 +23,17 @@ from websockets.exceptions import InvalidHandshake
 
 from sandbox_gateway.api.access import auth
 from sandbox_gateway.api.access.limits import TooSlow
-from sandbox_gateway.api.access.ports import AGENT_PORTS, SECRET_HEADERS, TOKEN_HEADER, Access, NotRunning, inner_token
+from sandbox_gateway.api.access.ports import (
+    AGENT_PORTS,
+    SECRET_HEADERS,
+    TOKEN_HEADER,
+    NotRunning,
+    PortAccess,
+    token_for_port,
+)
 from sandbox_gateway.api.data_plane import websocket
 from sandbox_gateway.api.data_plane.heads import Head
-from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE, Machine, Pools
+from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE, MachineConnections, Pools
 from sandbox_gateway.api.dependencies import LONGEST_REF
 from sandbox_gateway.api.errors import ClientGone, clip
 from sandbox_gateway.engine.engine import Engine
@@ -64,7 +71,7 @@ class ProxyFailed(BackendFailed):
     status = 502
 
 
-class NotPassedOn(Unsupported):
+class CannotForward(Unsupported):
     status = 501
 
 
@@ -107,7 +114,7 @@ def _port(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class Errand:
+class ServiceRequest:
     """One request from a client to a service."""
 
     scope: Scope
@@ -122,7 +129,7 @@ class Errand:
     """The headers for the service inside."""
 
     @property
-    def place(self) -> str:
+    def description(self) -> str:
         return f"port {self.target.port} of sandbox {self.sandbox.id}"
 
 
@@ -135,7 +142,7 @@ class DataPlane:
         self.keys = keys
         self.addresses = addresses
         self.pools = pools
-        self.access = Access(engine, keys)
+        self.access = PortAccess(engine, keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -153,7 +160,7 @@ class DataPlane:
             address, token = self.engine.agents.endpoint(sandbox.id)
         except (Conflict, NotFound) as error:
             raise NotRunning.because(error) from None
-        errand = Errand(
+        incoming = ServiceRequest(
             scope,
             receive,
             send,
@@ -165,9 +172,9 @@ class DataPlane:
         )
         with self.pools.use(sandbox) as machine:
             if scope["type"] == "websocket":
-                await _websocket(errand, machine)
+                await _websocket(incoming, machine)
             else:
-                await _http(errand, machine, self.engine.config.server.stalled_seconds, has_body=_has_body(headers))
+                await _http(incoming, machine, self.engine.config.server.stalled_seconds, has_body=_has_body(headers))
 
     async def _resume_if_paused(self, sandbox: Sandbox) -> Sandbox:
         """Resume a paused sandbox that was created with autoResume; concurrent requests wait for it."""
@@ -194,7 +201,7 @@ class DataPlane:
         kept = [(name, value) for name, value in headers.raw if _lower_name(name) not in dropped]
         kept.insert(0, (b"host", target.host.encode("latin-1")))
         if target.port in AGENT_PORTS:
-            kept.append((TOKEN_HEADER.encode(), inner_token(token, target.port).encode()))
+            kept.append((TOKEN_HEADER.encode(), token_for_port(token, target.port).encode()))
         return kept
 
     def _is_key(self, authorization: str) -> bool:
@@ -205,39 +212,43 @@ class DataPlane:
 def _check_target(scope: Scope, headers: Headers) -> None:
     """Raise Invalid or NotPassedOn for a request that cannot be passed on to any service."""
     if scope.get("method") == "CONNECT":
-        raise NotPassedOn("CONNECT is not passed on: only requests and WebSockets are")
+        raise CannotForward("CONNECT is not passed on: only requests and WebSockets are")
     if not scope.get("raw_path", b"/").startswith(b"/"):
         raise Invalid("the target of a request is a path: it begins with '/'")
     if scope["type"] == "http" and "upgrade" in _connection_options(headers):
         wanted = headers.get("upgrade", "").strip()
         # A client that offers an upgrade to HTTP/2 accepts an answer in HTTP/1.1.
         if wanted and wanted.lower() != "h2c":
-            raise NotPassedOn(f"an upgrade to {clip(wanted, 40)!r} is not passed on: only WebSockets are")
+            raise CannotForward(f"an upgrade to {clip(wanted, 40)!r} is not passed on: only WebSockets are")
 
 
-async def _http(errand: Errand, machine: Machine, stalled_seconds: float, *, has_body: bool) -> None:
-    body = _Body(errand.receive, stalled_seconds, expected=has_body)
+async def _http(
+    incoming: ServiceRequest, machine: MachineConnections, stalled_seconds: float, *, has_body: bool
+) -> None:
+    body = _Body(incoming.receive, stalled_seconds, expected=has_body)
     request = httpx.Request(
-        errand.scope["method"],
-        httpx.URL(scheme="http", host=errand.address, port=errand.target.port),
-        headers=errand.headers,
+        incoming.scope["method"],
+        httpx.URL(scheme="http", host=incoming.address, port=incoming.target.port),
+        headers=incoming.headers,
         content=body if has_body else None,
-        extensions={"timeout": _TIMEOUTS, "target": errand.path},
+        extensions={"timeout": _TIMEOUTS, "target": incoming.path},
     )
-    exchange = _Exchange(errand, machine, request, may_repeat=not has_body and request.method in _REPEATABLE)
+    exchange = _Exchange(incoming, machine, request, may_repeat=not has_body and request.method in _REPEATABLE)
     if await _finish_unless_gone(exchange.run(), body, machine):
         return
     if not exchange.begun:
-        raise _machine_ended(errand)
+        raise _machine_ended(incoming)
     # Returning before the answer is complete makes uvicorn close the client's connection.
-    log.info("data plane ended", sandbox=errand.sandbox.id, port=errand.target.port)
+    log.info("data plane ended", sandbox=incoming.sandbox.id, port=incoming.target.port)
 
 
 class _Exchange:
     """A request and its answer, passed on as it arrives."""
 
-    def __init__(self, errand: Errand, machine: Machine, request: httpx.Request, *, may_repeat: bool) -> None:
-        self.errand = errand
+    def __init__(
+        self, incoming: ServiceRequest, machine: MachineConnections, request: httpx.Request, *, may_repeat: bool
+    ) -> None:
+        self.incoming = incoming
         self.machine = machine
         self.request = request
         self.may_repeat = may_repeat
@@ -250,36 +261,41 @@ class _Exchange:
         try:
             if not 200 <= response.status_code < 600:
                 raise ProxyFailed(
-                    f"{self.errand.place} answered with status {response.status_code}, which is no answer"
+                    f"{self.incoming.description} answered with status {response.status_code}, which is no answer"
                 )
-            headers = _headers_for_client(response.headers.raw, self.errand.target)
+            headers = _headers_for_client(response.headers.raw, self.incoming.target)
             self.begun = True
-            await self.errand.send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+            await self.incoming.send(
+                {"type": "http.response.start", "status": response.status_code, "headers": headers}
+            )
             assert isinstance(response.stream, httpx.AsyncByteStream)
             async for chunk in response.stream:
-                await self.errand.send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await self.incoming.send({"type": "http.response.body", "body": chunk, "more_body": True})
                 if len(chunk) < SMALL_PIECE:
                     await asyncio.sleep(0)
-            await self.errand.send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self.incoming.send({"type": "http.response.body", "body": b"", "more_body": False})
         except httpx.TransportError as error:
             # Returning before the answer is complete makes uvicorn close the client's connection.
             log.warning(
-                "data plane broken", sandbox=self.errand.sandbox.id, port=self.errand.target.port, reason=str(error)
+                "data plane broken",
+                sandbox=self.incoming.sandbox.id,
+                port=self.incoming.target.port,
+                reason=str(error),
             )
         finally:
             await response.aclose()
 
     async def _send(self) -> httpx.Response:
-        place = self.errand.place
+        description = self.incoming.description
         self.request.extensions["trace"] = Head().trace
         try:
             return await self._send_once()
         except httpx.ConnectError:
-            raise _port_closed(self.errand) from None
+            raise _port_closed(self.incoming) from None
         except httpx.TimeoutException:
-            raise ProxyFailed(f"{place} did not accept a connection in time") from None
+            raise ProxyFailed(f"{description} did not accept a connection in time") from None
         except httpx.TransportError as error:
-            raise ProxyFailed(f"{place} broke the connection: {error}") from None
+            raise ProxyFailed(f"{description} broke the connection: {error}") from None
 
     async def _send_once(self) -> httpx.Response:
         try:
@@ -324,7 +340,7 @@ class _Body(httpx.AsyncByteStream):
             raise TooSlow.stalled(self.seconds) from None
 
 
-async def _finish_unless_gone(work: Coroutine[Any, Any, None], body: _Body, machine: Machine) -> bool:
+async def _finish_unless_gone(work: Coroutine[Any, Any, None], body: _Body, machine: MachineConnections) -> bool:
     """Await ``work``. Cancels it if the client disconnects (raises ClientGone) or the machine ends (False)."""
     scope = anyio.CancelScope()
 
@@ -355,11 +371,18 @@ async def _wait_for_disconnect(body: _Body) -> None:
         pass
 
 
-async def _websocket(errand: Errand, machine: Machine) -> None:
-    tunnel = websocket.Tunnel(errand.receive, errand.send, machine)
-    target = errand.target
+async def _websocket(incoming: ServiceRequest, machine: MachineConnections) -> None:
+    tunnel = websocket.Tunnel(incoming.receive, incoming.send, machine)
+    target = incoming.target
     opening = asyncio.ensure_future(
-        websocket.connect(errand.address, target.port, target.host, errand.path, errand.headers[1:], errand.scope)
+        websocket.connect(
+            incoming.address,
+            target.port,
+            target.host,
+            incoming.path,
+            incoming.headers[1:],
+            incoming.scope,
+        )
     )
     try:
         inside = await tunnel.wait_until_open(opening)
@@ -367,32 +390,34 @@ async def _websocket(errand: Errand, machine: Machine) -> None:
         response = refusal.response
         # The body is sent as a whole: the length may differ if it arrived in chunks.
         headers = _headers_for_client(_encode_headers(response.headers), target, {"content-length"})
-        await errand.send({"type": "websocket.http.response.start", "status": response.status_code, "headers": headers})
-        await errand.send({"type": "websocket.http.response.body", "body": bytes(response.body)})
+        await incoming.send(
+            {"type": "websocket.http.response.start", "status": response.status_code, "headers": headers}
+        )
+        await incoming.send({"type": "websocket.http.response.body", "body": bytes(response.body)})
         return
     except ConnectionRefusedError:
-        raise _port_closed(errand) from None
+        raise _port_closed(incoming) from None
     except TimeoutError:
-        raise ProxyFailed(f"{errand.place} did not answer a WebSocket in time") from None
+        raise ProxyFailed(f"{incoming.description} did not answer a WebSocket in time") from None
     except (OSError, InvalidHandshake) as error:
-        raise ProxyFailed(f"{errand.place} does not speak WebSocket there: {error}") from None
+        raise ProxyFailed(f"{incoming.description} does not speak WebSocket there: {error}") from None
     if inside is None:
-        raise _machine_ended(errand)
+        raise _machine_ended(incoming)
     assert inside.response is not None
     await tunnel.run(
         inside, _headers_for_client(_encode_headers(inside.response.headers), target, websocket.OWN_HEADERS)
     )
 
 
-def _port_closed(errand: Errand) -> ProxyFailed:
+def _port_closed(incoming: ServiceRequest) -> ProxyFailed:
     # E2B's clients search the message for "port is not open".
     return ProxyFailed(
-        f"nothing listens on {errand.place}, the port is not open: start the service there, on all addresses"
+        f"nothing listens on {incoming.description}, the port is not open: start the service there, on all addresses"
     )
 
 
-def _machine_ended(errand: Errand) -> ProxyFailed:
-    return ProxyFailed(f"sandbox {errand.sandbox.id} was rolled back, paused or ended during the request")
+def _machine_ended(incoming: ServiceRequest) -> ProxyFailed:
+    return ProxyFailed(f"sandbox {incoming.sandbox.id} was rolled back, paused or ended during the request")
 
 
 def _headers_for_client(

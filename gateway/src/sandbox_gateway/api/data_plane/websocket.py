@@ -22,7 +22,7 @@ from websockets.typing import Subprotocol
 from websockets.uri import WebSocketURI
 
 from sandbox_gateway.api.data_plane.fragments import LARGEST_FRAGMENT, ClientFragments, ServerFragments, send_fragment
-from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE, Machine
+from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE, MachineConnections
 from sandbox_gateway.api.errors import ClientGone
 from sandbox_gateway.hosts.connect import create_connection
 
@@ -233,7 +233,7 @@ async def connect(
 class Tunnel:
     """A tunnel for fragments between a client (ASGI) and a connection that ``connect`` opened."""
 
-    def __init__(self, receive: Receive, send: Send, machine: Machine) -> None:
+    def __init__(self, receive: Receive, send: Send, machine: MachineConnections) -> None:
         self._receive = receive
         self._send = send
         self._machine = machine

@@ -10,7 +10,7 @@ from sandbox_gateway import __version__
 from sandbox_gateway.api import output
 from sandbox_gateway.api.dependencies import LONGEST_REF, EngineDep, Ref
 from sandbox_gateway.api.forkd import shapes
-from sandbox_gateway.api.waiting import unless_gone
+from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import ForkSpec
@@ -35,7 +35,7 @@ async def version() -> shapes.VersionInfo:
 @router.get("/v1/snapshots", response_model_exclude_none=True, summary="List snapshots and templates")
 async def list_snapshots(engine: EngineDep) -> list[shapes.SnapshotInfo]:
     found = engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
-    return [_snapshot(engine, snapshot) for snapshot in found]
+    return [_snapshot_info(engine, snapshot) for snapshot in found]
 
 
 @router.post(
@@ -50,8 +50,8 @@ async def create_snapshot(request: Request, body: shapes.BuildSnapshot, engine: 
     if not body.rootfs.startswith("/"):
         raise Invalid("rootfs: the absolute path of a directory or tarball on the gateway's host is needed")
     build = await engine.templates.build(body.tag, Recipe(source=Source.ROOTFS, path=body.rootfs))
-    await unless_gone(request, _ended(build))
-    return _snapshot(engine, engine.snapshots.get(body.tag))
+    await cancel_on_disconnect(request, _wait_for_build(build))
+    return _snapshot_info(engine, engine.snapshots.get(body.tag))
 
 
 @router.delete("/v1/snapshots/{ref}", status_code=204, summary="Remove a snapshot or template")
@@ -88,18 +88,18 @@ async def create_sandboxes(
     if body.live_fork:
         raise Unsupported(f"live_fork: {_NOT_LIVE}; leave it out")
     spec = ForkSpec(count=body.n, memory_mb=body.memory_limit_mib, timeout=body.given("timeout"))
-    made = await unless_gone(request, engine.forks.fork(snapshot.id, spec))
-    return [_sandbox(engine, sandbox) for sandbox in made if isinstance(sandbox, Sandbox)]
+    made = await cancel_on_disconnect(request, engine.forks.fork(snapshot.id, spec))
+    return [_sandbox_info(engine, sandbox) for sandbox in made if isinstance(sandbox, Sandbox)]
 
 
 @router.get("/v1/sandboxes", summary="List sandboxes")
 async def list_sandboxes(engine: EngineDep) -> list[shapes.SandboxInfo]:
-    return [_sandbox(engine, sandbox) for sandbox in engine.sandboxes.list()]
+    return [_sandbox_info(engine, sandbox) for sandbox in engine.sandboxes.list()]
 
 
 @router.get("/v1/sandboxes/{ref}", summary="Show a sandbox")
 async def show_sandbox(ref: Ref, engine: EngineDep) -> shapes.SandboxInfo:
-    return _sandbox(engine, engine.sandboxes.get(ref))
+    return _sandbox_info(engine, engine.sandboxes.get(ref))
 
 
 @router.delete("/v1/sandboxes/{ref}", status_code=204, summary="Remove a sandbox")
@@ -117,7 +117,7 @@ async def execute(request: Request, ref: Ref, body: shapes.RunCommand, engine: E
 
     `stderr` says so.
     """
-    result = await unless_gone(request, engine.commands.exec(ref, body.args, timeout=body.timeout_secs))
+    result = await cancel_on_disconnect(request, engine.commands.exec(ref, body.args, timeout=body.timeout_secs))
     return output.respond(shapes.exec_fields(result, body.timeout_secs))
 
 
@@ -128,7 +128,7 @@ async def execute(request: Request, ref: Ref, body: shapes.RunCommand, engine: E
 )
 async def evaluate(request: Request, ref: Ref, body: shapes.Eval, engine: EngineDep) -> Response:
     """Its state is part of the memory of snapshots, and so of the sandboxes made from them."""
-    result = await unless_gone(request, engine.commands.eval(ref, body.code, timeout=body.timeout_secs))
+    result = await cancel_on_disconnect(request, engine.commands.eval(ref, body.code, timeout=body.timeout_secs))
     return output.respond(shapes.eval_fields(result))
 
 
@@ -151,9 +151,9 @@ async def branch(
     body, sandbox = body or shapes.Branch(), engine.sandboxes.get(ref)
     _check_mode(body)
     _check_parent(body, sandbox, engine)
-    taken = await unless_gone(request, engine.snapshots.branch(sandbox.id, body.tag))
+    taken = await cancel_on_disconnect(request, engine.snapshots.branch(sandbox.id, body.tag))
     request.app.state.metrics.captured(taken)
-    return _snapshot(engine, taken)
+    return _snapshot_info(engine, taken)
 
 
 _NOT_LIVE = "a sandbox stands still for the milliseconds in which it is captured"
@@ -182,18 +182,18 @@ def _check_parent(body: shapes.Branch, sandbox: Sandbox, engine: Engine) -> None
         raise Invalid(f"parent_tag: sandbox {sandbox.id} was made from {origin}, not from {body.parent_tag}")
 
 
-async def _ended(build: Build) -> None:
+async def _wait_for_build(build: Build) -> None:
     async for _ in build.follow():
         pass
     if build.status != "ready":
         raise BackendFailed(f"the template was not built: {build.reason}")
 
 
-def _snapshot(engine: Engine, snapshot: Snapshot) -> shapes.SnapshotInfo:
+def _snapshot_info(engine: Engine, snapshot: Snapshot) -> shapes.SnapshotInfo:
     return shapes.snapshot_info(snapshot, engine.snapshots.files_of(snapshot.id))
 
 
-def _sandbox(engine: Engine, sandbox: Sandbox) -> shapes.SandboxInfo:
+def _sandbox_info(engine: Engine, sandbox: Sandbox) -> shapes.SandboxInfo:
     try:
         address, _ = engine.agents.endpoint(sandbox.id)
     except GatewayError:

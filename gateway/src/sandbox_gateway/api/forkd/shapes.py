@@ -19,14 +19,14 @@ _TAG = re.compile(rf"[A-Za-z0-9_-]{{1,{LONGEST_TAG}}}")
 _MIB = 1 << 20
 
 
-def _tag(value: str) -> str:
+def _check_tag(value: str) -> str:
     if not _TAG.fullmatch(value):
         raise ValueError(f"a tag is 1 to {LONGEST_TAG} letters, digits, '_' or '-'")
     return value
 
 
-Tag = Annotated[str, AfterValidator(_tag)]
-Patience = Annotated[float, Field(gt=0, le=604_800, allow_inf_nan=False, description="Seconds it may take.")]
+Tag = Annotated[str, AfterValidator(_check_tag)]
+TimeoutSeconds = Annotated[float, Field(gt=0, le=604_800, allow_inf_nan=False, description="Seconds it may take.")]
 
 
 class BuildSnapshot(Body):
@@ -54,12 +54,12 @@ class CreateSandboxes(Body):
 
 class RunCommand(Body):
     args: list[str] = Field(min_length=1, max_length=10_000, description="The program and its arguments; no shell.")
-    timeout_secs: Patience = 30
+    timeout_secs: TimeoutSeconds = 30
 
 
 class Eval(Body):
     code: str = Field(max_length=1 << 20, description="Python.")
-    timeout_secs: Patience = 30
+    timeout_secs: TimeoutSeconds = 30
 
 
 class Branch(Body):
@@ -154,14 +154,14 @@ def sandbox_info(sandbox: Sandbox, snapshot_tag: str, address: str) -> SandboxIn
     )
 
 
-def snapshot_info(snapshot: Snapshot, places: dict[str, str]) -> SnapshotInfo:
+def snapshot_info(snapshot: Snapshot, files: dict[str, str]) -> SnapshotInfo:
     shape = SnapshotInfo(
         tag=tag_of(snapshot),
         id=snapshot.id,
         created_at_unix=int(snapshot.created_at.timestamp()),
         status=snapshot.status.value,
         bootable=snapshot.status is SnapshotStatus.READY,
-        **places,
+        **files,
     )
     if snapshot.kind is SnapshotKind.SNAPSHOT:
         shape.branched_from, shape.pause_ms = snapshot.source_sandbox, math.ceil(snapshot.pause_ms)
@@ -171,10 +171,10 @@ def snapshot_info(snapshot: Snapshot, places: dict[str, str]) -> SnapshotInfo:
     return shape
 
 
-def snapshot_detail(snapshot: Snapshot, places: dict[str, str], sandboxes: list[str]) -> SnapshotDetail:
+def snapshot_detail(snapshot: Snapshot, files: dict[str, str], sandboxes: list[str]) -> SnapshotDetail:
     with_memory = snapshot.memory is not Memory.NONE
     return SnapshotDetail(
-        **snapshot_info(snapshot, places).model_dump(),
+        **snapshot_info(snapshot, files).model_dump(),
         memory_logical_bytes=snapshot.resources.memory_mb * _MIB if with_memory else 0,
         memory_physical_bytes=snapshot.memory_bytes_written,
         disk_bytes_unique=snapshot.disk_bytes_unique,

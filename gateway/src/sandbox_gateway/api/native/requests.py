@@ -70,7 +70,7 @@ class Network(NativeBody):
 
     @field_validator("rules", "egress_proxy", "mask_request_host", "https_ports")
     @classmethod
-    def _not_here(cls, value: object) -> None:
+    def _reject_unsupported(cls, value: object) -> None:
         """Refuse an unsupported field: a caller that sets it relies on it, so ignoring it would be worse."""
         if value:
             raise ValueError("not supported here: requests pass unchanged, to where they are sent; leave it out")
@@ -141,13 +141,13 @@ class Forked(Sizes):
 
     @field_validator("iam")
     @classmethod
-    def _no_identities(cls, value: object) -> None:
+    def _reject_identities(cls, value: object) -> None:
         if value:
             raise ValueError("not supported here: there are no workload identities; leave it out")
 
     @field_validator("auto_pause_memory")
     @classmethod
-    def _keeps_its_memory(cls, value: bool) -> bool:
+    def _reject_without_memory(cls, value: bool) -> bool:
         if not value:
             raise ValueError("not supported here: what is paused at the end of its time keeps its memory; leave it out")
         return value
@@ -277,7 +277,7 @@ class KeepRule(NativeBody):
     )
 
     @model_validator(mode="after")
-    def _says_something(self) -> KeepRule:
+    def _require_rule(self) -> KeepRule:
         if self.keep_last is None and self.keep_daily is None and self.max_age is None:
             raise ValueError("retention needs keepLast, keepDaily or maxAge")
         return self
@@ -310,7 +310,7 @@ class Promote(NativeBody):
     source: AnyRef | None = Field(None, description="The sandbox that takes over; default: the one it was forked from.")
 
 
-def _unnamed(value: object) -> object:
+def _empty_to_none(value: object) -> object:
     """Treat "" as no name: CubeSandbox's client sends it to have a name generated."""
     return None if value == "" else value
 
@@ -319,7 +319,7 @@ class CreateVolume(NativeBody):
     # cubesandbox 0.7.
     ignored = frozenset({"driver"})
 
-    name: Annotated[Name | None, BeforeValidator(_unnamed)] = Field(None, description="Absent: generated.")
+    name: Annotated[Name | None, BeforeValidator(_empty_to_none)] = Field(None, description="Absent: generated.")
     size_mb: VolumeSize | None = Field(None, description="Absent: 1024, or that of the snapshot.")
     from_snapshot: str | None = Field(
         None,
@@ -334,7 +334,7 @@ class GrowVolume(NativeBody):
 
 
 class CreateVolumeSnapshot(NativeBody):
-    name: Annotated[Name | None, BeforeValidator(_unnamed)] = Field(None, description="Absent: its id.")
+    name: Annotated[Name | None, BeforeValidator(_empty_to_none)] = Field(None, description="Absent: its id.")
 
 
 class RollbackVolume(NativeBody):

@@ -15,7 +15,7 @@ from sandbox_gateway.api.dependencies import EngineDep, IdempotencyKey, Operatio
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.view import View, ViewDep, ids_of, template_or_snapshot
 from sandbox_gateway.api.paging import Limit, NextToken, Order, page
-from sandbox_gateway.api.waiting import unless_gone
+from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import UNSET
 from sandbox_gateway.errors import GatewayError, Invalid
@@ -40,7 +40,7 @@ async def create(
     operation: Operation = "",
 ) -> shapes.SandboxShape:
     origin, spec = template_or_snapshot(engine, body.template), body.create_spec(idempotency_key, operation)
-    return view.sandbox(await unless_gone(request, engine.forks.create(origin.id, spec)))
+    return view.sandbox(await cancel_on_disconnect(request, engine.forks.create(origin.id, spec)))
 
 
 @router.get("/sandboxes", response_model_exclude_unset=True, summary="List sandboxes")
@@ -63,12 +63,12 @@ async def index(
     diverged: Annotated[bool, Query(description="Say of each whether it diverged")] = False,
 ) -> list[shapes.SandboxShape]:
     tests = [
-        *_named(name),
-        *_in_state(state),
-        *_with_metadata(metadata),
-        *_of_template(template, engine),
-        *_forked_from(forked_from, engine),
-        *_started_after(started_after),
+        *_name_filter(name),
+        *_state_filter(state),
+        *_metadata_filter(metadata),
+        *_template_filter(template, engine),
+        *_source_filter(forked_from, engine),
+        *_start_filter(started_after),
     ]
     found = [sandbox for sandbox in engine.sandboxes.list() if all(test(sandbox) for test in tests)]
     shown = page(found, lambda sandbox: (sandbox.created_at, sandbox.id), response, limit, next_token, order)
@@ -114,8 +114,8 @@ async def connect(
         raise Invalid("timeout: a connection needs a sandbox that lives: more than 0 seconds, or -1 for never")
     if sandbox.state is SandboxState.PAUSED:
         work = engine.sandboxes.resume(sandbox.id, timeout=timeout, cold_start=body.memory is False)
-        return view.sandbox(await unless_gone(request, work))
-    if timeout is not UNSET and _prolongs(timeout, sandbox):
+        return view.sandbox(await cancel_on_disconnect(request, work))
+    if timeout is not UNSET and _is_longer(timeout, sandbox):
         await engine.sandboxes.set_timeout(sandbox.id, timeout)
     return view.sandbox(engine.sandboxes.get(sandbox.id))
 
@@ -126,12 +126,12 @@ async def resume(
 ) -> shapes.SandboxShape:
     body = body or requests.Resume()
     work = engine.sandboxes.resume(ref, timeout=body.given("timeout"), cold_start=body.memory is False)
-    return view.sandbox(await unless_gone(request, work))
+    return view.sandbox(await cancel_on_disconnect(request, work))
 
 
 @router.post("/sandboxes/{ref}/pause", status_code=204, summary="Pause: keep it, with its memory, on the disk")
 async def pause(request: Request, ref: Ref, engine: EngineDep, body: requests.Pause | None = None) -> None:
-    await unless_gone(request, engine.sandboxes.pause(ref, memory=(body or requests.Pause()).memory))
+    await cancel_on_disconnect(request, engine.sandboxes.pause(ref, memory=(body or requests.Pause()).memory))
 
 
 @router.post("/sandboxes/{ref}/timeout", status_code=204, summary="Set the time it has left")
@@ -157,9 +157,9 @@ async def execute(request: Request, ref: Ref, body: requests.Exec, engine: Engin
         cwd=body.cwd,
         user=body.user,
         timeout=body.timeout,
-        stdin=_decoded(body.stdin),
+        stdin=_decode_stdin(body.stdin),
     )
-    return output.respond(shapes.exec_fields(await unless_gone(request, work)))
+    return output.respond(shapes.exec_fields(await cancel_on_disconnect(request, work)))
 
 
 @router.post(
@@ -181,7 +181,7 @@ async def snapshot(
         volumes=body.volumes,
         retention=Retention.model_validate(body.retention.model_dump()) if body.retention else None,
     )
-    taken = await unless_gone(request, work)
+    taken = await cancel_on_disconnect(request, work)
     request.app.state.metrics.captured(taken)
     return view.snapshot(taken)
 
@@ -191,7 +191,7 @@ async def rollback(
     request: Request, ref: Ref, body: requests.Rollback, engine: EngineDep, operation: Operation = ""
 ) -> shapes.RollbackShape:
     target = engine.snapshots.get(body.snapshot)
-    sandbox = await unless_gone(request, engine.sandboxes.rollback(ref, target.id, cold_start=body.cold_start))
+    sandbox = await cancel_on_disconnect(request, engine.sandboxes.rollback(ref, target.id, cold_start=body.cold_start))
     return shapes.RollbackShape(
         sandbox_id=sandbox.id, snapshot_id=target.id, operation_id=operation or new_id(), status="READY"
     )
@@ -206,7 +206,7 @@ async def promote(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.Promote | None = None
 ) -> shapes.SandboxShape:
     source = body.source if body else None
-    return view.sandbox(await unless_gone(request, engine.sandboxes.promote(ref, source)))
+    return view.sandbox(await cancel_on_disconnect(request, engine.sandboxes.promote(ref, source)))
 
 
 @router.post(
@@ -225,7 +225,7 @@ async def clone(
     operation: Operation = "",
 ) -> shapes.ForksShape:
     spec = (body or requests.Fork()).fork_spec(idempotency_key, operation)
-    return forks_shape(await unless_gone(request, engine.forks.clone(ref, spec)), spec.names, view)
+    return forks_shape(await cancel_on_disconnect(request, engine.forks.clone(ref, spec)), spec.names, view)
 
 
 @router.post(
@@ -244,7 +244,7 @@ async def fork(
     operation: Operation = "",
 ) -> list[shapes.ForkResultShape]:
     spec = (body or requests.Fork()).fork_spec(idempotency_key, operation)
-    made = forks_shape(await unless_gone(request, engine.forks.clone(ref, spec)), spec.names, view)
+    made = forks_shape(await cancel_on_disconnect(request, engine.forks.clone(ref, spec)), spec.names, view)
     return [
         *(shapes.ForkResultShape(sandbox=sandbox) for sandbox in made.sandboxes),
         *(shapes.ForkResultShape(error=error) for error in made.errors),
@@ -266,11 +266,11 @@ def forks_shape(results: list[Sandbox | GatewayError], names: list[str] | None, 
 Test = Callable[[Sandbox], bool]
 
 
-def _named(name: str) -> list[Test]:
+def _name_filter(name: str) -> list[Test]:
     return [lambda sandbox: sandbox.name == name] if name else []
 
 
-def _in_state(states: str) -> list[Test]:
+def _state_filter(states: str) -> list[Test]:
     if not states:
         return []
     try:
@@ -280,7 +280,7 @@ def _in_state(states: str) -> list[Test]:
     return [lambda sandbox: sandbox.state in wanted]
 
 
-def _with_metadata(query: str) -> list[Test]:
+def _metadata_filter(query: str) -> list[Test]:
     """Parse the metadata filter. Pairs may be URL-encoded once or, as one client does, twice."""
     pairs = parse_qsl(query, keep_blank_values=True)
     if query and not pairs:
@@ -293,34 +293,34 @@ def _with_metadata(query: str) -> list[Test]:
     return [matching(key, value) for key, value in pairs]
 
 
-def _of_template(ref: str, engine: Engine) -> list[Test]:
+def _template_filter(ref: str, engine: Engine) -> list[Test]:
     if not ref:
         return []
     ids = ids_of(ref, engine)
     return [lambda sandbox: sandbox.template_id in ids]
 
 
-def _forked_from(ref: str, engine: Engine) -> list[Test]:
+def _source_filter(ref: str, engine: Engine) -> list[Test]:
     if not ref:
         return []
     ids = ids_of(ref, engine)
     return [lambda sandbox: sandbox.forked_from in ids]
 
 
-def _started_after(moment: datetime | None) -> list[Test]:
+def _start_filter(moment: datetime | None) -> list[Test]:
     if moment is None:
         return []
     after = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     return [lambda sandbox: sandbox.started_at >= after]
 
 
-def _prolongs(timeout: float | None, sandbox: Sandbox) -> bool:
+def _is_longer(timeout: float | None, sandbox: Sandbox) -> bool:
     if sandbox.end_at is None:
         return False
     return timeout is None or datetime.now(UTC) + timedelta(seconds=timeout) > sandbox.end_at
 
 
-def _decoded(stdin: str) -> bytes | None:
+def _decode_stdin(stdin: str) -> bytes | None:
     try:
         return base64.b64decode(stdin, validate=True) if stdin else None
     except ValueError:

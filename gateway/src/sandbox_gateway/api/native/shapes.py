@@ -386,7 +386,7 @@ def template_shape(template: Snapshot, *, build_id: str, outdated: bool | None, 
         build_status="ready",
         digest=template.recipe_digest,
         outdated=outdated,
-        recipe=posted(template.recipe),
+        recipe=recipe_fields(template.recipe),
         description=template.description,
         created_at=template.created_at,
         updated_at=template.updated_at,
@@ -408,7 +408,7 @@ def building_shape(build: Build) -> TemplateShape:
         build_status=build.status,
         digest=build.digest,
         outdated=False,
-        recipe=posted(build.recipe),
+        recipe=recipe_fields(build.recipe),
         created_at=build.started_at,
         updated_at=build.started_at,
         forks=0,
@@ -416,7 +416,7 @@ def building_shape(build: Build) -> TemplateShape:
     return shape.model_copy(update={"reason": build.reason}) if build.reason else shape
 
 
-def posted(recipe: dict[str, Any]) -> dict[str, Any]:
+def recipe_fields(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return a stored recipe with the field names of requests; ``packages`` is sorted and without duplicates."""
     if not recipe:
         return {}

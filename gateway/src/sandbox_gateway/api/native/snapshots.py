@@ -12,7 +12,7 @@ from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.sandboxes import forks_shape
 from sandbox_gateway.api.native.view import ViewDep, ids_of
 from sandbox_gateway.api.paging import Limit, NextToken, page
-from sandbox_gateway.api.waiting import unless_gone
+from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.records import Snapshot
 
@@ -78,8 +78,8 @@ async def fork(
     body = body or requests.Fork()
     spec = body.fork_spec(idempotency_key, operation)
     if not body.has_count:
-        return view.sandbox(await unless_gone(request, engine.forks.create(ref, spec)))
-    return forks_shape(await unless_gone(request, engine.forks.fork(ref, spec)), spec.names, view)
+        return view.sandbox(await cancel_on_disconnect(request, engine.forks.create(ref, spec)))
+    return forks_shape(await cancel_on_disconnect(request, engine.forks.fork(ref, spec)), spec.names, view)
 
 
 @router.get("/lineage", summary="The tree: templates, sandboxes, snapshots, forks", tags=["gateway"])

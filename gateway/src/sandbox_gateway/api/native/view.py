@@ -71,7 +71,7 @@ class View:
         return shapes.VolumeMountShape(name=self._volume_name(mount.volume), path=mount.path, read_only=mount.read_only)
 
     async def with_divergence(self, sandbox: Sandbox) -> shapes.SandboxShape:
-        return self.sandbox(sandbox, diverged=await self._diverged(sandbox))
+        return self.sandbox(sandbox, diverged=await self._has_diverged(sandbox))
 
     async def with_divergences(self, sandboxes: Sequence[Sandbox]) -> list[shapes.SandboxShape]:
         """Describe sandboxes, without secrets. Queries their agents concurrently, because some may not answer."""
@@ -79,13 +79,13 @@ class View:
 
         async def ask(sandbox: Sandbox) -> bool | None:
             async with gate:
-                return await self._diverged(sandbox)
+                return await self._has_diverged(sandbox)
 
         answers = await asyncio.gather(*map(ask, sandboxes))
         pairs = zip(sandboxes, answers, strict=True)
         return [self.sandbox(sandbox, secret=False, diverged=diverged) for sandbox, diverged in pairs]
 
-    async def _diverged(self, sandbox: Sandbox) -> bool | None:
+    async def _has_diverged(self, sandbox: Sandbox) -> bool | None:
         """Return whether a sandbox has diverged; None if it was removed or its agent does not answer in time."""
         try:
             return await self.engine.sandboxes.has_diverged(sandbox.id)

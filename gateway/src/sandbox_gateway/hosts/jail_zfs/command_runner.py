@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from subprocess import CompletedProcess
 
-from sandbox_gateway.command import arun
+from sandbox_gateway.command import run_async
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.tasks import finish_despite_cancellation
 
@@ -38,7 +38,7 @@ class CommandRunner:
         raise _failed(argv, done)
 
     async def _run(self, argv: tuple[str, ...], *, input: str | None, check: bool) -> CompletedProcess[str]:
-        work = arun(argv, timeout=SECONDS, input=input, check=check, env=self._environment)
+        work = run_async(argv, timeout=SECONDS, input=input, check=check, env=self._environment)
         return await finish_despite_cancellation(work)
 
 

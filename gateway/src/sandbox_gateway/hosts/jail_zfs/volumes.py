@@ -131,7 +131,7 @@ class JailVolumes:
         try:
             mounts = [(machine, mount) for machine, mount in await self._list_mounts() if mount.special == str(old)]
             async with self._mounts.stopped(machine.jail for machine, _ in mounts):
-                await self._exchange(volume.id, mounts, self._storage.path(dataset), old)
+                await self._swap_mounts(volume.id, mounts, self._storage.path(dataset), old)
                 try:
                     await asyncio.to_thread(self._storage.commit_rollback, volume, dataset)
                 except BaseException:
@@ -140,13 +140,13 @@ class JailVolumes:
         finally:
             await self._settle(volume.id)
 
-    async def _exchange(self, volume_id: str, mounts: list[tuple[Machine, Mounted]], new: Path, old: Path) -> None:
+    async def _swap_mounts(self, volume_id: str, mounts: list[tuple[Machine, Mounted]], new: Path, old: Path) -> None:
         """Mount ``new`` wherever ``old`` is mounted; on failure, mount ``old`` again."""
         try:
             for _, mount in mounts:
                 await self._mounts.unmount(mount)
             for machine, mount in mounts:
-                await self._mounts.mount(machine.root, new, _as_requested(volume_id, machine, mount))
+                await self._mounts.mount(machine.root, new, _sandbox_mount(volume_id, machine, mount))
         except BaseException:
             await self._restore(volume_id, mounts, old)
             raise
@@ -161,7 +161,7 @@ class JailVolumes:
                 for each in existing:
                     if each.node == mount.node:
                         await self._mounts.unmount(each)
-                await self._mounts.mount(machine.root, source, _as_requested(volume_id, machine, mount))
+                await self._mounts.mount(machine.root, source, _sandbox_mount(volume_id, machine, mount))
             except GatewayError as error:
                 log.error("not mounted again after a failed rollback", node=mount.node, reason=error.message)
 
@@ -243,6 +243,6 @@ class JailVolumes:
         return existing.special == str(self._storage.path(self._storage.dataset(volume_id)))
 
 
-def _as_requested(volume_id: str, machine: Machine, mount: Mounted) -> Mount:
+def _sandbox_mount(volume_id: str, machine: Machine, mount: Mounted) -> Mount:
     """Return the sandbox mount that an entry of the mount table corresponds to."""
     return Mount(volume=volume_id, path=mount.node.removeprefix(str(machine.root)), read_only=mount.read_only)

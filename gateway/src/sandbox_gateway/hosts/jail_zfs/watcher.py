@@ -41,7 +41,7 @@ class JailWatcher:
             try:
                 alive = await self._jails.list_alive()
                 should_probe = checks % _CHECKS_PER_PROBE == 0
-                mute = await self._find_mute([each for _, each in running]) if should_probe else set()
+                mute = await self._find_unresponsive([each for _, each in running]) if should_probe else set()
             except GatewayError as error:
                 log.warning("cannot check jails", reason=error.message)
                 continue
@@ -51,7 +51,7 @@ class JailWatcher:
                     machine.has_ended = True
                     self.on_exit(instance)
 
-    async def _find_mute(self, machines: Sequence[Machine]) -> set[str]:
+    async def _find_unresponsive(self, machines: Sequence[Machine]) -> set[str]:
         """Return jails in which processes run but the agent does not: root in a sandbox can cause this."""
         slots = asyncio.Semaphore(_CONCURRENT_PROBES)
 

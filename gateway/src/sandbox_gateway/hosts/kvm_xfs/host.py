@@ -66,7 +66,7 @@ class KvmXfsHost:
         try:
             reflink.require_reflinks(root)
             self._layout.create()
-            await asyncio.to_thread(self._layout.close_to_others, self._config.cache_root)
+            await asyncio.to_thread(self._layout.restrict_access, self._config.cache_root)
             self._machines.platform = await self._probe()
         except BaseException:
             self._ownership.release()
@@ -182,7 +182,7 @@ class KvmXfsHost:
             self._machines.check_platform(snapshot)
         with explaining_os_errors():
             try:
-                await asyncio.to_thread(instances.lay_out, source, files, sandbox, with_memory)
+                await asyncio.to_thread(instances.create_files, source, files, sandbox, with_memory)
                 await self._machines.launch(sandbox, files, source / "device.state" if with_memory else None)
                 sandbox.host["line"] = with_memory and snapshot.host.get("line", False)
             except BaseException:
@@ -191,7 +191,7 @@ class KvmXfsHost:
 
     async def start(self, sandbox: Sandbox) -> None:
         files = self._layout.instance(sandbox)
-        await asyncio.to_thread(instances.blank_memory, files, sandbox.resources.memory_mb)
+        await asyncio.to_thread(instances.create_memory_file, files, sandbox.resources.memory_mb)
         await self._machines.launch(sandbox, files, None)
 
     async def save(self, sandbox: Sandbox) -> None:

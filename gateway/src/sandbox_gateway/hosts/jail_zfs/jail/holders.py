@@ -22,9 +22,9 @@ log = Logger("jail_zfs")
 async def describe_holders(run: CommandRunner, jails: Jails, mounts: MountTable, dataset: str, root: Path) -> str:
     """Name the holders of ``dataset``, which is mounted at ``root``, as the end of an error message."""
     found = [
-        *await _try(_list_jails(jails, root)),
-        *await _try(_list_mounts(mounts, dataset, root)),
-        *await _try(_list_processes(run, root)),
+        *await _list_or_log(_list_jails(jails, root)),
+        *await _list_or_log(_list_mounts(mounts, dataset, root)),
+        *await _list_or_log(_list_processes(run, root)),
     ]
     if not found:
         return "no jail, mount or open file was found that holds it"
@@ -32,7 +32,7 @@ async def describe_holders(run: CommandRunner, jails: Jails, mounts: MountTable,
     return f"held by {', '.join(found[:_MAX_NAMED])}{more}"
 
 
-async def _try(names: Awaitable[Iterable[str]]) -> Iterable[str]:
+async def _list_or_log(names: Awaitable[Iterable[str]]) -> Iterable[str]:
     """Return ``names``, or nothing on failure. They are part of an error message: a failure must not hide the error."""
     try:
         return await names
@@ -67,8 +67,10 @@ def parse_fstat(text: str, root: Path) -> list[str]:
     While the file system is not mounted, `fstat` lists files of the one that contains ``root``.
     """
     rows = [row for line in text.splitlines() if (row := _ROW.match(line)) and row["mount"] == str(root)]
-    return list(dict.fromkeys(f"the process {_printable(row['command'].rstrip())} (pid {row['pid']})" for row in rows))
+    return list(
+        dict.fromkeys(f"the process {_replace_unprintable(row['command'].rstrip())} (pid {row['pid']})" for row in rows)
+    )
 
 
-def _printable(text: str) -> str:
+def _replace_unprintable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)[:32]

@@ -9,7 +9,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from sandbox_gateway.command import arun, proxy_settings
+from sandbox_gateway.command import proxy_settings, run_async
 from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.guest_digest import digest_guest
@@ -124,6 +124,6 @@ async def _add_user(root: Path) -> None:
     if not await asyncio.to_thread((root / "etc/master.passwd").is_file):
         await asyncio.to_thread(add_user, Tree(root))
         return
-    known = await arun(["pw", "-R", str(root), "usershow", "user"], timeout=STEP_SECONDS, check=False)
+    known = await run_async(["pw", "-R", str(root), "usershow", "user"], timeout=STEP_SECONDS, check=False)
     if known.returncode != 0:
-        await arun(["pw", "-R", str(root), "useradd", "user", "-m", "-s", "/bin/sh"], timeout=STEP_SECONDS)
+        await run_async(["pw", "-R", str(root), "useradd", "user", "-m", "-s", "/bin/sh"], timeout=STEP_SECONDS)

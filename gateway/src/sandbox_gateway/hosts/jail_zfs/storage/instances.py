@@ -20,7 +20,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import RETIRED, SANDBOXES, TEMPLATE, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.sandbox_scan import SandboxFindings
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
-from sandbox_gateway.hosts.jail_zfs.storage.translation import check_quota, translating
+from sandbox_gateway.hosts.jail_zfs.storage.translation import check_quota, translate_errors
 from sandbox_gateway.records import Sandbox
 
 
@@ -51,7 +51,7 @@ class InstanceStorage:
 
     # ---- creating and changing ----
 
-    @translating
+    @translate_errors
     def clone(
         self, snapshot_id: str, instance: str, *, disk_mb: int | None = None, props: Mapping[str, str] | None = None
     ) -> Path:
@@ -69,25 +69,25 @@ class InstanceStorage:
             raise
         return self.path(instance)
 
-    @translating
+    @translate_errors
     def mount(self, instance: str) -> Path:
         """Mount an instance's file system, if a restart of the host has unmounted it; returns its path."""
         zfs.mount(self.dataset(instance))
         return self.path(instance)
 
-    @translating
+    @translate_errors
     def set_disk(self, instance: str, disk_mb: int) -> None:
         """Change the limit of an instance's referenced data, in MiB. Raises OverQuota if it holds more."""
         zfs.lzc_set_prop(self.dataset(instance), "refquota", disk_mb << 20)
 
-    @translating
+    @translate_errors
     def save(self, record: Sandbox) -> None:
         """Commit a sandbox's record on the dataset of its instance; it supersedes older records on other instances."""
         self._records.write(self.dataset(record.instance), record)
 
     # ---- queries ----
 
-    @translating
+    @translate_errors
     def has_diverged(self, instance: str, snapshot_id: str) -> bool:
         """Return whether anything was written to the instance since a snapshot, its own or an ancestor's.
 
@@ -98,7 +98,7 @@ class InstanceStorage:
         except zfs.exceptions.SnapshotMismatch:
             return True
 
-    @translating
+    @translate_errors
     def usage(self, instance: str) -> SpaceUsage:
         facts = zfs.get_props([self.dataset(instance)], ["referenced", "used", "available"])[self.dataset(instance)]
         return SpaceUsage(facts["referenced"].number, facts["used"].number, facts["available"].number)
@@ -121,13 +121,13 @@ class InstanceStorage:
 
     # ---- removing ----
 
-    @translating
+    @translate_errors
     def forget(self, instance: str) -> None:
         """Drop the record of an instance, which then belongs to no sandbox: the next scan removes it."""
         with suppress(zfs.exceptions.DatasetNotFound):
             self._records.remove(self.dataset(instance))
 
-    @translating
+    @translate_errors
     def discard(self, instance: str) -> bool:
         """Remove an instance. Returns False if it is retired instead, because its snapshots must stay.
 

@@ -80,7 +80,7 @@ class Ownership:
                 )
             time.sleep(_RETRY_SECONDS)
         self._file = file
-        process.inherit(file)
+        process.inherit_file(file)
 
     def _is_orphaned(self) -> bool:
         """Return whether the last owner has ended, so that only commands that it started still hold the lock.
@@ -98,7 +98,7 @@ class Ownership:
 
     def _unlock(self) -> None:
         if self._file is not None:
-            process.disinherit(self._file)
+            process.stop_inheriting(self._file)
             self._file.close()
             self._file = None
 

@@ -44,10 +44,10 @@ class _Claim(NamedTuple):
 
 def interpret_sandboxes(root: str, facts: Facts, local: UserProperties) -> SandboxFindings:
     """Interpret FACTS of everything below ``root``, and ``local``, the user properties set locally."""
-    return _Reading(root, facts, local).findings
+    return _Reader(root, facts, local).findings
 
 
-class _Reading:
+class _Reader:
     def __init__(self, root: str, facts: Facts, local: UserProperties) -> None:
         self._root = root
         self._facts = facts
@@ -74,7 +74,7 @@ class _Reading:
         return sorted(names, key=lambda name: self._facts[name]["createtxg"].number)
 
     def _read_snapshot(self, name: str) -> None:
-        stored = self._decoded(name, "snapshot")
+        stored = self._decode(name, "snapshot")
         if stored is None or not isinstance(record := stored.record, Snapshot):
             return
         if record.id in self.findings.snapshot_names:
@@ -95,7 +95,7 @@ class _Reading:
                 continue
             if HEAD not in self._props(name):
                 self._read_uncommitted(name, instance)
-            elif (stored := self._decoded(name, "sandbox")) and isinstance(record := stored.record, Sandbox):
+            elif (stored := self._decode(name, "sandbox")) and isinstance(record := stored.record, Sandbox):
                 if record.instance != instance:
                     self._quarantine(name, f"its record belongs to the instance {record.instance}")
                     continue
@@ -124,7 +124,7 @@ class _Reading:
                 )
         self.findings.sandboxes.sort(key=lambda sandbox: sandbox.created_at.isoformat())
 
-    def _decoded(self, name: str, kind: Literal["sandbox", "snapshot"]) -> Stored | None:
+    def _decode(self, name: str, kind: Literal["sandbox", "snapshot"]) -> Stored | None:
         try:
             return decode(self._props(name), kind)
         except ValueError as error:

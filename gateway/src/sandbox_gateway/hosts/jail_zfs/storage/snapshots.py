@@ -13,7 +13,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.property_codec import encode
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import TEMPLATE, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
-from sandbox_gateway.hosts.jail_zfs.storage.translation import translating
+from sandbox_gateway.hosts.jail_zfs.storage.translation import translate_errors
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
 from sandbox_gateway.records import Snapshot, VolumeSnapshot
 
@@ -41,7 +41,7 @@ class SnapshotStorage:
         """Return the current ``dataset@snapshot``. Raises NotFound."""
         return self._names.find(snapshot_id)
 
-    @translating
+    @translate_errors
     def create_base(self, record: Snapshot, fill: Callable[[Path], None]) -> Snapshot:
         """Create a dataset, let ``fill`` write a file system into the given directory, and commit it as ``@base``.
 
@@ -60,7 +60,7 @@ class SnapshotStorage:
             raise
         return record
 
-    @translating
+    @translate_errors
     def capture(self, instance: str, record: Snapshot, volumes: Sequence[VolumeSnapshot] = ()) -> Snapshot:
         """Snapshot an instance's file system, and volumes with it: all or none.
 
@@ -81,17 +81,17 @@ class SnapshotStorage:
             if len(props) > 1:
                 self._records.note_multipart(name)
 
-    @translating
+    @translate_errors
     def save(self, record: Snapshot) -> None:
         """Commit a new version of a snapshot's record. Raises NotFound if the snapshot is gone."""
         self._names.use(record.id, lambda name: self._records.write(name, record))
 
-    @translating
+    @translate_errors
     def bytes_held(self, snapshot_id: str) -> int:
         """Return the number of bytes that only this snapshot uses."""
         return self._names.use(snapshot_id, zfs.used)
 
-    @translating
+    @translate_errors
     def destroy(self, snapshot_id: str, *, deferred: bool = False) -> bool:
         """Remove a snapshot. Returns False if it is only hidden: ZFS removes it with the last clone or hold.
 

@@ -33,7 +33,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.root import SANDBOXES, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.sandbox_scan import interpret_sandboxes
 from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.snapshots import SnapshotStorage
-from sandbox_gateway.hosts.jail_zfs.storage.translation import translating
+from sandbox_gateway.hosts.jail_zfs.storage.translation import translate_errors
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VOLUME_FACTS, interpret_volumes
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
@@ -71,7 +71,7 @@ class ZfsStorage:
         self.volumes = VolumeStorage(self.root, self._ballast, self._records, volume_datasets, self.volume_snapshots)
         self.snapshots = SnapshotStorage(self.root, self._records, self._names, self.instances, self.volume_snapshots)
 
-    @translating
+    @translate_errors
     def open(self) -> list[str]:
         """Lock the root dataset for this gateway and create missing containers in it.
 
@@ -91,7 +91,7 @@ class ZfsStorage:
         """Release the root dataset; everything stays mounted. Errors of ZFS are ignored."""
         self._ownership.release()
 
-    @translating
+    @translate_errors
     def scan(self, teardown: Callable[[str], None] = lambda instance: None) -> StorageScan:
         """Find all objects and remove uncommitted ones. Damaged objects are reported, and do not stop the scan.
 

@@ -14,19 +14,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def translating(function: Callable[P, R]) -> Callable[P, R]:
+def translate_errors(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that it raises GatewayError instead of ZFSError."""
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        with translate_errors():
+        with translated_errors():
             return function(*args, **kwargs)
 
     return wrapper
 
 
 @contextmanager
-def translate_errors() -> Iterator[None]:
+def translated_errors() -> Iterator[None]:
     """Raise GatewayError instead of ZFSError."""
     try:
         yield

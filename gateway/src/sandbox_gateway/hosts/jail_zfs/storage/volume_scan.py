@@ -63,10 +63,10 @@ def volume_key(name: str) -> tuple[str, int] | None:
 
 def interpret_volumes(root: str, facts: Facts, local: UserProperties) -> VolumeFindings:
     """Interpret VOLUME_FACTS of everything below ``root``, and ``local``, the user properties set locally."""
-    return _Reading(root, facts, local).findings
+    return _Reader(root, facts, local).findings
 
 
-class _Reading:
+class _Reader:
     def __init__(self, root: str, facts: Facts, local: UserProperties) -> None:
         self._prefix = f"{root}/{VOLUMES}/"
         self._facts = facts

@@ -13,7 +13,7 @@ from sandbox_gateway import zfs
 from sandbox_gateway.errors import InUse, NotFound
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, encode, volume_snapshot_head
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
-from sandbox_gateway.hosts.jail_zfs.storage.translation import translating
+from sandbox_gateway.hosts.jail_zfs.storage.translation import translate_errors
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
 from sandbox_gateway.records import VolumeSnapshot
 
@@ -57,7 +57,7 @@ class VolumeSnapshots:
 
     # ---- taking ----
 
-    @translating
+    @translate_errors
     def capture(self, record: VolumeSnapshot) -> None:
         """Snapshot a volume, together with the record."""
         names, props = self.describe([record])
@@ -71,7 +71,7 @@ class VolumeSnapshots:
 
     # ---- removing ----
 
-    @translating
+    @translate_errors
     def destroy(self, snapshot_id: str, *, deferred: bool = False) -> None:
         """Remove a volume's snapshot.
 

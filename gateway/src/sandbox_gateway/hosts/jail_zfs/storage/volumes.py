@@ -24,7 +24,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import encode
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, RootDataset
-from sandbox_gateway.hosts.jail_zfs.storage.translation import check_quota, translating
+from sandbox_gateway.hosts.jail_zfs.storage.translation import check_quota, translate_errors
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import DOOMED, VolumeFindings, volume_key
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
@@ -74,7 +74,7 @@ class VolumeStorage:
         with self._root.index_lock:
             return None if volume_id in self._findings.unreadable else self._datasets.is_known(volume_id)
 
-    @translating
+    @translate_errors
     def mount(self, volume_id: str) -> Path:
         """Mount a volume if necessary, and return the path of its files on the host. Raises NotFound."""
         dataset = self.dataset(volume_id)
@@ -84,7 +84,7 @@ class VolumeStorage:
             raise NotFound("volume", volume_id) from None
         return self.path(dataset)
 
-    @translating
+    @translate_errors
     def used_bytes(self, volume_id: str) -> int:
         """Return the bytes of data in a volume. Raises NotFound."""
         dataset = self.dataset(volume_id)
@@ -95,7 +95,7 @@ class VolumeStorage:
 
     # ---- creating and growing ----
 
-    @translating
+    @translate_errors
     def create(self, record: Volume, source: str | None = None) -> None:
         """Create a volume, empty and writable by every user, or as a copy of the snapshot ``source``.
 
@@ -128,7 +128,7 @@ class VolumeStorage:
             self._snapshots.use(source, lambda origin: check_quota(origin, size_mb, "volume"))
             raise
 
-    @translating
+    @translate_errors
     def grow(self, record: Volume, size_mb: int) -> None:
         """Increase a volume's size to ``size_mb`` MiB. If only the quota was increased, the next scan resets it."""
         dataset = self.dataset(record.id)
@@ -142,7 +142,7 @@ class VolumeStorage:
 
     # ---- rollback ----
 
-    @translating
+    @translate_errors
     def begin_rollback(self, record: Volume, snapshot_id: str) -> str:
         """Create the volume's future dataset, a mounted clone. The next scan removes it unless it is committed."""
         with self._root.tree_lock:
@@ -152,14 +152,14 @@ class VolumeStorage:
             self._clone(snapshot_id, dataset, {"refquota": str(record.size_mb << 20)}, record.size_mb)
         return dataset
 
-    @translating
+    @translate_errors
     def commit_rollback(self, record: Volume, dataset: str) -> None:
         """Make ``dataset`` the volume; ``settle`` then retires its former dataset."""
         self._records.write(dataset, record.model_copy(update={"host": {"dataset": dataset}}))
         record.host = {"dataset": dataset}
         self._datasets.set(record.id, dataset)
 
-    @translating
+    @translate_errors
     def settle(self, volume_id: str) -> list[str]:
         """Retire or destroy the other datasets of a volume, and return their names. Busy: try again."""
         with self._root.tree_lock:
@@ -172,7 +172,7 @@ class VolumeStorage:
 
     # ---- removing ----
 
-    @translating
+    @translate_errors
     def doom(self, volume_id: str) -> None:
         """Commit the removal of a volume and its snapshots: later scans do not return it.
 
@@ -189,7 +189,7 @@ class VolumeStorage:
                 self._datasets.remove(volume_id)
                 self._snapshots.drop_names(names)
 
-    @translating
+    @translate_errors
     def finish_removal(self, volume_id: str) -> None:
         """Destroy all datasets of a doomed volume. Busy: try again."""
         with self._root.tree_lock:

@@ -12,7 +12,7 @@ from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
 from sandbox_gateway.records import Sandbox
 
 
-def lay_out(source: Path, files: Instance, sandbox: Sandbox, with_memory: bool) -> None:
+def create_files(source: Path, files: Instance, sandbox: Sandbox, with_memory: bool) -> None:
     """Create a machine's files from the snapshot in ``source``.
 
     The base image of its memory is a hard link, so it lasts as long as the machine, even if the snapshot is removed.
@@ -27,10 +27,10 @@ def lay_out(source: Path, files: Instance, sandbox: Sandbox, with_memory: bool) 
     if with_memory:
         files.memory.hardlink_to(source / "memory.img")
     else:
-        blank_memory(files, sandbox.resources.memory_mb)
+        create_memory_file(files, sandbox.resources.memory_mb)
 
 
-def blank_memory(files: Instance, memory_mb: int) -> None:
+def create_memory_file(files: Instance, memory_mb: int) -> None:
     """Create an empty memory image for a machine that boots."""
     files.memory.unlink(missing_ok=True)
     with files.memory.open("xb") as image:

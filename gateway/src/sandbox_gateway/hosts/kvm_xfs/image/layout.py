@@ -37,7 +37,7 @@ class Layout:
         for directory in (self.templates, self.snapshots, self.sandboxes, self.volumes):
             directory.mkdir(mode=0o711, parents=True, exist_ok=True)
 
-    def close_to_others(self, cache: Path) -> None:
+    def restrict_access(self, cache: Path) -> None:
         """Make files private that an older release left readable: below the state root, and the root file systems in
         ``cache``. Directories stay searchable, because QEMU runs as another user."""
         parents = (self.templates, self.snapshots, self.sandboxes, self.volumes)

@@ -39,7 +39,7 @@ def clone_fd(source: int, target: int) -> None:
     try:
         fcntl.ioctl(target, _FICLONE, source)
     except OSError as error:
-        raise _explained(error) from None
+        raise _translate_error(error) from None
 
 
 def clone(source: Path, target: Path, mode: int = 0o600) -> None:
@@ -120,13 +120,13 @@ def require_reflinks(directory: Path) -> None:
             "'mkfs.xfs -m reflink=1' (the kvm_xfs_host role does)"
         ) from None
     except OSError as error:
-        raise _explained(error) from None
+        raise _translate_error(error) from None
     finally:
         source.unlink(missing_ok=True)
         target.unlink(missing_ok=True)
 
 
-def _explained(error: OSError) -> NoSpace | Unsupported | BackendFailed:
+def _translate_error(error: OSError) -> NoSpace | Unsupported | BackendFailed:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace("no space left on the state file system: remove snapshots or sandboxes, or grow it")
     if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.ENOTTY):

@@ -49,7 +49,7 @@ async def run_in_thread(work: Callable[..., _T], *arguments: Any) -> _T:
 
 def enter_new_namespace(path: Path) -> None:
     """Move this thread to a new network namespace without IPv6, whose file is ``path``."""
-    _call("unshare", _libc.unshare(_CLONE_NEWNET))
+    _check_result("unshare", _libc.unshare(_CLONE_NEWNET))
     path.touch(mode=0o444, exist_ok=False)
     _mount("/proc/thread-self/ns/net", path, _MS_BIND)
     for switch in ("all", "default"):
@@ -91,7 +91,7 @@ def share_run_netns() -> None:
 
 
 def _mount(source: str | Path, target: Path, flags: int) -> None:
-    _call(f"mount {target}", _libc.mount(os.fsencode(source), os.fsencode(target), b"none", flags, None))
+    _check_result(f"mount {target}", _libc.mount(os.fsencode(source), os.fsencode(target), b"none", flags, None))
 
 
 def mounted_names() -> list[str]:
@@ -113,7 +113,7 @@ def set_sysctl(name: str, value: str, *, required: bool = True) -> None:
             raise
 
 
-def _call(what: str, result: int) -> None:
+def _check_result(what: str, result: int) -> None:
     if result != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{what}: {os.strerror(error)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 
-from sandbox_gateway.command import arun
+from sandbox_gateway.command import run_async
 from sandbox_gateway.config import Network
 from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT, egress_rules
 from sandbox_gateway.hosts.connect import MARK
@@ -38,12 +38,12 @@ _NFT_SECONDS = 20.0
 
 async def apply_on_host(rules: str) -> None:
     """Run nft commands on the host, in one transaction. Raises BackendFailed."""
-    await arun(["nft", "-f", "-"], timeout=_NFT_SECONDS, input=rules)
+    await run_async(["nft", "-f", "-"], timeout=_NFT_SECONDS, input=rules)
 
 
 async def apply_in_slot(slot: Slot, rules: str) -> None:
     """Run nft commands in a slot's namespace, in one transaction. Raises BackendFailed."""
-    await arun(["nsenter", f"--net={slot.path}", "nft", "-f", "-"], timeout=_NFT_SECONDS, input=rules)
+    await run_async(["nsenter", f"--net={slot.path}", "nft", "-f", "-"], timeout=_NFT_SECONDS, input=rules)
 
 
 def host_rules(network: Network) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sandbox_gateway.command import arun, child_environment
+from sandbox_gateway.command import child_environment, run_async
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.log import Logger
@@ -55,12 +55,12 @@ async def probe(config: KvmXfs, cache: Path, kernel: Path | None = None) -> Acce
     if config.accelerator == "tcg":
         return Accel("tcg", "max", version, "the configuration says so")
     if config.accelerator == "kvm":
-        if unusable := _why_kvm_is_unusable():
+        if unusable := _find_kvm_problem():
             raise BackendFailed(f"[kvm_xfs] accelerator is kvm, but {unusable}: mend that, or set it to auto or tcg")
         return Accel("kvm", "host", version, "the configuration says so")
-    if unusable := _why_kvm_is_unusable():
+    if unusable := _find_kvm_problem():
         return Accel("tcg", "max", version, unusable)
-    remembered = await asyncio.to_thread(_recall, cache)
+    remembered = await asyncio.to_thread(_load_result, cache)
     here = f"{version} {os.uname().release} "
     kernel = kernel or await asyncio.to_thread(_host_kernel)
     if kernel is None:
@@ -70,8 +70,8 @@ async def probe(config: KvmXfs, cache: Path, kernel: Path | None = None) -> Acce
     key = here + await asyncio.to_thread(_digest, kernel)
     if key not in remembered:
         log.info("trying KVM", kernel=str(kernel), seconds=config.probe_seconds)
-        remembered[key] = await boots(config, kernel, accelerator="kvm", cpu_model="host")
-        await asyncio.to_thread(_remember, cache, remembered)
+        remembered[key] = await can_boot(config, kernel, accelerator="kvm", cpu_model="host")
+        await asyncio.to_thread(_save_result, cache, remembered)
     if remembered[key]:
         return Accel("kvm", "host", version, "a kernel booted on KVM")
     reason = f"/dev/kvm opens, but {kernel} did not boot on it (remove {cache} to try again)"
@@ -79,7 +79,7 @@ async def probe(config: KvmXfs, cache: Path, kernel: Path | None = None) -> Acce
     return Accel("tcg", "max", version, reason)
 
 
-async def boots(config: KvmXfs, kernel: Path, *, accelerator: str, cpu_model: str) -> bool:
+async def can_boot(config: KvmXfs, kernel: Path, *, accelerator: str, cpu_model: str) -> bool:
     """Return whether ``kernel``, without a disk, looks for its root file system within ``probe_seconds``."""
     argv = [
         *(config.qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
@@ -110,7 +110,7 @@ async def boots(config: KvmXfs, kernel: Path, *, accelerator: str, cpu_model: st
     return False
 
 
-def _why_kvm_is_unusable() -> str:
+def _find_kvm_problem() -> str:
     """Return why KVM cannot be used, as far as is known without starting a guest; empty if it may work."""
     try:
         os.close(os.open(_KVM, os.O_RDWR | os.O_CLOEXEC))
@@ -129,7 +129,7 @@ async def _check_qemu(config: KvmXfs) -> str:
         raise BackendFailed(
             f"QEMU ({config.qemu}) is not installed: install it (Debian: qemu-system-x86), or run the kvm_xfs_host role"
         )
-    text = (await arun([config.qemu, "--version"], timeout=_QMP_SECONDS)).stdout
+    text = (await run_async([config.qemu, "--version"], timeout=_QMP_SECONDS)).stdout
     match = re.search(r"version (\d+(?:\.\d+)+)", text)
     if match is None:
         raise BackendFailed(f"{config.qemu} --version answered {text[:100]!r}: is that QEMU?")
@@ -153,7 +153,7 @@ async def _list_features(qemu: str) -> tuple[set[str], set[str]]:
     asked = ("qmp_capabilities", "query-commands", "query-machines", "quit")
     script = "".join(json.dumps({"execute": command, "id": command}) + "\n" for command in asked)
     argv = [qemu, "-M", "none", "-nodefaults", "-no-user-config", "-display", "none", "-qmp", "stdio"]
-    done = await arun(argv, timeout=_QMP_SECONDS, input=script)
+    done = await run_async(argv, timeout=_QMP_SECONDS, input=script)
     answers: dict[str, Any] = {}
     for line in done.stdout.splitlines():
         with contextlib.suppress(ValueError):
@@ -191,7 +191,7 @@ def _digest(kernel: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
-def _recall(cache: Path) -> dict[str, bool]:
+def _load_result(cache: Path) -> dict[str, bool]:
     try:
         data = json.loads(cache.read_text())
     except (OSError, ValueError):
@@ -199,7 +199,7 @@ def _recall(cache: Path) -> dict[str, bool]:
     return {key: value for key, value in data.items() if isinstance(value, bool)} if isinstance(data, dict) else {}
 
 
-def _remember(cache: Path, outcome: dict[str, bool]) -> None:
+def _save_result(cache: Path, outcome: dict[str, bool]) -> None:
     partial = cache.with_name(f".partial-{cache.name}")
     partial.touch(mode=0o600)
     partial.write_text(json.dumps(outcome, indent=1))

@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from sandbox_gateway.command import arun
+from sandbox_gateway.command import run_async
 
 
 def host_sources(suite: str, etc_apt: Path = Path("/etc/apt")) -> str:
@@ -78,6 +78,6 @@ async def apt_options() -> list[str]:
     """Return the host's APT settings for proxies and date checks."""
     if shutil.which("apt-config") is None:
         return []
-    dump = await arun(["apt-config", "dump"], timeout=30, check=False)
+    dump = await run_async(["apt-config", "dump"], timeout=30, check=False)
     wanted = re.compile(r"^Acquire::((http|https)::Proxy|Check-Valid-Until|Check-Date) ", re.IGNORECASE)
     return [line.rstrip(";") for line in dump.stdout.splitlines() if wanted.match(line)]

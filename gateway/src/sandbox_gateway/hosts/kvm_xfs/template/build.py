@@ -58,19 +58,19 @@ async def build_rootfs(
         if recipe.source is Source.DEBOOTSTRAP:
             await unpack_debian(recipe, tree, work, cache_root, log)
         else:
-            await _unpack_given(Path(recipe.path), tree, log)
+            await _unpack_source(Path(recipe.path), tree, log)
         log("installing the agent and the sandbox's settings")
         boot = await asyncio.to_thread(set_up_guest, tree, agent)
         await _compile_agent(recipe.source, tree, log)
         await make_image(tree, work / "image", recipe.resources.disk_mb, log)
-        await asyncio.to_thread(_deliver, work, boot, image, kernel, initrd)
+        await asyncio.to_thread(_move_results, work, boot, image, kernel, initrd)
     except OSError as error:
         raise as_gateway_error(error, "building the file system") from error
     finally:
         await remove_tree(work)
 
 
-async def _unpack_given(source: Path, tree: Path, log: Log) -> None:
+async def _unpack_source(source: Path, tree: Path, log: Log) -> None:
     kind = await asyncio.to_thread(kind_of, source)
     if kind == "directory":
         if await asyncio.to_thread(lambda: tree.resolve().is_relative_to(source.resolve())):
@@ -94,7 +94,7 @@ async def _compile_agent(source: Source, tree: Path, log: Log) -> None:
         await compile_agent_of_foreign(tree, log)
 
 
-def _deliver(work: Path, boot: tuple[Path, Path], image: Path, kernel: Path, initrd: Path) -> None:
+def _move_results(work: Path, boot: tuple[Path, Path], image: Path, kernel: Path, initrd: Path) -> None:
     for source, name, target in ((boot[0], "kernel", kernel), (boot[1], "initrd", initrd)):
         # QEMU opens them before it drops root privileges.
         (work / name).touch(mode=0o600)

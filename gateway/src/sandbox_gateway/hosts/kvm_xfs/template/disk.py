@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from sandbox_gateway.command import arun
+from sandbox_gateway.command import run_async
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.rootfs_common import STEP_SECONDS
@@ -28,7 +28,7 @@ async def make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
         *("-E", "lazy_itable_init=0,lazy_journal_init=0,discard", "-J", f"size={journal}"),
         str(image),
     ]
-    done = await arun(argv, timeout=STEP_SECONDS, check=False)
+    done = await run_async(argv, timeout=STEP_SECONDS, check=False)
     if done.returncode == 0:
         return
     said = (done.stderr.strip() or done.stdout.strip())[-1000:]

@@ -15,7 +15,7 @@ import struct
 import time
 from pathlib import Path
 
-from sandbox_gateway.command import arun
+from sandbox_gateway.command import run_async
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs.threads import run_with_timeout
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK, EXT4_IOC_RESIZE_FS, block_counts
@@ -38,7 +38,7 @@ async def format_image(image: Path, volume: str, size_mb: int) -> None:
     await asyncio.to_thread(_make_sparse, image, size_mb << 20)
     try:
         # Initialise everything now (holes read as zeros), so that no kernel thread writes to it later.
-        await arun(
+        await run_async(
             [
                 *("mke2fs", "-q", "-F", "-t", "ext4", "-b", str(BLOCK), "-m", "0", "-L", volume[:16]),
                 *("-E", "lazy_itable_init=0,lazy_journal_init=0,discard"),
@@ -49,7 +49,7 @@ async def format_image(image: Path, volume: str, size_mb: int) -> None:
         )
         # Any user of a guest may write to it. Guests do not need fsck's directory lost+found.
         changes = "set_inode_field <2> mode 040777\nrmdir lost+found\n"
-        await arun(["debugfs", "-w", "-f", "-", str(image)], timeout=_FORMAT_SECONDS, input=changes)
+        await run_async(["debugfs", "-w", "-f", "-", str(image)], timeout=_FORMAT_SECONDS, input=changes)
     except BaseException:
         await asyncio.to_thread(image.unlink)
         raise
@@ -165,10 +165,10 @@ async def fit(image: Path) -> None:
             return
     deadline = time.monotonic() + _END_SECONDS
     await run_with_timeout(lambda: wait_for_image(image, deadline), _END_SECONDS, f"{image} was not released")
-    checked = await arun(["e2fsck", "-f", "-p", str(image)], timeout=_RESIZE_SECONDS, check=False)
+    checked = await run_async(["e2fsck", "-f", "-p", str(image)], timeout=_RESIZE_SECONDS, check=False)
     if checked.returncode > 1:
         raise BackendFailed(f"the file system in {image} is damaged: {checked.stdout.strip()[-500:]}")
-    await arun(["resize2fs", str(image)], timeout=_RESIZE_SECONDS)
+    await run_async(["resize2fs", str(image)], timeout=_RESIZE_SECONDS)
 
 
 def may_resize() -> bool:

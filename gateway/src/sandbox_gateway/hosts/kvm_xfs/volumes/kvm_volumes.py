@@ -133,7 +133,7 @@ class KvmVolumes:
         share = self._share(volume.id)
         stuck = [share.stuck] if share.stuck else []
         try:
-            return VolumeState(await self._servers.used_bytes(volume.id, self._store.whole_image(volume.id)), stuck)
+            return VolumeState(await self._servers.used_bytes(volume.id, self._store.require_image(volume.id)), stuck)
         except GatewayError as error:
             return VolumeState(0, [*stuck, error.message])
 
@@ -283,7 +283,7 @@ class KvmVolumes:
             if not wanted or not self._store.image(share.volume).exists():
                 await self._servers.stop(share.volume)
             if wanted:
-                image = self._store.whole_image(share.volume)
+                image = self._store.require_image(share.volume)
                 await self._servers.serve(share.volume, image, share.port, wanted)
             share.served = wanted
         share.stuck = ""

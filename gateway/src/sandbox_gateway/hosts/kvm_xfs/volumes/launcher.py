@@ -75,8 +75,8 @@ def main(image: str, directory: str, volume: str, program: str, network: str, fi
     registrar = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     told, tell = os.pipe()  # A successful exec closes it.
     with open(network) as space:
-        _call("setns", _libc.setns(space.fileno(), _CLONE_NEWNET))
-    _call("unshare", _libc.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWPID))
+        _check_result("setns", _libc.setns(space.fileno(), _CLONE_NEWNET))
+    _check_result("unshare", _libc.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWPID))
     server = os.fork()
     if not server:
         try:
@@ -95,7 +95,7 @@ def main(image: str, directory: str, volume: str, program: str, network: str, fi
     # pivot_root also changed this process's root.
     for path in ("/run", *_BORROWED):
         if os.path.ismount(path):
-            _call(f"umount {path}", _libc.umount2(path.encode(), _MNT_DETACH))
+            _check_result(f"umount {path}", _libc.umount2(path.encode(), _MNT_DETACH))
     return 0
 
 
@@ -111,18 +111,18 @@ def _exec_server(
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "size=4m,mode=755")
     _fill_root(root, directory, volume, name)
     os.dup2(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), ROOT)
-    _mount_again(root, root, _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    _remount(root, root, _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     for path in _BORROWED:
         if os.path.isdir(root + path) and not os.path.islink(path):
-            _mount_again(path, root + path, _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+            _remount(path, root + path, _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
     _mount("tmpfs", f"{root}/run", "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "size=1m,mode=755")
     _mount_image(file, name, f"{root}/{volume}")
     os.close(device)
     os.close(file)
     os.chdir(root)
-    _call("pivot_root", _libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b".", b"host"))
+    _check_result("pivot_root", _libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b".", b"host"))
     os.chdir("/")
-    _call("umount", _libc.umount2(b"host", _MNT_DETACH))
+    _check_result("umount", _libc.umount2(b"host", _MNT_DETACH))
     registrar.bind("/run/rpcbind.sock")
     registrar.listen(8)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, _OPEN_FILES))
@@ -158,7 +158,7 @@ def _copy(path: str, target: str) -> None:
         copy.write(source.read())
 
 
-def _mount_again(path: str, target: str, flags: int) -> None:
+def _remount(path: str, target: str, flags: int) -> None:
     _mount(path, target, "", _MS_BIND)
     _mount("none", target, "", _MS_BIND | _MS_REMOUNT | flags)
 
@@ -223,10 +223,10 @@ def _drop_privileges(seccomp_filter: bytes) -> None:
     for capability in range(_LAST_CAPABILITY + 1):
         if capability not in _CAPABILITIES:
             _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # Fails for capabilities that the kernel does not know.
-    _call("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _check_result("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     code = ctypes.create_string_buffer(seccomp_filter)
     program = _Program(len(seccomp_filter) // 8, ctypes.addressof(code))
-    _call("seccomp", _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0))
+    _check_result("seccomp", _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0))
 
 
 class _Program(ctypes.Structure):
@@ -280,10 +280,10 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
     result = _libc.mount(
         os.fsencode(source), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), options.encode() or None
     )
-    _call(f"mount {source} {target}", result)
+    _check_result(f"mount {source} {target}", result)
 
 
-def _call(what: str, result: int) -> None:
+def _check_result(what: str, result: int) -> None:
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")

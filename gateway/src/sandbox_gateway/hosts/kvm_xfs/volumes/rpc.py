@@ -29,7 +29,7 @@ async def call(address: str, port: int, program: int, procedure: int) -> bytes:
     return reply[24:]
 
 
-def opaque(text: str) -> bytes:
+def encode_opaque(text: str) -> bytes:
     """Encode a string (XDR, RFC 4506)."""
     data = text.encode()
     return struct.pack(">I", len(data)) + data + b"\0" * (-len(data) % 4)

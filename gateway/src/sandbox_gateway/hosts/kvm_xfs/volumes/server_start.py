@@ -141,7 +141,7 @@ class ServerStarter:
         try:
             async with asyncio.timeout(_ASK_SECONDS):
                 exports = await rpc.call(self._address, port + 1, _MOUNT, _MOUNT_EXPORT)
-                if rpc.opaque(f"{marker}/32") not in exports:
+                if rpc.encode_opaque(f"{marker}/32") not in exports:
                     return False
                 await rpc.call(self._address, port, _NFS, 0)
                 return True

@@ -47,7 +47,7 @@ class VolumeStore:
     def image(self, volume: str) -> Path:
         return self._root / volume / IMAGE
 
-    def whole_image(self, volume: str) -> Path:
+    def require_image(self, volume: str) -> Path:
         """Return the image's path. Raises Conflict if a damaged image was moved away and only snapshots remain."""
         if not (image := self.image(volume)).exists():
             raise Conflict(f"volume {volume} has lost its image: roll it back to one of its snapshots")
@@ -58,7 +58,7 @@ class VolumeStore:
     async def create(self, volume: Volume, source: VolumeSnapshot | None) -> None:
         """Create a volume, empty or from ``source``, of at least ``volume.size_mb`` MiB; nothing remains on failure."""
         final = self._root / volume.id
-        with _making(final) as partial:
+        with _created(final) as partial:
             (partial / _SNAPSHOTS).mkdir(mode=0o700)
             if source is None:
                 await _format(partial / IMAGE, volume)
@@ -68,8 +68,8 @@ class VolumeStore:
 
     def grow(self, volume: str, size_mb: int) -> None:
         """Commit the new length of an image; the caller then writes the record with ``save``."""
-        image = self.whole_image(volume)
-        _lengthen(image, size_mb)
+        image = self.require_image(volume)
+        _extend(image, size_mb)
         directory_records.sync_file(image)
 
     def save(self, volume: Volume) -> None:
@@ -85,7 +85,7 @@ class VolumeStore:
     # -- snapshots --------------------------------------------------------------------------------------------------
 
     def pending_snapshot(self, snapshot: VolumeSnapshot) -> PendingSnapshot:
-        return PendingSnapshot(self.whole_image(snapshot.volume), self._snapshot(snapshot), snapshot)
+        return PendingSnapshot(self.require_image(snapshot.volume), self._snapshot(snapshot), snapshot)
 
     def stage(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         """Put a copy of ``snapshot``, with the volume's current size, beside the image; for ``swap``."""
@@ -93,7 +93,7 @@ class VolumeStore:
         new.unlink(missing_ok=True)
         try:
             reflink.clone(self._snapshot(snapshot) / IMAGE, new)
-            _lengthen(new, volume.size_mb)
+            _extend(new, volume.size_mb)
             directory_records.sync_file(new)
         except BaseException:
             new.unlink(missing_ok=True)
@@ -169,7 +169,7 @@ class VolumeStore:
         if length_mb < volume.size_mb:
             if not snapshots:
                 raise ValueError(f"{IMAGE} is missing or too short")
-            moved = self._moved(directory / IMAGE)
+            moved = self._move_to_quarantine(directory / IMAGE)
             repaired.append(
                 f"the image of volume {volume.id} is missing or too short{moved}: its snapshots stay, roll it back to "
                 "one of them"
@@ -189,12 +189,12 @@ class VolumeStore:
             volume = Volume(id=directory.name, name=directory.name, size_mb=size_mb)
         except ValidationError:
             raise ValueError(reason) from None
-        moved = self._moved(directory / MANIFEST)
+        moved = self._move_to_quarantine(directory / MANIFEST)
         self._save_if_possible(volume)
         repaired.append(f"the record of volume {volume.id} is damaged ({reason}){moved}: it goes by its id")
         return volume
 
-    def _moved(self, path: Path) -> str:
+    def _move_to_quarantine(self, path: Path) -> str:
         """Move a damaged file away, if it exists; return text for the middle of a sentence."""
         return f" and was moved to {self._quarantine.move(path)}" if path.exists() else ""
 
@@ -231,7 +231,7 @@ async def _format(image: Path, volume: Volume) -> None:
 
 
 @contextlib.contextmanager
-def _making(final: Path) -> Iterator[Path]:
+def _created(final: Path) -> Iterator[Path]:
     """Yield the directory in which ``final`` is created; on failure nothing remains of either."""
     partial = directory_records.partial_of(final)
     partial.mkdir(mode=0o700)
@@ -243,13 +243,13 @@ def _making(final: Path) -> Iterator[Path]:
 
 
 def _finish_volume(partial: Path, final: Path, volume: Volume) -> None:
-    _lengthen(partial / IMAGE, volume.size_mb)
+    _extend(partial / IMAGE, volume.size_mb)
     directory_records.sync_file(partial / IMAGE)
     directory_records.write_record(partial, volume)
     directory_records.commit(final)
 
 
-def _lengthen(image: Path, size_mb: int) -> None:
+def _extend(image: Path, size_mb: int) -> None:
     if image.stat().st_size < size_mb << 20:
         os.truncate(image, size_mb << 20)
 
