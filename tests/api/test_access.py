@@ -13,7 +13,7 @@ import httpx
 import pytest
 from e2b.sandbox.signature import get_signature
 
-from sandbox_gateway.api.access.ports import token_for_port, signed_query
+from sandbox_gateway.api.access.ports import signed_query, token_for_port
 from sandbox_gateway.errors import Unauthorized
 from tests.api import memory_host
 from tests.api.inside import AGENT_PORT, PORT, eventually, host, port_headers, port_headers_with_host, raw_service
