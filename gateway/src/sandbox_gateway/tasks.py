@@ -49,11 +49,17 @@ class BackgroundTasks:
 async def finish_despite_cancellation(work: Awaitable[T]) -> T:
     """Await ``work``. If the caller is cancelled meanwhile, the cancellation takes effect when ``work`` is done."""
     task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+    cancellation: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:  # even if it is repeated
+            cancellation = error
+    if cancellation is None:
+        return task.result()
+    if not task.cancelled():
+        task.exception()  # its caller has given up: nobody else reads it
+    raise cancellation
 
 
 async def wait_for_all(*works: Awaitable[Any]) -> list[Any]:

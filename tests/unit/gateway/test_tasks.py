@@ -62,3 +62,22 @@ def test_background_tasks_are_awaited_cancelled_and_their_failures_logged(caplog
     with caplog.at_level(logging.ERROR, "sandbox_gateway"):
         asyncio.run(story())
     assert [record.getMessage() for record in caplog.records] == ["it failed"]
+
+
+def test_work_finishes_although_its_caller_is_cancelled_again_and_again() -> None:
+    done: list[str] = []
+
+    async def work() -> None:
+        await asyncio.sleep(0.05)
+        done.append("work")
+
+    async def story() -> None:
+        task = asyncio.create_task(finish_despite_cancellation(work()))
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert done == ["work"]
+
+    asyncio.run(story())

@@ -154,7 +154,7 @@ class Collector:
                 continue
             try:
                 for each in found:
-                    await asyncio.shield(self.remove_volume_snapshot(each))
+                    await finish_despite_cancellation(self.remove_volume_snapshot(each))
                 await save_snapshot(self._context, snapshot.id, volumes=[])
             except GatewayError as error:
                 log.warning("volume snapshots not collected", snapshot=snapshot.id, reason=error.message)
@@ -168,6 +168,6 @@ class Collector:
             if self._references.volume_refusal(volume, with_snapshots=False):
                 continue
             try:
-                await asyncio.shield(self.remove_volume(volume))
+                await finish_despite_cancellation(self.remove_volume(volume))
             except GatewayError as error:
                 log.warning("volume not collected", volume=volume.id, reason=error.message)

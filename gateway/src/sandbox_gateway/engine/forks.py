@@ -16,8 +16,11 @@ from sandbox_gateway.engine.mount_plan import MountPlanner
 from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import GatewayError, OverQuota
+from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume
 from sandbox_gateway.tasks import finish_despite_cancellation
+
+log = Logger("engine")
 
 
 class Forks:
@@ -69,7 +72,7 @@ class Forks:
             try:
                 return await self._clone(sandbox, snapshot, spec)
             finally:
-                await asyncio.shield(self._collector.collect())
+                await finish_despite_cancellation(self._collector.collect())
 
     async def _clone(self, sandbox: Sandbox, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         with self._index.pinned(snapshot):
@@ -80,9 +83,18 @@ class Forks:
             try:
                 return await self._fork(taken, spec)
             except BaseException:
-                head = self._index.any_snapshot(taken.id).parent
-                await asyncio.shield(save_sandbox(self._context, sandbox.id, head=head))
+                # If it was cancelled after the commit, there are forks, and the capture stays.
+                if not self._index.sandboxes_using(taken):
+                    await self._restore_head(sandbox, taken)
                 raise
+
+    async def _restore_head(self, sandbox: Sandbox, taken: Snapshot) -> None:
+        """Let a sandbox descend from its former head again; the capture is then collected."""
+        head = self._index.any_snapshot(taken.id).parent
+        try:
+            await save_sandbox(self._context, sandbox.id, only_if={"head": taken.id}, head=head)
+        except GatewayError as error:
+            log.warning("head not restored", sandbox=sandbox.id, snapshot=taken.id, reason=error.message)
 
     async def _fork(self, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         config = self._context.config
@@ -126,17 +138,17 @@ class Forks:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION if spec.atomic else asyncio.ALL_COMPLETED)
         except asyncio.CancelledError:
-            await asyncio.shield(self._undo(tasks, sandboxes))
+            await finish_despite_cancellation(self._undo(tasks, sandboxes))
             raise
         failed = [error for task in tasks if task.done() and (error := task.exception())]
         if failed and spec.atomic:
-            await asyncio.shield(self._undo(tasks, sandboxes))
+            await finish_despite_cancellation(self._undo(tasks, sandboxes))
             raise failed[0]
         if bug := next((error for error in failed if not isinstance(error, GatewayError)), None):
-            await asyncio.shield(self._undo(tasks, sandboxes))
+            await finish_despite_cancellation(self._undo(tasks, sandboxes))
             raise bug
         started = [task.result() for task in tasks if task.exception() is None]
-        await asyncio.shield(self._commit(started))
+        await finish_despite_cancellation(self._commit(started))
         answers = (task.exception() or task.result() for task in tasks)
         return [answer for answer in answers if isinstance(answer, Sandbox | GatewayError)]
 

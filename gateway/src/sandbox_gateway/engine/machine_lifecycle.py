@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.attachments import Attachments
@@ -12,6 +10,7 @@ from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, SandboxState, Snapshot
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 log = Logger("engine")
 
@@ -38,7 +37,7 @@ class MachineLifecycle:
                 stale = with_memory and bool(snapshot.mounts)
                 await self._attachments.mount_inside(sandbox, stale=stale, seconds=self._host.boot_seconds)
         except BaseException:
-            await asyncio.shield(self._host.discard(sandbox))
+            await finish_despite_cancellation(self._host.discard(sandbox))
             raise
 
     async def boot(self, sandbox: Sandbox) -> None:

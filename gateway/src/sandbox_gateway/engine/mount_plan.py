@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
@@ -117,7 +116,7 @@ class MountPlanner:
                     yield clones
         finally:
             if any(each.source or each.volume.owner for each in planned):
-                await asyncio.shield(self._collector.collect())
+                await finish_despite_cancellation(self._collector.collect())
 
     async def create_clones(self, clones: Iterable[Volume]) -> None:
         for clone in clones:

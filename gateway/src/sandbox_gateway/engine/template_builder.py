@@ -14,6 +14,7 @@ from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.errors import BackendFailed, Timeout
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 _PROBE_EVERY = 0.5
 _PROBE_SECONDS = 30
@@ -40,9 +41,9 @@ class TemplateBuilder:
                 await self._set_up(build, sandbox, recipe)
                 return await self._capture(build, sandbox, description)
             finally:
-                await asyncio.shield(host.remove(sandbox))
+                await finish_despite_cancellation(host.remove(sandbox))
         finally:
-            await asyncio.shield(host.remove_snapshot(base))
+            await finish_despite_cancellation(host.remove_snapshot(base))
 
     def _new_sandbox_record(self, build: Build, base: Snapshot, recipe: Recipe) -> Sandbox:
         """Create the record of the sandbox to set up. It is never saved: a start after a crash removes the sandbox."""

@@ -33,7 +33,7 @@ from sandbox_gateway.hosts.jail_zfs.watcher import JailWatcher
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
-from sandbox_gateway.tasks import BackgroundTasks
+from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
 
 log = Logger("jail_zfs")
 
@@ -176,7 +176,7 @@ class JailZfsHost:
             disk = self._disks.clone(snapshot.id, sandbox)
             await self._runner.start(machine, sandbox, disk, self.name_servers())
         except BaseException:
-            await asyncio.shield(self.discard(sandbox))
+            await finish_despite_cancellation(self.discard(sandbox))
             raise
 
     async def start(self, sandbox: Sandbox) -> None:
@@ -185,7 +185,7 @@ class JailZfsHost:
             disk = self._disks.mount(sandbox.instance)
             await self._runner.start(machine, sandbox, disk, self.name_servers())
         except BaseException:
-            await asyncio.shield(self.stop(sandbox))
+            await finish_despite_cancellation(self.stop(sandbox))
             raise
 
     async def stop(self, sandbox: Sandbox) -> None:

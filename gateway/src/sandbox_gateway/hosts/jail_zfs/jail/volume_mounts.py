@@ -63,7 +63,7 @@ class VolumeMounts:
             await finish_despite_cancellation(self._mount(source, node, mount))
         except asyncio.CancelledError:
             if is_new:
-                await asyncio.shield(self._undo(source, node))
+                await finish_despite_cancellation(self._undo(source, node))
             raise
         except BaseException:
             if is_new:
@@ -176,7 +176,7 @@ class VolumeMounts:
                     await self._jails.signal(name, "STOP")
             yield
         finally:
-            await asyncio.shield(self._resume(names))
+            await finish_despite_cancellation(self._resume(names))
 
     async def _resume(self, names: Iterable[str]) -> None:
         for name in names:
