@@ -134,7 +134,7 @@ def desired(params: Mapping[str, Any]) -> Desired:
 def checked_timeout(timeout: int | None) -> int | None:
     """``timeout``. Raises Failure if it is not a valid lifetime."""
     if timeout != NEVER:
-        at_least(timeout, 1, "timeout (seconds, or -1 for ever)")
+        at_least(timeout, 1, "timeout (seconds, or -1 for never)")
     return timeout
 
 

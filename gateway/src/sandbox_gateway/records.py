@@ -155,7 +155,8 @@ class Sandbox(_Record):
     end_at: datetime | None = None
     """When its timeout ends; None: never."""
     timeout: float | None = None
-    """The last timeout in seconds, which starts again if it is resumed after ``end_at``. None: the host's default."""
+    """The last timeout that a request gave, in seconds; None: no request gave one. If the sandbox is resumed after
+    ``end_at``, this timeout starts again, or else the host's default."""
     on_timeout: OnTimeout = OnTimeout.KILL
     auto_resume: bool = False
     idempotency_key: str = ""

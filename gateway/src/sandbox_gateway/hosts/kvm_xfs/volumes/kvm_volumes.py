@@ -69,7 +69,7 @@ class KvmVolumes:
         try:
             scan.repaired += await self._servers.open(set(self._shares))
         except GatewayError as error:
-            scan.repaired.append(f"the servers of volumes could not be found again: {error.message}")
+            scan.repaired.append(f"the volume servers could not be found again: {error.message}")
         for sandbox in scan.sandboxes:
             for mount in sandbox.mounts if sandbox.instance in addresses else []:
                 if share := self._shares.get(mount.volume):

@@ -152,7 +152,7 @@ class ServerPool:
                 try:
                     await self._end(volume, _END_SECONDS)
                 except GatewayError as error:
-                    log.error("an unused server of a volume does not end", volume=volume, reason=str(error))
+                    log.error("an unused volume server does not end", volume=volume, reason=str(error))
                 return
             server = self._servers.get(volume)
             if server is not None and (server.has_ended() or server.settings.port != port):
@@ -308,7 +308,7 @@ class ServerPool:
                 if self._servers.get(server.volume) is not server:
                     return
                 said = server.log_tail().removeprefix(": ")
-                log.warning("the server of a volume ended: starting it anew", volume=server.volume, said=said)
+                log.warning("a volume server ended: starting it anew", volume=server.volume, said=said)
                 try:
                     await file_system.end_server(
                         server, _SYNC_SECONDS

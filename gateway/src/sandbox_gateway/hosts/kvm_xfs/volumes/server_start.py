@@ -127,7 +127,7 @@ class ServerStarter:
                 await self._wait_until_applied(server, marker)
                 server.is_current = not server.has_ended()
         except (TimeoutError, BackendFailed):
-            log.warning("a server of a volume did not obey: another takes its place", volume=server.volume)
+            log.warning("a volume server did not reload its configuration: another replaces it", volume=server.volume)
 
     async def _wait_until_applied(self, server: ServerProcess, marker: str) -> None:
         """Wait until the server answers with the configuration that has the marker, or has ended."""
