@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.errors import InUse
+from sandbox_gateway.errors import UsedOutside
 from sandbox_gateway.records import VolumeSnapshot
 from tests.api import memory_host
 from tests.api.served import Served
@@ -111,12 +111,12 @@ async def end_machine(gateway: Served, name: str) -> None:
 
 
 def keep_snapshots(gateway: Served, name: str) -> None:
-    """The error has the words of ZfsStorage; tests/jail_zfs/test_volume_storage.py checks that it uses them."""
+    """The error is that of ZfsStorage; tests/jail_zfs/test_volume_storage.py checks that it raises it."""
     kept, remove = gateway.engine.index.volume(name).id, gateway.host.remove_volume_snapshot
 
     async def refuse(snapshot: VolumeSnapshot) -> None:
         if snapshot.volume == kept:
-            raise InUse(f"snapshot {snapshot.name} is in use: 1 volume was made from it; remove what was made first")
+            raise UsedOutside({"ZFS clone": {"0123456789ab": "made"}}, "Remove them first.")
         await remove(snapshot)
 
     gateway.host.remove_volume_snapshot = refuse

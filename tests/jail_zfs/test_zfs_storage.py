@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway import zfs
-from sandbox_gateway.errors import BackendFailed, Busy, InUse, NoSpace, NotFound, OverQuota
+from sandbox_gateway.errors import BackendFailed, Busy, NoSpace, NotFound, OverQuota, UsedOutside
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, new_id
@@ -90,8 +90,9 @@ def test_a_snapshot_outlives_its_sandbox_and_everything_goes_with_the_last(stora
 
     fork = _sandbox(storage, snapshot, "fork")
     assert (storage.instances.path(fork.instance) / "file").read_text() == "changed"
-    with pytest.raises(InUse, match=r"in use by 1 fork: fork$") as refused:
+    with pytest.raises(UsedOutside) as refused:
         storage.snapshots.destroy(snapshot.id)
+    assert refused.value.users == {"ZFS clone": {fork.id: "fork"}}
     assert refused.value.blockers == [fork.id]
     assert storage.instances.discard(fork.instance)
     assert storage.snapshots.destroy(snapshot.id)
@@ -104,7 +105,7 @@ def test_every_blocker_is_named(storage: ZfsStorage) -> None:
     base = _base(storage)
     forks = [_sandbox(storage, base, f"web-{n}") for n in range(3)]
     storage.instances.clone(base.id, uncommitted := new_id())
-    with pytest.raises(InUse) as refused:
+    with pytest.raises(UsedOutside) as refused:
         storage.snapshots.destroy(base.id)
     expected = {fork.id: fork.name for fork in forks}
     assert set(refused.value.blockers) == {*expected, storage.instances.dataset(uncommitted)}
@@ -113,8 +114,9 @@ def test_every_blocker_is_named(storage: ZfsStorage) -> None:
     for fork in forks:
         storage.instances.discard(fork.instance)
     storage.instances.discard(uncommitted)
-    with pytest.raises(InUse, match="held"):
+    with pytest.raises(UsedOutside, match="@") as held:
         storage.snapshots.destroy(base.id)
+    assert list(held.value.users) == ["hold"]
     zfs.lzc_release({storage.snapshots.full_name(base.id): ["backup"]})
     assert storage.snapshots.destroy(base.id)
 

@@ -50,6 +50,19 @@ class InUse(GatewayError):
     status = 409
 
 
+class UsedOutside(InUse):
+    """A host cannot remove an object, because something that the engine does not know of uses it.
+
+    The engine turns it into a sentence that names the object. ``users``: names by id, by noun; ``remedy``: a sentence.
+    """
+
+    def __init__(self, users: Mapping[str, Mapping[str, str]], remedy: str) -> None:
+        names = [name for group in users.values() for name in group.values()]
+        super().__init__(", ".join(names), blockers=[id for group in users.values() for id in group])
+        self.users = users
+        self.remedy = remedy
+
+
 class NameTaken(GatewayError):
     kind = "name_taken"
     status = 409

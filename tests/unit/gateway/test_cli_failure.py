@@ -70,6 +70,11 @@ def test_what_only_another_request_uses_is_free_in_a_moment(resource: str) -> No
     assert in_use(resource) == "try again in a moment"
 
 
+@pytest.mark.parametrize("resource", ["volume", "snapshot"])
+def test_the_sentence_alone_says_what_to_do_about_users_that_only_the_host_knows(resource: str) -> None:
+    assert in_use(resource, "zfs_clone", "hold") == ""
+
+
 def test_an_older_gateway_sends_no_details() -> None:
     assert "sandboxctl kill 0123" in hint("in_use", 409, None, ("0123",))
 

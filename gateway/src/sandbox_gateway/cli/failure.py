@@ -73,6 +73,9 @@ def _in_use_hint(blockers: Sequence[str], details: Mapping[str, Any]) -> str:
     if details.get("resource") in ("volume", "volume_snapshot"):
         obstacles = {*users, *details["overrides"]}
         return "; ".join(way for obstacle, way in _REMEDIES.items() if obstacle in obstacles)
+    if details and not users & {"sandbox", "clone"}:
+        # Only the host knows these users, and the message says what to do.
+        return ""
     ways = f"sandboxctl kill {' '.join(blockers) or 'them'}"
     if "clone" in users:
         ways = "sandboxctl kill SANDBOX, sandboxctl volume delete VOLUME"

@@ -7,7 +7,7 @@ import contextlib
 
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.record_changes import record_locked, save_sandbox, save_snapshot
-from sandbox_gateway.engine.references import References
+from sandbox_gateway.engine.references import References, named_outside_users
 from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Record, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
@@ -42,7 +42,8 @@ class Collector:
                 moved = await self._reparent(id, parent)
             async with record_locked(self._context, self._removing[id]):
                 snapshot = self._removing[id]
-                await self._host.remove_snapshot(snapshot)
+                with named_outside_users(snapshot):
+                    await self._host.remove_snapshot(snapshot)
         except BaseException:
             async with self._lineage:
                 self._index.put(self._removing.pop(id))
@@ -102,7 +103,9 @@ class Collector:
     async def remove_volume_snapshot(self, snapshot: VolumeSnapshot) -> None:
         self._index.remove(snapshot.id)
         try:
-            await self._host.remove_volume_snapshot(snapshot)
+            volume = self._index.volumes.get(snapshot.volume)
+            with named_outside_users(snapshot, volume.name if volume else snapshot.volume):
+                await self._host.remove_volume_snapshot(snapshot)
         except BaseException:
             self._index.put(snapshot)
             raise
@@ -113,7 +116,8 @@ class Collector:
         for record in records:
             self._index.remove(record.id)
         try:
-            await self._host.remove_volume(volume)
+            with named_outside_users(volume):
+                await self._host.remove_volume(volume)
         except BaseException:
             for record in records:
                 self._index.put(record)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.names import names_of
-from sandbox_gateway.errors import InUse
+from sandbox_gateway.errors import InUse, UsedOutside
 from sandbox_gateway.records import Record, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 
 
@@ -54,13 +55,12 @@ class References:
     def snapshot_refusal(self, snapshot: Snapshot) -> InUse | None:
         """Return why a sandbox's snapshot or a template cannot be removed, with all users; None if it can."""
         return in_use_error(
-            f"{snapshot.kind.value} {names_of([snapshot])!r}",
+            snapshot,
             {
                 "sandbox": self.blocking_sandboxes(snapshot),
                 "cloned volume": self.blocking_volumes(self.volume_snapshots_in(snapshot)),
             },
             "Delete them first, or pass when=unused to delete it with its last user.",
-            resource=snapshot.kind.value,
             overrides=["when=unused"],
             busy=self.is_pinned(snapshot),
         )
@@ -72,7 +72,7 @@ class References:
         contained = {capture.snapshot for container in containers for capture in container.volumes}
         own = [] if with_snapshots else [each for each in snapshots if each.id not in contained]
         return in_use_error(
-            f"volume {volume.name!r}",
+            volume,
             {
                 "mount": [sandbox for sandbox, _ in self._index.mounts_of(volume)],
                 "sandbox snapshot": containers,
@@ -80,7 +80,6 @@ class References:
                 "clone": self.blocking_volumes(snapshots),
             },
             "Detach or delete them first.",
-            resource="volume",
             overrides=["withSnapshots"] if own else [],
             busy=self._index.is_pinned(volume) or any(map(self._index.is_pinned, snapshots)),
         )
@@ -88,55 +87,90 @@ class References:
     def volume_snapshot_refusal(self, volume: Volume, snapshot: VolumeSnapshot) -> InUse | None:
         """Return why a snapshot of a volume cannot be removed, with all users; None if it can."""
         return in_use_error(
-            f"snapshot {snapshot.name!r} of volume {volume.name!r}",
+            snapshot,
             {"sandbox snapshot": self.blocking_snapshots([snapshot]), "clone": self.blocking_volumes([snapshot])},
             "Delete them first.",
-            resource="volume_snapshot",
+            volume=volume.name,
             busy=self._index.is_pinned(snapshot),
         )
 
 
-_KINDS = {
-    "cloned volume": "clone",
-    "read-write mount": "mount",
-    "sandbox snapshot": "sandbox_snapshot",
-    "snapshot": "volume_snapshot",
-}
+_KINDS = {"cloned volume": "clone", "read-write mount": "mount", "snapshot": "volume_snapshot"}
 """The kinds in an error's details of those users that a message calls otherwise."""
 
 
 def in_use_error(
-    what: str,
+    record: Snapshot | VolumeSnapshot | Volume,
     users: Mapping[str, Sequence[Record]],
     remedy: str,
     *,
-    resource: str,
     busy: bool,
+    volume: str = "",
     overrides: Sequence[str] = (),
 ) -> InUse | None:
     """Return the error that counts and names all ``users``, by noun; None if there are none and it is not ``busy``.
 
-    ``busy``: a current request uses it. ``overrides``: parameters of the request that remove an obstacle.
+    ``busy``: a current request uses it. ``volume``: the name of a snapshot's volume. ``overrides``: parameters of the
+    request that remove an obstacle.
     """
-    groups = [f"{_count(noun, records)} ({names_of(records)})" for noun, records in users.items() if records]
-    found = [
-        {"kind": _KINDS.get(noun, noun), "id": each.id, "name": names_of([each])}
-        for noun, records in users.items()
-        for each in records
-    ]
-    details = {"resource": resource, "users": found, "overrides": list(overrides) if found else []}
-    if groups:
-        ids = [each["id"] for each in found]
-        return InUse(f"{what} is in use by {_enumerate(groups)}. {remedy}", blockers=ids, details=details)
+    subject = what, resource = _describe(record, volume)
+    named = {noun: [(each.id, names_of([each])) for each in records] for noun, records in users.items()}
+    if any(named.values()):
+        return _in_use(*subject, named, remedy, overrides)
     if busy:
+        details = {"resource": resource, "users": [], "overrides": []}
         return InUse(f"{what} is in use just now by another request. Try again later.", details=details)
     return None
 
 
-def _count(noun: str, records: Sequence[Record]) -> str:
-    if len(records) == 1:
+@contextlib.contextmanager
+def named_outside_users(record: Snapshot | VolumeSnapshot | Volume, volume: str = "") -> Iterator[None]:
+    """Raise a host's UsedOutside for ``record`` as a sentence. ``volume``: the name of a snapshot's volume."""
+    try:
+        yield
+    except UsedOutside as error:
+        users = {noun: list(group.items()) for noun, group in error.users.items()}
+        raise _in_use(*_describe(record, volume), users, error.remedy) from error
+
+
+def _describe(record: Snapshot | VolumeSnapshot | Volume, volume: str = "") -> tuple[str, str]:
+    """Return ``(description, kind)`` of what is in use."""
+    match record:
+        case Volume():
+            return f"volume {record.name!r}", "volume"
+        case VolumeSnapshot():
+            return f"snapshot {record.name!r} of volume {volume!r}", "volume_snapshot"
+        case Snapshot():
+            return f"{record.kind.value} {names_of([record])!r}", record.kind.value
+
+
+def _in_use(
+    what: str,
+    resource: str,
+    users: Mapping[str, Sequence[tuple[str, str]]],
+    remedy: str,
+    overrides: Sequence[str] = (),
+) -> InUse:
+    """``users``: (id, name), by noun."""
+    groups = [
+        f"{_count(noun, found)} ({', '.join(name for _, name in found)})" for noun, found in users.items() if found
+    ]
+    listed = [{"kind": _kind(noun), "id": id, "name": name} for noun, found in users.items() for id, name in found]
+    return InUse(
+        f"{what} is in use by {_enumerate(groups)}. {remedy}",
+        blockers=[each["id"] for each in listed],
+        details={"resource": resource, "users": listed, "overrides": list(overrides)},
+    )
+
+
+def _kind(noun: str) -> str:
+    return _KINDS.get(noun, noun.lower().replace(" ", "_"))
+
+
+def _count(noun: str, users: Sequence[object]) -> str:
+    if len(users) == 1:
         return f"1 {noun}"
-    return f"{len(records)} {noun}{'es' if noun.endswith('x') else 's'}"
+    return f"{len(users)} {noun}{'es' if noun.endswith('x') else 's'}"
 
 
 def _enumerate(words: Sequence[str]) -> str:

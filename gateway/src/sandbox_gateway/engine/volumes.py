@@ -134,10 +134,9 @@ class Volumes:
             snapshot = self._index.volume_snapshot(snapshot_ref, volume)
             writers = [sandbox for sandbox, mount in self.mounts_of(volume) if not (mount.read_only or force)]
             refusal = in_use_error(
-                f"volume {volume.name!r}",
+                volume,
                 {"read-write mount": writers},
                 "Detach it there, or force the rollback.",
-                resource="volume",
                 overrides=["force"],
                 busy=self._index.is_pinned(volume),
             )

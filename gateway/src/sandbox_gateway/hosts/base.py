@@ -171,7 +171,7 @@ class Host(Protocol):
         """Snapshot a volume at one instant, and commit the snapshot. Sandboxes that mount it keep running."""
 
     async def remove_volume_snapshot(self, snapshot: VolumeSnapshot) -> None:
-        """Remove a snapshot of a volume. Raises InUse if a volume was made from it and depends on it."""
+        """Remove a snapshot of a volume. Raises UsedOutside if something that the engine does not know uses it."""
 
     async def rollback_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         """Replace the volume's content with the snapshot's, atomically. Sandboxes that mount the volume see the change.

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sandbox_gateway import zfs
-from sandbox_gateway.errors import InUse
+from sandbox_gateway.errors import UsedOutside
 from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import encode
 from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
@@ -95,8 +95,8 @@ class SnapshotStorage:
     def destroy(self, snapshot_id: str, *, deferred: bool = False) -> bool:
         """Remove a snapshot. Returns False if it is only hidden: ZFS removes it with the last clone or hold.
 
-        Unless ``deferred``, raises InUse, with all names, if the snapshot is held or has clones (sandboxes, or datasets
-        of others). Retired clones do not count: the snapshot is then hidden.
+        Unless ``deferred``, raises UsedOutside, with all names, if the snapshot is held or has clones (sandboxes, or
+        datasets of others). Retired clones do not count: the snapshot is then hidden.
         """
         with self._root.tree_lock:
             name = self._names.find(snapshot_id)
@@ -114,22 +114,18 @@ class SnapshotStorage:
             if not held and not isinstance(failure.errors[0], zfs.exceptions.SnapshotIsCloned):
                 raise
             if not deferred:
-                self._check_unused(snapshot_id, name, held)
+                self._check_unused(name, held)
             zfs.lzc_destroy_snaps([name], True)
             return not zfs.lzc_exists(name)
         return True
 
-    def _check_unused(self, snapshot_id: str, name: str, held: bool) -> None:
-        """Raise InUse if it has a hold, or clones that are not retired."""
-        blockers: dict[str, str] = {}
+    def _check_unused(self, name: str, held: bool) -> None:
+        """Raise UsedOutside if it has a hold, or clones that are not retired."""
+        clones: dict[str, str] = {}
         for clone in zfs.list_clones(name):
             if not self._instances.is_retired(clone):
-                blockers.update([self._instances.identify(clone)])
-        if blockers:
-            forks = "fork" if len(blockers) == 1 else "forks"
-            raise InUse(
-                f"the snapshot {snapshot_id} is in use by {len(blockers)} {forks}: {', '.join(blockers.values())}",
-                blockers=list(blockers),
-            )
+                clones.update([self._instances.identify(clone)])
+        if clones:
+            raise UsedOutside({"ZFS clone": clones}, "Remove them first (`zfs destroy`).")
         if held:
-            raise InUse(f"the snapshot {snapshot_id} is held: `zfs release` the holds on {name}", blockers=[name])
+            raise UsedOutside({"hold": {name: name}}, "Release it first (`zfs release`).")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from sandbox_gateway import zfs
-from sandbox_gateway.errors import InUse, NotFound
+from sandbox_gateway.errors import NotFound, UsedOutside
 from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, encode, volume_snapshot_head
 from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.translation import translate_errors
@@ -75,16 +75,16 @@ class VolumeSnapshots:
     def destroy(self, snapshot_id: str, *, deferred: bool = False) -> None:
         """Remove a volume's snapshot.
 
-        Unless ``deferred``, raises InUse, with all names, if volumes were made from it. A rollback of its own volume
-        does not count: the snapshot is then hidden, and ZFS removes it with its last clone.
+        Unless ``deferred``, raises UsedOutside, with all names, if volumes were made from it. A rollback of its own
+        volume does not count: the snapshot is then hidden, and ZFS removes it with its last clone.
         """
         with self._root.tree_lock:
-            self.use(snapshot_id, lambda name: self._destroy(snapshot_id, name, deferred))
+            self.use(snapshot_id, lambda name: self._destroy(name, deferred))
             with self._root.index_lock:
                 name = self._names.pop(snapshot_id)
             self._datasets.destroy_if_unused(name.partition("@")[0])
 
-    def _destroy(self, snapshot_id: str, name: str, deferred: bool) -> None:
+    def _destroy(self, name: str, deferred: bool) -> None:
         if not zfs.lzc_exists(name):
             raise zfs.exceptions.SnapshotNotFound(name)
         try:
@@ -94,31 +94,26 @@ class VolumeSnapshots:
             if not isinstance(reason, zfs.exceptions.SnapshotIsHeld | zfs.exceptions.SnapshotIsCloned):
                 raise
             if not deferred:
-                self.check_no_volumes_made(f"the snapshot {snapshot_id} of a volume", [name])
+                self.check_no_volumes_made([name])
                 if isinstance(reason, zfs.exceptions.SnapshotIsHeld):
-                    raise InUse(f"{name} is held: `zfs release` the holds on it", blockers=[name]) from None
+                    raise UsedOutside({"hold": {name: name}}, "Release it first (`zfs release`).") from None
             zfs.lzc_destroy_snaps([name], True)
 
-    def check_no_volumes_made(self, what: str, names: Sequence[str]) -> None:
-        """Raise InUse if a dataset of another volume is a clone of one of the snapshots ``names``."""
+    def check_no_volumes_made(self, names: Sequence[str]) -> None:
+        """Raise UsedOutside if a dataset of another volume is a clone of one of the snapshots ``names``."""
         if not names:
             return
-        blockers: dict[str, str] = {}
+        clones: dict[str, str] = {}
         facts = zfs.get_props(zfs.list_datasets(self._root.dataset.partition("/")[0]), ["origin"])
         for clone, props in facts.items():
             origin = props["origin"].value
             if origin in names and self._datasets.owner(clone) != self._datasets.owner(origin.partition("@")[0]):
-                blockers.update([self._datasets.identify(clone)])
-        if blockers:
-            made = "volume was" if len(blockers) == 1 else "volumes were"
-            raise InUse(
-                f"{what} is in use: {len(blockers)} {made} made from it ({', '.join(blockers.values())}); "
-                "remove what was made first",
-                blockers=list(blockers),
-            )
+                clones.update([self._datasets.identify(clone)])
+        if clones:
+            raise UsedOutside({"ZFS clone": clones}, "Remove them first.")
 
     def check_all_ours(self, names: Sequence[str]) -> None:
-        """Raise InUse if one of the snapshots ``names`` is held, or was taken by another tool."""
+        """Raise UsedOutside if one of the snapshots ``names`` is held, or was taken by another tool."""
         if not names:
             return
         held = {name for name, facts in zfs.get_props(names, ["userrefs"]).items() if facts["userrefs"].number}
@@ -126,9 +121,10 @@ class VolumeSnapshots:
         # hidden snapshots are no longer in the index, but ZFS destroys them with their last clone
         deferred = zfs.get_props(names, ["defer_destroy"])
         hidden = {name for name, facts in deferred.items() if facts["defer_destroy"].is_on}
-        kept = sorted(held | set(names) - ours - hidden)
-        if kept:
-            raise InUse(
-                f"the volume has snapshots that others made or hold ({', '.join(kept)}): `zfs destroy` or release them",
-                blockers=kept,
-            )
+        foreign = set(names) - ours - hidden - held
+        if held or foreign:
+            users = {
+                "hold": {name: name for name in sorted(held)},
+                "foreign snapshot": {name: name for name in sorted(foreign)},
+            }
+            raise UsedOutside(users, "Release or destroy them first (`zfs release`, `zfs destroy`).")

@@ -176,12 +176,13 @@ class VolumeStorage:
     def doom(self, volume_id: str) -> None:
         """Commit the removal of a volume and its snapshots: later scans do not return it.
 
-        Raises InUse, with all names, if volumes were made from its snapshots, or other tools took or hold snapshots.
+        Raises UsedOutside, with all names, if volumes were made from its snapshots, or other tools took or hold
+        snapshots.
         """
         with self._root.tree_lock:
             own = self._datasets.all_of(volume_id)
             names = [name for dataset in own for name in zfs.list_snapshots(dataset)]
-            self._snapshots.check_no_volumes_made("a snapshot of the volume", names)
+            self._snapshots.check_no_volumes_made(names)
             self._snapshots.check_all_ours(names)
             if own:
                 self._ballast.run_even_if_full(partial(zfs.lzc_set_prop, own[0], DOOMED, "yes"))
