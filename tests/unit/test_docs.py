@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import shlex
 import tomllib
@@ -228,6 +229,97 @@ def test_a_wrong_play_is_noticed() -> None:
     for item in wrong:
         with pytest.raises((AssertionError, ValueError)):
             check_play("here", item)
+
+
+# --- names of variables and playbooks ---------------------------------------------------------------------------------
+
+_VARIABLE = re.compile(
+    r"(?<![\w.\-/])(gateway|kvm_xfs_host|jail_zfs_host|install|build|nightly|rollback)_[a-z0-9_]*[a-z0-9]\b(?!\.)"
+)
+"""A variable of a role or a ready playbook, but not a part of a longer name."""
+_NO_VARIABLES = {"gateway_default", "gateway_systemd"}
+"""A group of an inventory, and a scenario of molecule."""
+
+
+@cache
+def variables() -> set[str]:
+    """The options of roles and modules, the facts that roles set, and the variables that playbooks read."""
+    known = {name for options in (*roles().values(), *modules().values()) for name in names_of(options)}
+    for path in (REPOSITORY / "roles").glob("*/tasks/*.yml"):
+        for task in yaml.safe_load(path.read_text()) or []:
+            known |= set(_facts(task))
+    for path in (REPOSITORY / "playbooks").rglob("*.yml"):
+        known |= {match[0] for match in _VARIABLE.finditer(path.read_text())}
+    return known | {path.stem for path in (REPOSITORY / "playbooks").glob("*.yml")}
+
+
+def _facts(task: Mapping[str, Any]) -> Iterator[str]:
+    yield from task.get("ansible.builtin.set_fact") or {}
+    for inner in (*(task.get("block") or []), *(task.get("always") or [])):
+        yield from _facts(inner)
+
+
+def unknown_variables(text: str) -> list[str]:
+    """The variables that code in ``text``, fenced or not, names and that nothing reads."""
+    code = [match[2] for match in _FENCE.finditer(text)]
+    code += re.findall(r"`([^`\n]+)`", _FENCE.sub("", text))
+    return sorted({match[0] for each in code for match in _VARIABLE.finditer(each)} - variables() - _NO_VARIABLES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_variables_that_a_page_names_exist(page: Path) -> None:
+    assert unknown_variables(page.read_text()) == []
+
+
+def check_ansible(argv: list[str]) -> None:
+    """Raises ValueError if a command of Ansible names a playbook, module, role or variable of ours that is missing."""
+    if argv[0] == "ansible-playbook":
+        for word in argv[1:]:
+            name = word.removeprefix(COLLECTION).replace(".", "/")
+            if word.startswith(COLLECTION) and not (REPOSITORY / "playbooks" / f"{name}.yml").exists():
+                raise ValueError(f"there is no playbook {word}")
+        for option, given in itertools.pairwise(argv):
+            name = given.partition("=")[0]
+            if option in ("-e", "--extra-vars") and re.match(r"\w+=", given) and name not in read_by_playbooks():
+                raise ValueError(f"no playbook and no role reads the variable {name}")
+    elif argv[0] == "ansible-doc":
+        for word in argv[1:]:
+            plugins = (REPOSITORY / "plugins").glob(f"*/{word.removeprefix(COLLECTION)}.py")
+            if word.startswith(COLLECTION) and word not in (*modules(), *roles()) and not list(plugins):
+                raise ValueError(f"there is no {word}")
+
+
+@cache
+def read_by_playbooks() -> set[str]:
+    """All words of the ready playbooks, and the options of roles."""
+    texts = [path.read_text() for path in (REPOSITORY / "playbooks").rglob("*.yml")]
+    options = {name for known in roles().values() for name in names_of(known)}
+    return options | {word for text in texts for word in re.findall(r"\w+", text)}
+
+
+@pytest.mark.parametrize("block", written_in("sh", "console", "bash", "text"))
+def test_commands_of_ansible_name_what_exists(block: Block) -> None:
+    for line in block.text.replace("\\\n", " ").splitlines():
+        # A line of a crontab, too.
+        found = re.search(r"\bansible-(playbook|doc) .*", line)
+        if found:
+            check_ansible(shlex.split(found[0], comments=True))
+
+
+def test_a_wrong_name_is_noticed() -> None:
+    assert unknown_variables("Set `gateway_sokket` or `kvm_xfs_host_device`.") == ["gateway_sokket"]
+    assert unknown_variables("```sh\necho install_colour\n```\n") == ["install_colour"]
+    assert unknown_variables("See `engine/gateway_nothing.py`, `sandbox_gateway_nothing` and gateway_nothing.") == []
+    wrong = (
+        "ansible-playbook grove.sandbox.install_hots",
+        "ansible-playbook grove.sandbox.install_host -e install_knd=jail_zfs",
+        "ansible-doc --type role grove.sandbox.gatway",
+        "ansible-doc grove.sandbox.sandbox_cloud",
+    )
+    for line in wrong:
+        with pytest.raises(ValueError, match="no "):
+            check_ansible(line.split())
+    check_ansible(["ansible-playbook", "-i", "hosts.ini", "grove.sandbox.install_host", "-e", "install_kind=jail_zfs"])
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
