@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterable
 
 from sandbox_gateway.engine.agents import Agents
+from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
@@ -21,12 +22,15 @@ log = Logger("engine")
 
 
 class Captures:
-    def __init__(self, context: Context, locking: Locking, agents: Agents, volumes: Volumes) -> None:
+    def __init__(
+        self, context: Context, locking: Locking, agents: Agents, collector: Collector, volumes: Volumes
+    ) -> None:
         self._context = context
         self._host = context.host
         self._index = context.index
         self._locking = locking
         self._agents = agents
+        self._collector = collector
         self._volumes = volumes
 
     def new_snapshot_record(self, sandbox: Sandbox, kind: SnapshotKind) -> Snapshot:
@@ -59,6 +63,16 @@ class Captures:
         if reason := self._host.end_reason(sandbox):
             raise BackendFailed(f"snapshot {taken.id} was taken and is valid, but its source died: {reason}")
         return taken
+
+    async def undo(self, id: str) -> None:
+        """Remove a snapshot, if it was committed, because a later step of its operation failed."""
+        snapshot = self._index.snapshots.get(id)
+        if snapshot is None:
+            return
+        try:
+            await self._collector.remove_snapshot(snapshot)
+        except GatewayError as error:
+            log.warning("snapshot not removed", snapshot=id, reason=error.message)
 
     async def capture_state(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = ()

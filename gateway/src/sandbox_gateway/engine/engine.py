@@ -54,7 +54,7 @@ class Engine:
 
         # The two primitives: start a machine from a snapshot, and take a snapshot of a running machine.
         machines = MachineLifecycle(context, locking, agents, attachments)
-        captures = Captures(context, locking, agents, volumes)
+        captures = Captures(context, locking, agents, collector, volumes)
 
         # Operations built on these.
         self.snapshots = snapshots = Snapshots(context, locking, references, collector, captures)

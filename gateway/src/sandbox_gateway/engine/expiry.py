@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import ChainMap
 from datetime import datetime
 
+from sandbox_gateway.engine.backoff import Backoff
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.engine.retention import find_surplus
@@ -22,43 +24,51 @@ log = Logger("engine")
 
 class Expiry:
     def __init__(self, context: Context, references: References, snapshots: Snapshots, sandboxes: Sandboxes) -> None:
+        self._index = context.index
         self._events = context.events
         self._references = references
         self._snapshots = snapshots
         self._sandboxes = sandboxes
+        self._backoff = Backoff()
 
     async def watch(self) -> None:
         """Check every quarter of a second; never returns."""
         while True:
             await asyncio.sleep(_CHECK_EVERY)
             at = now()
+            self._backoff.keep(ChainMap[str, object](self._index.sandboxes, self._index.snapshots))
             await self._expire_sandboxes(at)
             await self._expire_snapshots(at)
 
     async def _expire_sandboxes(self, at: datetime) -> None:
         for id in [each.id for each in self._sandboxes.list() if has_expired(each, at)]:
+            if not self._backoff.is_due(id):
+                continue
             try:
                 await self._sandboxes.expire(id)
             except NotFound:
                 pass
             except Exception as error:
                 _log_failure(error, sandbox=id)
-                await asyncio.sleep(_CHECK_EVERY)
+                self._backoff.delay(id)
 
     async def _expire_snapshots(self, at: datetime) -> None:
         for snapshot in self._snapshots.list():
-            if snapshot.expires_at and snapshot.expires_at <= at and not self._references.blockers(snapshot):
+            if snapshot.expires_at and snapshot.expires_at <= at:
                 await self._expire_snapshot(snapshot)
         for snapshot in find_surplus(self._snapshots.list(), at):
-            if not self._references.blockers(snapshot) and await self._expire_snapshot(snapshot):
+            if await self._expire_snapshot(snapshot):
                 self._events.publish("snapshot.pruned", snapshotID=snapshot.id, sandboxID=snapshot.source_sandbox)
 
     async def _expire_snapshot(self, snapshot: Snapshot) -> bool:
-        """Remove an expired snapshot; True if it was removed."""
+        """Remove an expired snapshot, unless it is in use or failed a moment ago; True if it was removed."""
+        if self._references.blockers(snapshot) or not self._backoff.is_due(snapshot.id):
+            return False
         try:
             return await self._snapshots.delete(snapshot.id)
         except Exception as error:
             _log_failure(error, snapshot=snapshot.id)
+            self._backoff.delay(snapshot.id)
             return False
 
 

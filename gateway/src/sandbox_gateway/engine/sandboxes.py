@@ -135,14 +135,27 @@ class Sandboxes:
             await finish_despite_cancellation(self._pause(sandbox, memory and self._host.abilities.memory))
 
     async def _pause(self, sandbox: Sandbox, memory: bool) -> None:
-        changes: dict[str, Any] = {"state": SandboxState.PAUSED, "state_reason": ""}
         if memory:
-            snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.PAUSE)
-            changes["pause_snapshot"] = (await self._captures.capture(sandbox, snapshot, memory=True)).id
+            paused = await self._capture_and_pause(sandbox)
         else:
             await self._agents.client(sandbox).call("/sync", {})
-        await self._machines.stop_paused(await save_sandbox(self._context, sandbox.id, **changes))
+            paused = await self._save_paused(sandbox)
+        await self._machines.stop_paused(paused)
         self._events.publish("sandbox.paused", sandboxID=sandbox.id)
+
+    async def _capture_and_pause(self, sandbox: Sandbox) -> Sandbox:
+        """Capture a sandbox, and record that it is paused; if that fails, no snapshot remains."""
+        snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.PAUSE)
+        try:
+            await self._captures.capture(sandbox, snapshot, memory=True)
+            return await self._save_paused(sandbox, pause_snapshot=snapshot.id)
+        except BaseException:
+            await self._captures.undo(snapshot.id)
+            raise
+
+    async def _save_paused(self, sandbox: Sandbox, **changes: Any) -> Sandbox:
+        changes |= {"state": SandboxState.PAUSED, "state_reason": ""}
+        return await save_sandbox(self._context, sandbox.id, **changes)
 
     async def resume(self, ref: str, *, timeout: float | Unset | None = UNSET, cold_start: bool = False) -> Sandbox:
         """Resume a paused sandbox, from its snapshot or else from its disk; with ``cold_start`` never from memory.

@@ -1,0 +1,30 @@
+"""Backoff: repeated failures of work on the same object delay the next attempt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container
+
+_FIRST_SECONDS = 1.0
+_LONGEST_SECONDS = 60.0
+
+
+class Backoff:
+    """The times of the next attempts, by object; each failure doubles the wait, up to a minute."""
+
+    def __init__(self) -> None:
+        self._waits: dict[str, tuple[float, float]] = {}
+        """(seconds, end) by object; the end is monotonic time."""
+
+    def is_due(self, id: str) -> bool:
+        return id not in self._waits or self._waits[id][1] <= time.monotonic()
+
+    def delay(self, id: str) -> None:
+        """Delay the next attempt, because this one failed."""
+        seconds = min(2 * self._waits[id][0], _LONGEST_SECONDS) if id in self._waits else _FIRST_SECONDS
+        self._waits[id] = seconds, time.monotonic() + seconds
+
+    def keep(self, ids: Container[str]) -> None:
+        """Forget all other objects."""
+        for id in [each for each in self._waits if each not in ids]:
+            del self._waits[id]
