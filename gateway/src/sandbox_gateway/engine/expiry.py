@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import ChainMap
 from datetime import datetime
 
 from sandbox_gateway.engine.backoff import Backoff
@@ -36,7 +35,7 @@ class Expiry:
         while True:
             await asyncio.sleep(_CHECK_EVERY)
             at = now()
-            self._backoff.keep(ChainMap[str, object](self._index.sandboxes, self._index.snapshots))
+            self._backoff.keep(self._index.sandboxes.keys() | self._index.snapshots.keys())
             await self._expire_sandboxes(at)
             await self._expire_snapshots(at)
 

@@ -171,6 +171,7 @@ class Forks:
             self._context.events.publish(
                 "sandbox.created", sandboxID=sandbox.id, name=sandbox.name, forkedFrom=sandbox.forked_from
             )
+            self._machines.notice_end(sandbox)
 
     async def _undo(self, tasks: list[asyncio.Task[Sandbox]], sandboxes: list[Sandbox]) -> None:
         for task in tasks:

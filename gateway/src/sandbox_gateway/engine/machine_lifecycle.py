@@ -68,7 +68,7 @@ class MachineLifecycle:
 
     def notice_end(self, sandbox: Sandbox) -> None:
         """Mark a sandbox as stopped if its machine ended before its record said that it runs."""
-        if self._host.end_reason(sandbox):
+        if sandbox.state is SandboxState.RUNNING and self._host.end_reason(sandbox):
             self._context.background.start(self._mark_lost(sandbox.id, sandbox.instance))
 
     def watch(self) -> None:

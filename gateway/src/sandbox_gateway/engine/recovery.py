@@ -54,8 +54,10 @@ class Recovery:
             await self._machines.mark_stopped(sandbox, "its host went down while it ran")
             if self._context.config.restart == "start":
                 self._context.background.start(self._restart(sandbox.id))
-        elif self._host.guest_mounts(sandbox):
-            self._context.background.start(self._attachments.complete_mounts(sandbox.id))
+        else:
+            self._machines.notice_end(sandbox)
+            if self._host.guest_mounts(sandbox):
+                self._context.background.start(self._attachments.complete_mounts(sandbox.id))
 
     async def _restart(self, id: str) -> None:
         try:

@@ -43,6 +43,7 @@ class Replacement:
             await self._host.discard(new)
             raise
         self._context.events.publish("sandbox.replaced", sandboxID=new.id, head=new.head)
+        self._machines.notice_end(new)
         await self._host.discard(old)
         await self.remove_pause_snapshot(old)
         await self._collector.collect()
