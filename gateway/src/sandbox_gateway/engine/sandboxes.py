@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
@@ -103,8 +104,10 @@ class Sandboxes:
         change. ``cold_start``: boot from the snapshot's disk instead of resuming from its memory.
         """
         snapshot = self._index.snapshot(snapshot_ref)
-        async with self._locking.sandbox(ref) as sandbox:
-            return await self._rollback(sandbox, snapshot, cold_start=cold_start)
+        # Pinned before the wait for the lock, during which the snapshot could be removed.
+        with self._index.pinned(snapshot):
+            async with self._locking.sandbox(ref) as sandbox:
+                return await self._rollback(sandbox, snapshot, cold_start=cold_start)
 
     async def promote(self, fork_ref: str, source_ref: str | None = None) -> Sandbox:
         """Replace the source's state with its fork's: capture the fork and roll the source back to the capture."""
@@ -112,11 +115,13 @@ class Sandboxes:
         source = self.get(source_ref or fork.parent_sandbox or "")
         if source.id == fork.id:
             raise Invalid("a sandbox cannot be promoted over itself: name the source it was forked from")
-        async with self._locking.running_sandbox(fork.id) as sandbox:
-            snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
-            snapshot = await finish_despite_cancellation(self._captures.capture(sandbox, snapshot, memory=True))
-        async with self._locking.sandbox(source.id) as sandbox:
-            return await self._rollback(sandbox, snapshot)
+        with contextlib.ExitStack() as stack:
+            async with self._locking.running_sandbox(fork.id) as sandbox:
+                snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
+                stack.enter_context(self._index.pinned(snapshot))
+                snapshot = await finish_despite_cancellation(self._captures.capture(sandbox, snapshot, memory=True))
+            async with self._locking.sandbox(source.id) as sandbox:
+                return await self._rollback(sandbox, snapshot)
 
     async def _rollback(self, sandbox: Sandbox, snapshot: Snapshot, *, cold_start: bool = False) -> Sandbox:
         return await self._replacement.replace(
