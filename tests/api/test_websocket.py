@@ -149,7 +149,7 @@ def test_large_messages_in_fragments(served: Served, one: dict[str, Any]) -> Non
 def test_oversized_messages_are_refused_in_both_directions(served: Served, one: dict[str, Any]) -> None:
     async def large(connection: ServerConnection) -> None:
         if connection.request is not None and connection.request.path == "/large":
-            await connection.send(b"x" * (websocket.LARGEST_MESSAGE + 1))
+            await connection.send(b"x" * (websocket.MAX_MESSAGE_BYTES + 1))
         await connection.wait_closed()
 
     with recording_service(served, one, large) as service:
@@ -157,7 +157,7 @@ def test_oversized_messages_are_refused_in_both_directions(served: Served, one: 
             client.recv(20)
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
         with open_websocket(served, one) as client, pytest.raises(ConnectionClosedError) as closed:
-            client.send(b"x" * (websocket.LARGEST_MESSAGE + 1))
+            client.send(b"x" * (websocket.MAX_MESSAGE_BYTES + 1))
             client.recv(20)
         eventually(lambda: service.codes == [1009, 1009])
 
@@ -343,7 +343,7 @@ async def _send_pings(connection: ServerConnection) -> None:
 def test_a_client_that_ignores_pongs_is_disconnected(
     served: Served, one: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(websocket, "MOST_UNSENT", 1 << 20)
+    monkeypatch.setattr(websocket, "MAX_UNSENT_BYTES", 1 << 20)
     with (
         recording_service(served, one, _send_pings),
         open_websocket(served, one) as client,

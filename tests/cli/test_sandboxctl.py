@@ -199,9 +199,9 @@ def test_every_page_of_a_long_list(run: Run, monkeypatch: pytest.MonkeyPatch) ->
 
     run("create", "base", "--name", "one")
     run("clone", "one", "-n", "4")
-    honest = client._without_empty
+    honest = client._remove_empty
     monkeypatch.setattr(
-        client, "_without_empty", lambda params: honest({**params, "limit": 2} if "limit" in params else params)
+        client, "_remove_empty", lambda params: honest({**params, "limit": 2} if "limit" in params else params)
     )
     assert len(check_succeeded(run("list", "--json")).json) == 5
 

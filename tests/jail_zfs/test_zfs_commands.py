@@ -336,21 +336,21 @@ def test_changed_since_any_ancestor(root: str, root_path: Path) -> None:
     (root_path / "a" / "file").write_text("1")
     zfs.lzc_snapshot([f"{a}@1"])
     zfs.lzc_snapshot([f"{a}@2"])
-    assert not zfs.changed_since(a, f"{a}@1")
+    assert not zfs.has_changed_since(a, f"{a}@1")
     zfs.lzc_clone(b, f"{a}@2")
     assert (root_path / "b" / "file").read_text() == "1"
-    assert not zfs.changed_since(b, f"{a}@2")
-    assert not zfs.changed_since(b, f"{a}@1"), "two snapshots of one state"
+    assert not zfs.has_changed_since(b, f"{a}@2")
+    assert not zfs.has_changed_since(b, f"{a}@1"), "two snapshots of one state"
     zfs.lzc_snapshot([f"{b}@3"])
-    assert not zfs.changed_since(b, f"{a}@1")
+    assert not zfs.has_changed_since(b, f"{a}@1")
     (root_path / "b" / "file").touch()
     for snap in (f"{b}@3", f"{a}@2", f"{a}@1"):
-        assert zfs.changed_since(b, snap)
+        assert zfs.has_changed_since(b, snap)
     zfs.lzc_snapshot([f"{b}@4"])
     zfs.lzc_snapshot([f"{b}@5"])
-    assert not zfs.changed_since(b, f"{b}@5")
-    assert not zfs.changed_since(b, f"{b}@4")
+    assert not zfs.has_changed_since(b, f"{b}@5")
+    assert not zfs.has_changed_since(b, f"{b}@4")
     for snap in (f"{b}@3", f"{a}@2", f"{a}@1"):
-        assert zfs.changed_since(b, snap)
-    assert isinstance(_failing(zfs.changed_since, a, f"{b}@3"), lzc_exc.SnapshotMismatch)
-    assert isinstance(_failing(zfs.changed_since, b, f"{b}@no"), lzc_exc.SnapshotNotFound)
+        assert zfs.has_changed_since(b, snap)
+    assert isinstance(_failing(zfs.has_changed_since, a, f"{b}@3"), lzc_exc.SnapshotMismatch)
+    assert isinstance(_failing(zfs.has_changed_since, b, f"{b}@no"), lzc_exc.SnapshotNotFound)

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sandbox_gateway.zfs import names, options, parse
-from sandbox_gateway.zfs.causes import Cause, cause_of, listed_names, one_line
+from sandbox_gateway.zfs.causes import Cause, cause_of, find_names, one_line
 from sandbox_gateway.zfs.exceptions import NameInvalid, NameTooLong, PropertyInvalid, ZFSOutputError
 from sandbox_gateway.zfs.parse import Property
 
@@ -228,15 +228,15 @@ def test_no_name_is_taken_for_a_reason(sample: tuple[Cause, str], name: str) -> 
 
 def test_the_listed_names() -> None:
     said = "cannot destroy 'a@b': snapshot has dependent clones\nuse '-R' to destroy the following datasets:\nc@d\nc\n"
-    assert listed_names(said) == ["c@d", "c"]
-    assert listed_names("dataset is busy") == []
+    assert find_names(said) == ["c@d", "c"]
+    assert find_names("dataset is busy") == []
 
 
 @given(st.text())
 def test_any_refusal_becomes_one_line(said: str) -> None:
     assert isinstance(cause_of(said), Cause)
     assert len(one_line(said).splitlines()) <= 1
-    listed_names(said)
+    find_names(said)
 
 
 def test_names_are_taken_apart() -> None:

@@ -7,15 +7,15 @@ import socket
 import threading
 from pathlib import Path
 
-from sandbox_gateway.api.access.limits import LARGEST_BODY, MOST_HELD
+from sandbox_gateway.api.access.limits import MAX_BODY_BYTES, MAX_HELD_BYTES
 from tests.api.served import ADMIN_KEY
 from tests.support.daemon import Daemon
 from tests.support.waiting import eventually
 
 CLIENTS = 80
-EACH = LARGEST_BODY - 1000
+EACH = MAX_BODY_BYTES - 1000
 """Bytes: 320 MiB in total."""
-MOST_GROWTH = 5 * MOST_HELD
+MOST_GROWTH = 5 * MAX_HELD_BYTES
 """Includes data between the socket and the counter, and unused memory of the heap."""
 HEAD = (
     f"POST /sandboxes HTTP/1.1\r\nHost: gateway\r\nX-API-Key: {ADMIN_KEY}\r\n"

@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
-from sandbox_gateway.api.access.limits import LARGEST_BODY
+from sandbox_gateway.api.access.limits import MAX_BODY_BYTES
 from sandbox_gateway.server.serving import document
 from tests.api.inside import eventually
 from tests.api.served import ADMIN_KEY, EXEC_KEY
 from tests.security.routes import Target
 
-FULL, SOME = LARGEST_BODY - 256, 64 << 10
+FULL, SOME = MAX_BODY_BYTES - 256, 64 << 10
 MEMORY = 256 << 10
 """KiB that the whole process may grow by: a body of 4 MiB becomes some 100 MiB of Python objects while it is parsed."""
 
@@ -50,7 +50,7 @@ BROKEN: dict[str, bytes] = {
     "a list": b"[]",
     "a string": b'"text"',
     "a number": b"1",
-    "more than is read": b'{"a":"' + b"a" * (LARGEST_BODY + 1) + b'"}',
+    "more than is read": b'{"a":"' + b"a" * (MAX_BODY_BYTES + 1) + b'"}',
 }
 """Never a valid JSON object."""
 

@@ -15,7 +15,7 @@ from websockets.frames import Frame
 from websockets.sync.client import ClientConnection, connect
 from websockets.uri import WebSocketURI
 
-from sandbox_gateway.api.data_plane.fragments import MOST_CONTROLS, ClientFragments, Fragments
+from sandbox_gateway.api.data_plane.fragments import MAX_CONTROLS, ClientFragments, Fragments
 from tests.api.inside import PORT, Service, host
 from tests.api.served import ADMIN_KEY
 from tests.api.test_websocket import Handler, RecordingService
@@ -130,7 +130,7 @@ def test_thousands_of_control_frames_leave_turns_to_others(controls: bytes) -> N
     seen = 0
     while protocol.crowded:
         handled = protocol.events_received()
-        assert protocol.has_more and len(handled) <= MOST_CONTROLS
+        assert protocol.has_more and len(handled) <= MAX_CONTROLS
         seen += len(handled)
         protocol.receive_data(b"")
     *more, message = protocol.events_received()

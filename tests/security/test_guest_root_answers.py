@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from sandbox_gateway.engine import guest_json
-from sandbox_gateway.engine.builds import LONGEST_LINE, Build, LogLines
+from sandbox_gateway.engine.builds import MAX_LINE_LENGTH, Build, LogLines
 from sandbox_gateway.errors import Busy, Invalid
 from sandbox_gateway.hosts.rootfs_common import Tree
 from tests.api import inside, memory_host
@@ -321,9 +321,9 @@ def test_a_line_without_an_end_is_not_kept_whole() -> None:
     lines = LogLines(build)
     for _ in range(2000):
         lines.take(b"x" * 65536)
-    assert len(lines._rest) <= LONGEST_LINE
+    assert len(lines._rest) <= MAX_LINE_LENGTH
     lines.take(b"\nend\n")
-    assert [len(line) for line in build.lines] == [LONGEST_LINE, 3]
+    assert [len(line) for line in build.lines] == [MAX_LINE_LENGTH, 3]
 
 
 def test_an_agent_that_always_hangs_up_is_not_asked_for_ever(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def send_syns(guest: Guest, address: str, count: int) -> None:
 def test_a_flood_of_connections_leaves_the_tables_to_others(
     flood: Callable[[Guest, str, int], None], target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rules, "MOST_CONNECTIONS", FEW, raising=False)
+    monkeypatch.setattr(rules, "MAX_CONNECTIONS", FEW, raising=False)
 
     async def test() -> None:
         async with world() as w:
@@ -205,7 +205,7 @@ def test_a_sandbox_has_4096_connections_and_no_more() -> None:
 
 def test_ends_of_connections_that_the_host_does_not_see_do_not_widen_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reset that reaches only the slot: the slot forgets the connection within seconds, the host within days."""
-    monkeypatch.setattr(rules, "MOST_CONNECTIONS", FEW, raising=False)
+    monkeypatch.setattr(rules, "MAX_CONNECTIONS", FEW, raising=False)
 
     async def test() -> None:
         async with world() as w:

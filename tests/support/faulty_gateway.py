@@ -42,8 +42,8 @@ Intercept = Callable[[str, str], "tuple[int, Any] | None"]
 class ShellMachine(Machine):
     """Its shell records writes to a file, fails at `false`, and finds everything else in order."""
 
-    def _started(self, body: bytes) -> bytes:
-        return super()._started(body.replace(b'"false"', b'"fail"'))
+    def _start_process(self, body: bytes) -> bytes:
+        return super()._start_process(body.replace(b'"false"', b'"fail"'))
 
     async def _exec(self, request: dict[str, Any]) -> dict[str, Any]:
         if request["args"][0] == "/bin/sh":

@@ -256,7 +256,7 @@ class Snapshot(_Record):
     """Data that the host needs to start a machine from it (accelerator, CPU model, machine type, versions)."""
 
     @property
-    def hidden(self) -> bool:
+    def is_hidden(self) -> bool:
         return self.doomed or self.kind not in (SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE)
 
 

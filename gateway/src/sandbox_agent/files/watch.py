@@ -303,7 +303,7 @@ class Watchers:
         with self._lock:
             watcher = self._watchers.get(identity)
         if watcher is None:
-            raise _not_found(identity)
+            raise _not_found_error(identity)
         return b'{"events":[%s]}' % b",".join(watcher.take())
 
     def remove_watcher(self, request: Request, message: dict[str, Any]) -> dict[str, Any]:
@@ -312,7 +312,7 @@ class Watchers:
         with self._lock:
             watcher = self._watchers.pop(identity, None)
         if watcher is None:
-            raise _not_found(identity)
+            raise _not_found_error(identity)
         watcher.stop()
         return {}
 
@@ -343,7 +343,7 @@ def _is_readable(fd: int, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000 + 1))
 
 
-def _not_found(identity: str) -> Failure:
+def _not_found_error(identity: str) -> Failure:
     minutes = FORGET_SECONDS / 60
     return Failure(
         "not_found", f"watcher {identity!r} not found: it was removed, or no client asked for {minutes:.0f} minutes"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_HEAD = 64 << 10
 MAX_JSON = 32 << 20
 PIECE = 64 << 10
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 
 REASONS = {
     200: b"OK",
@@ -201,7 +201,7 @@ def _length(headers: dict[str, str]) -> int | None:
     if "chunked" in headers.get("transfer-encoding", "").lower():
         return None
     text = headers.get("content-length", "0")
-    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         raise Gone
     return int(text)
 

@@ -9,7 +9,7 @@ import sys
 import time
 
 from sandbox_agent.failure import invalid
-from sandbox_agent.interpreter.kernel_protocol import DONE, EVENT, HEAD, MOST, SIZE, SYNC
+from sandbox_agent.interpreter.kernel_protocol import DONE, EVENT, HEAD, MAX_SIZE, SIZE, SYNC
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Python(Language):
         while len(heard) >= HEAD.size:
             letter, size = HEAD.unpack_from(heard)
             kind = {EVENT: "event", SYNC: "sync", DONE: "done"}.get(letter, "broken")
-            if size > MOST or (kind == "done" and size > _MAX_STATUS):
+            if size > MAX_SIZE or (kind == "done" and size > _MAX_STATUS):
                 kind = "broken"
             if kind != "broken" and len(heard) < HEAD.size + size:
                 return

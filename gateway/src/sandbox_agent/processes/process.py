@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 KEEP_SECONDS = 60.0
 """How long clients can still connect to an ended process."""
-KEEP_MOST = 32
+MAX_KEPT = 32
 INPUT_SECONDS = 60.0
 """How long to wait for a process to read its input."""
 _LEFTOVER = 1 << 20
@@ -263,7 +263,7 @@ class Table:
         now = time.monotonic()
         gone = sorted((p.ended_at, p.pid) for p in self._processes.values() if p.ended_at)
         for index, (ended_at, pid) in enumerate(gone):
-            if now - ended_at > KEEP_SECONDS or len(gone) - index > KEEP_MOST:
+            if now - ended_at > KEEP_SECONDS or len(gone) - index > MAX_KEPT:
                 del self._processes[pid]
 
 

@@ -6,10 +6,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from sandbox_gateway.api.dependencies import LONGEST_REF
+from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.engine.spec import UNSET
 
-MOST_FORKS = 1000
+MAX_FORKS = 1000
 _CENTURY = 3_153_600_000
 
 
@@ -20,7 +20,7 @@ def _parse_never(value: object) -> object:
     return None if value == -1 else value
 
 
-AnyRef = Annotated[str, Field(min_length=1, max_length=LONGEST_REF)]
+AnyRef = Annotated[str, Field(min_length=1, max_length=MAX_REF_LENGTH)]
 Seconds = Annotated[float, Field(ge=0, le=_CENTURY, allow_inf_nan=False)]
 Timeout = Annotated[Seconds | None, BeforeValidator(_parse_never)]
 """Seconds from now until the sandbox ends; null or -1: never."""

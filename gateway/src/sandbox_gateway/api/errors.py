@@ -30,7 +30,7 @@ LONGEST = 4000
 """Maximum length of an error message, in characters."""
 RETRY_SECONDS = 1
 GONE = 499
-_MOST_DIGITS = 15
+_MAX_DIGITS = 15
 SWITCHED = 101
 """The status recorded for an accepted WebSocket."""
 
@@ -110,11 +110,11 @@ def register(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         if isinstance(error.__cause__, GatewayError):
             return answer_to(error.__cause__)
-        kind, message = _routing(request, error)
+        kind, message = _routing_error(request, error)
         return answer(error.status_code, kind, message, headers=error.headers)
 
 
-def _routing(request: Request, error: HTTPException) -> tuple[str, str]:
+def _routing_error(request: Request, error: HTTPException) -> tuple[str, str]:
     asked = f"{request.method} {clip(request.url.path, SHOWN)}"
     if error.status_code == 404:
         return "not_found", f"route {asked} not found: GET /openapi.json lists the routes"
@@ -148,10 +148,10 @@ def _field(item: Mapping[str, Any]) -> str:
     what = clip(item["msg"].removeprefix("Value error, "), 300)
     if item["type"] in ("missing", "value_error"):
         return f"{name}: {'this field is required' if item['type'] == 'missing' else what}"
-    return f"{name}: {what} (got {_shown(item.get('input'))})"
+    return f"{name}: {what} (got {_shorten(item.get('input'))})"
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     if isinstance(value, str | bytes):
         value = value[:SHOWN]
     elif isinstance(value, list | dict):
@@ -222,9 +222,9 @@ def _check_framing(scope: Scope) -> None:
     fields = dict(scope["headers"])
     if b"content-length" in fields and b"transfer-encoding" in fields:
         raise Misframed("the request has both Content-Length and Transfer-Encoding: send one of them")
-    if len(fields.get(b"content-length", b"")) > _MOST_DIGITS:
+    if len(fields.get(b"content-length", b"")) > _MAX_DIGITS:
         # A service inside may parse it as a 64-bit number and read a different length.
-        raise Misframed(f"Content-Length has more than {_MOST_DIGITS} digits: send the length of the body")
+        raise Misframed(f"Content-Length has more than {_MAX_DIGITS} digits: send the length of the body")
 
 
 def _method(scope: Scope) -> str:

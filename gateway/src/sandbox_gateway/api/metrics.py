@@ -62,7 +62,7 @@ class Metrics:
             registry=self.registry,
         )
 
-    def connection_ended(self, reason: str) -> None:
+    def record_connection_end(self, reason: str) -> None:
         self._ended.labels(reason).inc()
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:
@@ -70,7 +70,7 @@ class Metrics:
         shown = str(status) if str(status) in _STATUSES else "other"
         self._requests.labels(known, route, shown).observe(seconds)
 
-    def captured(self, snapshot: Snapshot) -> None:
+    def record_capture(self, snapshot: Snapshot) -> None:
         self._pause.observe(snapshot.pause_ms / 1000)
         self._memory.inc(snapshot.memory_bytes_written)
 

@@ -18,8 +18,8 @@ Key = tuple[datetime, str]
 Order = Literal["asc", "desc"]
 
 HEADER = "x-next-token"
-MOST = 1000
-Limit = Annotated[int, Query(ge=1, le=MOST, description="Entries of a page at most.")]
+MAX_ITEMS = 1000
+Limit = Annotated[int, Query(ge=1, le=MAX_ITEMS, description="Entries of a page at most.")]
 NextToken = Annotated[str, Query(max_length=500, description=f"The `{HEADER}` header of the page before.")]
 
 

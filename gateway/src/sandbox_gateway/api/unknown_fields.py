@@ -19,11 +19,11 @@ from sandbox_gateway.errors import Invalid
 
 _NAMED = 24
 """Maximum number of fields that a warning or an error names."""
-_LONGEST_WARNING = 600
+_MAX_WARNING_LENGTH = 600
 """In characters. Servers and proxies limit the total size of headers, some to 4 KiB."""
 _READ = 100
 """Maximum number of list entries that are examined: no valid list of objects is longer."""
-_LONGEST_MATCHED = 40
+_MAX_MATCHED_LENGTH = 40
 _UNPRINTABLE = re.compile(r'[^\x20-\x7e]|["\\]')
 
 
@@ -64,7 +64,7 @@ async def _check_fields(
         )
     if found:
         text = f"ignored fields: {_join_names([field.name for field in found])}"
-        request.scope[WARNING] = f'299 - "{clip(text, _LONGEST_WARNING)}"'
+        request.scope[WARNING] = f'299 - "{clip(text, _MAX_WARNING_LENGTH)}"'
 
 
 CheckFields = Depends(_check_fields)
@@ -114,7 +114,7 @@ def _model_in(annotation: Any) -> type[Body] | None:
 
 def _find_similar(name: str, model: type[Body]) -> str:
     known = {_fold(shown): shown for shown in (field.alias or key for key, field in model.model_fields.items())}
-    close = difflib.get_close_matches(_fold(name[:_LONGEST_MATCHED]), known, n=1)
+    close = difflib.get_close_matches(_fold(name[:_MAX_MATCHED_LENGTH]), known, n=1)
     return known[close[0]] if close else ""
 
 

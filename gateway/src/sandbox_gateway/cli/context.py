@@ -50,7 +50,7 @@ class Settings:
             raise Failure(f"the key cannot be read from {file}: {error}", Exit.USAGE) from None
 
 
-def settings(ctx: typer.Context, as_json: bool = False) -> Settings:
+def get_settings(ctx: typer.Context, as_json: bool = False) -> Settings:
     found: Settings = ctx.find_root().obj
     found.json = found.json or as_json
     return found

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from sandbox_gateway.cli import render
-from sandbox_gateway.cli.context import Json, settings
+from sandbox_gateway.cli.context import Json, get_settings
 from sandbox_gateway.control_characters import remove_control_characters
 
 
@@ -25,7 +25,7 @@ def events(
     as_json: Json = False,
 ) -> None:
     """Print events as they happen, until interrupted. With --json: one object a line."""
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     for kind, data in call.client.events(operation):
         if kind == "connected":
             continue
@@ -39,7 +39,7 @@ def events(
 
 def health(ctx: typer.Context, as_json: Json = False) -> None:
     """Check that the gateway is running."""
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get("/health")
     if call.json:
         render.print_json(found)

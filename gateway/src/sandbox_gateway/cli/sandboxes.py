@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from sandbox_gateway.cli import formats, options, render
-from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, settings
+from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, get_settings
 from sandbox_gateway.cli.failure import Exit, Failure
 
 Refs = Annotated[list[str], typer.Argument(metavar="SANDBOX…", help="Ids or names.")]
@@ -56,7 +56,7 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Create a sandbox from a template or a snapshot."""
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     sandbox_options = options.SandboxOptions(
         cpus,
         memory,
@@ -91,7 +91,7 @@ def list_(
     """List sandboxes."""
     from urllib.parse import urlencode
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     query = urlencode(formats.parse_pairs(metadata or [], "metadata"))
     found = call.client.get_all("/sandboxes", state=state, template=template, snapshotID=snapshot, metadata=query)
     render.print_json(found) if call.json else render.sandboxes(found)
@@ -101,7 +101,7 @@ def show(ctx: typer.Context, sandbox: SandboxRef, as_json: Json = False) -> None
     """Show the details of a sandbox."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get(path("sandboxes", sandbox))
     render.print_json(found) if call.json else render.detail(found)
 
@@ -110,7 +110,7 @@ def usage(ctx: typer.Context, sandbox: SandboxRef, as_json: Json = False) -> Non
     """Show the disk and memory that a sandbox shares with no other."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get(path("sandboxes", sandbox, "usage"))
     if call.json:
         render.print_json(found)
@@ -134,7 +134,7 @@ def exec_(
     """Run a program in a sandbox, and exit with its exit code."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     seconds = formats.parse_duration(timeout)
     # Options end at SANDBOX, so that PROGRAM can have its own; a leading `--` then arrives as an argument.
     args = command[1:] if command[0] == "--" else command
@@ -169,7 +169,7 @@ def pause(
     """Pause sandboxes, and store their memory on the disk."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx)
+    call = get_settings(ctx)
     for ref in sandboxes:
         call.client.call("POST", path("sandboxes", ref, "pause"), {"memory": not no_memory})
 
@@ -178,7 +178,7 @@ def resume(ctx: typer.Context, sandboxes: Refs, timeout: options.Timeout = "", a
     """Resume paused sandboxes."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     body = {"timeout": formats.parse_duration(timeout)} if timeout else {}
     made = [call.client.call("POST", path("sandboxes", ref, "resume"), body) for ref in sandboxes]
     render.print_json(made if len(made) > 1 else made[0]) if call.json else render.sandboxes(made)
@@ -193,7 +193,7 @@ def rename(
     """Rename a sandbox. Its id stays."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     _show_one(call.client.call("PATCH", path("sandboxes", sandbox), {"name": name}), call.json)
 
 
@@ -207,7 +207,7 @@ def kill(
     """Kill and delete sandboxes. Their snapshots stay."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx)
+    call = get_settings(ctx)
     failures: list[Failure] = []
     for ref in sandboxes:
         try:
@@ -222,7 +222,7 @@ def rollback(ctx: typer.Context, sandbox: SandboxRef, snapshot: SnapshotRef, as_
     """Roll a sandbox back to a snapshot, under the same id. Later changes are lost."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     done = call.client.call("POST", path("sandboxes", sandbox, "rollback"), {"snapshotID": snapshot})
     if call.json:
         render.print_json(done)
@@ -247,7 +247,7 @@ def clone(
     from sandbox_gateway.cli.client import path
     from sandbox_gateway.cli.progress import fork_many
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     many, total = options.count_fields(count, names, concurrency, best_effort)
     sandbox_options = options.SandboxOptions(metadata=metadata, timeout=timeout, volumes=volume, no_volumes=no_volumes)
     body = {**many, **sandbox_options.body()}
@@ -269,7 +269,7 @@ def promote(
     """Replace the state of a fork's source with the state of the fork. The fork stays."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     body = {"source": source} if source else {}
     _show_one(call.client.call("POST", path("sandboxes", fork, "promote"), body), call.json)
 

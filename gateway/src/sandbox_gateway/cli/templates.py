@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from sandbox_gateway.cli import formats, options, render
-from sandbox_gateway.cli.context import Json, TemplateRef, settings
+from sandbox_gateway.cli.context import Json, TemplateRef, get_settings
 from sandbox_gateway.cli.failure import Exit, Failure
 from sandbox_gateway.cli.snapshots import WhenUnused, delete_each
 
@@ -65,7 +65,7 @@ def build(
     as_json: Json = False,
 ) -> None:
     """Build a template. Does nothing if it exists with the same recipe."""
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     given: dict[str, Any] = {
         "name": name,
         "from": source,
@@ -93,7 +93,7 @@ def build(
 @app.command("list")
 def list_(ctx: typer.Context, as_json: Json = False) -> None:
     """List templates."""
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get_all("/templates")
     render.print_json(found) if call.json else render.templates(found)
 
@@ -103,7 +103,7 @@ def show(ctx: typer.Context, template: TemplateRef, as_json: Json = False) -> No
     """Show the details of a template."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get(path("templates", template))
     render.print_json(found) if call.json else render.detail(found)
 

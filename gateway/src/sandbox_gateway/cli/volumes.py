@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from sandbox_gateway.cli import formats, render
-from sandbox_gateway.cli.context import Json, SandboxRef, VolumeRef, settings
+from sandbox_gateway.cli.context import Json, SandboxRef, VolumeRef, get_settings
 from sandbox_gateway.cli.failure import Failure
 from sandbox_gateway.cli.sandboxes import raise_first
 
@@ -33,7 +33,7 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Create a volume, empty or from a snapshot of a volume."""
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     body: dict[str, Any] = {"name": name}
     if size:
         body["sizeMB"] = formats.parse_size(size)
@@ -45,7 +45,7 @@ def create(
 @app.command("list")
 def list_(ctx: typer.Context, as_json: Json = False) -> None:
     """List volumes."""
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get_all("/volumes")
     render.print_json(found) if call.json else render.volumes(found)
 
@@ -55,7 +55,7 @@ def show(ctx: typer.Context, volume: VolumeRef, as_json: Json = False) -> None:
     """Show the details of a volume: its usage, and its mounts."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get(path("volumes", volume))
     render.print_json(found) if call.json else render.detail(found)
 
@@ -70,7 +70,7 @@ def grow(
     """Grow a volume, even while it is mounted."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     _show_one(call.client.call("PATCH", path("volumes", volume), {"sizeMB": formats.parse_size(size)}), call.json)
 
 
@@ -84,7 +84,7 @@ def attach(
     """Mount a volume in a running sandbox."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     made = call.client.call("POST", path("sandboxes", sandbox, "volumes"), formats.parse_mount(volume))
     if call.json:
         render.print_json(made)
@@ -101,7 +101,7 @@ def detach(
     """Unmount volumes from a sandbox, even if it uses them. Their content stays."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx)
+    call = get_settings(ctx)
     failures: list[Failure] = []
     for ref in volumes:
         try:
@@ -121,7 +121,7 @@ def snapshot(
     """Capture a volume. Sandboxes that mount it keep running."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     taken = call.client.call("POST", path("volumes", volume, "snapshots"), {"name": name})
     render.print_json(taken) if call.json else render.volume_snapshots([taken], volume)
 
@@ -131,7 +131,7 @@ def snapshots(ctx: typer.Context, volume: VolumeRef, as_json: Json = False) -> N
     """List the snapshots of a volume."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get_all(path("volumes", volume, "snapshots"))
     render.print_json(found) if call.json else render.volume_snapshots(found, volume)
 
@@ -147,7 +147,7 @@ def rollback(
     """Roll a volume back to one of its snapshots. Later changes are lost."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     done = call.client.call("POST", path("volumes", volume, "rollback"), {"snapshot": snapshot, "force": force})
     if call.json:
         render.print_json(done)
@@ -166,7 +166,7 @@ def delete(
     """Delete unmounted volumes with their content, or snapshots of volumes."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx)
+    call = get_settings(ctx)
     failures: list[Failure] = []
     for ref in volumes:
         volume, at, taken = ref.partition("@")

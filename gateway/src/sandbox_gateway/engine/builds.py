@@ -13,9 +13,9 @@ from typing import Any
 from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.records import new_id, now
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _LAST_LINES = 40
-LONGEST_LINE = 2000
+MAX_LINE_LENGTH = 2000
 
 
 @dataclass
@@ -40,10 +40,10 @@ class Build:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def log(self, line: str) -> None:
-        """Append a line. The log keeps the first ``_MOST_BYTES`` and the last lines."""
-        line = remove_control_characters(line[:LONGEST_LINE]).rstrip()
+        """Append a line. The log keeps the first ``_MAX_BYTES`` and the last lines."""
+        line = remove_control_characters(line[:MAX_LINE_LENGTH]).rstrip()
         self._bytes += sys.getsizeof(line)
-        if self._bytes <= _MOST_BYTES:
+        if self._bytes <= _MAX_BYTES:
             self.lines.append(line)
             self._wake()
         else:
@@ -88,7 +88,7 @@ class LogLines:
         for line in lines:
             self._build.log(self._rest + line)
             self._rest = ""
-        self._rest = (self._rest + rest)[:LONGEST_LINE]
+        self._rest = (self._rest + rest)[:MAX_LINE_LENGTH]
 
     def flush(self) -> None:
         if self._rest:

@@ -50,7 +50,7 @@ class Collector:
                 await self._restore(id, parent, moved)
             raise
         del self._removing[id]
-        if not snapshot.hidden:
+        if not snapshot.is_hidden:
             self._context.events.publish("snapshot.deleted", snapshotID=id)
         for each in self._references.volume_snapshots_in(snapshot):
             try:

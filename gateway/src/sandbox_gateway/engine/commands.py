@@ -13,7 +13,7 @@ from sandbox_gateway.engine.spec import EvalResult, ExecResult
 from sandbox_gateway.errors import BackendFailed, Busy, Conflict, GatewayError, Gone, NotFound, Timeout
 from sandbox_gateway.records import Sandbox, SandboxState
 
-_CHECK_EVERY = 0.25
+_CHECK_INTERVAL = 0.25
 _PING_SECONDS = 10
 _Result = TypeVar("_Result")
 
@@ -62,7 +62,7 @@ class Commands:
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
-                await asyncio.wait([task], timeout=_CHECK_EVERY)
+                await asyncio.wait([task], timeout=_CHECK_INTERVAL)
                 if not task.done() and (reason := self._context.host.end_reason(sandbox)):
                     raise BackendFailed(f"the sandbox stopped during the command: {reason}")
             return task.result()

@@ -16,7 +16,7 @@ from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Snapshot, now
 
-_CHECK_EVERY = 0.25
+_CHECK_INTERVAL = 0.25
 
 log = Logger("engine")
 
@@ -33,7 +33,7 @@ class Expiry:
     async def watch(self) -> None:
         """Check every quarter of a second; never returns."""
         while True:
-            await asyncio.sleep(_CHECK_EVERY)
+            await asyncio.sleep(_CHECK_INTERVAL)
             at = now()
             self._backoff.keep(self._index.sandboxes.keys() | self._index.snapshots.keys())
             await self._expire_sandboxes(at)

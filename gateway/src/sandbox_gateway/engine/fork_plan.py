@@ -9,7 +9,7 @@ from sandbox_gateway.engine.timeouts import end_time
 from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.records import Memory, Resources, Sandbox, SandboxState, Snapshot, SnapshotKind, new_id, now
 
-_MOST_AT_ONCE = 1000
+_MAX_COUNT = 1000
 
 
 def requested_names(spec: ForkSpec) -> list[str]:
@@ -18,8 +18,8 @@ def requested_names(spec: ForkSpec) -> list[str]:
         if spec.count not in (1, len(spec.names)):
             raise Invalid(f"{len(spec.names)} names do not fit a count of {spec.count}: give one of them, or as many")
         return [require_valid_name(name) for name in spec.names]
-    if not 1 <= spec.count <= _MOST_AT_ONCE:
-        raise Invalid(f"a count of {spec.count} is not possible: ask for 1 to {_MOST_AT_ONCE}")
+    if not 1 <= spec.count <= _MAX_COUNT:
+        raise Invalid(f"a count of {spec.count} is not possible: ask for 1 to {_MAX_COUNT}")
     return [""] * spec.count
 
 

@@ -44,9 +44,9 @@ class Index:
                     )
                     _remove_name(record, name)
             self.put(record)
-        return [*clashes, *self._missing_volumes()]
+        return [*clashes, *self._describe_missing_volumes()]
 
-    def _missing_volumes(self) -> list[str]:
+    def _describe_missing_volumes(self) -> list[str]:
         """Describe mounts of missing volumes. Records keep such mounts: a damaged volume may be restored."""
         return [
             f"the volume {mount.volume} that sandbox {sandbox.id} has at {mount.path} is not there: "
@@ -181,7 +181,7 @@ class Index:
         """Return trees of templates and snapshots with the sandboxes forked from them, as nested plain data."""
         nodes: dict[str, dict[str, Any]] = {}
         for snapshot in sorted(self.snapshots.values(), key=lambda each: each.created_at):
-            nodes[snapshot.id] = _node(snapshot.id, snapshot.kind.value, snapshot.names, snapshot.hidden)
+            nodes[snapshot.id] = _node(snapshot.id, snapshot.kind.value, snapshot.names, snapshot.is_hidden)
         for sandbox in sorted(self.sandboxes.values(), key=lambda each: each.created_at):
             nodes[sandbox.id] = _node(sandbox.id, "sandbox", [sandbox.name], False, state=sandbox.state.value)
         tops = [node for id, node in nodes.items() if not self._attach(id, nodes)]

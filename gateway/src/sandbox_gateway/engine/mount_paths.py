@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from sandbox_gateway.errors import Invalid
 
-_LONGEST = 255
+_MAX_LENGTH = 255
 _PARTS = re.compile(r"(/[A-Za-z0-9_.@+:=-]+)+")
 _SYSTEM = ("/proc", "/sys", "/dev", "/run")
 """No volume is mounted at or below these."""
@@ -34,7 +34,7 @@ def _check(path: str) -> None:
             f"a volume cannot be mounted at {shown!r}: give an absolute path without '.', '..', '//' or a '/' at its "
             "end, made of letters, digits and _.@+:=-"
         )
-    if len(path) > _LONGEST:
-        raise Invalid(f"a volume cannot be mounted at {shown!r}: a path has at most {_LONGEST} characters")
+    if len(path) > _MAX_LENGTH:
+        raise Invalid(f"a volume cannot be mounted at {shown!r}: a path has at most {_MAX_LENGTH} characters")
     if path in _TOP or f"/{parts[1]}" in _SYSTEM:
         raise Invalid(f"a volume cannot be mounted at {shown!r}, which the system needs: choose a directory of its own")

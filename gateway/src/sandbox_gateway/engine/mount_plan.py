@@ -17,7 +17,7 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount, Sandbox, Snapshot, Volume, VolumeSnapshot, new_id
 from sandbox_gateway.tasks import finish_despite_cancellation
 
-_LONGEST_NAME = 64
+_MAX_NAME_LENGTH = 64
 
 log = Logger("engine")
 
@@ -76,7 +76,7 @@ class MountPlanner:
             "its volumes, or mount the volume itself"
         )
 
-    def without_deleted(self, mounts: Iterable[Mount], sandbox: Sandbox) -> list[Mount]:
+    def remove_deleted(self, mounts: Iterable[Mount], sandbox: Sandbox) -> list[Mount]:
         """Return ``mounts`` without mounts of deleted volumes.
 
         A volume that ``sandbox`` mounts now cannot have been deleted: if its record is missing, it may be restored.
@@ -125,6 +125,6 @@ class MountPlanner:
 
     def _new_clone_record(self, sandbox: Sandbox, volume: Volume, source: VolumeSnapshot, taken: set[str]) -> Volume:
         id, name = new_id(), f"{sandbox.name}-{volume.name}"
-        if len(name) > _LONGEST_NAME or name in taken or not self._index.is_free(name):
-            name = f"{name[: _LONGEST_NAME - len(id) - 1]}-{id}"
+        if len(name) > _MAX_NAME_LENGTH or name in taken or not self._index.is_free(name):
+            name = f"{name[: _MAX_NAME_LENGTH - len(id) - 1]}-{id}"
         return Volume(id=id, name=name, size_mb=source.size_mb, from_snapshot=source.id, owner=sandbox.id)

@@ -131,7 +131,7 @@ class Sandboxes:
             head=snapshot.id,
             base=snapshot.id,
             resources=snapshot.resources,
-            mounts=self._mounts.without_deleted(snapshot.mounts, sandbox),
+            mounts=self._mounts.remove_deleted(snapshot.mounts, sandbox),
         )
 
     async def pause(self, ref: str, *, memory: bool = True) -> None:

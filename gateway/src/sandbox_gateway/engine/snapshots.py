@@ -36,7 +36,7 @@ class Snapshots:
 
     def list(self, kinds: Iterable[SnapshotKind] = (SnapshotKind.SNAPSHOT,)) -> Sequence[Snapshot]:
         wanted = set(kinds)
-        found = [each for each in self._index.snapshots.values() if each.kind in wanted and not each.hidden]
+        found = [each for each in self._index.snapshots.values() if each.kind in wanted and not each.is_hidden]
         return sorted(found, key=lambda each: (each.created_at, each.id))
 
     def lineage(self, root: str | None = None) -> Trees:

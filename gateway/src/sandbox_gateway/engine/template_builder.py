@@ -16,7 +16,7 @@ from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind
 from sandbox_gateway.tasks import finish_despite_cancellation
 
-_PROBE_EVERY = 0.5
+_PROBE_INTERVAL = 0.5
 _PROBE_SECONDS = 30
 _TAIL = 1000
 
@@ -81,7 +81,7 @@ class TemplateBuilder:
                 raise Timeout(
                     f"the ready probe did not succeed within {recipe.ready_timeout:g} s; it last said: {said}"
                 )
-            await asyncio.sleep(_PROBE_EVERY)
+            await asyncio.sleep(_PROBE_INTERVAL)
 
     async def _capture(self, build: Build, sandbox: Sandbox, description: str) -> Snapshot:
         agent = self._agents.client(sandbox)

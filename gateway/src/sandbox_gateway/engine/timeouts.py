@@ -9,15 +9,15 @@ from sandbox_gateway.engine.spec import Unset
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.records import Sandbox, SandboxState, now
 
-_LONGEST_SECONDS = 100 * 366 * 86400
+_MAX_SECONDS = 100 * 366 * 86400
 
 
 def end_time(timeout: float | Unset | None, config: Config) -> datetime | None:
     """Return the time ``timeout`` seconds from now; UNSET: the host's default; None: never. Raises Invalid."""
     if isinstance(timeout, Unset):
         timeout = config.limits.timeout_seconds or None
-    if timeout is not None and not 0 <= timeout <= _LONGEST_SECONDS:
-        raise Invalid(f"a timeout of {timeout:g} s is not possible: give 0 or more, at most {_LONGEST_SECONDS}")
+    if timeout is not None and not 0 <= timeout <= _MAX_SECONDS:
+        raise Invalid(f"a timeout of {timeout:g} s is not possible: give 0 or more, at most {_MAX_SECONDS}")
     return None if timeout is None else now() + timedelta(seconds=timeout)
 
 

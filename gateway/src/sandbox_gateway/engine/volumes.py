@@ -16,8 +16,8 @@ from sandbox_gateway.records import Mount, Sandbox, Volume, VolumeSnapshot, new_
 from sandbox_gateway.tasks import finish_despite_cancellation
 
 _DEFAULT_MB = 1024
-_SMALLEST_MB = 64
-_LARGEST_MB = 1 << 26
+_MIN_MB = 64
+_MAX_MB = 1 << 26
 
 
 class Volumes:
@@ -160,5 +160,5 @@ class Volumes:
 
 
 def _check_size(size_mb: int) -> None:
-    if not _SMALLEST_MB <= size_mb <= _LARGEST_MB:
-        raise Invalid(f"a volume of {size_mb} MiB is not possible: ask for {_SMALLEST_MB} to {_LARGEST_MB} MiB")
+    if not _MIN_MB <= size_mb <= _MAX_MB:
+        raise Invalid(f"a volume of {size_mb} MiB is not possible: ask for {_MIN_MB} to {_MAX_MB} MiB")

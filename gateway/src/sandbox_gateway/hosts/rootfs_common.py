@@ -23,7 +23,7 @@ from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
 
 STEP_SECONDS = 3600.0
-_LARGEST_FILE = 1 << 20
+_MAX_FILE_BYTES = 1 << 20
 
 
 class Tree:
@@ -74,9 +74,9 @@ class Tree:
         if not real.is_file():
             return ""
         with real.open("rb") as file:
-            data = file.read(_LARGEST_FILE + 1)
-        if len(data) > _LARGEST_FILE:
-            raise Invalid(f"the root file system's {path} has more than {_LARGEST_FILE} bytes: make it smaller")
+            data = file.read(_MAX_FILE_BYTES + 1)
+        if len(data) > _MAX_FILE_BYTES:
+            raise Invalid(f"the root file system's {path} has more than {_MAX_FILE_BYTES} bytes: make it smaller")
         return data.decode(errors="replace")
 
     def mkdir(self, path: str, mode: int = 0o755, owner: int = 0) -> None:

@@ -61,7 +61,7 @@ def _plain(value: object) -> Any:
 
 def _type(field: FieldInfo) -> str:
     limits = _limits(field)
-    return f"{_named(field.annotation)}{f', {limits}' if limits else ''}"
+    return f"{_type_name(field.annotation)}{f', {limits}' if limits else ''}"
 
 
 def _limits(field: FieldInfo) -> str:
@@ -75,13 +75,13 @@ def _limits(field: FieldInfo) -> str:
     return ", ".join(found)
 
 
-def _named(kind: Any) -> str:
+def _type_name(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return " or ".join(f"`{json.dumps(arg)}`" for arg in args)
     if origin in (Union, types.UnionType):
-        return " or ".join(_named(arg) for arg in args if arg is not type(None))
+        return " or ".join(_type_name(arg) for arg in args if arg is not type(None))
     if origin is list:
-        return f"list of {_named(args[0])}s"
+        return f"list of {_type_name(args[0])}s"
     names = {str: "string", Path: "path", bool: "boolean", int: "integer", float: "number"}
     return names.get(kind, str(kind))

@@ -33,7 +33,7 @@ _DESCRIPTORS_OF_A_CONNECTION = 2
 _LOG_SECONDS = 5.0
 """One log line reports all connections that were closed within this time."""
 _V6_GROUP = 64
-_LARGEST_HEAD = 64 << 10
+_MAX_HEAD_BYTES = 64 << 10
 _EVENTS_AT_ONCE = 32
 """Events, such as pieces of a body, per turn of the event loop: one read can contain tens of thousands."""
 
@@ -102,7 +102,7 @@ class Connections:
 
     def end(self, reason: str, address: str) -> None:
         """Record that the gateway closed a connection. One log line reports many of them."""
-        self._metrics.connection_ended(reason)
+        self._metrics.record_connection_end(reason)
         if not self._unlogged:
             asyncio.get_running_loop().call_later(_LOG_SECONDS, self._log, address)
         self._unlogged[reason] += 1
@@ -254,7 +254,7 @@ class Http(_TimedWriting, H11Protocol):
         self._limits = connections
         self.flow: _Flow
         self.conn: _LimitedConnection = _LimitedConnection(
-            h11.SERVER, self.config.h11_max_incomplete_event_size or _LARGEST_HEAD
+            h11.SERVER, self.config.h11_max_incomplete_event_size or _MAX_HEAD_BYTES
         )
         self._is_continuing = False
         self._timer: asyncio.TimerHandle | None = None

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from sandbox_gateway import __version__, log
 from sandbox_gateway.api.access.auth import Keys, LocalPeer
-from sandbox_gateway.api.data_plane.websocket import LARGEST_MESSAGE, PING_SECONDS, FromClient
+from sandbox_gateway.api.data_plane.websocket import MAX_MESSAGE_BYTES, PING_SECONDS, FromClient
 from sandbox_gateway.config import Config, Server
 from sandbox_gateway.errors import GatewayError, Invalid
 from sandbox_gateway.server import heap
@@ -239,7 +239,7 @@ def _settings(app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
         app,
         http="h11",
         ws=FromClient,
-        ws_max_size=LARGEST_MESSAGE,
+        ws_max_size=MAX_MESSAGE_BYTES,
         ws_ping_interval=PING_SECONDS,
         # A client that reads slowly answers pings late and must not be disconnected for that.
         ws_ping_timeout=None,

@@ -118,7 +118,7 @@ def cause_of(stderr: str) -> Cause:
     return next((cause for cause, pattern in _CAUSES if pattern.search(text)), Cause.OTHER)
 
 
-def listed_names(stderr: str) -> list[str]:
+def find_names(stderr: str) -> list[str]:
     """Return the datasets that ``zfs`` lists after "use '-R' to destroy the following datasets:", in its order."""
     parts = _NAMES_FOLLOW.split(stderr, maxsplit=1)
     return [line for line in parts[1].split("\n") if line] if len(parts) == 2 else []

@@ -15,7 +15,7 @@ from sandbox_gateway.zfs.properties import get_props, sync, written
 from sandbox_gateway.zfs.run import run
 
 
-def changed_since(name: Name, snap: Name) -> bool:
+def has_changed_since(name: Name, snap: Name) -> bool:
     """Check whether anything was written to the filesystem ``name`` since ``snap``, its own snapshot or an ancestor's.
 
     A change that was undone also counts. Raises FilesystemNotFound, SnapshotNotFound, SnapshotMismatch (the filesystem
@@ -24,7 +24,7 @@ def changed_since(name: Name, snap: Name) -> bool:
     target, since = filesystem_name(name), snapshot_name(snap)
     sync(target)
     if not detect_capabilities().written_property:
-        return _changed_by_comparison(target, since)
+        return _has_changed_by_comparison(target, since)
     outcome = run("get", "-Hp", "-o", "name,property,value,source", f"written@{since}", target, name=target)
     if outcome.cause is None and (found := parse_get(outcome.out)) and found[0].value.isdigit():
         return found[0].number > 0
@@ -33,7 +33,7 @@ def changed_since(name: Name, snap: Name) -> bool:
     return written(target) > 0 or _is_different(since, _newest(target))
 
 
-def _changed_by_comparison(target: str, since: str) -> bool:
+def _has_changed_by_comparison(target: str, since: str) -> bool:
     """Compare snapshots pair by pair: ``unique`` of a filesystem counts only from its newest snapshot."""
     if not lzc_exists(since):
         raise SnapshotNotFound(since)

@@ -35,7 +35,7 @@ def lzc_create(name: Name, ds_type: str = "zfs", props: Props = None) -> None:
     target = new_filesystem_name(name)
     options = property_options(props)
     if ds_type == "zvol":
-        options = ["-V", _volume_size(target, options), *_without(options, "volsize")]
+        options = ["-V", _volume_size(target, options), *_remove_option(options, "volsize")]
     elif ds_type != "zfs":
         raise DatasetTypeInvalid(ds_type)
     outcome = run("create", *options, target, name=target)
@@ -52,7 +52,7 @@ def _volume_size(target: str, options: list[str]) -> str:
     return sizes[0]
 
 
-def _without(options: list[str], prop: str) -> list[str]:
+def _remove_option(options: list[str], prop: str) -> list[str]:
     pairs = zip(options[::2], options[1::2], strict=True)
     return [word for pair in pairs if not pair[1].startswith(f"{prop}=") for word in pair]
 

@@ -90,12 +90,12 @@ def lzc_get_holds(snapname: Name) -> dict[str, int]:
     """Return ``{tag: unix seconds when it was placed}``. Raises SnapshotNotFound."""
     target = snapshot_name(snapname)
     if not detect_capabilities().lists_holds:
-        return _recorded_holds(target)
+        return _read_holds(target)
     outcome = check(run("holds", "-H", target, name=target), target, "get holds", {Cause.MISSING: SnapshotNotFound})
     return {tag: _unix_seconds(when) for _, tag, when in parse_table(outcome.out, 3)}
 
 
-def _recorded_holds(target: str) -> dict[str, int]:
+def _read_holds(target: str) -> dict[str, int]:
     try:
         props = local_props(target)
     except DatasetNotFound:

@@ -10,7 +10,7 @@ import threading
 from typing import IO
 
 from sandbox_gateway.command import child_environment
-from sandbox_gateway.zfs.causes import Cause, cause_of, listed_names, one_line
+from sandbox_gateway.zfs.causes import Cause, cause_of, find_names, one_line
 from sandbox_gateway.zfs.exceptions import ReadOnlyPool, SuspendedPool, ZFSGenericError, ZFSInitializationFailed
 from sandbox_gateway.zfs.outcome import Outcome
 
@@ -134,7 +134,7 @@ def _outcome(args: tuple[str, ...], status: int, out: bytes, err: bytes, name: s
         raise SuspendedPool(name).with_details(said)
     if cause is Cause.READ_ONLY:
         raise ReadOnlyPool(name).with_details(said)
-    return Outcome(out.decode(errors="replace"), said, cause, tuple(listed_names(text)))
+    return Outcome(out.decode(errors="replace"), said, cause, tuple(find_names(text)))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -43,14 +43,14 @@ def get_props(names: Iterable[Name], props: Iterable[str]) -> dict[str, dict[str
         some = targets[start : start + _NAMES_PER_COMMAND]
         found += _get([], wanted, some)
     check_complete(found, targets, wanted)
-    return _by_name(found)
+    return _group_by_name(found)
 
 
 def get_tree(root: Name, props: Iterable[str]) -> dict[str, dict[str, Property]]:
     """Return ``get_props`` of ``root`` and everything below it, snapshots included."""
     target, wanted = existing_name(root), [property_name(prop) for prop in props]
     found = _get(["-r"], wanted, [target])
-    result = _by_name(found)
+    result = _group_by_name(found)
     check_complete(found, [target, *result], wanted)
     return result
 
@@ -104,7 +104,7 @@ def _get(options: Sequence[str], props: Sequence[str], names: Sequence[str]) -> 
     return parse_get(check(outcome, names[0], "get properties").out)
 
 
-def _by_name(found: Iterable[Property]) -> dict[str, dict[str, Property]]:
+def _group_by_name(found: Iterable[Property]) -> dict[str, dict[str, Property]]:
     result: dict[str, dict[str, Property]] = {}
     for item in found:
         result.setdefault(item.name, {})[item.prop] = item

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sandbox_gateway.errors import Forbidden, Invalid, Unauthorized
 from sandbox_gateway.records import check_name
 
-SHORTEST_KEY = 16
+MIN_KEY_LENGTH = 16
 OPEN_PATHS = frozenset({"/health", "/healthz"})
 _EXEC = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
 _CALLER = "sandbox_gateway.caller"
@@ -108,8 +108,8 @@ def _parse(line: str, where: str) -> Key:
         raise Invalid(f"{where}: {error}") from None
     except KeyError:
         raise Invalid(f"{where}: the scope is read, exec or admin") from None
-    if len(secret) < SHORTEST_KEY:
-        raise Invalid(f"{where}: a key has at least {SHORTEST_KEY} characters; `openssl rand -hex 32` makes one")
+    if len(secret) < MIN_KEY_LENGTH:
+        raise Invalid(f"{where}: a key has at least {MIN_KEY_LENGTH} characters; `openssl rand -hex 32` makes one")
     return Key(name, permission, digest(secret))
 
 

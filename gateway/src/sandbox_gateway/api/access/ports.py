@@ -30,7 +30,7 @@ TRAFFIC_HEADERS = ("e2b-traffic-access-token", "cube-traffic-access-token")
 SECRET_HEADERS = frozenset({"x-api-key", TOKEN_HEADER, *TRAFFIC_HEADERS})
 """Headers for the gateway only: not passed on to services."""
 _OPERATIONS = {"GET": "read", "POST": "write"}
-_MOST_DIGITS = 15
+_MAX_DIGITS = 15
 
 
 class NotRunning(GatewayError):
@@ -43,11 +43,11 @@ class NotRunning(GatewayError):
         self.kind = kind
 
     @classmethod
-    def gone(cls, ref: str) -> NotRunning:
+    def for_missing(cls, ref: str) -> NotRunning:
         return cls(NotFound.kind, f"sandbox {clip(ref, 80)!r} was not found: it was removed, or never was")
 
     @classmethod
-    def because(cls, error: GatewayError) -> NotRunning:
+    def from_error(cls, error: GatewayError) -> NotRunning:
         return cls(error.kind, f"{error.message}; a running one was not found")
 
 
@@ -90,7 +90,7 @@ class PortAccess:
                 if query is None:
                     raise self._refusal(scope, caller, headers)
         if sandbox is None:
-            raise NotRunning.gone(ref)
+            raise NotRunning.for_missing(ref)
         return Admission(sandbox, query)
 
     def _find(self, ref: str) -> Sandbox | None:
@@ -136,7 +136,7 @@ def signed_query(method: str, query: bytes, token: str, now: float) -> bytes | N
         return None
     raw = f"{path}:{operation}:{user}:{token}"
     if expiration is not None:
-        if not (expiration.isascii() and expiration.isdigit() and len(expiration) <= _MOST_DIGITS):
+        if not (expiration.isascii() and expiration.isdigit() and len(expiration) <= _MAX_DIGITS):
             return None
         raw += f":{expiration}"
     right = "v1_" + base64.b64encode(hashlib.sha256(raw.encode()).digest()).rstrip(b"=").decode()

@@ -12,7 +12,7 @@ from typing import Any
 import anyio.lowlevel
 import httpcore
 
-MOST_BYTES = 64 << 10
+MAX_BYTES = 64 << 10
 """Maximum size of an answer's head, including all interim answers before it."""
 _PIECE = 16 << 10
 """Bytes parsed per turn of the event loop."""
@@ -26,7 +26,7 @@ class Head:
     extensions, and send the request from the task that created it."""
 
     def __init__(self) -> None:
-        self._left = MOST_BYTES
+        self._left = MAX_BYTES
         self.reading = False
         _head.set(self)
 
@@ -38,7 +38,7 @@ class Head:
         """Count bytes. Raises httpcore.RemoteProtocolError if there are too many."""
         self._left -= count
         if self._left < 0:
-            raise httpcore.RemoteProtocolError(f"its answer's head has more than {MOST_BYTES} bytes")
+            raise httpcore.RemoteProtocolError(f"its answer's head has more than {MAX_BYTES} bytes")
 
 
 class CountedStream(httpcore.AsyncNetworkStream):

@@ -34,7 +34,7 @@ from sandbox_gateway.api.access.ports import (
 from sandbox_gateway.api.data_plane import websocket
 from sandbox_gateway.api.data_plane.heads import Head
 from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE, MachineConnections, Pools
-from sandbox_gateway.api.dependencies import LONGEST_REF
+from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.api.errors import ClientGone, clip
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import BackendFailed, Conflict, Invalid, NotFound, Unsupported
@@ -100,8 +100,8 @@ class Addresses:
             return Target(host[2], _port(host[1]), asked, by_host=True)
         if _ID_HEADER in headers and _PORT_HEADER in headers:
             ref = headers[_ID_HEADER]
-            if not 0 < len(ref) <= LONGEST_REF:
-                raise Invalid(f"E2b-Sandbox-Id: an id or a name, of at most {LONGEST_REF} characters")
+            if not 0 < len(ref) <= MAX_REF_LENGTH:
+                raise Invalid(f"E2b-Sandbox-Id: an id or a name, of at most {MAX_REF_LENGTH} characters")
             port = _port(headers[_PORT_HEADER])
             return Target(ref, port, f"localhost:{port}", by_host=False)
         return None
@@ -159,7 +159,7 @@ class DataPlane:
         try:
             address, token = self.engine.agents.endpoint(sandbox.id)
         except (Conflict, NotFound) as error:
-            raise NotRunning.because(error) from None
+            raise NotRunning.from_error(error) from None
         incoming = ServiceRequest(
             scope,
             receive,
@@ -184,11 +184,11 @@ class DataPlane:
             except Conflict:
                 pass
             except NotFound as error:
-                raise NotRunning.because(error) from None
+                raise NotRunning.from_error(error) from None
         try:
             return self.engine.sandboxes.get(sandbox.id)
         except NotFound:
-            raise NotRunning.gone(sandbox.id) from None
+            raise NotRunning.for_missing(sandbox.id) from None
 
     def _headers_for_service(
         self, headers: Headers, target: Target, token: str, *, signed: bool

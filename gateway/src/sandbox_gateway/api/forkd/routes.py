@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 
 from sandbox_gateway import __version__
 from sandbox_gateway.api import output
-from sandbox_gateway.api.dependencies import LONGEST_REF, EngineDep, Ref
+from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, Ref
 from sandbox_gateway.api.forkd import shapes
 from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.engine.builds import Build
@@ -19,7 +19,7 @@ from sandbox_gateway.recipes import Recipe, Source
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
 
 router = APIRouter(tags=["forkd"])
-TagRef = Annotated[str, Path(alias="ref", max_length=LONGEST_REF, description="A name or an id.")]
+TagRef = Annotated[str, Path(alias="ref", max_length=MAX_REF_LENGTH, description="A name or an id.")]
 
 
 @router.get("/healthz", summary="Check that the gateway is running. Needs no key")
@@ -152,7 +152,7 @@ async def branch(
     _check_mode(body)
     _check_parent(body, sandbox, engine)
     taken = await cancel_on_disconnect(request, engine.snapshots.branch(sandbox.id, body.tag))
-    request.app.state.metrics.captured(taken)
+    request.app.state.metrics.record_capture(taken)
     return _snapshot_info(engine, taken)
 
 

@@ -8,20 +8,20 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from sandbox_gateway.api.body import MOST_FORKS, TIMEOUT, AnyRef, Body, Timeout
+from sandbox_gateway.api.body import MAX_FORKS, TIMEOUT, AnyRef, Body, Timeout
 from sandbox_gateway.engine.spec import EvalResult, ExecResult
 from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind, SnapshotStatus
 
 AGENT_PORT = 8888
 """The port of forkd's agent in a sandbox, as forkd's clients expect it."""
-LONGEST_TAG = 64
-_TAG = re.compile(rf"[A-Za-z0-9_-]{{1,{LONGEST_TAG}}}")
+MAX_TAG_LENGTH = 64
+_TAG = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_TAG_LENGTH}}}")
 _MIB = 1 << 20
 
 
 def _check_tag(value: str) -> str:
     if not _TAG.fullmatch(value):
-        raise ValueError(f"a tag is 1 to {LONGEST_TAG} letters, digits, '_' or '-'")
+        raise ValueError(f"a tag is 1 to {MAX_TAG_LENGTH} letters, digits, '_' or '-'")
     return value
 
 
@@ -43,7 +43,7 @@ class CompactSnapshot(Body):
 
 class CreateSandboxes(Body):
     snapshot_tag: AnyRef = Field(description="A snapshot or a template, by one of its names or its id.")
-    n: int = Field(1, strict=True, ge=1, le=MOST_FORKS)
+    n: int = Field(1, strict=True, ge=1, le=MAX_FORKS)
     memory_limit_mib: int | None = Field(None, strict=True, ge=64, le=1 << 20, description="Absent: as the snapshot.")
     live_fork: bool = Field(False, description="Refused: no sandbox can be captured while it goes on writing.")
     per_child_netns: bool = Field(True, description="Ignored: every sandbox has a network of its own.")

@@ -14,8 +14,8 @@ from pydantic import (
     model_validator,
 )
 
-from sandbox_gateway.api.body import MOST_FORKS, TIMEOUT, AnyRef, Body, Seconds, Timeout
-from sandbox_gateway.api.dependencies import LONGEST_REF
+from sandbox_gateway.api.body import MAX_FORKS, TIMEOUT, AnyRef, Body, Seconds, Timeout
+from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.api.native.naming import json_name
 from sandbox_gateway.config import explain
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
@@ -23,14 +23,14 @@ from sandbox_gateway.errors import Invalid
 from sandbox_gateway.recipes import Recipe, Source
 from sandbox_gateway.records import Name, NetworkPolicy, OnTimeout, Resources
 
-MOST_MOUNTS = 64
-MOST_PAIRS = 10_000
+MAX_MOUNTS = 64
+MAX_PAIRS = 10_000
 
 
 def _check_count(value: object) -> object:
     """Refuse a large object before its members are validated: each invalid one would cost a kilobyte of error."""
-    if isinstance(value, dict) and len(value) > MOST_PAIRS:
-        raise ValueError(f"an object has at most {MOST_PAIRS} members here, not {len(value)}")
+    if isinstance(value, dict) and len(value) > MAX_PAIRS:
+        raise ValueError(f"an object has at most {MAX_PAIRS} members here, not {len(value)}")
     return value
 
 
@@ -135,7 +135,7 @@ class Forked(Sizes):
     cold_start: bool = Field(False, description="Boot from the snapshot's disk, without its memory.")
     volume_mounts: list[VolumeMount] | None = Field(
         None,
-        max_length=MOST_MOUNTS,
+        max_length=MAX_MOUNTS,
         description="Absent or null: as the source of the snapshot had them. An empty list: none.",
     )
 
@@ -166,7 +166,7 @@ class Forked(Sizes):
             mounts=None if self.volume_mounts is None else [mount.spec() for mount in self.volume_mounts],
             timeout=self.given("timeout"),
             on_timeout=self._on_timeout(),
-            auto_resume=self._auto_resume(),
+            auto_resume=self._should_auto_resume(),
             **more,
         )
 
@@ -175,7 +175,7 @@ class Forked(Sizes):
             return self.lifecycle.on_timeout
         return OnTimeout.PAUSE if self.auto_pause else OnTimeout.KILL
 
-    def _auto_resume(self) -> bool:
+    def _should_auto_resume(self) -> bool:
         return bool((self.lifecycle and self.lifecycle.auto_resume) or (self.auto_resume and self.auto_resume.enabled))
 
 
@@ -195,8 +195,8 @@ class Fork(Forked):
     """One sandbox, `count` siblings, or one for each of `names`."""
 
     name: Name | None = Field(None, description="Of a single sandbox; several have `names`.")
-    count: int | None = Field(None, strict=True, ge=1, le=MOST_FORKS)
-    names: list[Name] | None = Field(None, min_length=1, max_length=MOST_FORKS)
+    count: int | None = Field(None, strict=True, ge=1, le=MAX_FORKS)
+    names: list[Name] | None = Field(None, min_length=1, max_length=MAX_FORKS)
     concurrency: int | None = Field(None, strict=True, ge=1, le=256)
     atomic: bool = Field(True, description="All or none; false: as many as can be, with the errors of the others.")
 
@@ -289,7 +289,7 @@ class CreateSnapshot(NativeBody):
     memory: Literal["auto", "none"] | bool = Field("auto", description="none (or false): the disk only.")
     expires_in: Seconds | None = Field(None, description="Seconds after which it may be removed.")
     volumes: list[AnyRef] = Field(
-        default_factory=list, max_length=MOST_MOUNTS, description="Volumes to capture in the same pause."
+        default_factory=list, max_length=MAX_MOUNTS, description="Volumes to capture in the same pause."
     )
     retention: KeepRule | None = Field(
         None,
@@ -297,7 +297,7 @@ class CreateSnapshot(NativeBody):
     )
 
     @property
-    def with_memory(self) -> Literal["auto", "none"]:
+    def has_memory(self) -> Literal["auto", "none"]:
         return "none" if self.memory in (False, "none") else "auto"
 
 
@@ -324,7 +324,7 @@ class CreateVolume(NativeBody):
     from_snapshot: str | None = Field(
         None,
         min_length=1,
-        max_length=2 * LONGEST_REF + 1,
+        max_length=2 * MAX_REF_LENGTH + 1,
         description="VOLUME@SNAPSHOT, or the id of a volume's snapshot.",
     )
 

@@ -176,13 +176,13 @@ async def snapshot(
         ref,
         name=body.name,
         description=body.description,
-        memory=body.with_memory,
+        memory=body.has_memory,
         expires_in=body.expires_in,
         volumes=body.volumes,
         retention=Retention.model_validate(body.retention.model_dump()) if body.retention else None,
     )
     taken = await cancel_on_disconnect(request, work)
-    request.app.state.metrics.captured(taken)
+    request.app.state.metrics.record_capture(taken)
     return view.snapshot(taken)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from sandbox_gateway.api.dependencies import LONGEST_REF, EngineDep, IdempotencyKey, Operation, Ref
+from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, IdempotencyKey, Operation, Ref
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.sandboxes import forks_shape
 from sandbox_gateway.api.native.view import ViewDep, ids_of
@@ -84,7 +84,7 @@ async def fork(
 
 @router.get("/lineage", summary="The tree: templates, sandboxes, snapshots, forks", tags=["gateway"])
 async def lineage(
-    engine: EngineDep, root: Annotated[str, Query(max_length=LONGEST_REF, description="Only below this")] = ""
+    engine: EngineDep, root: Annotated[str, Query(max_length=MAX_REF_LENGTH, description="Only below this")] = ""
 ) -> list[dict[str, Any]]:
     return engine.snapshots.lineage(root or None)
 

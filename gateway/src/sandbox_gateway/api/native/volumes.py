@@ -7,15 +7,15 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from sandbox_gateway.api.dependencies import LONGEST_REF, EngineDep, Ref
+from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, Ref
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.view import ViewDep
-from sandbox_gateway.api.paging import MOST, Limit, NextToken, page
+from sandbox_gateway.api.paging import MAX_ITEMS, Limit, NextToken, page
 from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.records import new_id
 
 router = APIRouter(tags=["volumes"])
-OfVolume = Annotated[str, Path(max_length=LONGEST_REF, description="An id or a name, within the volume.")]
+OfVolume = Annotated[str, Path(max_length=MAX_REF_LENGTH, description="An id or a name, within the volume.")]
 
 
 @router.post("/volumes", status_code=201, response_model_exclude_unset=True, summary="Make a volume")
@@ -30,7 +30,7 @@ async def index(
     engine: EngineDep,
     view: ViewDep,
     # The published clients request only one page.
-    limit: Limit = MOST,
+    limit: Limit = MAX_ITEMS,
     next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
     name: str = "",
 ) -> list[shapes.VolumeShape]:

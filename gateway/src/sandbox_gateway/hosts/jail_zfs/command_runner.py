@@ -25,7 +25,7 @@ class CommandRunner:
         """
         done = await self._run(argv, input=input, check=not silent)
         if done.returncode != 0 and _message(done):
-            raise _failed(argv, done)
+            raise _failure(argv, done)
         return done.stdout
 
     async def run_unless_absent(self, *argv: str, absent: tuple[str, ...]) -> bool:
@@ -35,7 +35,7 @@ class CommandRunner:
             return True
         if any(words in _message(done) for words in absent):
             return False
-        raise _failed(argv, done)
+        raise _failure(argv, done)
 
     async def _run(self, argv: tuple[str, ...], *, input: str | None, check: bool) -> CompletedProcess[str]:
         work = run_async(argv, timeout=SECONDS, input=input, check=check, env=self._environment)
@@ -46,5 +46,5 @@ def _message(done: CompletedProcess[str]) -> str:
     return done.stderr.strip() or done.stdout.strip()
 
 
-def _failed(argv: tuple[str, ...], done: CompletedProcess[str]) -> BackendFailed:
+def _failure(argv: tuple[str, ...], done: CompletedProcess[str]) -> BackendFailed:
     return BackendFailed(f"{' '.join(argv)} failed ({done.returncode}): {_message(done)[-1000:] or 'no message'}")

@@ -155,7 +155,7 @@ class KvmXfsHost:
                     snapshot.pause_ms = work.pause_ms
                     snapshot.resources = sandbox.resources
                     snapshot.host = {"platform": sandbox.host["platform"], "phases_ms": work.phases_ms}
-                    snapshot.host["line"] = memory and await machine.line_is_open()
+                    snapshot.host["line"] = memory and await machine.is_line_open()
                     await pending.commit()
                     await asyncio.to_thread(self._snapshots.commit, snapshot)
                 except BaseException:
@@ -215,7 +215,7 @@ class KvmXfsHost:
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         disk, then = self._layout.instance(sandbox).disk, self._snapshots.path(head) / "rootfs.img"
         with _expecting_removal(sandbox):
-            return not await asyncio.to_thread(reflink.same_extents, disk, then)
+            return not await asyncio.to_thread(reflink.has_same_extents, disk, then)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         with _expecting_removal(sandbox):

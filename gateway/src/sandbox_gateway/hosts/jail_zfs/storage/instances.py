@@ -94,7 +94,7 @@ class InstanceStorage:
         Also True if the instance does not descend from the snapshot. Waits for pending writes. Raises NotFound.
         """
         try:
-            return self._names.use(snapshot_id, lambda place: zfs.changed_since(self.dataset(instance), place))
+            return self._names.use(snapshot_id, lambda place: zfs.has_changed_since(self.dataset(instance), place))
         except zfs.exceptions.SnapshotMismatch:
             return True
 

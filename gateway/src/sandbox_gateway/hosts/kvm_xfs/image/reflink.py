@@ -89,7 +89,7 @@ def unique_bytes(path: Path) -> int:
     return sum(extent.length for extent in extents(path) if not extent.shared)
 
 
-def same_extents(one: Path, other: Path) -> bool:
+def has_same_extents(one: Path, other: Path) -> bool:
     """Return whether both files use the same blocks, so their contents are equal. If not, one was written to."""
     return _placement(one) == _placement(other)
 

@@ -28,7 +28,7 @@ VOLUME_ACCESS = "volume_access"
 VOLUME_ALIASES = "volume_aliases"
 """Name of the map from such pairs to the sandbox's address as seen by the server, one of ``ALIASES``."""
 
-MOST_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 """Maximum concurrent outgoing connections of a sandbox: the kernel has one limit for all, `nf_conntrack_max`, which no
 guest may exhaust. Refused, half-open and closed connections count until the kernel forgets them."""
 
@@ -88,7 +88,7 @@ table inet {host_table(network)} {{
         iifname {slots} ip saddr != {network.subnet} drop
         # The slot counts them as well, but a guest can make it forget what the host still tracks: with packets that
         # the slot takes for the end of a connection and that never reach the host.
-        iifname {slots} ct state new add @connections {{ ip saddr ct count over {MOST_CONNECTIONS} }} \
+        iifname {slots} ct state new add @connections {{ ip saddr ct count over {MAX_CONNECTIONS} }} \
             jump refuse
         iifname {slots} oifname {servers} jump volumes
         # The published ports of the host's containers are services of the host.
@@ -159,7 +159,7 @@ table inet {_TABLE} {{
     }}
     chain connections {{
         # Before the kernel keeps an entry. Open connections go on.
-        ct count over {MOST_CONNECTIONS} reject with icmp admin-prohibited
+        ct count over {MAX_CONNECTIONS} reject with icmp admin-prohibited
     }}
     chain outside {{
     }}

@@ -87,7 +87,7 @@ class Machine:
         except (QMPError, OSError, EOFError) as error:
             raise BackendFailed(f"QEMU ended during {command}: {error}{self.log_tail()}") from None
 
-    async def line_is_open(self) -> bool:
+    async def is_line_open(self) -> bool:
         """Return whether a process in the machine listens on the line."""
         devices = cast("list[dict[str, object]]", await self.execute("query-chardev"))
         return any(device["label"] == "line" and device["frontend-open"] for device in devices)

@@ -6,7 +6,7 @@ import struct
 
 from sandbox_gateway.hosts.connect import open_connection
 
-_LARGEST_ANSWER = 4 << 20
+_MAX_ANSWER_BYTES = 4 << 20
 
 
 async def call(address: str, port: int, program: int, procedure: int) -> bytes:
@@ -20,7 +20,7 @@ async def call(address: str, port: int, program: int, procedure: int) -> bytes:
             (mark,) = struct.unpack(">I", await reader.readexactly(4))
             last = bool(mark >> 31)
             reply += await reader.readexactly(mark & 0x7FFFFFFF)
-            if len(reply) > _LARGEST_ANSWER:
+            if len(reply) > _MAX_ANSWER_BYTES:
                 raise EOFError("it does not end")
     finally:
         writer.close()

@@ -33,7 +33,7 @@ from sandbox_gateway.log import Logger
 _START_SECONDS = 20.0
 _APPLY_SECONDS = 2.0
 _ASK_SECONDS = 2.0
-_ASK_EVERY = 0.005
+_ASK_INTERVAL = 0.005
 
 _MEMORY_MB, _CPUS = 1024, 1.5
 """Limits of a server. Its cache of the volume counts, but is released as needed."""
@@ -134,7 +134,7 @@ class ServerStarter:
         while True:
             if server.has_ended() or await self._has_marker(server.settings.port, marker):
                 return
-            await asyncio.sleep(_ASK_EVERY)
+            await asyncio.sleep(_ASK_INTERVAL)
 
     async def _has_marker(self, port: int, marker: str) -> bool:
         """Return whether the server at ``port`` answers with the configuration that has the marker."""
