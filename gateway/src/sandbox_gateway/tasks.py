@@ -62,6 +62,22 @@ async def finish_despite_cancellation(work: Awaitable[T]) -> T:
     raise cancellation
 
 
+async def clean_up(log: Logger, *works: Awaitable[Any]) -> None:
+    """Await all ``works``, one after the other, despite failures and cancellation.
+
+    For the undoing of a failed operation: failures are logged, so that the caller can raise the first error.
+    """
+
+    async def work_off() -> None:
+        for work in works:
+            try:
+                await work
+            except Exception as error:
+                log.error("clean-up failed", reason=str(error) or type(error).__name__)
+
+    await finish_despite_cancellation(work_off())
+
+
 async def wait_for_all(*works: Awaitable[Any]) -> list[Any]:
     """Wait until all ``works`` have ended, then return their results or raise the first error."""
     results = await asyncio.gather(*works, return_exceptions=True)

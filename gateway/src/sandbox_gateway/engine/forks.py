@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from sandbox_gateway.engine.captures import Captures
@@ -18,7 +18,7 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import GatewayError, OverQuota
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume
-from sandbox_gateway.tasks import finish_despite_cancellation
+from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 log = Logger("engine")
 
@@ -163,8 +163,7 @@ class Forks:
             for sandbox in sandboxes:
                 await self._host.save(sandbox)
         except BaseException:
-            for sandbox in sandboxes:
-                await self._host.remove(sandbox)
+            await self._remove(sandboxes)
             raise
         for sandbox in sandboxes:
             self._index.put(sandbox)
@@ -177,8 +176,10 @@ class Forks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for sandbox in sandboxes:
-            await self._host.remove(sandbox)
+        await self._remove(sandboxes)
+
+    async def _remove(self, sandboxes: Iterable[Sandbox]) -> None:
+        await clean_up(log, *(self._host.remove(sandbox) for sandbox in sandboxes))
 
     def _require_quota(self, count: int) -> None:
         cap = self._context.config.limits.sandboxes

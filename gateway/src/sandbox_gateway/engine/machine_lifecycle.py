@@ -10,7 +10,7 @@ from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, SandboxState, Snapshot
-from sandbox_gateway.tasks import finish_despite_cancellation
+from sandbox_gateway.tasks import clean_up
 
 log = Logger("engine")
 
@@ -37,7 +37,7 @@ class MachineLifecycle:
                 stale = with_memory and bool(snapshot.mounts)
                 await self._attachments.mount_inside(sandbox, stale=stale, seconds=self._host.boot_seconds)
         except BaseException:
-            await finish_despite_cancellation(self._host.discard(sandbox))
+            await clean_up(log, self._host.discard(sandbox))
             raise
 
     async def boot(self, sandbox: Sandbox) -> None:
@@ -48,7 +48,7 @@ class MachineLifecycle:
             if sandbox.mounts:
                 await self._attachments.mount_inside(sandbox, seconds=self._host.boot_seconds)
         except BaseException:
-            await self._host.stop(sandbox)
+            await clean_up(log, self._host.stop(sandbox))
             raise
 
     async def stop_paused(self, sandbox: Sandbox) -> None:

@@ -9,8 +9,11 @@ from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.record_changes import save_sandbox
+from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Memory, Sandbox, SandboxState, Snapshot, SnapshotKind, new_id, now
-from sandbox_gateway.tasks import finish_despite_cancellation
+from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
+
+log = Logger("engine")
 
 
 class Replacement:
@@ -40,7 +43,7 @@ class Replacement:
         try:
             new = await save_sandbox(self._context, old.id, **_changed_fields(old, new))
         except BaseException:
-            await self._host.discard(new)
+            await clean_up(log, self._host.discard(new))
             raise
         self._context.events.publish("sandbox.replaced", sandboxID=new.id, head=new.head)
         self._machines.notice_end(new)

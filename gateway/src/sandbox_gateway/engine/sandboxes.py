@@ -21,10 +21,13 @@ from sandbox_gateway.engine.spec import UNSET, Unset
 from sandbox_gateway.engine.timeouts import end_time, has_expired
 from sandbox_gateway.errors import Conflict, Invalid, NotFound
 from sandbox_gateway.hosts.base import Usage
+from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy, OnTimeout, Sandbox, SandboxState, Snapshot, SnapshotKind, now
-from sandbox_gateway.tasks import finish_despite_cancellation
+from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 _SYNC_SECONDS = 2
+
+log = Logger("engine")
 
 
 class Sandboxes:
@@ -201,7 +204,7 @@ class Sandboxes:
         try:
             resumed = await save_sandbox(self._context, sandbox.id, host=booted.host, **changes)
         except BaseException:
-            await self._host.stop(booted)
+            await clean_up(log, self._host.stop(booted))
             raise
         self._events.publish("sandbox.resumed", sandboxID=sandbox.id)
         self._machines.notice_end(resumed)
