@@ -126,6 +126,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """For tests and fixtures that are coroutines: each test runs them in an event loop of its own."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def need_root() -> None:
     if os.geteuid() != 0:
         pytest.fail("this test makes mounts and machines: run it as root (./dev test does)")

@@ -377,74 +377,71 @@ def test_git(sandbox, tmp_path):
     assert sandbox.files.exists(f"{tmp_path}/.git-credentials")
 
 
-def test_the_async_client(agent, tmp_path):
+async def test_the_async_client(agent, tmp_path):
     from e2b.sandbox.commands.command_handle import PtySize
 
-    async def session():
-        sandbox = connect(e2b.AsyncSandbox, agent)
-        files, commands = sandbox.files, sandbox.commands
-        assert await sandbox.is_running()
-        events, ended = asyncio.Queue(), asyncio.Queue()
-        watch = await files.watch_dir(
-            str(tmp_path), events.put_nowait, ended.put_nowait, recursive=True, include_entry=True, timeout=0
-        )
-        await files.make_dir(f"{tmp_path}/d")
-        assert (await asyncio.wait_for(events.get(), 20)).name == "d"
+    sandbox = connect(e2b.AsyncSandbox, agent)
+    files, commands = sandbox.files, sandbox.commands
+    assert await sandbox.is_running()
+    events, ended = asyncio.Queue(), asyncio.Queue()
+    watch = await files.watch_dir(
+        str(tmp_path), events.put_nowait, ended.put_nowait, recursive=True, include_entry=True, timeout=0
+    )
+    await files.make_dir(f"{tmp_path}/d")
+    assert (await asyncio.wait_for(events.get(), 20)).name == "d"
 
-        async def pieces():
-            for _ in range(30):
-                yield b"y" * 100_000
+    async def pieces():
+        for _ in range(30):
+            yield b"y" * 100_000
 
-        await files.write(f"{tmp_path}/d/f", pieces(), metadata={"k": "v"} if hasattr(os, "setxattr") else None)
-        event = await asyncio.wait_for(events.get(), 20)
-        assert (event.name, event.type, event.entry.name) == ("d/f", e2b.FilesystemEventType.CREATE, "f")
-        async with await files.read(f"{tmp_path}/d/f", format="stream") as stream:
-            assert sum([len(piece) async for piece in stream]) == 3_000_000
-        await watch.stop()
-        assert await asyncio.wait_for(ended.get(), 20) is None
-        brief = await files.watch_dir(f"{tmp_path}/d", events.put_nowait, ended.put_nowait)
-        await files.remove(f"{tmp_path}/d")
-        # The watch ends without an error when its directory is removed.
-        assert await asyncio.wait_for(ended.get(), 20) is None
-        await brief.stop()
-        await files.write_files([{"path": f"{tmp_path}/{name}", "data": name} for name in ("a", "b")])
-        assert (await files.rename(f"{tmp_path}/a", f"{tmp_path}/c")).name == "c"
-        assert [item.name for item in await files.list(str(tmp_path))] == ["b", "c"]
-        assert await files.exists(f"{tmp_path}/b") and (await files.get_info(f"{tmp_path}/b")).size == 1
-        assert (await commands.run("echo $A", envs={"A": "1"})).stdout == "1\n"
-        handle = await commands.run("cat; echo end", background=True, stdin=True)
-        assert handle.pid in [item.pid for item in await commands.list()]
-        await commands.send_stdin(handle.pid, "one ")
-        await handle.disconnect()
-        again = await commands.connect(handle.pid)
-        await commands.close_stdin(handle.pid)
-        assert (await again.wait()).stdout == "one end\n"
-        with pytest.raises(e2b.TimeoutException):
-            await commands.run("sleep 30.8", timeout=0.5)
-        handle = await commands.run("cat; exec sleep 30.9", background=True, stdin=True)
-        async with commands.stream_input(handle.pid) as stdin:
-            await stdin.send("a")
-        assert await handle.kill()
-        with pytest.raises(e2b.CommandExitException):
-            await handle.wait()
-        assert not await commands.kill(handle.pid)
-        output = bytearray()
-        terminal = await sandbox.pty.create(PtySize(rows=30, cols=100), on_data=output.extend)
-        await terminal.disconnect()
-        terminal = await sandbox.pty.connect(terminal.pid, on_data=output.extend)
-        await sandbox.pty.resize(terminal.pid, PtySize(rows=20, cols=90))
-        async with sandbox.pty.stream_input(terminal.pid) as keys:
-            await keys.send(b"stty size\n")
-        await sandbox.pty.send_stdin(terminal.pid, b"exit 3\n")
-        with pytest.raises(e2b.CommandExitException) as exited:
-            await terminal.wait()
-        assert exited.value.exit_code == 3 and b"20 90" in output
-        assert not await sandbox.pty.kill(terminal.pid)
-        if shutil.which("git"):
-            await sandbox.git.init(f"{tmp_path}/repository", initial_branch="main")
-            assert (await sandbox.git.status(f"{tmp_path}/repository")).current_branch == "main"
-
-    asyncio.run(session())
+    await files.write(f"{tmp_path}/d/f", pieces(), metadata={"k": "v"} if hasattr(os, "setxattr") else None)
+    event = await asyncio.wait_for(events.get(), 20)
+    assert (event.name, event.type, event.entry.name) == ("d/f", e2b.FilesystemEventType.CREATE, "f")
+    async with await files.read(f"{tmp_path}/d/f", format="stream") as stream:
+        assert sum([len(piece) async for piece in stream]) == 3_000_000
+    await watch.stop()
+    assert await asyncio.wait_for(ended.get(), 20) is None
+    brief = await files.watch_dir(f"{tmp_path}/d", events.put_nowait, ended.put_nowait)
+    await files.remove(f"{tmp_path}/d")
+    # The watch ends without an error when its directory is removed.
+    assert await asyncio.wait_for(ended.get(), 20) is None
+    await brief.stop()
+    await files.write_files([{"path": f"{tmp_path}/{name}", "data": name} for name in ("a", "b")])
+    assert (await files.rename(f"{tmp_path}/a", f"{tmp_path}/c")).name == "c"
+    assert [item.name for item in await files.list(str(tmp_path))] == ["b", "c"]
+    assert await files.exists(f"{tmp_path}/b") and (await files.get_info(f"{tmp_path}/b")).size == 1
+    assert (await commands.run("echo $A", envs={"A": "1"})).stdout == "1\n"
+    handle = await commands.run("cat; echo end", background=True, stdin=True)
+    assert handle.pid in [item.pid for item in await commands.list()]
+    await commands.send_stdin(handle.pid, "one ")
+    await handle.disconnect()
+    again = await commands.connect(handle.pid)
+    await commands.close_stdin(handle.pid)
+    assert (await again.wait()).stdout == "one end\n"
+    with pytest.raises(e2b.TimeoutException):
+        await commands.run("sleep 30.8", timeout=0.5)
+    handle = await commands.run("cat; exec sleep 30.9", background=True, stdin=True)
+    async with commands.stream_input(handle.pid) as stdin:
+        await stdin.send("a")
+    assert await handle.kill()
+    with pytest.raises(e2b.CommandExitException):
+        await handle.wait()
+    assert not await commands.kill(handle.pid)
+    output = bytearray()
+    terminal = await sandbox.pty.create(PtySize(rows=30, cols=100), on_data=output.extend)
+    await terminal.disconnect()
+    terminal = await sandbox.pty.connect(terminal.pid, on_data=output.extend)
+    await sandbox.pty.resize(terminal.pid, PtySize(rows=20, cols=90))
+    async with sandbox.pty.stream_input(terminal.pid) as keys:
+        await keys.send(b"stty size\n")
+    await sandbox.pty.send_stdin(terminal.pid, b"exit 3\n")
+    with pytest.raises(e2b.CommandExitException) as exited:
+        await terminal.wait()
+    assert exited.value.exit_code == 3 and b"20 90" in output
+    assert not await sandbox.pty.kill(terminal.pid)
+    if shutil.which("git"):
+        await sandbox.git.init(f"{tmp_path}/repository", initial_branch="main")
+        assert (await sandbox.git.status(f"{tmp_path}/repository")).current_branch == "main"
 
 
 BASHLESS = """

@@ -17,7 +17,7 @@ import stat
 import struct
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,8 @@ async def stand(xfs_root: Path) -> AsyncIterator[Stand]:
     await made.pool.open(set())
     await made.servers.open(set())
     try:
-        yield made
+        async with asyncio.timeout(90):
+            yield made
     finally:
         made.stack.close()
         await made.servers.destroy()
@@ -143,21 +144,6 @@ def loops(root: Path) -> list[str]:
             fcntl.ioctl(device, LOOP_GET_STATUS64, status)
             found.append(struct.unpack_from("=QQ", status))
     return [files[each] for each in found if each in files]
-
-
-@pytest.fixture
-def run(xfs_root: Path) -> Callable[[Callable[[Stand], Awaitable[None]]], None]:
-    def run_one(test: Callable[[Stand], Awaitable[None]]) -> None:
-        async def body() -> None:
-            async with stand(xfs_root) as made:
-                await test(made)
-
-        asyncio.run(asyncio.wait_for(body(), 90))
-
-    return run_one
-
-
-Run = Callable[[Callable[[Stand], Awaitable[None]]], None]
 
 
 def output(*argv: str) -> str:
@@ -226,21 +212,19 @@ def test_what_a_guest_mounts_depends_on_the_volume_alone() -> None:
     assert servers[0].mounts("abd", 22006, "/data", True).source != one.source
 
 
-def test_a_missing_server_says_what_to_install(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_missing_server_says_what_to_install(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         servers = ServerPool(s.network, s.root / "others", ganesha="no-such-ganesha")
         volume, (slot, _) = await s.volume(), await s.guest()
         with pytest.raises(BackendFailed, match="install nfs-ganesha and nfs-ganesha-vfs"):
             await servers.serve(volume.id, volume.image, volume.port, {slot.host_address: False})
 
-    run(test)
-
 
 # --- use -------------------------------------------------------------------------------------------------------
 
 
-def test_what_one_sandbox_writes_another_reads_and_the_image_has_it(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_what_one_sandbox_writes_another_reads_and_the_image_has_it(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume = await s.volume()
         (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
         await volume.serve({a: False, b: False})
@@ -255,11 +239,9 @@ def test_what_one_sandbox_writes_another_reads_and_the_image_has_it(run: Run) ->
         assert volume.content("file") == b"hello", "nothing was committed, but all is there"
         await s.servers.stop(volume.id)
 
-    run(test)
 
-
-def test_users_are_those_of_the_sandbox(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_users_are_those_of_the_sandbox(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         root = volume.mount(guest)
@@ -273,11 +255,9 @@ def test_users_are_those_of_the_sandbox(run: Run) -> None:
         assert as_root.getattr(as_root.create(root, "roots")).uid == 0
         assert status_of(as_root.lookup, root, "lost+found") == nfs3.NOENT
 
-    run(test)
 
-
-def test_a_server_that_is_ended_or_killed_is_followed_by_one_that_knows_the_handles(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_server_that_is_ended_or_killed_is_followed_by_one_that_knows_the_handles(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         root = volume.mount(guest)
@@ -304,11 +284,9 @@ def test_a_server_that_is_ended_or_killed_is_followed_by_one_that_knows_the_hand
             await asyncio.sleep(0.02)
         assert volume.pid != first
 
-    run(test)
 
-
-def test_used_bytes_are_known_with_a_server_and_without(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_used_bytes_are_known_with_a_server_and_without(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         assert await s.servers.used_bytes(volume.id, volume.image) < 1 << 20
         await volume.serve({slot: False})
@@ -321,16 +299,14 @@ def test_used_bytes_are_known_with_a_server_and_without(run: Run) -> None:
         await s.servers.stop(volume.id)
         assert abs(await s.servers.used_bytes(volume.id, volume.image) - served) < 1 << 18
 
-    run(test)
-
 
 @pytest.mark.parametrize("live", [True, False])
-def test_a_volume_grows_under_its_users(run: Run, live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_volume_grows_under_its_users(xfs_root: Path, live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if live and not file_system.may_resize():
         pytest.skip("no CAP_SYS_RESOURCE here: the kernel does not let us grow what is mounted")
     monkeypatch.setattr(file_system, "may_resize", lambda: live)
 
-    async def test(s: Stand) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(64), await s.guest()
         await s.servers.grow(volume.id)
         await volume.serve({slot: False})
@@ -352,16 +328,14 @@ def test_a_volume_grows_under_its_users(run: Run, live: bool, monkeypatch: pytes
         await volume.serve({slot: False})
         assert os.statvfs(f"/proc/{volume.pid}/root/{volume.id}").f_blocks * 4096 > 200 << 20
 
-    run(test)
 
-
-def test_a_volume_that_cannot_be_served_after_its_growth_is_served_later(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+async def test_a_volume_that_cannot_be_served_after_its_growth_is_served_later(
+    xfs_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_system, "may_resize", lambda: False)
     monkeypatch.setattr(server_pool, "_REPLACE_SECONDS", 0.1)
 
-    async def test(s: Stand) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         root = volume.mount(guest)
@@ -382,11 +356,9 @@ def test_a_volume_that_cannot_be_served_after_its_growth_is_served_later(
         await volume.serve({slot: False})
         assert volume.nfs(guest).getattr(root).kind == 2
 
-    run(test)
 
-
-def test_what_is_no_file_system_is_refused_and_leaves_nothing(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_what_is_no_file_system_is_refused_and_leaves_nothing(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         volume.image.write_bytes(b"\0" * (64 << 20))
         with pytest.raises(BackendFailed, match=r"cannot be served: .*mount|is damaged"):
@@ -394,11 +366,9 @@ def test_what_is_no_file_system_is_refused_and_leaves_nothing(run: Run) -> None:
         assert loops(s.root) == []
         assert not guest.reaches(GATEWAY_ADDRESS, volume.port)
 
-    run(test)
 
-
-def test_a_port_that_another_service_has_is_said(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_port_that_another_service_has_is_said(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, _) = await s.volume(), await s.guest()
         with (
             inside(volume_space(s.network), lambda: socket.create_server((volume_address(s.network), volume.port))),
@@ -407,14 +377,12 @@ def test_a_port_that_another_service_has_is_said(run: Run) -> None:
             await volume.serve({slot: False})
         await volume.serve({slot: False})
 
-    run(test)
-
 
 # --- access rights ---------------------------------------------------------------------------------------------
 
 
-def test_what_changes_for_clients_holds_at_once_for_handles_and_connections_they_have(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_what_changes_for_clients_holds_at_once_for_handles_and_connections_they_have(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume = await s.volume()
         (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
         await volume.serve({a: False})
@@ -449,11 +417,9 @@ def test_what_changes_for_clients_holds_at_once_for_handles_and_connections_they
         with pytest.raises(CUT_OFF):
             reader.read(file)
 
-    run(test)
 
-
-def test_a_server_refuses_whom_it_does_not_know_even_if_the_host_lets_them_through(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_server_refuses_whom_it_does_not_know_even_if_the_host_lets_them_through(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume = await s.volume()
         (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
         await volume.serve({a: False})
@@ -469,11 +435,9 @@ def test_a_server_refuses_whom_it_does_not_know_even_if_the_host_lets_them_throu
         with inside(guest_b.path, lambda: Mount(GATEWAY_ADDRESS, volume.port + 1)) as mount:
             assert mount.exports() == []
 
-    run(test)
 
-
-def test_a_reader_changes_nothing(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_reader_changes_nothing(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume = await s.volume()
         (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
         await volume.serve({a: False, b: True})
@@ -496,25 +460,21 @@ def test_a_reader_changes_nothing(run: Run) -> None:
             assert reader.read(file) == b"as it was"
             assert status_of(reader.lookup, root, "new") == nfs3.NOENT
 
-    run(test)
 
-
-def test_low_ports_and_high_ones_are_the_same_to_it(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_low_ports_and_high_ones_are_the_same_to_it(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         for source in (700, 40700):
             root = volume.mount(guest, source=source + 1)
             assert volume.nfs(guest, source=source).getattr(root).kind == 2
 
-    run(test)
-
 
 # --- hostile guests --------------------------------------------------------------------------------------------
 
 
-def test_no_path_leads_out_of_the_volume(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_no_path_leads_out_of_the_volume(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, other = await s.volume(), await s.volume()
         (a, guest), (b, _) = await s.guest(), await s.guest()
         await volume.serve({a: False})
@@ -555,11 +515,9 @@ def test_no_path_leads_out_of_the_volume(run: Run) -> None:
         assert status_of(client.mknod, root, "disk", 8, 0) == nfs3.PERM
         assert volume.mount(guest) == root, "it serves on"
 
-    run(test)
 
-
-def test_no_handle_leads_out_of_the_volume(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_no_handle_leads_out_of_the_volume(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, other = await s.volume(), await s.volume()
         (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
         await other.serve({b: False})
@@ -600,16 +558,14 @@ def test_no_handle_leads_out_of_the_volume(run: Run) -> None:
             look(handle)
         assert volume.nfs(guest_a).getattr(root).kind == 2, "it serves on"
 
-    run(test)
-
 
 def fsid(path: str) -> bytes:
     """The number of a file system, as in handles."""
     return struct.pack("<Q", os.statvfs(path).f_fsid)
 
 
-def test_a_removed_file_is_gone_for_who_has_its_handle(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_removed_file_is_gone_for_who_has_its_handle(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         root = volume.mount(guest)
@@ -621,11 +577,9 @@ def test_a_removed_file_is_gone_for_who_has_its_handle(run: Run) -> None:
         client.write(reborn, b"new")
         assert status_of(client.read, file) == nfs3.STALE
 
-    run(test)
 
-
-def test_after_a_rollback_handles_are_good_for_what_is_there(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_after_a_rollback_handles_are_good_for_what_is_there(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         root = volume.mount(guest)
@@ -645,11 +599,9 @@ def test_after_a_rollback_handles_are_good_for_what_is_there(run: Run) -> None:
         client.write(client.create(root, "later"), b"other")
         assert status_of(client.read, late) == nfs3.STALE, "though a new file may have its inode"
 
-    run(test)
 
-
-def test_nothing_but_nfs_3_and_mount_is_served(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_nothing_but_nfs_3_and_mount_is_served(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         for port in (volume.port, volume.port + 1):
@@ -668,8 +620,6 @@ def test_nothing_but_nfs_3_and_mount_is_served(run: Run) -> None:
         ]
         assert all(fields[0] == "tcp" for fields in ours)
 
-    run(test)
-
 
 def foreign_descriptors(proc: Path, volume: str) -> list[str]:
     """A descriptor of a host file would give access to its whole file system."""
@@ -683,8 +633,8 @@ def foreign_descriptors(proc: Path, volume: str) -> list[str]:
     return found
 
 
-def test_a_server_has_nothing_of_the_hosts(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_server_has_nothing_of_the_hosts(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         volume.nfs(guest).create(volume.mount(guest), "file")
@@ -704,11 +654,11 @@ def test_a_server_has_nothing_of_the_hosts(run: Run) -> None:
             assert not (proc / "ns" / space).samefile(f"/proc/self/ns/{space}")
         assert int(status["Threads"]) < 40
 
-    run(test)
 
-
-def test_nobody_is_let_through_to_a_server_that_is_not_shut_in_yet(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(s: Stand) -> None:
+async def test_nobody_is_let_through_to_a_server_that_is_not_shut_in_yet(
+    xfs_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         let_through: list[str] = []
         wait_until_ready = ServerStarter._wait_until_ready
@@ -734,11 +684,9 @@ def test_nobody_is_let_through_to_a_server_that_is_not_shut_in_yet(run: Run, mon
         await volume.serve({slot: True})
         assert slot.host_address in output("nft", "list", "set", "inet", host_table(s.network), VOLUME_ACCESS)
 
-    run(test)
 
-
-def test_a_server_that_was_not_shut_in_is_not_adopted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_server_that_was_not_shut_in_is_not_adopted(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         monkeypatch.setattr(ServerProcess, "is_isolated", lambda server, space: False)
@@ -749,14 +697,12 @@ def test_a_server_that_was_not_shut_in_is_not_adopted(run: Run, monkeypatch: pyt
             await volume.serve({slot: False})
         await let_go(s.root)
 
-    run(test)
-
 
 # --- frozen servers --------------------------------------------------------------------------------------------
 
 
-def test_within_frozen_nothing_changes_and_a_clone_of_the_image_is_whole(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_within_frozen_nothing_changes_and_a_clone_of_the_image_is_whole(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         clone = volume.image.with_suffix(".clone")
         async with s.servers.frozen(volume.id):
@@ -781,11 +727,9 @@ def test_within_frozen_nothing_changes_and_a_clone_of_the_image_is_whole(run: Ru
         await s.servers.stop(copy.id)
         output("e2fsck", "-fn", str(clone))
 
-    run(test)
 
-
-def test_a_failure_within_lets_the_server_go_on(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_failure_within_lets_the_server_go_on(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         root = volume.mount(guest)
@@ -794,13 +738,11 @@ def test_a_failure_within_lets_the_server_go_on(run: Run) -> None:
                 raise ZeroDivisionError
         assert volume.nfs(guest).getattr(root).kind == 2
 
-    run(test)
 
-
-def test_a_clone_is_a_moment_of_a_volume_that_is_written_to(run: Run) -> None:
+async def test_a_clone_is_a_moment_of_a_volume_that_is_written_to(xfs_root: Path) -> None:
     """Files are created in order, each with its number inside: a clone has a prefix of them, all complete."""
 
-    async def test(s: Stand) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         root = volume.mount(guest)
@@ -839,14 +781,12 @@ def test_a_clone_is_a_moment_of_a_volume_that_is_written_to(run: Run) -> None:
             before = count
             await s.servers.stop(copy.id)
 
-    run(test)
-
 
 # --- crashes ---------------------------------------------------------------------------------------------------
 
 
-def test_servers_outlive_the_gateway_and_are_adopted_if_they_are_known(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_servers_outlive_the_gateway_and_are_adopted_if_they_are_known(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         kept, unknown = await s.volume(), await s.volume()
         slot, guest = await s.guest()
         for volume in (kept, unknown):
@@ -872,11 +812,9 @@ def test_servers_outlive_the_gateway_and_are_adopted_if_they_are_known(run: Run)
         await s.servers.close()
         assert client.read(file) == b"as before"
 
-    run(test)
 
-
-def test_a_gateway_that_dies_within_frozen_is_followed_by_one_that_lets_it_go_on(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_gateway_that_dies_within_frozen_is_followed_by_one_that_lets_it_go_on(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         root, pid = volume.mount(guest), volume.pid
@@ -891,11 +829,9 @@ def test_a_gateway_that_dies_within_frozen_is_followed_by_one_that_lets_it_go_on
         with contextlib.suppress(GeneratorExit, RuntimeError, OSError):
             await frozen.__aexit__(None, None, None)
 
-    run(test)
 
-
-def test_a_server_that_dies_with_the_gateway_leaves_nothing(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_server_that_dies_with_the_gateway_leaves_nothing(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         root, pid = volume.mount(guest), volume.pid
@@ -910,11 +846,9 @@ def test_a_server_that_dies_with_the_gateway_leaves_nothing(run: Run) -> None:
         await volume.serve({slot: False})
         assert volume.mount(guest) == root
 
-    run(test)
 
-
-def test_a_server_that_hangs_is_replaced_or_ended_in_time(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_server_that_hangs_is_replaced_or_ended_in_time(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest), (other, _) = await s.volume(), await s.guest(), await s.guest()
         await volume.serve({slot: False})
         root, pid = volume.mount(guest), volume.pid
@@ -930,11 +864,9 @@ def test_a_server_that_hangs_is_replaced_or_ended_in_time(run: Run) -> None:
         assert time.monotonic() - started < 5
         assert loops(s.root) == []
 
-    run(test)
 
-
-def test_a_start_that_is_given_up_leaves_nothing(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_start_that_is_given_up_leaves_nothing(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         for delay in (0.0, 0.02, 0.05, 0.08, 0.12):
             starting = asyncio.ensure_future(volume.serve({slot: False}))
@@ -947,16 +879,12 @@ def test_a_start_that_is_given_up_leaves_nothing(run: Run) -> None:
         await volume.serve({slot: False})
         assert volume.nfs(guest).getattr(volume.mount(guest)).kind == 2
 
-    run(test)
 
-
-def test_an_image_is_never_mounted_twice(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_an_image_is_never_mounted_twice(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         again = Volume(s, volume.image, VOLUME_PORTS[-1])
         with pytest.raises(BackendFailed, match="in use by an earlier server"):
             await again.serve({slot: False})
         assert loops(s.root) == [str(volume.image)]
-
-    run(test)

@@ -153,11 +153,11 @@ def host(root: Path) -> Verbs:
     return Verbs(root)
 
 
-def reopened(host: Verbs, *sandboxes: Sandbox, snapshots: tuple[str, ...] = ()) -> tuple[Verbs, Scan]:
+async def reopened(host: Verbs, *sandboxes: Sandbox, snapshots: tuple[str, ...] = ()) -> tuple[Verbs, Scan]:
     """The host of a gateway that starts afterwards."""
     again = Verbs(host.layout.root)
     again.addresses = host.addresses
-    return again, asyncio.run(again.scan(*sandboxes, snapshots=snapshots))
+    return again, await again.scan(*sandboxes, snapshots=snapshots)
 
 
 def a_volume(name: str = "data", size_mb: int = SMALL) -> Volume:
@@ -196,6 +196,14 @@ def read(image: Path, name: str) -> str:
     return subprocess.run(argv, text=True, capture_output=True, timeout=20).stdout
 
 
+def mode_of_root(image: Path) -> str:
+    listing = subprocess.run(
+        ["debugfs", "-R", "ls -p /", str(image)], text=True, capture_output=True, timeout=20
+    ).stdout
+    names = {line.split("/")[5]: line.split("/")[2] for line in listing.splitlines() if line.startswith("/")}
+    return names["."]
+
+
 def sound(image: Path) -> bool:
     return subprocess.run(["e2fsck", "-fn", str(image)], capture_output=True, timeout=60).returncode == 0
 
@@ -213,85 +221,80 @@ async def _eventually(true: Callable[[], bool]) -> None:
 # -- files of volumes --------------------------------------------------------------------------------------------------
 
 
-def test_a_new_volume_is_empty_open_to_all_and_costs_little(host: Verbs) -> None:
+async def test_a_new_volume_is_empty_open_to_all_and_costs_little(host: Verbs) -> None:
     volume = a_volume(size_mb=1024)
-    asyncio.run(host.create(volume))
+    await host.create(volume)
     made = image(host, volume)
     assert made.stat().st_size == 1024 << 20 and size(made) < 64 << 20
     assert made.stat().st_mode & 0o777 == 0o600
     assert sound(made)
-    listing = subprocess.run(["debugfs", "-R", "ls -p /", str(made)], text=True, capture_output=True, timeout=20).stdout
-    names = {line.split("/")[5]: line.split("/")[2] for line in listing.splitlines() if line.startswith("/")}
-    assert names["."] == "040777"
+    assert mode_of_root(made) == "040777"
     assert volume.host["port"] in VOLUME_PORTS
-    _, scan = reopened(host)
+    _, scan = await reopened(host)
     assert scan.volumes == [volume] and not scan.repaired and not strays(host)
 
 
-def test_a_snapshot_is_what_the_volume_was(host: Verbs) -> None:
+async def test_a_snapshot_is_what_the_volume_was(host: Verbs) -> None:
     volume = a_volume()
-    asyncio.run(host.create(volume))
+    await host.create(volume)
     put(image(host, volume), "a", "one")
     snapshot = a_snapshot(volume)
-    asyncio.run(host.capture(snapshot))
+    await host.capture(snapshot)
     assert reflink.unique_bytes(snapshot_image(host, snapshot)) == 0
     put(image(host, volume), "a", "two")
     assert read(snapshot_image(host, snapshot), "a") == "one"
     assert [verb for verb, _ in host.doors.told] == ["flush", "freeze", "thaw"]
-    _, scan = reopened(host)
+    _, scan = await reopened(host)
     assert scan.volume_snapshots == [snapshot] and not scan.repaired
-    asyncio.run(host.remove_snapshot(snapshot))
+    await host.remove_snapshot(snapshot)
     assert not snapshot_image(host, snapshot).parent.exists() and not strays(host)
 
 
-def test_a_clone_has_the_content_and_may_be_larger(host: Verbs) -> None:
+async def test_a_clone_has_the_content_and_may_be_larger(host: Verbs) -> None:
     volume, clone = a_volume(), a_volume("clone", 2 * SMALL)
-    asyncio.run(host.create(volume))
+    await host.create(volume)
     put(image(host, volume), "a", "one")
     snapshot = a_snapshot(volume)
-    asyncio.run(host.capture(snapshot))
-    asyncio.run(host.create(clone, snapshot))
+    await host.capture(snapshot)
+    await host.create(clone, snapshot)
     assert image(host, clone).stat().st_size == 2 * SMALL << 20
     assert read(image(host, clone), "a") == "one"
     assert clone.host["port"] != volume.host["port"]
-    asyncio.run(host.remove(volume))
+    await host.remove(volume)
     assert read(image(host, clone), "a") == "one"
 
 
-def test_a_removed_volume_takes_its_snapshots_along(host: Verbs) -> None:
-    async def story() -> None:
-        volume = a_volume()
-        await host.create(volume)
-        await host.capture(a_snapshot(volume))
-        await host.remove(volume)
-        assert not list(host.layout.volumes.iterdir())
-        await host.quiet()
-        assert host.doors.told[-1] == ("stop", volume.id)
-        with pytest.raises(NotFound):
-            await host.state(volume)
-
-    asyncio.run(story())
-
-
-def test_growth_is_told_to_the_server_and_kept(host: Verbs) -> None:
+async def test_a_removed_volume_takes_its_snapshots_along(host: Verbs) -> None:
     volume = a_volume()
-    asyncio.run(host.create(volume))
-    asyncio.run(host.grow(volume, 3 * SMALL))
+    await host.create(volume)
+    await host.capture(a_snapshot(volume))
+    await host.remove(volume)
+    assert not list(host.layout.volumes.iterdir())
+    await host.quiet()
+    assert host.doors.told[-1] == ("stop", volume.id)
+    with pytest.raises(NotFound):
+        await host.state(volume)
+
+
+async def test_growth_is_told_to_the_server_and_kept(host: Verbs) -> None:
+    volume = a_volume()
+    await host.create(volume)
+    await host.grow(volume, 3 * SMALL)
     assert volume.size_mb == 3 * SMALL and image(host, volume).stat().st_size == 3 * SMALL << 20
     assert host.doors.told == [("grow", volume.id)]
-    _, scan = reopened(host)
+    _, scan = await reopened(host)
     assert scan.volumes == [volume] and not scan.repaired
 
 
-def test_growth_that_the_server_refuses_is_not_recorded_and_can_be_had_later(host: Verbs) -> None:
+async def test_growth_that_the_server_refuses_is_not_recorded_and_can_be_had_later(host: Verbs) -> None:
     volume = a_volume()
-    asyncio.run(host.create(volume))
+    await host.create(volume)
     host.doors.refuse = {("grow", volume.id)}
     with pytest.raises(BackendFailed):
-        asyncio.run(host.grow(volume, 2 * SMALL))
+        await host.grow(volume, 2 * SMALL)
     assert volume.size_mb == SMALL
     host.doors.refuse.clear()
-    asyncio.run(host.grow(volume, 2 * SMALL))
+    await host.grow(volume, 2 * SMALL)
     assert volume.size_mb == 2 * SMALL and image(host, volume).stat().st_size == 2 * SMALL << 20
 
 
@@ -299,25 +302,25 @@ def test_growth_that_the_server_refuses_is_not_recorded_and_can_be_had_later(hos
 
 
 @pytest.fixture
-def rolled(host: Verbs) -> tuple[Volume, VolumeSnapshot, Sandbox]:
+async def rolled(host: Verbs) -> tuple[Volume, VolumeSnapshot, Sandbox]:
     """A volume that holds "two", a snapshot of it with "one", and a sandbox that mounts it."""
     volume = a_volume()
-    asyncio.run(host.create(volume))
+    await host.create(volume)
     put(image(host, volume), "a", "one")
     snapshot = a_snapshot(volume)
-    asyncio.run(host.capture(snapshot))
+    await host.capture(snapshot)
     put(image(host, volume), "a", "two")
     sandbox = a_sandbox(Mount(volume=volume.id, path="/data"))
-    asyncio.run(host.run(sandbox, "10.0.0.2"))
+    await host.run(sandbox, "10.0.0.2")
     host.doors.told.clear()
     return volume, snapshot, sandbox
 
 
-def test_rollback_brings_back_the_files_and_the_clients(
+async def test_rollback_brings_back_the_files_and_the_clients(
     host: Verbs, rolled: tuple[Volume, VolumeSnapshot, Sandbox]
 ) -> None:
     volume, snapshot, _ = rolled
-    asyncio.run(host.rollback(volume, snapshot))
+    await host.rollback(volume, snapshot)
     assert read(image(host, volume), "a") == "one"
     assert host.doors.told == [("stop", volume.id), ("serve", volume.id)]
     assert host.doors.clients == {volume.id: {"10.0.0.2": False}}
@@ -326,39 +329,36 @@ def test_rollback_brings_back_the_files_and_the_clients(
     assert not strays(host)
 
 
-def test_a_volume_that_has_grown_keeps_its_size_when_rolled_back(
+async def test_a_volume_that_has_grown_keeps_its_size_when_rolled_back(
     host: Verbs, rolled: tuple[Volume, VolumeSnapshot, Sandbox]
 ) -> None:
     volume, snapshot, _ = rolled
-    asyncio.run(host.grow(volume, 2 * SMALL))
-    asyncio.run(host.rollback(volume, snapshot))
+    await host.grow(volume, 2 * SMALL)
+    await host.rollback(volume, snapshot)
     assert read(image(host, volume), "a") == "one"
     assert (volume.size_mb, image(host, volume).stat().st_size) == (2 * SMALL, 2 * SMALL << 20)
-    _, scan = reopened(host)
+    _, scan = await reopened(host)
     assert scan.volumes == [volume] and not scan.repaired
 
 
 @pytest.mark.parametrize("refused", ["stop", "serve"])
-def test_rollback_that_fails_leaves_the_old_one_and_its_clients(
+async def test_rollback_that_fails_leaves_the_old_one_and_its_clients(
     host: Verbs, rolled: tuple[Volume, VolumeSnapshot, Sandbox], refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvm_volumes, "_RETRY_SECONDS", (0.01,))
     volume, snapshot, _ = rolled
 
-    async def story() -> None:
-        host.doors.refuse = {(refused, volume.id)}
-        with pytest.raises(BackendFailed, match=f"{refused} refused"):
-            await host.rollback(volume, snapshot)
-        assert read(image(host, volume), "a") == "two"
-        host.doors.refuse.clear()
-        await host.quiet()
-        assert host.doors.clients == {volume.id: {"10.0.0.2": False}}
-
-    asyncio.run(story())
+    host.doors.refuse = {(refused, volume.id)}
+    with pytest.raises(BackendFailed, match=f"{refused} refused"):
+        await host.rollback(volume, snapshot)
+    assert read(image(host, volume), "a") == "two"
+    host.doors.refuse.clear()
+    await host.quiet()
+    assert host.doors.clients == {volume.id: {"10.0.0.2": False}}
     assert not strays(host)
 
 
-def test_rollback_for_which_there_is_no_space_is_not_noticed(
+async def test_rollback_for_which_there_is_no_space_is_not_noticed(
     host: Verbs, rolled: tuple[Volume, VolumeSnapshot, Sandbox], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any) -> None:
@@ -367,46 +367,46 @@ def test_rollback_for_which_there_is_no_space_is_not_noticed(
     monkeypatch.setattr(store, "_extend", refuse)
     volume, snapshot, _ = rolled
     with pytest.raises(NoSpace, match="no space left"):
-        asyncio.run(host.rollback(volume, snapshot))
+        await host.rollback(volume, snapshot)
     assert read(image(host, volume), "a") == "two" and not host.doors.told and not strays(host)
 
 
 # -- several at once ---------------------------------------------------------------------------------------------------
 
 
-def two_volumes(host: Verbs) -> tuple[Volume, Volume]:
+async def two_volumes(host: Verbs) -> tuple[Volume, Volume]:
     one, two = a_volume("one"), a_volume("two")
     for volume in (one, two):
-        asyncio.run(host.create(volume))
+        await host.create(volume)
     return one, two
 
 
-def test_volumes_are_captured_while_all_stand_still(host: Verbs) -> None:
-    one, two = two_volumes(host)
+async def test_volumes_are_captured_while_all_stand_still(host: Verbs) -> None:
+    one, two = await two_volumes(host)
     taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
     captures = [a_snapshot(one, of=taken.id), a_snapshot(two, of=taken.id)]
-    asyncio.run(host.capture_sandbox(taken, captures))
+    await host.capture_sandbox(taken, captures)
     assert host.doors.most_still == {one.id, two.id} and not host.doors.still
-    _, scan = reopened(host, snapshots=(taken.id,))
+    _, scan = await reopened(host, snapshots=(taken.id,))
     assert {each.id for each in scan.volume_snapshots} == {each.id for each in captures} and not scan.repaired
 
 
 @pytest.mark.parametrize("refused", ["flush", "freeze", "thaw"])
-def test_where_one_cannot_be_captured_none_is(host: Verbs, refused: str) -> None:
-    one, two = two_volumes(host)
+async def test_where_one_cannot_be_captured_none_is(host: Verbs, refused: str) -> None:
+    one, two = await two_volumes(host)
     host.doors.refuse = {(refused, two.id)}
     taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
     with pytest.raises(BackendFailed, match=f"{refused} refused"):
-        asyncio.run(host.capture_sandbox(taken, [a_snapshot(one, of=taken.id), a_snapshot(two, of=taken.id)]))
+        await host.capture_sandbox(taken, [a_snapshot(one, of=taken.id), a_snapshot(two, of=taken.id)])
     assert not host.doors.still
     assert not list(host.layout.volumes.glob("*/snapshots/*")) and not list(host.layout.volumes.glob("*/snapshots/.*"))
     assert not directory_records.directories(host.layout.snapshots)
 
 
-def test_where_the_snapshot_is_not_committed_its_volumes_are_not_either(
+async def test_where_the_snapshot_is_not_committed_its_volumes_are_not_either(
     host: Verbs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = two_volumes(host)
+    one, two = await two_volumes(host)
     taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
     commit = directory_records.commit
 
@@ -417,21 +417,21 @@ def test_where_the_snapshot_is_not_committed_its_volumes_are_not_either(
 
     monkeypatch.setattr(directory_records, "commit", refuse)
     with pytest.raises(OSError, match="forced"):
-        asyncio.run(host.capture_sandbox(taken, [a_snapshot(one, of=taken.id), a_snapshot(two, of=taken.id)]))
+        await host.capture_sandbox(taken, [a_snapshot(one, of=taken.id), a_snapshot(two, of=taken.id)])
     assert not list(host.layout.volumes.glob("*/snapshots/*")) and not strays(host)
 
 
 # -- no space ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_space_for_a_snapshot_a_clone_or_a_rollback(tmp_path: Path, need_root: None) -> None:
+async def test_no_space_for_a_snapshot_a_clone_or_a_rollback(tmp_path: Path, need_root: None) -> None:
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320) as xfs:
         host = Verbs(xfs.mount_point)
         volume = a_volume()
-        asyncio.run(host.create(volume))
+        await host.create(volume)
         put(image(host, volume), "a", "one")
         snapshot = a_snapshot(volume)
-        asyncio.run(host.capture(snapshot))
+        await host.capture(snapshot)
         before = sorted(map(str, host.layout.volumes.glob("**/*")))
         filler = fill(xfs.mount_point)
         os.truncate(filler, filler.stat().st_size - (400 << 10))
@@ -441,15 +441,15 @@ def test_no_space_for_a_snapshot_a_clone_or_a_rollback(tmp_path: Path, need_root
             lambda: exhausting(lambda: host.create(a_volume(f"v{next(_numbers)}"), snapshot)),
         ):
             with pytest.raises(NoSpace, match="no space left"):
-                asyncio.run(work())
+                await work()
             assert not strays(host)
             assert read(image(host, volume), "a") == "one"
-        _, scan = reopened(host)
+        _, scan = await reopened(host)
         assert volume in scan.volumes and snapshot in scan.volume_snapshots
         filler.unlink()
         assert not [sentence for sentence in scan.repaired if "damaged" in sentence]
         assert set(before) <= set(map(str, host.layout.volumes.glob("**/*")))
-        asyncio.run(host.capture(a_snapshot(volume, "later")))
+        await host.capture(a_snapshot(volume, "later"))
 
 
 async def exhausting(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -473,13 +473,13 @@ def fill(directory: Path) -> Path:
 
 
 @pytest.fixture
-def kept(host: Verbs) -> tuple[Volume, VolumeSnapshot]:
+async def kept(host: Verbs) -> tuple[Volume, VolumeSnapshot]:
     """A volume with "two" and a snapshot of it with "one"."""
     volume = a_volume()
-    asyncio.run(host.create(volume))
+    await host.create(volume)
     put(image(host, volume), "a", "one")
     snapshot = a_snapshot(volume)
-    asyncio.run(host.capture(snapshot))
+    await host.capture(snapshot)
     put(image(host, volume), "a", "two")
     return volume, snapshot
 
@@ -493,22 +493,22 @@ def only(scan: Scan) -> Volume:
     return volume
 
 
-def test_a_volume_whose_record_is_torn_goes_by_its_id(host: Verbs, kept: tuple[Volume, VolumeSnapshot]) -> None:
+async def test_a_volume_whose_record_is_torn_goes_by_its_id(host: Verbs, kept: tuple[Volume, VolumeSnapshot]) -> None:
     volume, snapshot = kept
     tear(image(host, volume).with_name("manifest.json"))
-    again, scan = reopened(host)
+    again, scan = await reopened(host)
     found = only(scan)
     assert (found.id, found.name, found.size_mb) == (volume.id, volume.id, volume.size_mb)
     assert found.host["port"] in VOLUME_PORTS and scan.volume_snapshots == [snapshot]
     assert any(f"record of volume {volume.id} is damaged" in sentence for sentence in scan.repaired)
     assert read(image(host, volume), "a") == "two"
     assert list((host.layout.root / ".damaged").iterdir())
-    _, scan = reopened(again)
+    _, scan = await reopened(again)
     assert scan.volumes == [found] and not scan.repaired
 
 
 @pytest.mark.parametrize("damage", ["gone", "short"])
-def test_a_volume_that_lost_its_image_keeps_its_snapshots(
+async def test_a_volume_that_lost_its_image_keeps_its_snapshots(
     host: Verbs, kept: tuple[Volume, VolumeSnapshot], damage: str
 ) -> None:
     volume, snapshot = kept
@@ -518,91 +518,90 @@ def test_a_volume_that_lost_its_image_keeps_its_snapshots(
         os.truncate(image(host, volume), 4096)
     runs = a_sandbox(Mount(volume=volume.id, path="/data"))
     host.addresses[runs.instance] = "10.0.0.6"
-    again, scan = reopened(host, runs)
+    again, scan = await reopened(host, runs)
     assert only(scan) == volume and scan.volume_snapshots == [snapshot]
     assert any("its snapshots stay" in sentence for sentence in scan.repaired)
     assert not image(host, volume).exists() and ("stop", volume.id) in again.doors.told
 
-    async def story() -> None:
-        sandbox = a_sandbox(Mount(volume=volume.id, path="/data"))
-        with pytest.raises(Conflict, match="roll it back"):
-            await again.run(sandbox, "10.0.0.2")
-        again.end(sandbox, again.quiet)
-        with pytest.raises(Conflict, match="roll it back"):
-            await again.capture(a_snapshot(volume))
-        assert "roll it back" in (await again.state(volume)).stuck[0]
-        await again.rollback(volume, snapshot)
-        assert not (await again.state(volume)).stuck
-
-    asyncio.run(story())
+    sandbox = a_sandbox(Mount(volume=volume.id, path="/data"))
+    with pytest.raises(Conflict, match="roll it back"):
+        await again.run(sandbox, "10.0.0.2")
+    again.end(sandbox, again.quiet)
+    with pytest.raises(Conflict, match="roll it back"):
+        await again.capture(a_snapshot(volume))
+    assert "roll it back" in (await again.state(volume)).stuck[0]
+    await again.rollback(volume, snapshot)
+    assert not (await again.state(volume)).stuck
     assert read(image(host, volume), "a") == "one"
-    _, scan = reopened(again)
+    _, scan = await reopened(again)
     assert only(scan) == volume and not scan.repaired
 
 
-def test_a_volume_of_which_nothing_is_left_is_put_aside(host: Verbs, kept: tuple[Volume, VolumeSnapshot]) -> None:
+async def test_a_volume_of_which_nothing_is_left_is_put_aside(host: Verbs, kept: tuple[Volume, VolumeSnapshot]) -> None:
     other = a_volume("other")
-    asyncio.run(host.create(other))
+    await host.create(other)
     os.truncate(image(host, other), 4096)
-    _, scan = reopened(host)
+    _, scan = await reopened(host)
     assert only(scan) == kept[0]
     assert any(f"{other.id} is damaged" in sentence for sentence in scan.repaired)
     assert not image(host, other).parent.exists()
 
 
-def test_a_damaged_snapshot_is_put_aside_and_its_volume_stays(host: Verbs, kept: tuple[Volume, VolumeSnapshot]) -> None:
+async def test_a_damaged_snapshot_is_put_aside_and_its_volume_stays(
+    host: Verbs, kept: tuple[Volume, VolumeSnapshot]
+) -> None:
     volume, snapshot = kept
     second = a_snapshot(volume, "second")
-    asyncio.run(host.capture(second))
+    await host.capture(second)
     tear(snapshot_image(host, snapshot).with_name("manifest.json"))
     os.truncate(snapshot_image(host, second), 4096)
-    _, scan = reopened(host)
+    _, scan = await reopened(host)
     assert scan.volumes == [volume] and scan.volume_snapshots == []
     assert len(list((host.layout.root / ".damaged").iterdir())) == 2
 
 
-def test_what_was_captured_with_a_snapshot_that_is_not_there_is_swept(
+async def test_what_was_captured_with_a_snapshot_that_is_not_there_is_swept(
     host: Verbs, kept: tuple[Volume, VolumeSnapshot]
 ) -> None:
     volume, snapshot = kept
     taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
-    asyncio.run(host.capture(part := a_snapshot(volume, "part", of=taken.id)))
-    _, scan = reopened(host, snapshots=(taken.id,))
+    await host.capture(part := a_snapshot(volume, "part", of=taken.id))
+    _, scan = await reopened(host, snapshots=(taken.id,))
     assert {each.id for each in scan.volume_snapshots} == {snapshot.id, part.id}
-    _, scan = reopened(host)
+    _, scan = await reopened(host)
     assert scan.volume_snapshots == [snapshot] and not snapshot_image(host, part).exists()
 
 
-def test_what_was_captured_with_a_snapshot_that_was_put_aside_is_put_aside_too(
+async def test_what_was_captured_with_a_snapshot_that_was_put_aside_is_put_aside_too(
     host: Verbs, kept: tuple[Volume, VolumeSnapshot]
 ) -> None:
     volume, snapshot = kept
     taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
-    asyncio.run(host.capture(part := a_snapshot(volume, "part", of=taken.id)))
+    await host.capture(part := a_snapshot(volume, "part", of=taken.id))
     (host.layout.snapshots / taken.id).mkdir()
     moved = Quarantine(host.layout.root).move(host.layout.snapshots / taken.id)
-    _, scan = reopened(host)
+    _, scan = await reopened(host)
     assert scan.volume_snapshots == [snapshot]
     (aside,) = [path for path in moved.parent.iterdir() if part.id in path.name]
     assert read(aside / "volume.img", "a") == "two"
 
 
-def test_strangers_among_the_volumes_stop_nobody(host: Verbs, kept: tuple[Volume, VolumeSnapshot]) -> None:
+async def test_strangers_among_the_volumes_stop_nobody(host: Verbs, kept: tuple[Volume, VolumeSnapshot]) -> None:
     volume, snapshot = kept
     (host.layout.volumes / "stranger").mkdir()
     (host.layout.volumes / "stranger" / "file").touch()
     (host.layout.volumes / "empty").mkdir()
     (host.layout.volumes / "note.txt").touch()
     shutil.rmtree(snapshot_image(host, snapshot).parent.parent)
-    _, scan = reopened(host)
+    _, scan = await reopened(host)
     assert scan.volumes == [volume] and len(scan.repaired) == 2
 
 
-def test_of_two_volumes_with_one_port_the_younger_gets_another(host: Verbs) -> None:
-    one, two = two_volumes(host)
+async def test_of_two_volumes_with_one_port_the_younger_gets_another(host: Verbs) -> None:
+    one, two = await two_volumes(host)
     manifest = image(host, two).with_name("manifest.json")
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"host": one.host}))
-    _, scan = reopened(host)
+    _, scan = await reopened(host)
     found = {volume.id: volume for volume in scan.volumes}
     assert found[one.id].host == one.host != found[two.id].host
     assert directory_records.read_record(manifest.parent, Volume) == found[two.id]
@@ -622,19 +621,21 @@ def test_ports_come_round_only_when_all_others_are_taken() -> None:
         ports.take()
 
 
-def test_a_volume_that_could_not_be_made_gives_its_port_back(host: Verbs, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_volume_that_could_not_be_made_gives_its_port_back(
+    host: Verbs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def refuse(*args: Any) -> None:
         raise BackendFailed("forced")
 
     monkeypatch.setattr(ports, "VOLUME_PORTS", VOLUME_PORTS[:2])
-    asyncio.run(host.scan())
+    await host.scan()
     with monkeypatch.context() as broken:
         broken.setattr(store, "format_image", refuse)
         for _ in range(3):
             with pytest.raises(BackendFailed, match="forced"):
-                asyncio.run(host.create(a_volume()))
+                await host.create(a_volume())
     assert not strays(host)
-    one, two = two_volumes(host)
+    one, two = await two_volumes(host)
     assert {one.host["port"], two.host["port"]} == set(VOLUME_PORTS[:2])
 
 
@@ -647,8 +648,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvm_volumes, "_DETACH_SECONDS", 0.2)
 
 
-def test_a_server_lets_in_who_runs_and_ends_with_the_last(host: Verbs) -> None:
-    one, two = two_volumes(host)
+async def test_a_server_lets_in_who_runs_and_ends_with_the_last(host: Verbs) -> None:
+    one, two = await two_volumes(host)
     writer = a_sandbox(Mount(volume=one.id, path="/one"), Mount(volume=two.id, path="/two", read_only=True))
     reader = a_sandbox(Mount(volume=one.id, path="/one", read_only=True))
     released = []
@@ -656,124 +657,109 @@ def test_a_server_lets_in_who_runs_and_ends_with_the_last(host: Verbs) -> None:
     async def release() -> None:
         released.append(len(host.doors.clients))
 
-    async def story() -> None:
-        await asyncio.gather(host.run(writer, "10.0.0.2"), host.run(reader, "10.0.0.6"))
-        assert host.doors.clients == {one.id: {"10.0.0.2": False, "10.0.0.6": True}, two.id: {"10.0.0.2": True}}
-        assert [mount.path for mount in host.guest_mounts(writer)] == ["/one", "/two"]
-        assert host.end(writer, release)
-        await host.quiet()
-        assert host.doors.clients == {one.id: {"10.0.0.6": True}}
-        assert host.end(reader, release)
-        await host.quiet()
-        assert host.doors.clients == {} and released == [1, 0]
-
-    asyncio.run(story())
+    await asyncio.gather(host.run(writer, "10.0.0.2"), host.run(reader, "10.0.0.6"))
+    assert host.doors.clients == {one.id: {"10.0.0.2": False, "10.0.0.6": True}, two.id: {"10.0.0.2": True}}
+    assert [mount.path for mount in host.guest_mounts(writer)] == ["/one", "/two"]
+    assert host.end(writer, release)
+    await host.quiet()
+    assert host.doors.clients == {one.id: {"10.0.0.6": True}}
+    assert host.end(reader, release)
+    await host.quiet()
+    assert host.doors.clients == {} and released == [1, 0]
 
 
-def test_an_end_waits_for_no_server_and_its_address_for_all_of_them(host: Verbs, impatient: None) -> None:
-    one, two = two_volumes(host)
+async def test_an_end_waits_for_no_server_and_its_address_for_all_of_them(host: Verbs, impatient: None) -> None:
+    one, two = await two_volumes(host)
     sandbox = a_sandbox(Mount(volume=one.id, path="/one"), Mount(volume=two.id, path="/two"))
     released = []
 
     async def release() -> None:
         released.append(True)
 
-    async def story() -> None:
-        await host.run(sandbox, "10.0.0.2")
-        host.doors.refuse = {("stop", two.id)}
-        assert host.end(sandbox, release)
-        await _eventually(lambda: host.doors.told.count(("stop", two.id)) > 3)
-        assert one.id not in host.doors.clients
-        state = await host.state(two)
-        assert state.used_bytes == size(image(host, two))
-        (sentence,) = state.stuck
-        assert "stop refused" in sentence and two.id in sentence
-        assert not (await host.state(one)).stuck and not released
-        host.doors.refuse.clear()
-        await host.quiet()
-        assert released and not (await host.state(two)).stuck
-
-    asyncio.run(story())
+    await host.run(sandbox, "10.0.0.2")
+    host.doors.refuse = {("stop", two.id)}
+    assert host.end(sandbox, release)
+    await _eventually(lambda: host.doors.told.count(("stop", two.id)) > 3)
+    assert one.id not in host.doors.clients
+    state = await host.state(two)
+    assert state.used_bytes == size(image(host, two))
+    (sentence,) = state.stuck
+    assert "stop refused" in sentence and two.id in sentence
+    assert not (await host.state(one)).stuck and not released
+    host.doors.refuse.clear()
+    await host.quiet()
+    assert released and not (await host.state(two)).stuck
 
 
-def test_a_machine_without_volumes_ends_as_ever(host: Verbs) -> None:
+async def test_a_machine_without_volumes_ends_as_ever(host: Verbs) -> None:
     sandbox = a_sandbox()
-    asyncio.run(host.run(sandbox, "10.0.0.2"))
+    await host.run(sandbox, "10.0.0.2")
     assert not host.end(sandbox, host.quiet) and not host.doors.told
 
 
-def test_a_volume_is_attached_and_detached_while_the_machine_runs(host: Verbs, impatient: None) -> None:
-    one, _ = two_volumes(host)
+async def test_a_volume_is_attached_and_detached_while_the_machine_runs(host: Verbs, impatient: None) -> None:
+    one, _ = await two_volumes(host)
     sandbox = a_sandbox()
     mount = Mount(volume=one.id, path="/one")
 
-    async def story() -> None:
-        await host.run(sandbox, "10.0.0.2")
-        await host.attach(sandbox, mount, host.addresses[sandbox.instance])
-        assert host.doors.clients == {one.id: {"10.0.0.2": False}}
-        host.doors.refuse = {("stop", one.id)}
-        await host.detach(sandbox, mount)
-        assert (await host.state(one)).stuck
-        host.doors.refuse.clear()
-        await host.quiet()
-        assert host.doors.clients == {}
-
-    asyncio.run(story())
+    await host.run(sandbox, "10.0.0.2")
+    await host.attach(sandbox, mount, host.addresses[sandbox.instance])
+    assert host.doors.clients == {one.id: {"10.0.0.2": False}}
+    host.doors.refuse = {("stop", one.id)}
+    await host.detach(sandbox, mount)
+    assert (await host.state(one)).stuck
+    host.doors.refuse.clear()
+    await host.quiet()
+    assert host.doors.clients == {}
 
 
-def test_an_attach_that_fails_changes_nothing(host: Verbs, impatient: None) -> None:
-    one, two = two_volumes(host)
+async def test_an_attach_that_fails_changes_nothing(host: Verbs, impatient: None) -> None:
+    one, two = await two_volumes(host)
     sandbox = a_sandbox(Mount(volume=one.id, path="/one", read_only=True))
 
-    async def story() -> None:
-        await host.run(sandbox, "10.0.0.2")
-        host.doors.refuse = {("serve", one.id), ("serve", two.id)}
-        for mount in (Mount(volume=two.id, path="/two"), Mount(volume=one.id, path="/one")):
-            with pytest.raises(BackendFailed, match="serve refused"):
-                await host.attach(sandbox, mount, host.addresses[sandbox.instance])
-        with pytest.raises(NotFound):
-            await host.attach(sandbox, Mount(volume="0" * 12, path="/none"), "10.0.0.2")
-        host.doors.refuse.clear()
-        await host.quiet()
-        assert host.doors.clients == {one.id: {"10.0.0.2": True}}
-
-    asyncio.run(story())
+    await host.run(sandbox, "10.0.0.2")
+    host.doors.refuse = {("serve", one.id), ("serve", two.id)}
+    for mount in (Mount(volume=two.id, path="/two"), Mount(volume=one.id, path="/one")):
+        with pytest.raises(BackendFailed, match="serve refused"):
+            await host.attach(sandbox, mount, host.addresses[sandbox.instance])
+    with pytest.raises(NotFound):
+        await host.attach(sandbox, Mount(volume="0" * 12, path="/none"), "10.0.0.2")
+    host.doors.refuse.clear()
+    await host.quiet()
+    assert host.doors.clients == {one.id: {"10.0.0.2": True}}
 
 
-def test_a_new_gateway_lets_in_whom_the_records_name_and_nobody_else(host: Verbs, impatient: None) -> None:
-    one, two = two_volumes(host)
+async def test_a_new_gateway_lets_in_whom_the_records_name_and_nobody_else(host: Verbs, impatient: None) -> None:
+    one, two = await two_volumes(host)
     stays = a_sandbox(Mount(volume=one.id, path="/one", read_only=True), Mount(volume="0" * 12, path="/gone"))
     sleeps = a_sandbox(Mount(volume=two.id, path="/two"))
     host.addresses[stays.instance] = "10.0.0.2"
-    again, scan = reopened(host, stays, sleeps)
+    again, scan = await reopened(host, stays, sleeps)
     assert again.doors.known == {one.id, two.id}
     assert again.doors.clients == {one.id: {"10.0.0.2": True}} and ("stop", two.id) in again.doors.told
     assert not scan.repaired
     assert [mount.path for mount in again.guest_mounts(stays)] == ["/one"]
 
 
-def test_a_server_that_does_not_answer_is_said_not_waited_for(host: Verbs) -> None:
-    one, _ = two_volumes(host)
+async def test_a_server_that_does_not_answer_is_said_not_waited_for(host: Verbs) -> None:
+    one, _ = await two_volumes(host)
     host.doors.refuse = {("ask", one.id)}
-    assert "ask refused" in asyncio.run(host.state(one)).stuck[0]
+    assert "ask refused" in await host.state(one).stuck[0]
 
 
-def test_a_server_that_does_not_come_back_stops_no_gateway(host: Verbs, impatient: None) -> None:
-    one, two = two_volumes(host)
+async def test_a_server_that_does_not_come_back_stops_no_gateway(host: Verbs, impatient: None) -> None:
+    one, two = await two_volumes(host)
     sandbox = a_sandbox(Mount(volume=one.id, path="/one"), Mount(volume=two.id, path="/two"))
     again = Verbs(host.layout.root)
     again.addresses = {sandbox.instance: "10.0.0.2"}
 
-    async def story() -> None:
-        again.doors.refuse = {("serve", one.id)}
-        scan = await again.scan(sandbox)
-        assert any(f"volume {one.id} is not served" in sentence for sentence in scan.repaired)
-        assert again.doors.clients == {two.id: {"10.0.0.2": False}}
-        again.doors.refuse.clear()
-        await again.quiet()
-        assert again.doors.clients == {one.id: {"10.0.0.2": False}, two.id: {"10.0.0.2": False}}
-
-    asyncio.run(story())
+    again.doors.refuse = {("serve", one.id)}
+    scan = await again.scan(sandbox)
+    assert any(f"volume {one.id} is not served" in sentence for sentence in scan.repaired)
+    assert again.doors.clients == {two.id: {"10.0.0.2": False}}
+    again.doors.refuse.clear()
+    await again.quiet()
+    assert again.doors.clients == {one.id: {"10.0.0.2": False}, two.id: {"10.0.0.2": False}}
 
 
 # -- crash at any step -------------------------------------------------------------------------------------------------
@@ -829,7 +815,7 @@ def test_killed_at_any_step_leaves_things_whole_or_not_there(verb: str, root: Pa
         asyncio.run(host.capture(snapshot))
         put(image(host, volume), "a", "two")
         outcome = die(host, VERBS[verb](host, volume, snapshot), fatal)
-        again, scan = reopened(host)
+        again, scan = asyncio.run(reopened(host))
         check(again, scan, verb, volume, snapshot, f"killed at step {fatal}")
         if outcome != KILLED:
             assert fatal > 2, "nothing was tried"
@@ -865,12 +851,12 @@ def test_killed_while_several_are_captured_leaves_all_or_none(root: Path) -> Non
     for fatal in itertools.count(1):
         (root / str(fatal)).mkdir()
         host = Verbs(root / str(fatal))
-        one, two = two_volumes(host)
+        one, two = asyncio.run(two_volumes(host))
         taken = Snapshot(kind=SnapshotKind.SNAPSHOT)
         captures = [a_snapshot(one, of=taken.id), a_snapshot(two, of=taken.id)]
         outcome = die(host, host.capture_sandbox(taken, captures), fatal)
         there = tuple(path.name for path in directory_records.directories(host.layout.snapshots))
-        _, scan = reopened(host, snapshots=there)
+        _, scan = asyncio.run(reopened(host, snapshots=there))
         found = {each.id for each in scan.volume_snapshots}
         assert found == ({each.id for each in captures} if there else set()), f"killed at step {fatal}"
         assert not strays(host)
@@ -880,9 +866,9 @@ def test_killed_while_several_are_captured_leaves_all_or_none(root: Path) -> Non
     assert fatal > 8 and 0 < whole < fatal
 
 
-def test_errors_are_of_the_kind_that_callers_are_meant_to_see(host: Verbs) -> None:
+async def test_errors_are_of_the_kind_that_callers_are_meant_to_see(host: Verbs) -> None:
     volume = a_volume()
-    asyncio.run(host.create(volume))
+    await host.create(volume)
     with pytest.raises(GatewayError):
-        asyncio.run(host.rollback(volume, a_snapshot(volume)))
+        await host.rollback(volume, a_snapshot(volume))
     assert sound(image(host, volume)) and not strays(host)

@@ -18,7 +18,7 @@ from sandbox_gateway.hosts.jail_zfs.network.pf import jail_rules
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import Slot
 from sandbox_gateway.hosts.kvm_xfs.network.rules import policy_rules
 from sandbox_gateway.records import NetworkPolicy
-from tests.kvm_xfs.test_netns import OPEN, World, run, world
+from tests.kvm_xfs.test_netns import OPEN, world
 from tests.support.gateway import Gateway
 
 SUBNET = ipaddress.IPv4Network("10.231.0.0/16")
@@ -111,8 +111,8 @@ def ruleset(slot: Slot) -> str:
 
 
 @pytest.mark.usefixtures("need_root")
-def test_the_rules_in_force_are_what_they_were() -> None:
-    async def body(w: World) -> None:
+async def test_the_rules_in_force_are_what_they_were() -> None:
+    async with world() as w:
         slot = await w.pool.take(OPEN)
         before = ruleset(slot)
         assert "chain outside" in before
@@ -121,12 +121,6 @@ def test_the_rules_in_force_are_what_they_were() -> None:
                 with pytest.raises(Invalid):
                     await w.pool.apply(slot, policy)
         assert ruleset(slot) == before
-
-    async def test() -> None:
-        async with world() as w:
-            await body(w)
-
-    run(test)
 
 
 def test_a_real_gateway_refuses_it_before_it_makes_anything(shared_gateway: Gateway, template: str) -> None:

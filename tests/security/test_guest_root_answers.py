@@ -288,19 +288,16 @@ def test_many_large_answers_of_one_sandbox_are_not_all_held(served: Served, one:
     assert not guest_json._held
 
 
-def test_answers_of_all_sandboxes_have_a_bound_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_of_all_sandboxes_have_a_bound_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Root in several sandboxes: each stays within its own limit, and never ends its answers."""
     monkeypatch.setattr(guest_json, "MAX_TOTAL_HELD_BYTES", 1 << 20)
 
-    async def attack() -> None:
-        with contextlib.ExitStack() as stack:
-            answers = [stack.enter_context(guest_json.Answer(f"sandbox {n}", "x", 1 << 20)) for n in range(5)]
-            for answer in answers[:4]:
-                await answer.feed(b'"' + b"x" * ((1 << 18) - 1))
-            with pytest.raises(Busy, match="of all sandboxes"):
-                await answers[4].feed(b'"')
-
-    asyncio.run(attack())
+    with contextlib.ExitStack() as stack:
+        answers = [stack.enter_context(guest_json.Answer(f"sandbox {n}", "x", 1 << 20)) for n in range(5)]
+        for answer in answers[:4]:
+            await answer.feed(b'"' + b"x" * ((1 << 18) - 1))
+        with pytest.raises(Busy, match="of all sandboxes"):
+            await answers[4].feed(b'"')
     assert not guest_json._held
 
 

@@ -15,7 +15,7 @@ import os
 import socket
 import struct
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -32,7 +32,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     volume_address,
 )
 from sandbox_gateway.records import NetworkPolicy
-from tests.kvm_xfs.test_netns import OPEN, Elsewhere, Guest, World, inside, run, world
+from tests.kvm_xfs.test_netns import OPEN, Elsewhere, Guest, inside, world
 
 pytestmark = pytest.mark.usefixtures("need_root")
 
@@ -335,30 +335,28 @@ class Arena:
         return left
 
 
-def in_arena(test: Callable[[World, Arena], Awaitable[None]]) -> None:
-    async def body() -> None:
-        async with world() as w:
-            slot, other = await w.pool.take(OPEN), await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0"]))
-            guest, _ = w.guest(slot), w.guest(other)
-            elsewhere: Elsewhere = w.elsewhere()
-            place = Place(slot, other, elsewhere.address, elsewhere.host_address, volume_address(w.network))
-            wires = (
-                Wire(lambda make: make(), slot.veth, incoming=True),
-                Wire(lambda make: inside(elsewhere.path, make), "eth0"),
-                Wire(lambda make: inside(other.path, make), TAP),
-            )
-            try:
-                await test(w, Arena(place, guest, *wires))
-            finally:
-                for wire in wires:
-                    wire.close()
-
-    run(body)
+@contextlib.asynccontextmanager
+async def open_arena() -> AsyncIterator[Arena]:
+    async with world() as w:
+        slot, other = await w.pool.take(OPEN), await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0"]))
+        guest, _ = w.guest(slot), w.guest(other)
+        elsewhere: Elsewhere = w.elsewhere()
+        place = Place(slot, other, elsewhere.address, elsewhere.host_address, volume_address(w.network))
+        wires = (
+            Wire(lambda make: make(), slot.veth, incoming=True),
+            Wire(lambda make: inside(elsewhere.path, make), "eth0"),
+            Wire(lambda make: inside(other.path, make), TAP),
+        )
+        try:
+            yield Arena(place, guest, *wires)
+        finally:
+            for wire in wires:
+                wire.close()
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_nothing_but_its_own_packets_leaves_a_slot(attack: str) -> None:
-    async def test(w: World, arena: Arena) -> None:
+async def test_nothing_but_its_own_packets_leaves_a_slot(attack: str) -> None:
+    async with open_arena() as arena:
         send(arena.guest, [frame(udp(GUEST_ADDRESS, arena.place.elsewhere, data=END))])
         arena.outside.until(END), arena.beyond.until(END)
         before = state(arena.place.slot)
@@ -367,8 +365,6 @@ def test_nothing_but_its_own_packets_leaves_a_slot(attack: str) -> None:
             await asyncio.to_thread(arena.finish)
             assert heard() == [], "the host's own services"
         assert state(arena.place.slot) == before
-
-    in_arena(test)
 
 
 @contextlib.contextmanager
@@ -395,10 +391,10 @@ def listening(place: Place) -> Iterator[Callable[[], list[bytes]]]:
         yield heard
 
 
-def test_whole_fragments_of_its_own_pass() -> None:
+async def test_whole_fragments_of_its_own_pass() -> None:
     """The attacks above fail because of their content, not because they are raw or fragmented frames."""
 
-    async def test(w: World, arena: Arena) -> None:
+    async with open_arena() as arena:
         data = os.urandom(8).hex().encode() * 4
         whole = struct.pack(">HHHH", 5000, PORT, 8 + len(data), 0) + data
         pieces = [
@@ -408,5 +404,3 @@ def test_whole_fragments_of_its_own_pass() -> None:
         await asyncio.to_thread(send, arena.guest, [frame(piece) for piece in pieces])
         arrived = await asyncio.to_thread(arena.beyond.until, data[:16])
         assert socket.inet_ntoa(arrived[-1][26:30]) == arena.place.host
-
-    in_arena(test)

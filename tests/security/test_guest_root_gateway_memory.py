@@ -23,7 +23,7 @@ EVENT = {"event": "RTC_CHANGE", "data": {"offset": 1}, "timestamp": {"seconds": 
 EVENTS = 2000
 
 
-def test_events_of_a_machine_are_not_kept(tmp_path: Path) -> None:
+async def test_events_of_a_machine_are_not_kept(tmp_path: Path) -> None:
     files = Instance(tmp_path)
     files.run.mkdir()
 
@@ -37,19 +37,16 @@ def test_events_of_a_machine_are_not_kept(tmp_path: Path) -> None:
             writer.write(json.dumps({"return": {}, "id": json.loads(request)["id"]}).encode() + b"\n")
         writer.close()
 
-    async def attack() -> None:
-        server = await asyncio.start_unix_server(qemu, files.qmp)
-        machine = Machine(os.getpid(), files)
-        try:
-            await machine.execute("query-status")
-            assert machine._qmp is not None
-            assert (machine._qmp.events.empty(), machine._qmp.events.history) == (True, ())
-        finally:
-            await machine.detach()
-            machine.forget()
-            server.close()
-
-    asyncio.run(attack())
+    server = await asyncio.start_unix_server(qemu, files.qmp)
+    machine = Machine(os.getpid(), files)
+    try:
+        await machine.execute("query-status")
+        assert machine._qmp is not None
+        assert (machine._qmp.events.empty(), machine._qmp.events.history) == (True, ())
+    finally:
+        await machine.detach()
+        machine.forget()
+        server.close()
 
 
 def grown(work: Callable[[], None]) -> int:

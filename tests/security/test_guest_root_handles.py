@@ -4,9 +4,8 @@ handles, the export's name, ports and addresses. (Made-up handles and paths: `te
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -40,15 +39,13 @@ class Victim:
         assert status_of(client.lookup, self.root, "planted") == nfs3.NOENT
 
 
-def with_victim(xfs_root: Path, test: Callable[[Stand, Victim], Awaitable[None]]) -> None:
-    async def body() -> None:
-        async with stand(xfs_root) as s:
-            slot, guest = await s.guest()
-            volume = await s.volume()
-            await volume.serve({slot: False})
-            await test(s, Victim(slot, guest, volume))
-
-    asyncio.run(asyncio.wait_for(body(), 120))
+@contextlib.asynccontextmanager
+async def victim_of(xfs_root: Path) -> AsyncIterator[tuple[Stand, Victim]]:
+    async with stand(xfs_root) as s:
+        slot, guest = await s.guest()
+        volume = await s.volume()
+        await volume.serve({slot: False})
+        yield s, Victim(slot, guest, volume)
 
 
 def try_all(client: Nfs, victim: Victim) -> None:
@@ -71,8 +68,8 @@ def try_all(client: Nfs, victim: Victim) -> None:
 
 
 @pytest.mark.parametrize("uid", [0, 1000, 65534])
-def test_handles_of_another_volume_are_none_at_ones_own(xfs_root: Path, uid: int) -> None:
-    async def test(s: Stand, victim: Victim) -> None:
+async def test_handles_of_another_volume_are_none_at_ones_own(xfs_root: Path, uid: int) -> None:
+    async with victim_of(xfs_root) as (s, victim):
         slot, attacker = await s.guest()
         own = await s.volume()
         await own.serve({slot: False})
@@ -95,11 +92,9 @@ def test_handles_of_another_volume_are_none_at_ones_own(xfs_root: Path, uid: int
         assert client.getattr(file).kind == 1, "it serves on"
         victim.is_well()
 
-    with_victim(xfs_root, test)
 
-
-def test_ports_of_another_volume_are_shut_whatever_way_they_are_asked(xfs_root: Path) -> None:
-    async def test(s: Stand, victim: Victim) -> None:
+async def test_ports_of_another_volume_are_shut_whatever_way_they_are_asked(xfs_root: Path) -> None:
+    async with victim_of(xfs_root) as (s, victim):
         slot, attacker = await s.guest()
         own = await s.volume()
         await own.serve({slot: False})
@@ -121,11 +116,9 @@ def test_ports_of_another_volume_are_shut_whatever_way_they_are_asked(xfs_root: 
             inside(attacker.path, lambda: Mount(volume_address(s.network), own.port + 1, seconds=0.4))
         victim.is_well()
 
-    with_victim(xfs_root, test)
 
-
-def test_another_volumes_export_cannot_be_mounted(xfs_root: Path) -> None:
-    async def test(s: Stand, victim: Victim) -> None:
+async def test_another_volumes_export_cannot_be_mounted(xfs_root: Path) -> None:
+    async with victim_of(xfs_root) as (s, victim):
         slot, attacker = await s.guest()
         own = await s.volume()
         await own.serve({slot: False})
@@ -144,13 +137,11 @@ def test_another_volumes_export_cannot_be_mounted(xfs_root: Path) -> None:
             assert theirs not in str(mount.exports())
         victim.is_well()
 
-    with_victim(xfs_root, test)
 
-
-def test_handles_end_with_the_mount_and_do_not_come_back_with_the_port(xfs_root: Path) -> None:
+async def test_handles_end_with_the_mount_and_do_not_come_back_with_the_port(xfs_root: Path) -> None:
     """A sandbox keeps a volume's handles forever; the port later belongs to another volume."""
 
-    async def test(s: Stand, victim: Victim) -> None:
+    async with victim_of(xfs_root) as (s, victim):
         slot, heir = await s.guest()
         await victim.volume.serve({slot: False})
         heirs = victim.volume.nfs(heir)
@@ -166,5 +157,3 @@ def test_handles_end_with_the_mount_and_do_not_come_back_with_the_port(xfs_root:
         try_all(later.nfs(victim.guest), victim)
         assert status_of(later.nfs(heir).lookup, root, "planted") == nfs3.NOENT
         assert later.nfs(heir).read(later.nfs(heir).lookup(root, "secret")) == b"of the later one"
-
-    with_victim(xfs_root, test)

@@ -19,12 +19,10 @@ from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, volume_address, volume_gateway
 from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import CONTROLLERS, Cgroups
 from tests.kvm_xfs.test_netns import inside
-from tests.kvm_xfs.test_volume_server import CUT_OFF, Run, Stand, killed, output, run, status_of
+from tests.kvm_xfs.test_volume_server import CUT_OFF, killed, output, stand, status_of
 from tests.support import nfs3
 from tests.support.nfs3 import Mount, NfsError, Refused
 from tests.support.waiting import eventually
-
-__all__ = ["run"]
 
 pytestmark = pytest.mark.usefixtures("need_root")
 
@@ -39,8 +37,8 @@ def is_in_hosts(pid: int, space: str) -> bool:
     return Path(f"/proc/{pid}/ns/{space}").samefile(f"/proc/self/ns/{space}")
 
 
-def test_a_server_has_few_rights_and_no_way_to_more(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_server_has_few_rights_and_no_way_to_more(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         found = status(volume.pid)
@@ -52,11 +50,9 @@ def test_a_server_has_few_rights_and_no_way_to_more(run: Run) -> None:
         for space in ("mnt", "pid", "ipc", "uts", "net"):
             assert not is_in_hosts(volume.pid, space), space
 
-    run(test)
 
-
-def test_a_server_takes_of_the_host_what_its_groups_give(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_server_takes_of_the_host_what_its_groups_give(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         offered = Cgroups(s.network.prefix, "volumes")._hierarchies
@@ -78,8 +74,6 @@ def test_a_server_takes_of_the_host_what_its_groups_give(run: Run) -> None:
         for hierarchy in offered.values():
             assert not (hierarchy.mount / f"{s.network.prefix}-volumes" / volume.id).exists()
 
-    run(test)
-
 
 REACH = """
 import json, socket, sys
@@ -94,10 +88,10 @@ print(json.dumps(reached))
 """
 
 
-def test_from_a_servers_place_no_agent_is_reached_nor_anything_else(run: Run) -> None:
+async def test_from_a_servers_place_no_agent_is_reached_nor_anything_else(xfs_root: Path) -> None:
     """As root, in the server's network namespace, without its seccomp filter."""
 
-    async def test(s: Stand) -> None:
+    async with stand(xfs_root) as s:
         volume = await s.volume()
         (slot, guest), (other, neighbour) = await s.guest(), await s.guest()
         for each in (guest, neighbour):
@@ -110,8 +104,6 @@ def test_from_a_servers_place_no_agent_is_reached_nor_anything_else(run: Run) ->
         targets += [[address, host.getsockname()[1]] for address in gateways]
         command = ["nsenter", f"--net=/proc/{volume.pid}/ns/net", sys.executable, "-c", REACH, json.dumps(targets)]
         assert json.loads(await asyncio.to_thread(output, *command)) == []
-
-    run(test)
 
 
 FORBIDDEN = """
@@ -161,8 +153,8 @@ def test_the_filter_refuses_the_ways_to_more_of_the_kernel() -> None:
     assert (done.stdout, done.stderr) == ("threads and sockets work\n", "")
 
 
-def test_a_foreign_volume_is_neither_mounted_nor_read_by_its_handle(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_foreign_volume_is_neither_mounted_nor_read_by_its_handle(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         mine, other = await s.volume(), await s.volume()
         (a, guest), (b, owner) = await s.guest(), await s.guest()
         await mine.serve({a: False})
@@ -178,11 +170,9 @@ def test_a_foreign_volume_is_neither_mounted_nor_read_by_its_handle(run: Run) ->
         with pytest.raises((NfsError, Refused)):
             mine.nfs(guest).read(secret)
 
-    run(test)
 
-
-def test_the_list_of_exports_names_no_address_of_another_sandbox(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_the_list_of_exports_names_no_address_of_another_sandbox(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume = await s.volume()
         (a, guest), (b, reader), (c, _) = await s.guest(), await s.guest(), await s.guest()
         await volume.serve({a: False, b: True, c: False})
@@ -196,11 +186,9 @@ def test_the_list_of_exports_names_no_address_of_another_sandbox(run: Run) -> No
             # In the sandboxes' network, the list contains only the host's own address on the servers' link.
             assert {str(address) for address in told if address in subnet} <= {volume_gateway(s.network)}
 
-    run(test)
 
-
-def test_a_server_that_is_ended_again_and_again_is_started_ever_later(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_server_that_is_ended_again_and_again_is_started_ever_later(xfs_root: Path) -> None:
+    async with stand(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         waits = []
@@ -217,5 +205,3 @@ def test_a_server_that_is_ended_again_and_again_is_started_ever_later(run: Run) 
         waits += [current.backoff_seconds()]
         assert waits == [0, 1, 2, 30, 0]
         assert volume.nfs(guest).getattr(volume.mount(guest)).kind == 2
-
-    run(test)

@@ -97,30 +97,29 @@ def test_structure_is_bounded_and_strings_are_not_counted_with_it() -> None:
         parse(whole + padding + b" ")
 
 
-def test_answers_that_are_being_read_are_bounded_for_one_sandbox_and_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_that_are_being_read_are_bounded_for_one_sandbox_and_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(guest_json, "MAX_HELD_BYTES", 30)
     monkeypatch.setattr(guest_json, "MAX_TOTAL_HELD_BYTES", 50)
 
-    async def story() -> None:
-        with guest_json.Answer("one", "exec") as first:
-            await first.feed(b'{"a": "' + b"x" * 13)
-            with guest_json.Answer("one", "exec") as second:
-                await second.feed(b" " * 10)
-                with pytest.raises(Busy, match="the sandbox's agent is sending more than"):
-                    await second.feed(b" ")
-            with guest_json.Answer("two", "exec") as other:
-                await other.feed(b" " * 30)
-                with (
-                    guest_json.Answer("three", "exec") as third,
-                    pytest.raises(Busy, match="the agents of all sandboxes"),
-                ):
-                    await third.feed(b" ")
-            with guest_json.Answer("one", "exec") as again:
-                await again.feed(b" " * 10)
-            await first.feed(b'"}')
-            assert await first.parse() == {"a": "x" * 13}
-
-    asyncio.run(story())
+    with guest_json.Answer("one", "exec") as first:
+        await first.feed(b'{"a": "' + b"x" * 13)
+        with guest_json.Answer("one", "exec") as second:
+            await second.feed(b" " * 10)
+            with pytest.raises(Busy, match="the sandbox's agent is sending more than"):
+                await second.feed(b" ")
+        with guest_json.Answer("two", "exec") as other:
+            await other.feed(b" " * 30)
+            with (
+                guest_json.Answer("three", "exec") as third,
+                pytest.raises(Busy, match="the agents of all sandboxes"),
+            ):
+                await third.feed(b" ")
+        with guest_json.Answer("one", "exec") as again:
+            await again.feed(b" " * 10)
+        await first.feed(b'"}')
+        assert await first.parse() == {"a": "x" * 13}
     assert not guest_json._held
 
 
