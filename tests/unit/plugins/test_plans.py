@@ -164,7 +164,11 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_template, "POLL_SECONDS", (0, 0))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=2 * settings.default.max_examples,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.lists(one_wish, max_size=6), st.lists(st.sampled_from(BOXES), max_size=3), one_wish)
 def test_said_is_done_and_done_once(
     gateway: FaultyGateway,
