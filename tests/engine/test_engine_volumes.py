@@ -200,6 +200,7 @@ def test_rollback_of_a_volume(live: Live) -> None:
     live.shell("other", "echo again >/data/file && sync")
     live.do(live.engine.volumes.rollback("data", "mark", force=True))
     eventually(lambda: read_file(live, "other", "/data/file") == "before", SOON)
+    live.shell("other", "echo on >/data/more && sync")
     assert live.engine.volumes.get("data").size_mb == 96
 
 
@@ -602,7 +603,14 @@ def test_one_writer_and_eight_readers(live: Live) -> None:
             eventually(lambda name=name, said=said: read_file(live, name, "/data/file") == said, SOON)  # type: ignore[misc]
     live.shell("writer", "mkdir /data/open && chmod 777 /data/open /data/file")
     for name in names:
-        for attempt in ("touch /data/new", "touch /data/open/new", "echo x >/data/file", "rm /data/file"):
+        for attempt in (
+            "touch /data/new",
+            "touch /data/open/new",
+            "echo x >/data/file",
+            "rm /data/file",
+            "rmdir /data/open",
+            "chmod 700 /data",
+        ):
             said = live.shell(name, f"({attempt}) 2>&1 && echo it went through || true")
             assert any(word in said for word in REFUSED), (name, attempt, said)
     assert sorted(live.shell("writer", "ls /data").split()) == ["file", "open"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import threading
@@ -79,59 +78,11 @@ def repaired(caplog: pytest.LogCaptureFixture) -> list[str]:
 # -- shared -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_writes_and_the_others_only_read(live: Live) -> None:
-    volume(live)
-    box(live, "writer", ("data", "/srv/data"))
-    for name in ("reader1", "reader2"):
-        box(live, name, ("data", "/data"), read_only=True)
-    live.shell("writer", "echo one >/srv/data/file; mkdir /srv/data/dir")
-    for name in ("reader1", "reader2"):
-        assert live.shell(name, "cat /data/file").strip() == "one"
-        for command in ("echo two >/data/file", "touch /data/new", "rmdir /data/dir", "chmod 700 /data"):
-            refused = live.do(live.engine.commands.exec(name, ["sh", "-c", command]))
-            assert refused.exit_code != 0 and b"Read-only file system" in refused.stderr, refused
-    live.shell("writer", "rm /srv/data/file")
-    assert live.shell("reader1", "ls /data").split() == ["dir"]
-
-
-def test_three_append_and_lock_in_one_file(live: Live) -> None:
-    volume(live)
-    names = ["box0", "box1", "box2"]
-    for name in names:
-        box(live, name, ("data", "/data"))
-
-    async def at_once(script: str) -> None:
-        runs = (live.engine.commands.exec(name, ["sh", "-c", script.replace("NAME", name)]) for name in names)
-        for result in await asyncio.gather(*runs):
-            assert result.exit_code == 0, result
-
-    line = "x" * 100
-    live.do(at_once(f"for n in $(seq 200); do echo NAME-$n-{line}-end >>/data/log; done"))
-    found = live.shell("box0", "cat /data/log").splitlines()
-    assert sorted(found) == sorted(f"{name}-{n}-{line}-end" for name in names for n in range(1, 201))
-    live.shell("box0", "echo 0 >/data/count")
-    count = "flock /data/lock sh -c 'n=$(cat /data/count); echo $((n + 1)) >/data/count'"
-    live.do(at_once(f"for n in $(seq 40); do {count}; done"))
-    assert live.shell("box1", "cat /data/count").strip() == "120"
-
-
 def test_set_user_ids_do_not_count_in_a_volume(live: Live) -> None:
     volume(live)
     box(live, "box", ("data", "/data"))
     live.shell("box", "cp /usr/bin/id /data/id; chown root /data/id; chmod 4755 /data/id")
     assert live.do(live.engine.commands.exec("box", ["/data/id", "-u"], user="user")).stdout.strip() == b"1000"
-
-
-def test_a_full_volume_says_so_and_grows_while_it_is_mounted(live: Live) -> None:
-    volume(live)
-    box(live, "box", ("data", "/data"))
-    fill = "dd if=/dev/urandom of=/data/big bs=1M count=80 conv=fsync"
-    full = live.do(live.engine.commands.exec("box", ["sh", "-c", fill]))
-    assert full.exit_code != 0 and any(words in full.stderr for words in (b"quota exceeded", b"No space left")), full
-    live.do(live.engine.volumes.grow("data", 128))
-    live.shell("box", f"rm /data/big; {fill}")
-    eventually(lambda: live.do(live.engine.volumes.state("data")).used_bytes > 80 << 20, 20)
-    assert live.engine.volumes.get("data").size_mb == 128
 
 
 def test_mounted_in_the_order_that_is_wanted_and_one_in_another(live: Live, jail_zfs_world: JailZfsWorld) -> None:
@@ -184,21 +135,6 @@ def test_captured_with_its_sandbox_and_cloned_for_a_fork(live: Live, jail_zfs_wo
     assert live.do(live.engine.snapshots.delete("mark"))
     assert [each for name in ("a", "b") for each in live.engine.volumes.list_snapshots(name)] == []
     live.settle(jail_zfs_world.check_no_strays, live.engine, live.config, "after the snapshot")
-
-
-def test_capture_whose_second_volume_fails_leaves_none_and_all_goes_on(
-    live: Live, jail_zfs_world: JailZfsWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("a", "b"):
-        volume(live, name)
-    box(live, "source", ("a", "/a"), ("b", "/b"))
-    before = jail_zfs_world.traces(live.config)
-    jail_zfs_world.break_volume_capture(live.engine.host, monkeypatch)
-    with pytest.raises(BackendFailed, match="forced"):
-        live.do(live.engine.snapshots.create("source", name="mark", volumes=["a", "b"]))
-    monkeypatch.undo()
-    assert jail_zfs_world.traces(live.config) == before
-    live.shell("source", "echo alive >/a/file")
 
 
 def test_all_that_write_into_a_volume_stand_still_while_it_is_captured(

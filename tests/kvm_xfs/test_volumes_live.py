@@ -45,39 +45,6 @@ def read(live: Live, ref: str, path: str) -> str:
     return live.shell(ref, f"cat {path} 2>/dev/null || true").strip("\0\n ")
 
 
-OPEN_FILE = """
-import os, time
-file = os.open("/data/file", os.O_RDWR | os.O_CREAT)
-count = 0
-while True:
-    count += 1
-    name = os.uname().nodename
-    place = int(name[-1]) if name[-1].isdigit() else 0
-    # Each its own pages: a page is what an NFS client writes at least, and of one page the last writer's stays.
-    os.pwrite(file, f"{name} {count:08}\\n".encode(), 65536 * place)
-    os.fsync(file)
-    time.sleep(0.05)
-"""
-
-
-def counts(live: Live, ref: str) -> dict[str, int]:
-    """How far each machine has counted in the file that all of them have open, as ``ref`` sees it."""
-    lines = (line.split() for line in read(live, ref, "/data/file").replace("\0", "").splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) == 2}
-
-
-def test_forks_of_a_live_machine_go_on_writing_to_the_file_it_has_open(live: Live) -> None:
-    create(live, "source", MountSpec("data", "/data"))
-    create(live, "witness", MountSpec("data", "/data", read_only=True))
-    run_on(live, "source", OPEN_FILE)
-    eventually(lambda: "source" in counts(live, "witness"), SOON)
-    live.do(live.engine.snapshots.create("source", name="mark"))
-    live.do(live.engine.forks.fork("mark", ForkSpec(names=["fork1", "fork2"])))
-    eventually(lambda: {"source", "fork1", "fork2"} <= counts(live, "witness").keys(), SOON)
-    before = counts(live, "witness")
-    eventually(lambda: all(count > before[name] + 5 for name, count in counts(live, "witness").items()), SOON)
-
-
 TWO_PLACES = """
 import os
 volume = os.open("/data/count", os.O_RDWR | os.O_CREAT)
@@ -110,39 +77,12 @@ def counted(live: Live, ref: str) -> int:
     return int(read(live, ref, "/root/count") or 0)
 
 
-def test_clone_of_a_captured_volume_is_one_s_own(live: Live) -> None:
-    create(live, "source", MountSpec("data", "/data"))
-    live.shell("source", "echo before >/data/file")
-    live.do(live.engine.snapshots.create("source", name="mark", volumes=["data"]))
-    live.shell("source", "echo after >/data/file && sync")
-    create(live, "fork", MountSpec("data", "/data", clone=True), template="mark")
-    assert read(live, "fork", "/data/file") == "before"
-    live.shell("fork", "echo own >/data/file && sync")
-    assert read(live, "source", "/data/file") == "after"
-
-
 def test_a_capture_without_volumes_has_no_part_in_them(live: Live) -> None:
     create(live, "source", MountSpec("data", "/data"))
     captured = live.do(live.engine.snapshots.create("source"))
     assert "volumes" not in captured.host["phases_ms"]
     captured = live.do(live.engine.snapshots.create("source", volumes=["data"]))
     assert captured.host["phases_ms"]["volumes"] < 1000
-
-
-def test_growth_is_seen_by_who_has_it_mounted(live: Live) -> None:
-    create(live, "source", MountSpec("data", "/data"))
-    live.do(live.engine.volumes.grow("data", 3 * SMALL))
-    live.shell("source", f"dd if=/dev/zero of=/data/fill bs=1M count={2 * SMALL} conv=fsync")
-
-
-def test_rollback_under_who_has_it_mounted(live: Live) -> None:
-    create(live, "source", MountSpec("data", "/data"))
-    live.shell("source", "echo before >/data/file && sync")
-    live.do(live.engine.volumes.create_snapshot("data", "mark"))
-    live.shell("source", "echo after >/data/file && sync")
-    live.do(live.engine.volumes.rollback("data", "mark", force=True))
-    eventually(lambda: read(live, "source", "/data/file") == "before", SOON)
-    live.shell("source", "echo again >/data/other && sync")
 
 
 def test_no_space_while_volumes_are_captured(kvm_xfs_world: KvmXfsWorld, cramped: Live) -> None:  # noqa: F811
