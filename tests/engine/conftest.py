@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
-from tests.support.live import Live
+from tests.support.live import Live, engines
 from tests.support.worlds import World, settled
 
 KINDS = ("kvm_xfs", "jail_zfs")
@@ -39,23 +38,9 @@ def live(_shared: Live, world: World) -> Iterator[Live]:
 
 @pytest.fixture
 def fresh(world: World) -> Iterator[Callable[..., Live]]:
-    """``fresh(limits={…})`` opens an engine with its own state; ``fresh(config=config)`` reopens a state."""
-    made: list[Live] = []
-
-    def start(config: Any = None, **sections: dict[str, Any]) -> Live:
-        config = config or world.config(**sections)
-        made.append(Live(world.host(config), config))
-        return made[-1]
-
-    yield start
-    for live in made:
-        if not live.closed:
-            live.close()
-    for config in {str(live.config.host.state_root): live.config for live in made}.values():
-        live = Live(world.host(config), config)
-        live.empty()
-        live.close()
-        world.forget(config)
+    """Engines with their own state: see ``engines``."""
+    with engines(world) as fresh:
+        yield fresh
 
 
 @pytest.fixture

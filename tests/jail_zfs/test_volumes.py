@@ -22,29 +22,17 @@ from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
 from sandbox_gateway.zfs import snapshots
 from tests.jail_zfs import pools
 from tests.support.jail_world import JailZfsWorld, shim
-from tests.support.live import Live
+from tests.support.live import Live, engines
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE
 
 
 @pytest.fixture
 def fresh(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
-    """``fresh()`` opens an engine with its own state, ``fresh(config)`` reopens a state."""
-    made: list[Live] = []
-
-    def start(config: Any = None) -> Live:
-        config = config or jail_zfs_world.config()
-        made.append(Live(jail_zfs_world.host(config), config))
-        return made[-1]
-
-    yield start
-    shim("freebsd-shim", "set", "busy", "")
-    for live in made:
-        if not live.closed:
-            live.empty()
-            live.close()
-    for config in {id(live.config): live.config for live in made}.values():
-        jail_zfs_world.forget(config)
+    """Engines with their own state: see ``engines``."""
+    with engines(jail_zfs_world) as fresh:
+        yield fresh
+        shim("freebsd-shim", "set", "busy", "")
 
 
 @pytest.fixture

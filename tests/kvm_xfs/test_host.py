@@ -20,7 +20,7 @@ from sandbox_gateway.hosts.kvm_xfs.memory import written
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, SandboxState
 from tests.support import session
-from tests.support.live import Live
+from tests.support.live import Live, engines
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 from tests.support.xfs import LoopXfs
@@ -28,12 +28,8 @@ from tests.support.xfs import LoopXfs
 
 @pytest.fixture
 def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
-    config = kvm_xfs_world.config()
-    live = Live(kvm_xfs_world.host(config), config)
-    yield live
-    live.empty()
-    live.close()
-    kvm_xfs_world.forget(config)
+    with engines(kvm_xfs_world) as fresh:
+        yield fresh()
 
 
 def qemu_pid(live: Live, ref: str) -> int:

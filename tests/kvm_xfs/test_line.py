@@ -9,18 +9,14 @@ import pytest
 
 from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.engine.spec import ForkSpec
-from tests.support.live import Live
+from tests.support.live import Live, engines
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
 
 @pytest.fixture(scope="module")
 def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
-    config = kvm_xfs_world.config()
-    live = Live(kvm_xfs_world.host(config), config)
-    yield live
-    live.empty()
-    live.close()
-    kvm_xfs_world.forget(config)
+    with engines(kvm_xfs_world) as fresh:
+        yield fresh()
 
 
 @pytest.fixture

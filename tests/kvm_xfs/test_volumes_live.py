@@ -12,7 +12,7 @@ from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import NoSpace
 from sandbox_gateway.records import Sandbox
 from tests.kvm_xfs.test_host import cramped, fill  # noqa: F401
-from tests.support.live import Live
+from tests.support.live import Live, engines
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
@@ -22,13 +22,10 @@ SOON = 60
 
 @pytest.fixture
 def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
-    config = kvm_xfs_world.config()
-    live = Live(kvm_xfs_world.host(config), config)
-    live.do(live.engine.volumes.create("data", SMALL))
-    yield live
-    live.empty()
-    live.close()
-    kvm_xfs_world.forget(config)
+    with engines(kvm_xfs_world) as fresh:
+        live = fresh()
+        live.do(live.engine.volumes.create("data", SMALL))
+        yield live
 
 
 def create(live: Live, name: str, *mounts: MountSpec, template: str = TEMPLATE, cold: bool = False) -> Sandbox:

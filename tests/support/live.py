@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.records import Sandbox, Volume
+
+if TYPE_CHECKING:
+    from tests.support.worlds import World
 
 T = TypeVar("T")
 _SETTLE_SECONDS = 20
@@ -85,6 +89,32 @@ class Live:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
+
+
+@contextlib.contextmanager
+def engines(world: World) -> Iterator[Callable[..., Live]]:
+    """Yields ``fresh``, and removes at the end everything that its engines have on the machine.
+
+    ``fresh(limits={…})`` opens an engine with its own state; ``fresh(config=config)`` reopens a state.
+    """
+    made: list[Live] = []
+
+    def fresh(config: Config | None = None, **sections: Any) -> Live:
+        config = config or world.config(**sections)
+        made.append(Live(world.host(config), config))
+        return made[-1]
+
+    yield fresh
+    last = {live.config.host.state_root: live for live in made}
+    for live in made:
+        if not live.closed and live not in last.values():
+            live.close()
+    for live in last.values():
+        if live.closed:
+            live = Live(world.host(live.config), live.config)
+        live.empty()
+        live.close()
+        world.forget(live.config)
 
 
 async def _opened(host: Host, config: Config) -> Engine:
