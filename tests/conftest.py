@@ -241,7 +241,7 @@ def _served_by_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
 
 @pytest.fixture(scope="module")
 def _served(_served_by_folder: Callable[[str], Served], request: pytest.FixtureRequest) -> Served:
-    """One gateway for each folder of tests: their changes of templates are not undone."""
+    """One gateway for each folder of tests, which may change the template `base`."""
     return _served_by_folder(_folder(request.node.nodeid))
 
 

@@ -24,7 +24,7 @@ import pytest
 from tests.jail_zfs import pools
 from tests.support import jail_world, session
 
-_SETTLE_SECONDS = 10
+_SETTLE_SECONDS = 30
 _TEMPORARY = "pytest"
 _ZPOOLS = ("zpool", "list", "-H", "-o", "name")
 

@@ -288,7 +288,7 @@ def test_connections_are_refused_between_answer_and_identity(machine, line):
     os.write(host, make_question("again"))
     assert receive(host, 17) == make_question("again")
     os.write(host, b'={"env": {"N": "1"}}')
-    asking.join(10)
+    asking.join(30)
     assert said == ["1\n"]
 
 

@@ -18,7 +18,7 @@ SOURCE = Path(__file__).parents[2] / "gateway/src/sandbox_agent"
 
 def send_raw(agent, data: bytes) -> bytes:
     """Send the bytes unchanged; returns everything that arrives until the agent closes."""
-    with socket.create_connection(("127.0.0.1", agent.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", agent.port), timeout=30) as sock:
         sock.sendall(data)
         received = b""
         while piece := sock.recv(65536):
@@ -76,7 +76,7 @@ def test_a_chunked_body(agent):
 
 
 def test_expect_continue(agent):
-    with socket.create_connection(("127.0.0.1", agent.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", agent.port), timeout=30) as sock:
         sock.sendall(b"POST /exec HTTP/1.1\r\nContent-Length: 17\r\nExpect: 100-continue\r\n\r\n")
         assert sock.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
         sock.sendall(b'{"args":["true"]}')
@@ -105,7 +105,7 @@ def test_an_invalid_request_ends_only_its_connection(agent):
 
 def test_the_size_of_a_json_body_is_limited(agent):
     head = b"POST /exec HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", agent.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", agent.port), timeout=30) as sock:
         sock.sendall(head + b"{" * 1000)
         assert sock.recv(1000).startswith(b"HTTP/1.1 413")
 

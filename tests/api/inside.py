@@ -16,7 +16,7 @@ from tests.support import waiting
 
 AGENT_PORT = 49983
 PORT = 3000
-_START_SECONDS = 10
+_START_SECONDS = 30
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -171,7 +171,7 @@ def raw_service(
 @contextlib.contextmanager
 def raw_connection(served: Served, *pieces: bytes) -> Iterator[socket.socket]:
     """A connection to the gateway on which ``pieces`` were sent unchanged."""
-    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
         for piece in pieces:
             connection.sendall(piece)
         yield connection

@@ -109,7 +109,7 @@ class Served:
         return template
 
     def clear(self) -> None:
-        """Remove every sandbox, snapshot and volume."""
+        """Remove every sandbox, snapshot and volume, and every template except `base`."""
         self.host.slow, self.host.failing, self.host.build_seconds = 0.0, set(), 0.0
         with self.client() as client:
             for sandbox in client.get("/sandboxes?limit=1000").json():
@@ -119,3 +119,6 @@ class Served:
             # Newest first: a volume made from a snapshot must be removed before the volume of that snapshot.
             for volume in reversed(client.get("/volumes").json()):
                 client.delete(f"/volumes/{volume['name']}?withSnapshots=true").raise_for_status()
+            for template in client.get("/templates?limit=1000").json():
+                if "base" not in template["names"] and template["buildStatus"] == "ready":
+                    client.delete(f"/templates/{template['templateID']}").raise_for_status()

@@ -163,7 +163,7 @@ def test_errors_as_the_e2b_client_sees_them(served: Served, api: httpx.Client, a
     box = e2b.Sandbox.connect(box.sandbox_id, **options)
     assert box.is_running()
     # Its agent ends, but the machine keeps running.
-    asyncio.run_coroutine_threadsafe(served.machine(box.sandbox_id).stop(), served.loop).result(10)
+    asyncio.run_coroutine_threadsafe(served.machine(box.sandbox_id).stop(), served.loop).result(30)
     with pytest.raises(e2b.exceptions.SandboxUnreachableException, match="port is not open"):
         box.files.read("/etc/hostname")
     box.kill()

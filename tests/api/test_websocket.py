@@ -86,7 +86,7 @@ def open_websocket(
     name = host(sandbox, PORT) if by_host else f"127.0.0.1:{served.port}"
     return connect(
         f"ws://{name}{path}",
-        sock=socket.create_connection(("127.0.0.1", served.port), timeout=10),
+        sock=socket.create_connection(("127.0.0.1", served.port), timeout=30),
         additional_headers=headers,
         max_size=None,
         proxy=None,

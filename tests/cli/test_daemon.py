@@ -191,7 +191,7 @@ def test_sigterm_finishes_requests_and_ends_streams(tmp_path: Path, served: Serv
         finally:
             if process.poll() is None:
                 process.kill()
-                process.wait(10)
+                process.wait(30)
             assert process.stderr is not None
             log = process.stderr.read()
             process.stderr.close()

@@ -250,7 +250,7 @@ def test_events_as_lines(served: Served, run: Run) -> None:
         assert line["type"] == "sandbox.created" and line["name"] == "one"
     finally:
         watcher.terminate()
-        watcher.wait(10)
+        watcher.wait(30)
         watcher.stdout.close()
 
 

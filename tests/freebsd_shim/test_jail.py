@@ -125,11 +125,11 @@ def test_a_trailing_ampersand_means_background_without_a_shell(shim: Shim) -> No
     """The command inherits jail's own output. Reading that to its end waits for the command, as on FreeBSD."""
     going = shim.start("jail", "-i", "-c", "name=a", f"path={shim.root}", "persist", "exec.start=sleep 1000 &")
     assert going.stdout is not None and going.stdout.readline() == "1\n"
-    assert going.wait(10) == 0
+    assert going.wait(30) == 0
     time.sleep(0.2)
     assert shim.check_ok("pgrep", "-j", "a", "sleep").count("\n") == 1
     shim.check_ok("pkill", "-KILL", "-j", "a")
-    assert going.communicate(timeout=10) == ("", "")
+    assert going.communicate(timeout=30) == ("", "")
 
 
 def test_a_jail_is_isolated(shim: Shim) -> None:
@@ -182,13 +182,13 @@ def test_exit_status_and_signals_pass_through(shim: Shim) -> None:
     going = shim.start("jexec", "sx1", "sh", "-c", loop)
     assert going.stdout is not None and going.stdout.readline() == "up\n"
     going.send_signal(signal.SIGTERM)
-    assert going.communicate(timeout=10)[0] == "got\n" and going.returncode == 9
+    assert going.communicate(timeout=30)[0] == "got\n" and going.returncode == 9
     # a killed jexec ends the command, because it is the same process on FreeBSD
     going = shim.start("jexec", "sx1", "sleep", "1000")
     while not shim("pgrep", "-j", "sx1", "sleep").stdout:
         time.sleep(0.02)
     going.kill()
-    going.communicate(timeout=10)
+    going.communicate(timeout=30)
     for _ in range(100):
         if shim("pgrep", "-j", "sx1").returncode == 1:
             return
@@ -202,7 +202,7 @@ def test_pkill_kills_only_the_jails_processes(shim: Shim) -> None:
     while shim("pgrep", "-j", "1").stdout.count("\n") < 2:
         time.sleep(0.02)
     shim.check_ok("pkill", "-KILL", "-j", "1")
-    assert [each.wait(10) for each in going] == [-signal.SIGKILL] * 2
+    assert [each.wait(30) for each in going] == [-signal.SIGKILL] * 2
     for each in going:
         each.communicate()
     assert shim("pkill", "-KILL", "-j", "1").returncode == 1  # nothing matched
@@ -216,7 +216,7 @@ def test_remove_terminates_processes_and_leaves_mounts(shim: Shim) -> None:
     going = shim.start("jexec", "sx1", "sh", "-c", "trap 'exit 5' TERM; echo up; while :; do sleep 0.05; done")
     assert going.stdout is not None and going.stdout.readline() == "up\n"
     assert shim.check_ok("jail", "-r", "sx1") == ""
-    going.communicate(timeout=10)
+    going.communicate(timeout=30)
     assert going.returncode == 5
     assert list_jails(shim, "-d") == []
     assert f"devfs on {shim.root}/dev (devfs)\n" == shim.check_ok("mount", "-t", "devfs")

@@ -30,7 +30,7 @@ def _hide() -> None:
     """Hide the machine's daemon and its mounts from here on (visible mounts would be pinned)."""
     for directory in ("/run/zfs", "/run/lock/zfs", "/var/lib/zfs"):
         Path(directory).mkdir(parents=True, exist_ok=True)
-        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", directory], check=True, timeout=10)
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", directory], check=True, timeout=30)
     _unmount("")
 
 
@@ -38,7 +38,7 @@ def _unmount(below: str) -> None:
     for line in reversed(Path("/proc/self/mounts").read_text().splitlines()):
         _, path, kind, *_ = line.split()
         if kind == "fuse.zfs" and path.startswith(below):
-            subprocess.run(["umount", "-l", path], check=False, timeout=10)
+            subprocess.run(["umount", "-l", path], check=False, timeout=30)
 
 
 @contextlib.contextmanager

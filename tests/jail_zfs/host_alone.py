@@ -73,7 +73,7 @@ def main(directory: Path) -> None:
     os.environ["GROVE_TEST_STATE"] = str(directory)
     os.environ.pop(session.MARK, None)
     _hide()
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=10)
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=30)
     with _pool(directory) as pid_file, world_on(pools.Pool(_POOL, directory / "mnt")) as world:
         story(world, pid_file)
     print('"well"')

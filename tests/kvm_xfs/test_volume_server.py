@@ -155,13 +155,13 @@ async def killed(pid: int) -> None:
     """Kill a process; returns when it has ended."""
     pidfd = os.pidfd_open(pid)
     os.kill(pid, signal.SIGKILL)
-    await asyncio.to_thread(select.select, [pidfd], [], [], 10)
+    await asyncio.to_thread(select.select, [pidfd], [], [], 30)
     os.close(pidfd)
 
 
 async def let_go(root: Path) -> None:
     """Return when no loop device uses a file under ``root`` any more."""
-    for _ in range(500):
+    for _ in range(2000):
         if not loops(root):
             return
         await asyncio.sleep(0.02)
@@ -349,7 +349,7 @@ async def test_a_volume_that_cannot_be_served_after_its_growth_is_served_later(
         os.truncate(volume.image, 128 << 20)
         with pytest.raises(BackendFailed, match="forced"):
             await s.servers.grow(volume.id)
-        for _ in range(500):
+        for _ in range(2000):
             if s.servers._servers[volume.id].is_current:
                 break
             await asyncio.sleep(0.02)
@@ -675,7 +675,7 @@ async def test_nobody_is_let_through_to_a_server_that_is_not_shut_in_yet(
         assert volume.nfs(guest).getattr(root).kind == 2
         first = volume.pid
         await killed(first)
-        for _ in range(500):
+        for _ in range(2000):
             if len(let_through) == 3:
                 break
             await asyncio.sleep(0.02)

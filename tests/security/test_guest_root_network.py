@@ -43,7 +43,7 @@ async def test_no_metadata_service_is_reached_unless_an_entry_lies_within_its_ra
         guest = w.guest(await w.pool.take(policy))
         elsewhere = w.elsewhere()
         w.keep(elsewhere.listen(80))
-        assert guest.reaches(elsewhere.address, 80), "the way there is open"
+        assert guest.reaches(elsewhere.address, 80, timeout=20), "the way there is open"
         assert [service for service in METADATA_SERVICES if guest.reaches(service, 80)] == []
 
 
@@ -52,7 +52,8 @@ async def test_an_entry_within_a_metadata_range_opens_that_address_alone(service
     async with world() as w:
         guest = w.guest(await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0", service])))
         w.keep(w.elsewhere().listen(80))
-        assert [each for each in METADATA_SERVICES if guest.reaches(each, 80)] == [service]
+        assert guest.reaches(service, 80, timeout=20)
+        assert [each for each in METADATA_SERVICES if each != service and guest.reaches(each, 80)] == []
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ async def test_a_name_server_at_a_metadata_address_answers_names_alone(policy: N
         elsewhere = w.elsewhere()
         for port in (80, 53):
             w.keep(elsewhere.listen(port))
-        assert guest.reaches(AZURE, 53) is reached
+        assert guest.reaches(AZURE, 53, timeout=20 if reached else 0.8) is reached
         assert not guest.reaches(METADATA, 53)
         assert not guest.reaches(AZURE, 80)
 
@@ -174,8 +175,8 @@ async def test_a_flood_of_connections_leaves_the_tables_to_others(
         assert accepted.recv(2) == b"on", "what is open goes on"
         if tracked_by_slot(slot) >= FEW:
             with pytest.raises(OSError, match="No route to host"):
-                guest.connect(elsewhere.address, 80, timeout=10)
-        assert neighbour.reaches(elsewhere.address, 80), "others notice nothing"
+                guest.connect(elsewhere.address, 80)
+        assert neighbour.reaches(elsewhere.address, 80, timeout=20), "others notice nothing"
 
 
 async def test_a_sandbox_has_4096_connections_and_no_more() -> None:
@@ -219,7 +220,7 @@ async def test_ends_of_connections_that_the_host_does_not_see_do_not_widen_the_l
         assert FEW // 2 < tracked_by_host(slot) <= FEW + 10
 
         await w.pool.release(slot)
-        for _ in range(500):
+        for _ in range(2000):
             if not slot.path.exists() and not tracked_by_host(slot):
                 break
             await asyncio.sleep(0.02)

@@ -21,7 +21,7 @@ def faulty(gateway: FaultyGateway) -> Iterator[FaultyGateway]:
 
 @pytest.fixture
 def client(faulty: FaultyGateway) -> Iterator[Client]:
-    made = Client(faulty.url, timeout=10)
+    made = Client(faulty.url, timeout=30)
     yield made
     made.close()
 
