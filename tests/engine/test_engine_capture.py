@@ -35,7 +35,7 @@ def test_a_snapshot_names_its_source(live: Live, source: str, world: World) -> N
 def test_only_changed_pages_are_stored(live: Live, source: str) -> None:
     live.shell(source, "head -c 4000000 /dev/urandom >/run/blob")
     snapshot = live.do(live.engine.snapshots.create(source))
-    assert snapshot.memory is Memory.INCREMENTAL
+    assert snapshot.memory in (Memory.WRITTEN, Memory.SOFT_DIRTY, Memory.INCREMENTAL)
     assert 4_000_000 < snapshot.memory_bytes_written < 60_000_000
     assert 0 < snapshot.pause_ms < 5000
 

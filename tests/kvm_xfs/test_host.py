@@ -16,7 +16,7 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, NoSpace, Unsupported
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
-from sandbox_gateway.hosts.kvm_xfs.memory import written
+from sandbox_gateway.hosts.kvm_xfs.memory import listing
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, SandboxState
 from tests.support import session
@@ -65,8 +65,8 @@ def test_kernel_that_tells_nothing_of_its_pages_costs_space_only(live: Live, mon
 
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     live.shell("one", "echo here >/run/here")
-    monkeypatch.setattr(written, "_scan", refuse)
-    monkeypatch.setattr(written, "_pagemap", refuse)
+    monkeypatch.setattr(listing, "_scan", refuse)
+    monkeypatch.setattr(listing, "_read_pagemap", refuse)
     snapshot = live.do(live.engine.snapshots.create("one", name="whole"))
     monkeypatch.undo()
     assert snapshot.memory is Memory.FULL

@@ -84,7 +84,7 @@ class Machine:
         argv += [
             "--keep-unit",
             "--capability=all",
-            "--system-call-filter=open_by_handle_at",
+            "--system-call-filter=open_by_handle_at ptrace pidfd_getfd userfaultfd",
             "--resolv-conf=off",
             *binds,
         ]
@@ -267,6 +267,8 @@ def test_what_the_unit_forbids_hinders_no_work(machine: Machine) -> None:
     sandboxctl(machine, "volume", "grow", "data", "96M")
     counted = count(inside)
     sandboxctl(machine, "snapshot", "create", "lives", "--name", "running")
+    found = machine.run("sh", "-c", "cat /var/lib/sandbox-gateway/snapshots/*/manifest.json")
+    assert '"memory": "written"' in found, found
     sandboxctl(machine, "create", "running", "--name", "fork")
     assert count(lambda *argv: sandboxctl(machine, "exec", "fork", "--", *argv)).went_on(counted)
     assert sandboxctl(machine, "exec", "fork", "--", "cat", "/srv/data/file") == "kept\n"

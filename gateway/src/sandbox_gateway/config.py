@@ -100,6 +100,14 @@ class KvmXfs(_Section):
     resume_seconds: float = Field(
         20, gt=0, le=600, description="How long a sandbox forked with its memory may take to answer, in seconds."
     )
+    memory_mode: Literal["auto", "written", "soft_dirty", "compare", "incremental", "full"] = Field(
+        "auto",
+        description="How captures find written memory; if a mode does not work, the next one does. `auto`: the best.",
+    )
+    page_tracker: Path | None = Field(
+        None,
+        description="Socket of the page tracker, which `written` needs. Empty: the gateway starts its own tracker.",
+    )
     uid_base: int = Field(
         1_900_000_000,
         ge=0,

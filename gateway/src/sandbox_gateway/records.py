@@ -193,11 +193,29 @@ class SnapshotKind(StrEnum):
 
 
 class Memory(StrEnum):
-    """How a snapshot's memory was captured."""
+    """How a snapshot's memory was captured: which pages were copied to a clone of which image. Images are complete.
+
+    Only pages that differ from that image are written.
+    """
 
     NONE = "none"
     FULL = "full"
+    """All pages."""
     INCREMENTAL = "incremental"
+    """Pages written since the machine's start, over the image that it was started from."""
+    COMPARE = "compare"
+    """The same pages, over the image of the machine's latest capture."""
+    SOFT_DIRTY = "soft_dirty"
+    """Pages written since that capture, which the kernel marked as soft-dirty."""
+    WRITTEN = "written"
+    """Pages written since that capture, which asynchronous write protection found."""
+    LIVE = "live"
+    """As one of the last two, mostly copied while the machine ran."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Memory:
+        """Read a mode of a newer release: its image is complete, too."""
+        return cls.FULL
 
 
 class SnapshotStatus(StrEnum):

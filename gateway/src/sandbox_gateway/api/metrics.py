@@ -45,6 +45,7 @@ class Metrics:
         self._pause = Histogram(
             "sandbox_gateway_pause_seconds",
             "How long a source stood still while it was captured.",
+            ("memory",),
             registry=self.registry,
             buckets=_PAUSE_BUCKETS,
         )
@@ -52,6 +53,12 @@ class Metrics:
             "sandbox_gateway_memory_written_bytes", "Memory written by captures.", registry=self.registry
         )
 
+        self._degraded = Counter(
+            "sandbox_gateway_captures_degraded",
+            "Captures that did not use the best memory mode, by the mode used.",
+            ("memory",),
+            registry=self.registry,
+        )
         self.connections = Gauge(
             "sandbox_gateway_connections", "TCP connections that are open.", registry=self.registry
         )
@@ -71,8 +78,10 @@ class Metrics:
         self._requests.labels(known, route, shown).observe(seconds)
 
     def record_capture(self, snapshot: Snapshot) -> None:
-        self._pause.observe(snapshot.pause_ms / 1000)
+        self._pause.labels(snapshot.memory.value).observe(snapshot.pause_ms / 1000)
         self._memory.inc(snapshot.memory_bytes_written)
+        if "degraded" in snapshot.host:
+            self._degraded.labels(snapshot.memory.value).inc()
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

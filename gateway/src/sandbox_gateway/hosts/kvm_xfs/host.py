@@ -22,6 +22,9 @@ from sandbox_gateway.hosts.kvm_xfs.image import instances, reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
 from sandbox_gateway.hosts.kvm_xfs.memory.capture import Capture
+from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
+from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
+from sandbox_gateway.hosts.kvm_xfs.memory.window import LADDER, Windows
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.ownership import Ownership
 from sandbox_gateway.hosts.kvm_xfs.qemu import accel
@@ -31,8 +34,11 @@ from sandbox_gateway.hosts.kvm_xfs.template import guest_files
 from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
 from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
+from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
+
+log = Logger("kvm_xfs")
 
 
 class KvmXfsHost:
@@ -53,6 +59,10 @@ class KvmXfsHost:
         self._slots = SlotPool(config.network, uid_base=config.kvm_xfs.uid_base)
         self._volumes = KvmVolumes(self._layout, self._quarantine, ServerPool(config.network, self._layout.serving))
         self._machines = RunningMachines(config, self._layout, self._slots, self._volumes)
+        self._tracker = TrackerClient(config.kvm_xfs.page_tracker)
+        best = config.kvm_xfs.memory_mode
+        self._windows = Windows(self._tracker, LADDER[0] if best == "auto" else Memory(best))
+        self._degraded: set[str] = set()
 
     # -- the host ---------------------------------------------------------------------------------------------------
 
@@ -68,12 +78,14 @@ class KvmXfsHost:
             self._layout.create()
             await asyncio.to_thread(self._layout.restrict_access, self._config.cache_root)
             self._machines.platform = await self._probe()
+            await asyncio.to_thread(self._tracker.open)
         except BaseException:
             self._ownership.release()
             raise
 
     async def close(self) -> None:
         await self._machines.close()
+        await asyncio.to_thread(self._tracker.close)
         await self._volumes.close()
         await self._slots.close()
         self._ownership.release()
@@ -145,16 +157,23 @@ class KvmXfsHost:
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:
         machine, _ = self._machines.require_running(sandbox)
-        work = Capture(machine, self._layout.instance(sandbox), self._snapshots.partial(snapshot))
+        window = self._windows.window_of(machine, _boot_check(sandbox)) if memory else None
+        work = Capture(machine, self._layout.instance(sandbox), self._snapshots.partial(snapshot), window)
         with explaining_os_errors():
             async with self._volumes.pending_snapshots(volumes) as pending:
                 try:
-                    await work.run(memory=memory, beside=pending.clone_images if volumes else None)
-                    snapshot.memory = work.mode if memory else Memory.NONE
+                    await work.run(pending.clone_images if volumes else None)
+                    snapshot.memory = work.mode
                     snapshot.memory_bytes_written = work.memory_bytes
                     snapshot.pause_ms = work.pause_ms
                     snapshot.resources = sandbox.resources
                     snapshot.host = {"platform": sandbox.host["platform"], "phases_ms": work.phases_ms}
+                    snapshot.host["stops_ms"] = work.stops_ms
+                    if work.image_check is not None:
+                        snapshot.host["image"] = work.image_check.model_dump(mode="json")
+                    if window is not None and window.reason:
+                        snapshot.host["degraded"] = window.reason
+                        self._report_degraded(window.reason, work.mode)
                     snapshot.host["line"] = memory and await machine.is_line_open()
                     await pending.commit()
                     await asyncio.to_thread(self._snapshots.commit, snapshot)
@@ -162,6 +181,12 @@ class KvmXfsHost:
                     await asyncio.to_thread(self._snapshots.undo, snapshot)
                     raise
         return snapshot
+
+    def _report_degraded(self, reason: str, mode: Memory) -> None:
+        """Warn of each reason once."""
+        if reason not in self._degraded:
+            self._degraded.add(reason)
+            log.warning("captures do not use the best memory mode", mode=mode.value, reason=reason)
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
         with explaining_os_errors():
@@ -185,6 +210,8 @@ class KvmXfsHost:
                 await asyncio.to_thread(instances.create_files, source, files, sandbox, with_memory)
                 await self._machines.launch(sandbox, files, source / "device.state" if with_memory else None)
                 sandbox.host["line"] = with_memory and snapshot.host.get("line", False)
+                if with_memory and "image" in snapshot.host:
+                    sandbox.host["image"] = snapshot.host["image"]
             except BaseException:
                 await self.discard(sandbox)
                 raise
@@ -273,6 +300,12 @@ class KvmXfsHost:
 
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         return self._volumes.guest_mounts(sandbox)
+
+
+def _boot_check(sandbox: Sandbox) -> ImageCheck | None:
+    """Return the description of the image that the sandbox's machine was started from, if there is one."""
+    found = sandbox.host.get("image")
+    return None if found is None else ImageCheck.model_validate(found)
 
 
 @contextlib.contextmanager
