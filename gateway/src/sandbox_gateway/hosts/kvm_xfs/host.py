@@ -37,6 +37,9 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
+from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
+
+logger = Logger("kvm_xfs")
 
 log = Logger("kvm_xfs")
 
@@ -146,9 +149,9 @@ class KvmXfsHost:
                 cache_root=self._config.cache_root,
                 log=log,
             )
-            await asyncio.to_thread(self._snapshots.commit, base)
+            await finish_despite_cancellation(asyncio.to_thread(self._snapshots.commit, base))
         except BaseException:
-            await asyncio.to_thread(self._snapshots.undo, base)
+            await clean_up(logger, asyncio.to_thread(self._snapshots.undo, base))
             raise
         self._machines.platform = await self._probe(self._snapshots.path(base) / "kernel")
         return base
@@ -176,9 +179,9 @@ class KvmXfsHost:
                         self._report_degraded(window.reason, work.mode)
                     snapshot.host["line"] = memory and await machine.is_line_open()
                     await pending.commit()
-                    await asyncio.to_thread(self._snapshots.commit, snapshot)
+                    await finish_despite_cancellation(asyncio.to_thread(self._snapshots.commit, snapshot))
                 except BaseException:
-                    await asyncio.to_thread(self._snapshots.undo, snapshot)
+                    await clean_up(logger, asyncio.to_thread(self._snapshots.undo, snapshot))
                     raise
         return snapshot
 
@@ -207,18 +210,23 @@ class KvmXfsHost:
             self._machines.check_platform(snapshot)
         with explaining_os_errors():
             try:
-                await asyncio.to_thread(instances.create_files, source, files, sandbox, with_memory)
+                # Even if cancelled, wait for the thread: it must not write after the files are removed.
+                await finish_despite_cancellation(
+                    asyncio.to_thread(instances.create_files, source, files, sandbox, with_memory)
+                )
                 await self._machines.launch(sandbox, files, source / "device.state" if with_memory else None)
                 sandbox.host["line"] = with_memory and snapshot.host.get("line", False)
                 if with_memory and "image" in snapshot.host:
                     sandbox.host["image"] = snapshot.host["image"]
             except BaseException:
-                await self.discard(sandbox)
+                await clean_up(logger, self.discard(sandbox))
                 raise
 
     async def start(self, sandbox: Sandbox) -> None:
         files = self._layout.instance(sandbox)
-        await asyncio.to_thread(instances.create_memory_file, files, sandbox.resources.memory_mb)
+        await finish_despite_cancellation(
+            asyncio.to_thread(instances.create_memory_file, files, sandbox.resources.memory_mb)
+        )
         await self._machines.launch(sandbox, files, None)
 
     async def save(self, sandbox: Sandbox) -> None:

@@ -19,6 +19,10 @@ from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import create_log, open_log_
 from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import Shape, arguments
 from sandbox_gateway.hosts.kvm_xfs.qemu.processes import start_in
 from sandbox_gateway.hosts.kvm_xfs.qemu.sockets import connect_to, listen_at
+from sandbox_gateway.log import Logger
+from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
+
+logger = Logger("kvm_xfs")
 
 QMP_SECONDS = 20.0
 _TAIL = 500
@@ -49,7 +53,20 @@ class Machine:
 
     @classmethod
     async def spawn(cls, shape: Shape, files: Instance, *, state: Path | None) -> Machine:
-        """Start QEMU in its network namespace; it outlives the gateway. Raises BackendFailed on failure."""
+        """Start QEMU in its network namespace; it outlives the gateway. Raises BackendFailed on failure.
+
+        If the caller is cancelled, no process remains.
+        """
+        work = asyncio.ensure_future(cls._spawn(shape, files, state))
+        try:
+            return await finish_despite_cancellation(work)
+        except asyncio.CancelledError:
+            if not work.cancelled() and work.exception() is None:
+                await clean_up(logger, work.result().kill())
+            raise
+
+    @classmethod
+    async def _spawn(cls, shape: Shape, files: Instance, state: Path | None) -> Machine:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         line, theirs = socket.socketpair()
         output = create_log()
