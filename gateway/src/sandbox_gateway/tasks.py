@@ -6,10 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from sandbox_gateway.log import Logger
 
 T = TypeVar("T")
+
+_uninterrupted: WeakKeyDictionary[asyncio.AbstractEventLoop, set[asyncio.Future[Any]]] = WeakKeyDictionary()
+"""The unfinished work of ``finish_despite_cancellation``, by event loop."""
 
 
 class BackgroundTasks:
@@ -49,6 +53,9 @@ class BackgroundTasks:
 async def finish_despite_cancellation(work: Awaitable[T]) -> T:
     """Await ``work``. If the caller is cancelled meanwhile, the cancellation takes effect when ``work`` is done."""
     task = asyncio.ensure_future(work)
+    uninterrupted = _uninterrupted.setdefault(task.get_loop(), set())
+    uninterrupted.add(task)
+    task.add_done_callback(uninterrupted.discard)
     cancellation: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -60,6 +67,21 @@ async def finish_despite_cancellation(work: Awaitable[T]) -> T:
     if not task.cancelled():
         task.exception()  # its caller has given up: nobody else reads it
     raise cancellation
+
+
+async def wait_for_uninterrupted(seconds: float) -> bool:
+    """Wait until all work of ``finish_despite_cancellation`` in this event loop has ended; False after ``seconds``.
+
+    Before a shutdown: callers that were cancelled may not wait for their work any more.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(seconds):
+            while tasks := _uninterrupted.get(loop):
+                await asyncio.wait(tasks)
+    except TimeoutError:
+        return False
+    return True
 
 
 async def clean_up(log: Logger, *works: Awaitable[Any]) -> None:

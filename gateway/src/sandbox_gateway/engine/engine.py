@@ -24,6 +24,9 @@ from sandbox_gateway.engine.templates import Templates
 from sandbox_gateway.engine.volumes import Volumes
 from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.log import Logger
+from sandbox_gateway.tasks import wait_for_uninterrupted
+
+_CLOSE_SECONDS = 30
 
 log = Logger("engine")
 
@@ -82,6 +85,8 @@ class Engine:
         log.info("open", sandboxes=len(self.index.sandboxes), running=len(scan.alive), repaired=len(scan.repaired))
 
     async def close(self) -> None:
-        """Stop working; sandboxes keep running."""
+        """Stop working; sandboxes keep running. Operations that have begun their commit complete it first."""
         await self.background.cancel()
+        if not await wait_for_uninterrupted(_CLOSE_SECONDS):
+            log.error("closed before all operations were complete", seconds=_CLOSE_SECONDS)
         await self.host.close()
