@@ -105,7 +105,7 @@ options:
     default: 2048
   rebuild_outdated:
     description:
-      - Whether to build a template of the same recipe again if it is outdated, which RV(template.outdated) tells.
+      - Whether to build a template of the same recipe again if it is outdated, which RV(templates[].outdated) tells.
       - If V(false), such a template stays as it is. A changed recipe is built anyway.
       - Sandboxes of the old template do not change. After the rebuild, tasks that declare them with
         O(grove.sandbox.sandbox#module:template) are refused, unless they set
