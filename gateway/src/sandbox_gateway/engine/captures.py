@@ -49,19 +49,30 @@ class Captures:
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = ()
     ) -> Snapshot:
-        """Capture a sandbox. The snapshot becomes the sandbox's head, unless it is taken for a pause."""
+        """Capture a sandbox. The snapshot becomes the sandbox's head, unless it is taken for a pause.
+
+        On failure no snapshot remains, unless the source died: the error then says that the snapshot is valid.
+        """
         taken = await self.capture_state(sandbox, snapshot, memory=memory, volumes=volumes)
+        try:
+            taken = await self._add_to_lineage(sandbox, taken)
+        except BaseException:
+            await self.undo(taken.id)
+            raise
+        self._context.events.publish(
+            "snapshot.created", snapshotID=taken.id, sandboxID=sandbox.id, pauseMs=taken.pause_ms
+        )
+        if reason := self._host.end_reason(sandbox):
+            raise BackendFailed(f"snapshot {taken.id} was taken and is valid, but its source died: {reason}")
+        return taken
+
+    async def _add_to_lineage(self, sandbox: Sandbox, taken: Snapshot) -> Snapshot:
         head = self._index.sandbox(sandbox.id).head
         if head != taken.parent:
             # The former head was deleted during the capture.
             taken = await save_snapshot(self._context, taken.id, parent=head)
         if taken.kind is not SnapshotKind.PAUSE:
             await save_sandbox(self._context, sandbox.id, head=taken.id)
-        self._context.events.publish(
-            "snapshot.created", snapshotID=taken.id, sandboxID=sandbox.id, pauseMs=taken.pause_ms
-        )
-        if reason := self._host.end_reason(sandbox):
-            raise BackendFailed(f"snapshot {taken.id} was taken and is valid, but its source died: {reason}")
         return taken
 
     async def undo(self, id: str) -> None:

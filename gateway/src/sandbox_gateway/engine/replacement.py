@@ -47,8 +47,8 @@ class Replacement:
             raise
         self._context.events.publish("sandbox.replaced", sandboxID=new.id, head=new.head)
         self._machines.notice_end(new)
-        await self._host.discard(old)
-        await self.remove_pause_snapshot(old)
+        # It is committed, and must not be answered as failed.
+        await clean_up(log, self._host.discard(old), self.remove_pause_snapshot(old))
         await self._collector.collect()
         return new
 

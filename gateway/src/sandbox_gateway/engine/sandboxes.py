@@ -232,5 +232,5 @@ class Sandboxes:
             await self._host.remove(sandbox)
             self._index.remove(sandbox.id)
         self._events.publish("sandbox.killed", sandboxID=sandbox.id, name=sandbox.name)
-        await self._replacement.remove_pause_snapshot(sandbox)
+        await clean_up(log, self._replacement.remove_pause_snapshot(sandbox))
         await self._collector.collect()
