@@ -16,6 +16,12 @@ def of_path(path: Path) -> str:
     return source_digest(Recipe.model_validate({"source": "rootfs", "path": str(path)}))
 
 
+def test_a_digest_is_the_same_in_every_version() -> None:
+    """A new field of recipes changes it: an upgrade then rebuilds every template."""
+    recipe = Recipe.model_validate({"packages": ["git", "curl", "git"], "setup": ["echo é"]})
+    assert recipe.digest("guest", "files") == "6d99ed476c968fe3666c39c13da2c734a11eab17e8932b4afb7850c5cab8a574"
+
+
 def test_every_field_and_every_salt_is_in_the_digest() -> None:
     bodies = [
         {},
