@@ -25,7 +25,7 @@ from tests.support.worlds import TEMPLATE, World
 MB = 1 << 20
 SMALL = 64
 """MiB: the smallest possible volume."""
-SOON = 30
+SOON = 60
 """Seconds until every sandbox has seen another one's writes, at the latest."""
 REFUSED = ("Read-only file system", "Permission denied")
 FULL = ("No space left on device", "Disk quota exceeded")

@@ -167,7 +167,7 @@ class Elsewhere(Space):
 
     def __init__(self, prefix: str, subnet: str) -> None:
         super().__init__(f"{prefix}out")
-        block = int(session.run_id(), 36) % 16384
+        block = (int(session.run_id(), 36) * session.LANES + session.LANE) % 16384
         near, self.address = (f"198.18.{block // 64}.{block % 64 * 4 + host}" for host in (1, 2))
         self.host_address = near
         host_end = f"{prefix}o"
