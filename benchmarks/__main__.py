@@ -31,12 +31,12 @@ def main() -> int:
         return 2
     session.run_id()
     leaks.sweep_earlier_runs()
-    before = leaks.inventory()
+    before = leaks.take_inventory()
     failed = True
     try:
         failed = bool(_run(options))
     finally:
-        left = leaks.settle(before)
+        left = leaks.wait_for_leftovers(before)
         for line in left:
             print(f"benchmarks: left behind: {line}", file=sys.stderr)
     return 1 if left or failed else 0

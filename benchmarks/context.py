@@ -117,7 +117,7 @@ class KvmXfs:
         self._ctx.say(f"built in {time.monotonic() - started:.0f} s; {self.host.platform}")
 
     def _close(self) -> None:
-        self.live.empty()
+        self.live.remove_all()
         self.live.close()
 
     def sandbox(self, ref: str = TEMPLATE) -> Sandbox:
@@ -150,7 +150,7 @@ class KvmXfs:
             self.kill(sandbox)
             yield snapshot
         finally:
-            self.live.empty()
+            self.live.remove_all()
 
     def run_script(self, sandbox: Sandbox, script: str) -> None:
         command = "cat >/run/bench.py && (setsid python3 -I -S /run/bench.py </dev/null >/dev/null 2>&1 &)"

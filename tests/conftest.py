@@ -102,7 +102,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     global _before
     if leaks.watching(session.config):
         leaks.sweep_earlier_runs()
-        _before = leaks.inventory()
+        _before = leaks.take_inventory()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -114,7 +114,7 @@ def _remembered(tmp_path_factory: pytest.TempPathFactory) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if _before is None:
         return
-    left = leaks.settle(_before)
+    left = leaks.wait_for_leftovers(_before)
     if left:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         assert reporter is not None
@@ -166,7 +166,7 @@ def make_gateway(xfs_root: Path) -> Iterator[Callable[..., Gateway]]:
 @pytest.fixture(scope="session")
 def shared_gateway(xfs_root: Path) -> Iterator[Gateway]:
     """One gateway for the whole run. Tests that stop it or fill it use ``gateway`` instead."""
-    for start in _gateway_factory(xfs_root, lambda root: templates.take(root, TEMPLATE)):
+    for start in _gateway_factory(xfs_root, lambda root: templates.copy_cached(root, TEMPLATE)):
         yield start()
 
 
@@ -174,7 +174,7 @@ def shared_gateway(xfs_root: Path) -> Iterator[Gateway]:
 def template(shared_gateway: Gateway) -> str:
     """The name of a template of ``shared_gateway``: Debian, python3, 256 MiB; built once for the run."""
     build_template(shared_gateway, TEMPLATE)
-    templates.keep(shared_gateway.state_root)
+    templates.add_to_cache(shared_gateway.state_root)
     return TEMPLATE
 
 

@@ -31,7 +31,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
 from sandbox_gateway.records import Sandbox
 from sandbox_gateway.zfs import run as zfs_run
 from tests.jail_zfs import pools
-from tests.support.jail_world import ShimHost, environment, jail_zfs_world
+from tests.support.jail_world import ShimHost, jail_zfs_world, shim_environment
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE
 
@@ -173,7 +173,7 @@ def _replace_names(word: str, exchanged: dict[str, str]) -> str:
 def _run_command(argv: tuple[str, ...]) -> str:
     """Standard output of a command that must succeed."""
     turn = zfs_run.mount_lock(argv[1], SECONDS, None) if argv[0] == "zfs" else contextlib.nullcontext()
-    env = {**os.environ, "LC_ALL": "C", **environment()}
+    env = {**os.environ, "LC_ALL": "C", **shim_environment()}
     with turn:
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
     if done.returncode != 0:
@@ -192,7 +192,7 @@ def _engine(ctx: Context) -> Iterator[tuple[Live, ShimHost]]:
         try:
             yield live, host
         finally:
-            live.empty()
+            live.remove_all()
             live.close()
             world.forget(config)
 

@@ -55,7 +55,7 @@ def gateway(place: Path) -> Iterator[str]:
         settings = {"gateway_url": faulty.url, "gateway_token": faulty.token, "gateway_template": TEMPLATE}
         config.write_text(json.dumps(settings))
         yield faulty.url
-        left = {kind: faulty.names(kind) for kind in ("sandboxes", "snapshots", "templates", "volumes")}
+        left = {kind: faulty.list_names(kind) for kind in ("sandboxes", "snapshots", "templates", "volumes")}
         wanted = {"sandboxes": [], "snapshots": [], "templates": [TEMPLATE], "volumes": []}
         assert left == wanted, "the targets remove what they made, captured and built"
 

@@ -55,7 +55,7 @@ def test_no_gateway_wrong_key_wrong_service_or_old_gateway(tmp_path: Path, fault
     )
     check_failed(said, "too_old", "0.0.9", "0.1.0 or newer")
     check_failed(old, "too_old", "0.0.9", "0.1.0 or newer", "role grove.sandbox.gateway")
-    assert not old["changed"] and not faulty.things("sandboxes")
+    assert not old["changed"] and not faulty.list_objects("sandboxes")
 
 
 def test_over_a_unix_socket(tmp_path: Path, faulty: FaultyGateway, way: Any) -> None:
@@ -88,7 +88,7 @@ def test_invalid_options(in_memory: Target, faulty: FaultyGateway, way: Any) -> 
     check_failed(nothing, "not_found", "'template' or 'snapshot'")
     check_failed(unknown, "invalid", "Unsupported parameters for (grove.sandbox.sandbox) module: colour", "cold_start")
     check_failed(word, "invalid", "cpus", "many")
-    assert not faulty.things("sandboxes")
+    assert not faulty.list_objects("sandboxes")
 
 
 def test_unknown_sources(in_memory: Target) -> None:
@@ -111,7 +111,7 @@ def test_a_name_used_by_another_kind_of_object(in_memory: Target, faulty: Faulty
     check_failed(said, "name_taken", "taken by a template")
     assert said["msg"] == done["msg"]
     assert capture["changed"]
-    assert not faulty.things("sandboxes")
+    assert not faulty.list_objects("sandboxes")
 
 
 def test_a_failed_fork_leaves_none_or_without_atomic_the_others(in_memory: Target, faulty: FaultyGateway) -> None:
@@ -149,11 +149,11 @@ def test_dead_siblings_are_replaced_and_foreign_ones_refused(in_memory: Target, 
     in_memory.verify(
         fork(count=2, name_prefix="ci"), {"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "ci-2"}}
     )
-    (dead,) = (box["sandboxID"] for box in faulty.things("sandboxes") if box["name"] == "ci-1")
+    (dead,) = (box["sandboxID"] for box in faulty.list_objects("sandboxes") if box["name"] == "ci-1")
     faulty.end_machine("ci-1")
     (alive,) = in_memory.verify(fork(count=2, name_prefix="ci"))
     assert alive["sandboxes"][0]["id"] != dead
-    assert dead not in [box["sandboxID"] for box in faulty.things("sandboxes")]
+    assert dead not in [box["sandboxID"] for box in faulty.list_objects("sandboxes")]
     task = {"grove.sandbox.sandbox_fork": {"snapshot": "s", "names": ["ci-1", "x"]}}
     (foreign,) = in_memory.play(task)
     check_failed(foreign, "conflict", "'ci-1' exists and is no fork of snapshot 's'", "recreate: true")
@@ -161,7 +161,7 @@ def test_dead_siblings_are_replaced_and_foreign_ones_refused(in_memory: Target, 
     task["grove.sandbox.sandbox_fork"]["recreate"] = True
     (replaced,) = in_memory.verify(task)
     assert {box["forked_from"] for box in replaced["sandboxes"]} == {
-        snapshot["snapshotID"] for snapshot in faulty.things("snapshots") if "s" in snapshot["names"]
+        snapshot["snapshotID"] for snapshot in faulty.list_objects("snapshots") if "s" in snapshot["names"]
     }
 
 
@@ -170,7 +170,9 @@ def test_a_failed_replacement_keeps_the_old_sandbox(in_memory: Target, faulty: F
     faulty.failing = {"box"}
     (broken,) = in_memory.play(sandbox(name="box", template=TEMPLATE, memory_mb=512, cold_start=True, recreate=True))
     check_failed(broken, "backend_failed", "did not answer")
-    assert [(box["sandboxID"], box["name"]) for box in faulty.things("sandboxes")] == [(first["sandbox"]["id"], "box")]
+    assert [(box["sandboxID"], box["name"]) for box in faulty.list_objects("sandboxes")] == [
+        (first["sandbox"]["id"], "box")
+    ]
 
 
 def create_box(gateway: FaultyGateway, *, snapshot: bool = True) -> None:
@@ -195,24 +197,26 @@ def test_a_snapshot_removed_between_plan_and_apply(
     in_memory: Target, faulty: FaultyGateway, task: Task, way: Any
 ) -> None:
     create_box(faulty)
-    faulty.vanish = {snapshot["snapshotID"] for snapshot in faulty.things("snapshots")}
+    faulty.vanish = {snapshot["snapshotID"] for snapshot in faulty.list_objects("snapshots")}
     faulty.write("box")
-    before = faulty.things("sandboxes")
+    before = faulty.list_objects("sandboxes")
     (lost,) = in_memory.play(task, keywords=way)
     check_failed(lost, "not_found", "snapshot 's' was there when this task began", "make it again, or name another")
     # A deleted snapshot leaves its place as head to its parent.
-    (template,) = (each["templateID"] for each in faulty.things("templates"))
-    assert not lost["changed"] and faulty.things("sandboxes") == [{**each, "snapshotID": template} for each in before]
-    assert faulty.names("snapshots") == [] and faulty.names("templates") == [TEMPLATE]
+    (template,) = (each["templateID"] for each in faulty.list_objects("templates"))
+    assert not lost["changed"] and faulty.list_objects("sandboxes") == [
+        {**each, "snapshotID": template} for each in before
+    ]
+    assert faulty.list_names("snapshots") == [] and faulty.list_names("templates") == [TEMPLATE]
 
 
 def test_a_sandbox_removed_between_plan_and_apply(in_memory: Target, faulty: FaultyGateway) -> None:
     create_box(faulty, snapshot=False)
-    faulty.vanish = {box["sandboxID"] for box in faulty.things("sandboxes")}
+    faulty.vanish = {box["sandboxID"] for box in faulty.list_objects("sandboxes")}
     (lost,) = in_memory.play({"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "box"}})
     check_failed(lost, "not_found", "sandbox 'box' was there when this task began")
     assert not lost["changed"]
-    assert faulty.names("snapshots") == [] and faulty.names("templates") == [TEMPLATE]
+    assert faulty.list_names("snapshots") == [] and faulty.list_names("templates") == [TEMPLATE]
 
 
 def test_the_backup_is_removed_after_a_failed_rollback(in_memory: Target, faulty: FaultyGateway) -> None:

@@ -281,7 +281,7 @@ def test_a_fork_whose_inherited_volume_is_gone_fails(in_memory: Target, faulty: 
         snapshot_task(name="golden", sandbox="box"),
         volume_task(name="data", state="absent", attachments=[]),
     )
-    assert not faulty.things("volumes")
+    assert not faulty.list_objects("volumes")
     (refused,) = in_memory.play(fork_task(snapshot="golden", names=["x"]))
     check_failed(refused, "conflict", "there no more", "[] is nothing")
     assert refused["failure"]["status"] is None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.live import Live, engines
-from tests.support.worlds import World, settled
+from tests.support.worlds import World, wait_for_traces
 
 KINDS = ("kvm_xfs", "jail_zfs")
 
@@ -22,7 +22,7 @@ def world(request: pytest.FixtureRequest) -> World:
 def _shared(world: World) -> Iterator[Live]:
     live = Live(world.host(config := world.config()), config)
     yield live
-    live.empty()
+    live.remove_all()
     live.close()
     world.forget(config)
 
@@ -32,8 +32,8 @@ def live(_shared: Live, world: World) -> Iterator[Live]:
     """The engine that tests share, empty before and after each; a test fails if it leaves anything on the machine."""
     before = world.traces(_shared.config)
     yield _shared
-    _shared.empty()
-    assert settled(lambda: world.traces(_shared.config), lambda found: found == before) == before
+    _shared.remove_all()
+    assert wait_for_traces(lambda: world.traces(_shared.config), lambda found: found == before) == before
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ class Scene:
         self._runner.end()
         if self._config is not None:
             with self.opened() as live:
-                live.empty()
+                live.remove_all()
             self.world.forget(self._config)
             self._config = None
 
@@ -162,7 +162,7 @@ def check(live: Live, world: World, when: str) -> None:
         assert live.shell(fork.id, "cat /root/kept").strip() == "kept", when
         live.do(live.engine.sandboxes.delete(fork.id))
     check_lineage(live, when)
-    live.settle(world.check_no_strays, live.engine, live.config, when)
+    live.wait_for(world.check_no_strays, live.engine, live.config, when)
 
 
 def restore(live: Live) -> None:
@@ -266,7 +266,7 @@ def check_volumes(live: Live, world: World, when: str) -> None:
     assert owners == forks.keys(), when
     for fork in forks.values():
         assert write_and_check(live, fork.id, "/one") == "one", when
-    live.settle(world.check_no_strays, engine, live.config, when)
+    live.wait_for(world.check_no_strays, engine, live.config, when)
 
 
 def write_and_check(live: Live, ref: str, place: str) -> str:

@@ -17,7 +17,7 @@ from sandbox_gateway.engine.mount_paths import check_mount_paths
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, InUse, Invalid, NameTaken, NotFound
 from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
-from tests.support.crash import Daemon, picture
+from tests.support.crash import Daemon, observable_state
 from tests.support.live import Live
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
@@ -856,10 +856,10 @@ def test_kill_9_with_five_volumes_in_ten_sandboxes(fresh: Any, world: World, tmp
     live: Live = fresh()
     live.close()
     with Daemon(live.config, world.factory, "ten-with-volumes", tmp_path / "config.json") as daemon:
-        before = daemon.says(300)
+        before = daemon.read_scene(300)
         daemon.kill()
     again: Live = fresh(config=live.config)
-    assert again.call(picture, again.engine) == before
+    assert again.call(observable_state, again.engine) == before
     for n in range(10):
         assert again.shell(f"box{n}", "cat /mine/who /ours/who").split() == [f"v{n % 4}", "v4"]
     again.shell("box0", "echo on >/mine/on && sync")
@@ -871,4 +871,4 @@ def test_kill_9_with_five_volumes_in_ten_sandboxes(fresh: Any, world: World, tmp
         again.do(again.engine.sandboxes.delete(f"box{n}"))
     for n in range(5):
         again.do(again.engine.volumes.delete(f"v{n}"))
-    again.settle(world.check_no_strays, again.engine, again.config, "after kill -9")
+    again.wait_for(world.check_no_strays, again.engine, again.config, "after kill -9")

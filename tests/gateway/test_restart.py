@@ -52,7 +52,7 @@ def observable_state(gateway: Gateway) -> Any:
 def test_kill_9_with_ten_sandboxes_running(ten: Gateway) -> None:
     before = observable_state(ten)
     counts = {name: read_counter(ten, name) for name in ("source", "fork-1", "fork-9")}
-    ten.kill9()
+    ten.kill_9()
     ten.start()
     assert observable_state(ten) == before
     for name in ("source", *(f"fork-{n}" for n in range(1, 10))):
@@ -69,7 +69,7 @@ def test_kill_9_during_a_snapshot_leaves_no_partial_snapshot(ten: Gateway) -> No
         thread = threading.Thread(target=snapshot, args=(ten.url, f"cut-{int(delay * 1000)}"))
         thread.start()
         time.sleep(delay)
-        ten.kill9()
+        ten.kill_9()
         thread.join(30)
         ten.start()
         assert ten.sh("source", "hostname").strip() == "source"

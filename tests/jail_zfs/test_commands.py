@@ -34,7 +34,7 @@ def thaw(frozen: Path) -> None:
     time.sleep(0.2)
 
 
-async def test_a_command_that_does_not_die_is_given_up(frozen: Path) -> None:
+async def test_an_unkillable_command_is_abandoned(frozen: Path) -> None:
     try:
         with pytest.raises(BackendFailed, match=r"did not end within 0\.5 s and was stopped"):
             await asyncio.wait_for(run_async(["touch", str(frozen / "file")], timeout=0.5), 60)
@@ -42,7 +42,7 @@ async def test_a_command_that_does_not_die_is_given_up(frozen: Path) -> None:
         await asyncio.to_thread(thaw, frozen)
 
 
-async def test_a_cancelled_caller_of_a_command_that_does_not_die_goes_on(frozen: Path) -> None:
+async def test_a_cancelled_caller_does_not_wait_for_an_unkillable_command(frozen: Path) -> None:
     work = asyncio.ensure_future(run_async(["touch", str(frozen / "file")], timeout=600))
     await asyncio.sleep(0.5)
     work.cancel()

@@ -21,7 +21,7 @@ from sandbox_gateway.zfs import run as zfs_run
 from sandbox_gateway.zfs.causes import Cause
 from tests.jail_zfs import pools
 from tests.support import session
-from tests.support.jail_world import JailZfsWorld, debian, shim
+from tests.support.jail_world import JailZfsWorld, debian_tarball, shim
 from tests.support.live import Live, engines
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE
@@ -44,11 +44,11 @@ def knob() -> Iterator[Callable[[str, str], None]]:
     """Set a knob of the shim; the test's end restores it."""
     usual = {"dying": "0", "kern.racct.enable": "1"}
 
-    def turn(name: str, value: str) -> None:
+    def set_knob(name: str, value: str) -> None:
         assert name in usual
         shim("freebsd-shim", "set", name, value)
 
-    yield turn
+    yield set_knob
     for name, value in usual.items():
         shim("freebsd-shim", "set", name, value)
 
@@ -64,7 +64,7 @@ def test_sixty_sandboxes_leave_nothing(live: Live, jail_zfs_world: JailZfsWorld)
     assert jail_zfs_world.traces(live.config) == before
 
 
-def test_jail_is_confined(live: Live) -> None:
+def test_a_jail_is_confined(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     name = live.sandbox("one").host["jail"]
     shown = shim("jls", "-j", name, "-n", "securelevel", "enforce_statfs", "children.max", "vnet", "allow.raw_sockets")
@@ -75,7 +75,7 @@ def test_jail_is_confined(live: Live) -> None:
     assert live.do(live.engine.commands.exec("one", ["touch", "/run/sandbox/file"])).exit_code != 0
 
 
-def test_limits_hold_and_go_with_the_sandbox(live: Live) -> None:
+def test_limits_hold_and_are_removed_with_the_sandbox(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["small"], memory_mb=64, cpus=2)))
     name = live.sandbox("small").host["jail"]
     rules = {line for line in shim("rctl").split() if f":{name}:" in line}
@@ -91,7 +91,7 @@ def test_limits_hold_and_go_with_the_sandbox(live: Live) -> None:
     assert name not in shim("rctl")
 
 
-def test_without_racct_there_are_no_limits_and_that_is_said(
+def test_missing_racct_is_reported(
     fresh: Callable[..., Live], knob: Callable[[str, str], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     knob("kern.racct.enable", "0")
@@ -102,14 +102,14 @@ def test_without_racct_there_are_no_limits_and_that_is_said(
     live.close()
 
 
-def test_disk_is_a_quota_that_a_fork_may_raise(live: Live) -> None:
+def test_the_disk_size_is_a_quota_that_a_fork_may_raise(live: Live) -> None:
     have = live.engine.templates.get(TEMPLATE).resources.disk_mb
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["big"], disk_mb=have + 512)))
     dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{live.sandbox('big').instance}"
     assert zfs.get_props([dataset], ["refquota"])[dataset]["refquota"].number == (have + 512) << 20
 
 
-def test_snapshot_names_its_zfs_snapshot_and_outlives_its_sandbox(fresh: Callable[..., Live]) -> None:
+def test_a_snapshot_names_its_zfs_snapshot_and_outlives_its_sandbox(fresh: Callable[..., Live]) -> None:
     live = fresh()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", "echo kept >/root/kept")
@@ -124,7 +124,7 @@ def test_snapshot_names_its_zfs_snapshot_and_outlives_its_sandbox(fresh: Callabl
     assert again.shell(fork.id, "cat /root/kept").strip() == "kept"
 
 
-def test_snapshot_destroyed_by_hand_is_gone_at_the_next_start(fresh: Callable[..., Live]) -> None:
+def test_a_snapshot_destroyed_by_hand_is_gone_after_a_restart(fresh: Callable[..., Live]) -> None:
     live = fresh()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     for name in ("kept", "lost", "also-lost"):
@@ -140,7 +140,7 @@ def test_snapshot_destroyed_by_hand_is_gone_at_the_next_start(fresh: Callable[..
     assert again.shell("source", "echo alive").strip() == "alive"
 
 
-def test_rollback_to_what_does_not_start_leaves_the_old_one_running(
+def test_a_failed_rollback_leaves_the_old_jail_running(
     fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld
 ) -> None:
     live = fresh()
@@ -158,7 +158,7 @@ def test_rollback_to_what_does_not_start_leaves_the_old_one_running(
     assert jail_zfs_world.traces(live.config) == before
 
 
-def test_jail_removed_by_hand_is_noticed(live: Live) -> None:
+def test_a_jail_removed_by_hand_is_detected(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["gone"])))
     name = live.sandbox("gone").host["jail"]
     shim("pkill", "-KILL", "-j", name)
@@ -168,7 +168,7 @@ def test_jail_removed_by_hand_is_noticed(live: Live) -> None:
     assert live.shell("gone", "hostname").strip() == "gone"
 
 
-def test_a_jail_that_outlives_its_agent_is_ended(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+def test_a_jail_that_outlives_its_agent_is_removed(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["headless"])))
     time.sleep(6)  # the agent has been seen by then
     with pytest.raises(BackendFailed, match=r"hung up|cannot be reached|went away"):
@@ -177,7 +177,7 @@ def test_a_jail_that_outlives_its_agent_is_ended(live: Live, jail_zfs_world: Jai
     assert jail_zfs_world.traces(live.config)["processes"] == set()
 
 
-def test_a_jail_left_dying_never_blocks_a_kill(
+def test_a_dying_jail_does_not_block_a_kill(
     live: Live, jail_zfs_world: JailZfsWorld, knob: Callable[[str, str], None]
 ) -> None:
     before = jail_zfs_world.traces(live.config)
@@ -191,7 +191,7 @@ def test_a_jail_left_dying_never_blocks_a_kill(
     eventually(lambda: jail_zfs_world.traces(live.config) == before, 20)
 
 
-def test_a_sandbox_whose_jail_is_left_dying_starts_in_another(
+def test_a_sandbox_with_a_dying_jail_starts_in_another(
     fresh: Callable[..., Live], knob: Callable[[str, str], None]
 ) -> None:
     live = fresh(jail_zfs={"dying_seconds": 0.3})
@@ -209,7 +209,7 @@ def test_a_sandbox_whose_jail_is_left_dying_starts_in_another(
     knob("dying", "0")
 
 
-def test_a_restart_unmounts_no_paused_sandbox(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
+def test_a_restart_does_not_unmount_paused_sandboxes(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
     """Each start removes leftovers of rollbacks with `zfs rename`, which by itself unmounts the clones of the renamed
     dataset. While a foreign mount namespace holds them, they cannot be mounted again.
     """
@@ -228,7 +228,7 @@ def test_a_restart_unmounts_no_paused_sandbox(fresh: Callable[..., Live], jail_z
     assert again.shell("source", "hostname").strip() == "source"
 
 
-def test_what_cannot_be_mounted_says_what_holds_it(
+def test_a_mount_error_names_the_holder(
     fresh: Callable[..., Live],
     jail_zfs_world: JailZfsWorld,
     knob: Callable[[str, str], None],
@@ -259,7 +259,7 @@ def test_what_cannot_be_mounted_says_what_holds_it(
     assert live.shell("held", "hostname").strip() == "held"
 
 
-def test_what_cannot_be_removed_yet_says_what_holds_it(
+def test_a_removal_error_names_the_holder(
     live: Live, jail_zfs_world: JailZfsWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = jail_zfs_world.traces(live.config)
@@ -273,8 +273,8 @@ def test_what_cannot_be_removed_yet_says_what_holds_it(
     eventually(lambda: jail_zfs_world.traces(live.config) == before, 20)
 
 
-def test_half_of_a_jail_is_swept_at_start_up(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
-    """The leftovers of a gateway that dies while it creates a jail: an epair, limits, rules, a clone, mounts."""
+def test_an_incomplete_jail_is_swept_at_startup(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
+    """A gateway that dies while it creates a jail leaves an epair, limits, rules, a clone and mounts."""
     live = fresh()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["fine"])))
     before = jail_zfs_world.traces(live.config)
@@ -293,7 +293,7 @@ def test_half_of_a_jail_is_swept_at_start_up(fresh: Callable[..., Live], jail_zf
     assert again.shell("fine", "echo alive").strip() == "alive"
 
 
-def test_memory_is_refused_with_a_sentence(live: Live) -> None:
+def test_memory_snapshots_are_refused(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     snapshot = live.do(live.engine.snapshots.create("one", name="files"))
     for work in (
@@ -304,7 +304,7 @@ def test_memory_is_refused_with_a_sentence(live: Live) -> None:
             live.do(work)
 
 
-def built(live: Live, recipe: Recipe) -> Any:
+def build_recipe(live: Live, recipe: Recipe) -> Any:
     build = live.do(live.engine.templates.build("other", recipe))
 
     async def end() -> None:
@@ -315,22 +315,22 @@ def built(live: Live, recipe: Recipe) -> Any:
     return build
 
 
-def test_debootstrap_is_refused_with_a_sentence(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+def test_debootstrap_is_refused(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     before = jail_zfs_world.traces(live.config)
-    build = built(live, Recipe())
+    build = build_recipe(live, Recipe())
     assert build.status == "error"
     assert "cannot debootstrap" in build.reason and "base.txz" in build.reason
     assert jail_zfs_world.traces(live.config) == before
 
 
-def test_template_from_a_directory_with_set_up(live: Live, tmp_path: Path) -> None:
+def test_a_template_from_a_directory_with_setup(live: Live, tmp_path: Path) -> None:
     subprocess.run(
-        ["tar", "-x", "-C", str(tmp_path), "-f", str(debian()), "--exclude=./dev/*"], check=True, timeout=120
+        ["tar", "-x", "-C", str(tmp_path), "-f", str(debian_tarball()), "--exclude=./dev/*"], check=True, timeout=120
     )
     recipe = Recipe(
         source="rootfs", path=str(tmp_path), setup=["echo done >/root/set-up"], resources=Resources(disk_mb=1024)
     )
-    assert built(live, recipe).status == "ready"
+    assert build_recipe(live, recipe).status == "ready"
     live.do(live.engine.forks.create("other", ForkSpec(names=["made"])))
     assert live.shell("made", "cat /root/set-up").strip() == "done"
     assert live.shell("made", "id -u user; ls -d /home/user").split() == ["1000", "/home/user"]
@@ -341,7 +341,7 @@ def test_template_from_a_directory_with_set_up(live: Live, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("missing", "words"), [("bin/sh", "/bin/sh"), ("usr/bin/python3", "no /usr/local/bin/python3 or /usr/bin/python3")]
 )
-def test_tree_that_cannot_be_a_sandbox_is_refused_and_leaves_nothing(
+def test_an_unusable_tree_is_refused_and_leaves_nothing(
     live: Live, jail_zfs_world: JailZfsWorld, tmp_path: Path, missing: str, words: str
 ) -> None:
     for name in ("bin/sh", "usr/bin/python3.11", "usr/bin/python3", "etc/passwd"):
@@ -349,13 +349,14 @@ def test_tree_that_cannot_be_a_sandbox_is_refused_and_leaves_nothing(
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).touch()
     before = jail_zfs_world.traces(live.config)
-    build = built(live, Recipe(source="rootfs", path=str(tmp_path)))
+    build = build_recipe(live, Recipe(source="rootfs", path=str(tmp_path)))
     assert build.status == "error" and words in build.reason
     assert jail_zfs_world.traces(live.config) == before
 
 
-def test_planted_links_lead_nowhere(live: Live, tmp_path: Path) -> None:
-    """A sandbox's root replaces the directory that the host mounts over: it starts again, and nothing is mounted."""
+def test_planted_links_cannot_escape_the_jail(live: Live, tmp_path: Path) -> None:
+    """A sandbox's root replaces the directory that the host mounts over. The sandbox still starts, and nothing is
+    mounted outside."""
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["sly"])))
     live.shell("sly", "mkdir /root/other && cp -a /run/sandbox /root/copy; mv /run /run.old && ln -s /etc /run")
     live.do(live.engine.sandboxes.pause("sly"))
@@ -363,9 +364,9 @@ def test_planted_links_lead_nowhere(live: Live, tmp_path: Path) -> None:
     assert live.shell("sly", "ls /etc/sandbox 2>/dev/null || echo none").strip() == "none"
 
 
-def test_zfs_dead_is_said_and_nothing_is_half_made() -> None:
+def test_dead_zfs_is_reported_and_leaves_nothing_incomplete() -> None:
     """In its own namespaces, with a daemon that nothing else uses."""
-    tarball, directory = debian(), session.run_dir() / "host-alone"
+    tarball, directory = debian_tarball(), session.run_dir() / "host-alone"
     directory.mkdir()
     (directory / "cache").mkdir()
     (directory / "cache" / tarball.name).hardlink_to(tarball)

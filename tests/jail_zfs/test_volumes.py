@@ -40,25 +40,25 @@ def live(fresh: Callable[..., Live]) -> Live:
     return fresh()
 
 
-def host(live: Live) -> JailZfsHost:
+def jail_host(live: Live) -> JailZfsHost:
     assert isinstance(live.engine.host, JailZfsHost)
     return live.engine.host
 
 
-def volume(live: Live, name: str = "data", size_mb: int = 64, **more: Any) -> Volume:
+def create_volume(live: Live, name: str = "data", size_mb: int = 64, **more: Any) -> Volume:
     return live.do(live.engine.volumes.create(name, size_mb, **more))
 
 
-def box(live: Live, name: str, *mounts: tuple[str, str], read_only: bool = False) -> Sandbox:
+def create_box(live: Live, name: str, *mounts: tuple[str, str], read_only: bool = False) -> Sandbox:
     specs = [MountSpec(volume, path, read_only) for volume, path in mounts]
     return live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=[name], mounts=specs)))
 
 
-def root(world: JailZfsWorld, live: Live, name: str) -> Path:
+def root_path(world: JailZfsWorld, live: Live, name: str) -> Path:
     return world.place(live.config) / "sandboxes" / live.sandbox(name).instance
 
 
-def repaired(caplog: pytest.LogCaptureFixture) -> list[str]:
+def startup_repairs(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The repairs at start-up, according to the log."""
     return [vars(record)["fields"]["what"] for record in caplog.records if record.message == "repaired"]
 
@@ -66,19 +66,19 @@ def repaired(caplog: pytest.LogCaptureFixture) -> list[str]:
 # -- shared -----------------------------------------------------------------------------------------------------------
 
 
-def test_set_user_ids_do_not_count_in_a_volume(live: Live) -> None:
-    volume(live)
-    box(live, "box", ("data", "/data"))
+def test_setuid_has_no_effect_on_a_volume(live: Live) -> None:
+    create_volume(live)
+    create_box(live, "box", ("data", "/data"))
     live.shell("box", "cp /usr/bin/id /data/id; chown root /data/id; chmod 4755 /data/id")
     assert live.do(live.engine.commands.exec("box", ["/data/id", "-u"], user="user")).stdout.strip() == b"1000"
 
 
-def test_mounted_in_the_order_that_is_wanted_and_one_in_another(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+def test_nested_mounts_in_any_order(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     """The engine refuses overlaps; the host mounts outer before inner and unmounts inner first."""
-    outer, inner = volume(live, "outer"), volume(live, "inner")
-    sandbox = box(live, "box")
+    outer, inner = create_volume(live, "outer"), create_volume(live, "inner")
+    sandbox = create_box(live, "box")
     for mount in (Mount(volume=outer.id, path="/data"), Mount(volume=inner.id, path="/data/below")):
-        live.do(host(live).attach(sandbox, mount))
+        live.do(jail_host(live).attach(sandbox, mount))
     live.shell("box", "touch /data/a /data/below/b")
     assert live.shell("box", "cd /data; find . -type f | sort").split() == ["./a", "./below/b"]
     live.do(live.engine.sandboxes.delete("box"))
@@ -87,26 +87,28 @@ def test_mounted_in_the_order_that_is_wanted_and_one_in_another(live: Live, jail
 
 def test_long_names(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     name = "v" + "-" * 63
-    made = volume(live, name)
-    sandbox = box(live, "box")
+    made = create_volume(live, name)
+    sandbox = create_box(live, "box")
     deep = "/srv/" + "/".join(["d" * 120] * 3)
-    live.do(host(live).attach(sandbox, Mount(volume=made.id, path=deep)))
+    live.do(jail_host(live).attach(sandbox, Mount(volume=made.id, path=deep)))
     live.shell("box", f"touch {deep}/file")
-    assert (f"{root(jail_zfs_world, live, 'box')}{deep}", made.id, False) in jail_zfs_world.volume_mounts(live.config)
-    live.do(host(live).detach(sandbox, Mount(volume=made.id, path=deep)))
+    assert (f"{root_path(jail_zfs_world, live, 'box')}{deep}", made.id, False) in jail_zfs_world.volume_mounts(
+        live.config
+    )
+    live.do(jail_host(live).detach(sandbox, Mount(volume=made.id, path=deep)))
     assert live.shell("box", f"ls {deep}") == ""
     with pytest.raises(Invalid, match="File name too long"):
-        live.do(host(live).attach(sandbox, Mount(volume=made.id, path=f"/srv/{'x' * 300}")))
+        live.do(jail_host(live).attach(sandbox, Mount(volume=made.id, path=f"/srv/{'x' * 300}")))
     assert live.shell("box", "ls /srv").split() == ["d" * 120]
 
 
 # -- captured, cloned, rolled back ------------------------------------------------------------------------------------
 
 
-def test_captured_with_its_sandbox_and_cloned_for_a_fork(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    volume(live, "a")
-    volume(live, "b")
-    box(live, "source", ("a", "/a"), ("b", "/b"))
+def test_a_volume_is_captured_and_cloned_with_its_sandbox(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+    create_volume(live, "a")
+    create_volume(live, "b")
+    create_box(live, "source", ("a", "/a"), ("b", "/b"))
     live.shell("source", "echo one | tee /a/file >/b/file")
     live.do(live.engine.snapshots.create("source", name="mark", volumes=["a", "b"]))
     live.shell("source", "echo two | tee /a/file >/b/file")
@@ -119,37 +121,37 @@ def test_captured_with_its_sandbox_and_cloned_for_a_fork(live: Live, jail_zfs_wo
     with pytest.raises(InUse):
         live.do(live.engine.snapshots.delete("mark"))
     live.do(live.engine.sandboxes.delete("fork"))
-    live.settle(jail_zfs_world.check_no_strays, live.engine, live.config, "after the fork")
+    live.wait_for(jail_zfs_world.check_no_strays, live.engine, live.config, "after the fork")
     assert live.do(live.engine.snapshots.delete("mark"))
     assert [each for name in ("a", "b") for each in live.engine.volumes.list_snapshots(name)] == []
-    live.settle(jail_zfs_world.check_no_strays, live.engine, live.config, "after the snapshot")
+    live.wait_for(jail_zfs_world.check_no_strays, live.engine, live.config, "after the snapshot")
 
 
-def test_all_that_write_into_a_volume_stand_still_while_it_is_captured(
+def test_all_writers_are_stopped_during_a_capture(
     live: Live, jail_zfs_world: JailZfsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where ZFS takes several snapshots one after the other."""
-    volume(live)
-    box(live, "source", ("data", "/data"))
-    box(live, "writer", ("data", "/data"))
-    box(live, "reader", ("data", "/data"), read_only=True)
+    """This ZFS takes several snapshots one after the other."""
+    create_volume(live)
+    create_box(live, "source", ("data", "/data"))
+    create_box(live, "writer", ("data", "/data"))
+    create_box(live, "reader", ("data", "/data"), read_only=True)
     seen: dict[str, set[str]] = {}
     take = snapshots._snapshot_at_once
 
     def look(names: Any, options: Any) -> None:
         time.sleep(0.1)
         for name in ("source", "writer", "reader"):
-            seen.setdefault(name, set()).update(states(jail_zfs_world, live, name))
+            seen.setdefault(name, set()).update(process_states(jail_zfs_world, live, name))
         take(names, options)
 
     monkeypatch.setattr(snapshots, "_snapshot_at_once", look)
     live.do(live.engine.snapshots.create("source", volumes=["data"]))
     assert (seen["source"], seen["writer"]) == ({"T"}, {"T"})
     assert "T" not in seen["reader"]
-    assert "T" not in states(jail_zfs_world, live, "source") | states(jail_zfs_world, live, "writer")
+    assert "T" not in process_states(jail_zfs_world, live, "source") | process_states(jail_zfs_world, live, "writer")
 
 
-def states(world: JailZfsWorld, live: Live, name: str) -> set[str]:
+def process_states(world: JailZfsWorld, live: Live, name: str) -> set[str]:
     """The states of the processes of a jail, as `ps` prints them."""
     found = set()
     for pid in shim("pgrep", "-j", live.sandbox(name).host["jail"], check=False).split():
@@ -161,9 +163,9 @@ def states(world: JailZfsWorld, live: Live, name: str) -> set[str]:
 
 
 def test_rollback_under_running_jails(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    made = volume(live)
-    box(live, "writer", ("data", "/data"))
-    box(live, "reader", ("data", "/srv/data"), read_only=True)
+    made = create_volume(live)
+    create_box(live, "writer", ("data", "/data"))
+    create_box(live, "reader", ("data", "/srv/data"), read_only=True)
     marks = []
     for text in ("one", "two"):
         live.shell("writer", f"echo {text} >/data/file")
@@ -177,16 +179,16 @@ def test_rollback_under_running_jails(live: Live, jail_zfs_world: JailZfsWorld) 
     live.shell("writer", "echo on >/data/file")
     assert live.shell("reader", "cat /srv/data/file").strip() == "on"
     assert [each.name for each in live.engine.volumes.list_snapshots("data")] == ["one", "two"]
-    live.settle(jail_zfs_world.check_no_strays, live.engine, live.config, "after rollbacks")
+    live.wait_for(jail_zfs_world.check_no_strays, live.engine, live.config, "after rollbacks")
     assert made.id == live.engine.volumes.get("data").id
 
 
-def test_rollback_that_cannot_be_mounted_leaves_all_as_it_was(
+def test_a_rollback_that_cannot_be_mounted_changes_nothing(
     live: Live, jail_zfs_world: JailZfsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    volume(live)
+    create_volume(live)
     for name in ("first", "second"):
-        box(live, name, ("data", f"/data/{name}"))
+        create_box(live, name, ("data", f"/data/{name}"))
     live.shell("first", "echo old >/data/first/file")
     live.do(live.engine.volumes.create_snapshot("data", "mark"))
     live.shell("first", "echo new >/data/first/file")
@@ -206,24 +208,24 @@ def test_rollback_that_cannot_be_mounted_leaves_all_as_it_was(
         live.do(live.engine.volumes.rollback("data", "mark", force=True))
     assert live.shell("first", "cat /data/first/file").strip() == "new"
     assert {node for node, *_ in jail_zfs_world.volume_mounts(live.config)} == {
-        f"{root(jail_zfs_world, live, 'first')}/data/first"
+        f"{root_path(jail_zfs_world, live, 'first')}/data/first"
     }
 
 
 # -- found again ------------------------------------------------------------------------------------------------------
 
 
-def test_a_restart_makes_the_mounts_as_the_records_say(
+def test_a_restart_corrects_mounts_to_match_the_records(
     fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     live = fresh()
     for name in ("kept", "missing", "stray", "wrong"):
-        volume(live, name)
-    sandbox = box(live, "box", ("kept", "/kept"), ("missing", "/missing"), ("wrong", "/wrong"))
+        create_volume(live, name)
+    sandbox = create_box(live, "box", ("kept", "/kept"), ("missing", "/missing"), ("wrong", "/wrong"))
     live.shell("box", "echo kept >/kept/file; echo missing >/missing/file; (exec sleep 1000 >/kept/open) 2>&1 &")
     wanted = jail_zfs_world.volume_mounts(live.config)
     live.close()
-    place, volumes = root(jail_zfs_world, live, "box"), jail_zfs_world.place(live.config) / "volumes"
+    place, volumes = root_path(jail_zfs_world, live, "box"), jail_zfs_world.place(live.config) / "volumes"
     for name in ("missing", "wrong"):
         shim("umount", f"{place}/{name}")
     (place / "stray").mkdir()
@@ -235,7 +237,7 @@ def test_a_restart_makes_the_mounts_as_the_records_say(
     shim("pkill", "-STOP", "-j", sandbox.host["jail"])
     caplog.clear()
     again = fresh(live.config)
-    log = repaired(caplog)
+    log = startup_repairs(caplog)
     for words in (
         f"mounted /missing in sandbox {sandbox.id} again",
         f"mounted /wrong in sandbox {sandbox.id} again",
@@ -249,36 +251,36 @@ def test_a_restart_makes_the_mounts_as_the_records_say(
     again.close()
     caplog.clear()
     third = fresh(live.config)
-    assert repaired(caplog) == [], "the second time there is nothing to mend"
+    assert startup_repairs(caplog) == [], "the second time there is nothing to mend"
     third.do(third.engine.sandboxes.delete("box"))
     assert jail_zfs_world.volume_mounts(third.config) == set()
 
 
-def test_volumes_of_the_dead_are_unmounted(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
+def test_volumes_of_dead_jails_are_unmounted(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
     live = fresh()
-    volume(live)
-    box(live, "box", ("data", "/data"))
+    create_volume(live)
+    create_box(live, "box", ("data", "/data"))
     live.shell("box", "echo kept >/data/file")
     live.close()
     shim("pkill", "-KILL", "-j", live.sandbox("box").host["jail"])
     again = fresh(live.config)
     eventually(lambda: again.sandbox("box").state is SandboxState.RUNNING, 60)
     assert again.shell("box", "cat /data/file").strip() == "kept"
-    again.settle(jail_zfs_world.check_no_strays, again.engine, again.config, "after the resume")
+    again.wait_for(jail_zfs_world.check_no_strays, again.engine, again.config, "after the resume")
 
 
 def test_a_sandbox_starts_without_a_volume_destroyed_by_hand(
     fresh: Callable[..., Live], caplog: pytest.LogCaptureFixture
 ) -> None:
     live = fresh()
-    lost, kept = volume(live, "lost"), volume(live, "kept")
-    sandbox = box(live, "box", ("lost", "/lost"), ("kept", "/kept"))
+    lost, kept = create_volume(live, "lost"), create_volume(live, "kept")
+    sandbox = create_box(live, "box", ("lost", "/lost"), ("kept", "/kept"))
     live.do(live.engine.sandboxes.pause("box"))
     live.close()
     pools.destroy_all(lost.host["dataset"])
     caplog.clear()
     again = fresh(live.config)
-    log = repaired(caplog)
+    log = startup_repairs(caplog)
     assert (
         f"the volume {lost.id} that sandbox {sandbox.id} has at /lost is not there: restore it, or detach it" in log
     ), log
@@ -290,12 +292,12 @@ def test_a_sandbox_starts_without_a_volume_destroyed_by_hand(
     assert [each.path for each in again.sandbox("box").mounts] == ["/kept"]
 
 
-def test_damaged_records_of_volumes_do_not_keep_the_gateway_from_starting(
+def test_damaged_volume_records_do_not_prevent_a_start(
     fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld
 ) -> None:
     live = fresh()
-    torn = volume(live, "torn")
-    box(live, "box", ("torn", "/torn"))
+    torn = create_volume(live, "torn")
+    create_box(live, "box", ("torn", "/torn"))
     live.shell("box", "echo kept >/torn/file")
     record = zfs.local_props(torn.host["dataset"])[HEAD]
     live.close()
@@ -315,15 +317,15 @@ def test_damaged_records_of_volumes_do_not_keep_the_gateway_from_starting(
 # -- stuck mounts -----------------------------------------------------------------------------------------------------
 
 
-def test_a_stuck_mount_never_blocks_a_kill_and_is_shown(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    made = volume(live)
-    box(live, "bystander")
+def test_a_stuck_mount_does_not_block_a_kill_and_is_shown(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+    made = create_volume(live)
+    create_box(live, "bystander")
     before = jail_zfs_world.traces(live.config)
-    sandbox = box(live, "box", ("data", "/data"))
-    node = f"{root(jail_zfs_world, live, 'box')}/data"
+    sandbox = create_box(live, "box", ("data", "/data"))
+    node = f"{root_path(jail_zfs_world, live, 'box')}/data"
     shim("freebsd-shim", "set", "busy", node)
     with pytest.raises(Busy, match="cannot be unmounted"):
-        live.do(host(live).detach(sandbox, Mount(volume=made.id, path="/data")))
+        live.do(jail_host(live).detach(sandbox, Mount(volume=made.id, path="/data")))
     assert live.do(live.engine.volumes.state("data")).stuck == [], "nothing was changed"
     live.shell("box", "touch /data/file")
     began = time.monotonic()
@@ -338,14 +340,12 @@ def test_a_stuck_mount_never_blocks_a_kill_and_is_shown(live: Live, jail_zfs_wor
     assert live.do(live.engine.volumes.state("data")).stuck == []
 
 
-def test_a_volume_that_is_stuck_somewhere_is_removed_later(
-    fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld
-) -> None:
+def test_a_stuck_volume_is_removed_later(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
     live = fresh()
     before = jail_zfs_world.traces(live.config)
-    volume(live)
-    box(live, "box", ("data", "/data"))
-    shim("freebsd-shim", "set", "busy", f"{root(jail_zfs_world, live, 'box')}/data")
+    create_volume(live)
+    create_box(live, "box", ("data", "/data"))
+    shim("freebsd-shim", "set", "busy", f"{root_path(jail_zfs_world, live, 'box')}/data")
     live.do(live.engine.sandboxes.delete("box"))
     began = time.monotonic()
     live.do(live.engine.volumes.delete("data"))
@@ -382,15 +382,15 @@ def outside(tmp_path: Path) -> Iterator[Path]:
         ("touch /data", "/data"),
     ],
 )
-def test_links_that_were_planted_lead_nowhere(
+def test_planted_links_cannot_escape_the_jail(
     live: Live, jail_zfs_world: JailZfsWorld, outside: Path, script: str, path: str
 ) -> None:
-    made = volume(live)
-    sandbox = box(live, "sly")
+    made = create_volume(live)
+    sandbox = create_box(live, "sly")
     live.shell("sly", script.format(outside=outside))
     before = jail_zfs_world.traces(live.config)
     with pytest.raises(Invalid, match="no volume can be mounted"):
-        live.do(host(live).attach(sandbox, Mount(volume=made.id, path=path)))
+        live.do(jail_host(live).attach(sandbox, Mount(volume=made.id, path=path)))
     assert jail_zfs_world.traces(live.config) == before
     assert list(outside.iterdir()) == []
     # the same at its next start, from its snapshot
@@ -402,41 +402,39 @@ def test_links_that_were_planted_lead_nowhere(
     assert live.shell("sly", "echo alive").strip() == "alive"
 
 
-def test_a_link_swapped_in_between_is_found_out(
+def test_a_link_swapped_in_after_the_check_is_detected(
     live: Live, jail_zfs_world: JailZfsWorld, outside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if something in the jail kept running between the check and the mount."""
-    made = volume(live)
-    bystander = box(live, "bystander", ("data", "/data"))
-    sandbox = box(live, "sly")
+    """The test acts as a process in the jail that keeps running between the check and the mount."""
+    made = create_volume(live)
+    bystander = create_box(live, "bystander", ("data", "/data"))
+    sandbox = create_box(live, "sly")
     before = jail_zfs_world.traces(live.config)
     prepare = mount_point.prepare
 
-    def swapped(where: Path, path: str) -> None:
+    def swap_then_mount(where: Path, path: str) -> None:
         prepare(where, path)
         (where / "data").rename(where / "aside")
         (where / "data").symlink_to(outside)
 
-    monkeypatch.setattr(mount_point, "prepare", swapped)
+    monkeypatch.setattr(mount_point, "prepare", swap_then_mount)
     with pytest.raises(Invalid, match="put a link into the path"):
-        live.do(host(live).attach(sandbox, Mount(volume=made.id, path="/data")))
+        live.do(jail_host(live).attach(sandbox, Mount(volume=made.id, path="/data")))
     assert jail_zfs_world.traces(live.config) == before
     assert not os.path.ismount(outside)
     live.shell("bystander", "echo mine >/data/file")
     assert bystander.mounts[0].volume == made.id
 
 
-def test_a_jail_that_swaps_its_mount_point_all_the_time(
-    live: Live, jail_zfs_world: JailZfsWorld, outside: Path
-) -> None:
-    """Its processes are stopped during an attach; a swapper that is not stopped runs as well."""
-    made = volume(live)
-    sandbox = box(live, "sly")
+def test_a_jail_that_swaps_its_mount_point_constantly(live: Live, jail_zfs_world: JailZfsWorld, outside: Path) -> None:
+    """Its processes are stopped during an attach, but another swapper outside the jail is not."""
+    made = create_volume(live)
+    sandbox = create_box(live, "sly")
     swap = (
         "mkdir -p /a/data; while :; do mv /a /b; ln -s OUT /a; rm /a; mv /b /a; done </dev/null >/dev/null 2>&1 &"
     ).replace("OUT", str(outside))
     live.shell("sly", swap)
-    place, swapping = root(jail_zfs_world, live, "sly"), [True]
+    place, swapping = root_path(jail_zfs_world, live, "sly"), [True]
     (place / "c/data").mkdir(parents=True)
     (outside / "data").mkdir()
 
@@ -458,14 +456,14 @@ def test_a_jail_that_swaps_its_mount_point_all_the_time(
         for turn in range(12):
             mount = Mount(volume=made.id, path=("/a/data", "/c/data")[turn % 2])
             try:
-                live.do(host(live).attach(sandbox, mount))
+                live.do(jail_host(live).attach(sandbox, mount))
             except Invalid:
                 outcomes.add("refused")
                 assert jail_zfs_world.volume_mounts(live.config) == set()
                 continue
             outcomes.add("mounted")
             assert jail_zfs_world.volume_mounts(live.config) == {(f"{place}{mount.path}", made.id, False)}
-            live.do(host(live).detach(sandbox, mount))
+            live.do(jail_host(live).detach(sandbox, mount))
             assert jail_zfs_world.volume_mounts(live.config) == set()
     finally:
         swapping.clear()

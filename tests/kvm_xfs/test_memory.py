@@ -58,7 +58,7 @@ class Mapped:
         return self._map[:]
 
 
-def pages(ram: Ram, runs: Runs) -> set[int]:
+def page_numbers(ram: Ram, runs: Runs) -> set[int]:
     found = set()
     for offset, length in zip(ram.offsets(runs), runs[:, 1].tolist(), strict=True):
         found |= set(range(offset // PAGE, (offset + length) // PAGE))
@@ -67,13 +67,13 @@ def pages(ram: Ram, runs: Runs) -> set[int]:
 
 @settings(max_examples=40, deadline=None)
 @given(written=page_sets)
-def test_both_ways_of_asking_find_just_the_pages_written(image: Path, written: set[int]) -> None:
+def test_both_page_sets_find_exactly_the_written_pages(image: Path, written: set[int]) -> None:
     with Mapped(image, written) as mapped:
         (area,) = mapped.ram.areas
         if written:
-            assert pages(mapped.ram, listing._read_pagemap(os.getpid(), area, listing._is_anonymous)) == written
+            assert page_numbers(mapped.ram, listing._read_pagemap(os.getpid(), area, listing._is_anonymous)) == written
         try:
-            assert pages(mapped.ram, listing._scan(os.getpid(), area)) == written
+            assert page_numbers(mapped.ram, listing._scan(os.getpid(), area)) == written
         except OSError:
             pytest.skip("this kernel has no PAGEMAP_SCAN (Linux 6.7)")
 
@@ -124,7 +124,7 @@ def test_without_a_base_empty_pages_stay_holes(tmp_path: Path) -> None:
     assert copy.stat().st_blocks * 512 <= 8 * PAGE
 
 
-def test_more_runs_than_one_call_takes(tmp_path: Path) -> None:
+def test_more_runs_than_fit_into_one_call(tmp_path: Path) -> None:
     count = 2500
     path = tmp_path / "base"
     with path.open("wb") as file:
@@ -142,7 +142,7 @@ def test_more_runs_than_one_call_takes(tmp_path: Path) -> None:
     mapped.close()
 
 
-def test_a_process_that_is_gone_is_said_to_be(image: Path) -> None:
+def test_an_ended_process_is_reported(image: Path) -> None:
     with Mapped(image, {1}) as mapped:
         runs = listing.list_anonymous(mapped.ram)
         mapped.ram.pid = 2**22 + 1
@@ -150,7 +150,7 @@ def test_a_process_that_is_gone_is_said_to_be(image: Path) -> None:
             mapped.ram.read(runs, np.empty(PAGE, dtype=np.uint8))
 
 
-def test_a_file_that_is_not_mapped_is_refused(tmp_path: Path) -> None:
+def test_an_unmapped_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"x")
     with pytest.raises(BackendFailed, match="does not map"):
         Ram(os.getpid(), tmp_path / "other")

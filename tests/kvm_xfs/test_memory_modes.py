@@ -48,7 +48,7 @@ def live(kvm_xfs_world: KvmXfsWorld, request: pytest.FixtureRequest) -> Iterator
     config = kvm_xfs_world.config(kvm_xfs={"uid_base": 700_000, "memory_mode": mode})
     live = Live(kvm_xfs_world.host(config), config)
     yield live
-    live.empty()
+    live.remove_all()
     live.close()
     kvm_xfs_world.forget(config)
 

@@ -17,7 +17,7 @@ import pytest
 from sandbox_gateway.hosts.kvm_xfs.memory import listing
 from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE, Ram
 from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
-from tests.kvm_xfs.test_memory import pages
+from tests.kvm_xfs.test_memory import page_numbers
 
 PAGES = 512
 _PROGRAM = """
@@ -103,12 +103,12 @@ def test_tracks_exactly_the_written_pages(program: Program, tracker: TrackerClie
     tracker.track(ram.pid, ram.areas)
     assert listing.is_tracked(ram)
     program.write(7)
-    assert pages(ram, listing.list_written(ram, take=True)) == {1, 2, 3, 7}
-    assert pages(ram, listing.list_written(ram, take=True)) == set()
+    assert page_numbers(ram, listing.list_written(ram, take=True)) == {1, 2, 3, 7}
+    assert page_numbers(ram, listing.list_written(ram, take=True)) == set()
     program.write(2, 9)
-    assert pages(ram, listing.list_written(ram, take=False)) == {2, 9}
-    assert pages(ram, listing.list_written(ram, take=True)) == {2, 9}
-    assert pages(ram, listing.list_anonymous(ram)) == {1, 2, 3, 7, 9}
+    assert page_numbers(ram, listing.list_written(ram, take=False)) == {2, 9}
+    assert page_numbers(ram, listing.list_written(ram, take=True)) == {2, 9}
+    assert page_numbers(ram, listing.list_anonymous(ram)) == {1, 2, 3, 7, 9}
 
 
 @pytest.mark.parametrize("program", ["alarms"], indirect=True)
@@ -127,7 +127,7 @@ def test_tracking_outlives_the_tracker(program: Program) -> None:
     client.track(ram.pid, ram.areas)
     client.close()
     program.write(5)
-    assert pages(ram, listing.list_written(ram, take=True)) == {5}
+    assert page_numbers(ram, listing.list_written(ram, take=True)) == {5}
 
 
 def test_another_program_is_refused(tracker: TrackerClient) -> None:

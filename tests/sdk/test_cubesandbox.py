@@ -21,7 +21,7 @@ Create = Callable[..., Sandbox]
 _BIG = 50 << 20
 
 
-def environment(served: Server) -> dict[str, str]:
+def user_settings(served: Server) -> dict[str, str]:
     """The only settings that users have to change."""
     return {
         "CUBE_API_URL": served.url,
@@ -34,14 +34,14 @@ def environment(served: Server) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def address(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment(served).items():
+    for name, value in user_settings(served).items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")
 def box(served) -> Iterator[Sandbox]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for name, value in environment(served).items():
+        for name, value in user_settings(served).items():
             monkeypatch.setenv(name, value)
         with Sandbox.create() as sandbox:
             yield sandbox
@@ -51,11 +51,11 @@ def box(served) -> Iterator[Sandbox]:
 def create() -> Iterator[Create]:
     made: list[Sandbox] = []
 
-    def one(template: str | None = None, **options: Any) -> Sandbox:
+    def create_one(template: str | None = None, **options: Any) -> Sandbox:
         made.append(Sandbox.create(template, **options))
         return made[-1]
 
-    yield one
+    yield create_one
     for sandbox in made:
         sandbox.__exit__()
 
@@ -233,7 +233,7 @@ def test_snapshots(create):
 
 
 @covers("Sandbox.rollback")
-def test_rollback_and_go_on(served, create):
+def test_use_after_a_rollback(served, create):
     """The same object keeps working after a rollback, and a rollback to a missing snapshot does no harm."""
     sandbox = create()
     sandbox.files.write("/root/note", "before")
@@ -301,12 +301,12 @@ def test_volumes(create):
         writer.kill()
         reader.kill()
     finally:
-        wait(lambda: _gone(volume))
+        wait(lambda: _is_missing(volume))
     with pytest.raises(cubesandbox.VolumeNotFoundError):
         Volume.get_info(volume.volume_id)
 
 
-def _gone(volume: Volume) -> bool:
+def _is_missing(volume: Volume) -> bool:
     try:
         return bool(Volume.destroy(volume.volume_id))
     except cubesandbox.ApiError:
@@ -332,7 +332,7 @@ def test_templates(served, create):
     assert used.value.status_code == 409
 
 
-def test_what_is_wrong_has_its_class(served):
+def test_errors_have_their_own_classes(served):
     with pytest.raises(cubesandbox.TemplateNotFoundError):
         Sandbox.create("no-such-template")
     with pytest.raises(AuthenticationError):

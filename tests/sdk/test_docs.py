@@ -45,7 +45,7 @@ def environment(served: Server) -> dict[str, str]:
     return {**os.environ, **where, **proxy, **keys, **own}
 
 
-def test_there_is_an_example_for_each_client():
+def test_every_client_has_an_example():
     found = "\n".join(block for _, _, block in examples())
     for client in ("e2b", "e2b_code_interpreter", "cubesandbox", "forkd"):
         assert re.search(rf"^from {client} import", found, re.MULTILINE), client
@@ -55,7 +55,7 @@ def test_there_is_an_example_for_each_client():
 @pytest.mark.parametrize(
     ("page", "number", "code"), [pytest.param(*each, id=f"{each[0].stem}-{each[1]}") for each in examples()]
 )
-def test_an_example_prints_what_it_says(served, page, number, code):
+def test_examples_print_the_documented_output(served, page, number, code):
     before = _sandboxes(served)
     argv = [sys.executable, "-c", code]
     done = subprocess.run(argv, env=environment(served), capture_output=True, text=True, timeout=240, check=False)

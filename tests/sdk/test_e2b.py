@@ -34,11 +34,11 @@ def address(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 def create(served: Server) -> Iterator[Create]:
     made: list[Sandbox] = []
 
-    def one(template: str = served.template, **options: Any) -> Sandbox:
+    def create_one(template: str = served.template, **options: Any) -> Sandbox:
         made.append(Sandbox.create(template, **options))
         return made[-1]
 
-    yield one
+    yield create_one
     for sandbox in made:
         sandbox.kill()
 
@@ -46,7 +46,7 @@ def create(served: Server) -> Iterator[Create]:
 wait = functools.partial(eventually, seconds=60)
 
 
-def everything(paginator: Any) -> list[Any]:
+def all_items(paginator: Any) -> list[Any]:
     found = []
     while paginator.has_next:
         found += paginator.next_items()
@@ -88,23 +88,23 @@ def test_list(served, create):
     mark = uuid.uuid4().hex
     made = [create(metadata={"mark": mark, "number": str(number), "odd": "a=b&c d"}) for number in range(3)]
     ids = [sandbox.sandbox_id for sandbox in made]
-    found = everything(Sandbox.list(query=SandboxQuery(metadata={"mark": mark, "odd": "a=b&c d"}), limit=2))
+    found = all_items(Sandbox.list(query=SandboxQuery(metadata={"mark": mark, "odd": "a=b&c d"}), limit=2))
     assert [info.sandbox_id for info in found] == ids or {info.sandbox_id for info in found} == set(ids)
-    assert [info.metadata["number"] for info in everything(Sandbox.list(query=SandboxQuery(metadata={"number": "1"})))]
+    assert [info.metadata["number"] for info in all_items(Sandbox.list(query=SandboxQuery(metadata={"number": "1"})))]
     ours = {"metadata": {"mark": mark}}
-    newest = everything(Sandbox.list(query=SandboxQuery(**ours), order="desc", limit=1))
+    newest = all_items(Sandbox.list(query=SandboxQuery(**ours), order="desc", limit=1))
     assert [info.started_at for info in newest] == sorted((info.started_at for info in newest), reverse=True)
     made[0].pause()
     both = [SandboxState.RUNNING, SandboxState.PAUSED]
     for states, count in (([SandboxState.RUNNING], 2), ([SandboxState.PAUSED], 1), (both, 3)):
-        assert len(everything(Sandbox.list(query=SandboxQuery(**ours, state=states)))) == count
-    assert len(everything(Sandbox.list(query=SandboxQuery(**ours, template=served.template)))) == 3
+        assert len(all_items(Sandbox.list(query=SandboxQuery(**ours, state=states)))) == count
+    assert len(all_items(Sandbox.list(query=SandboxQuery(**ours, template=served.template)))) == 3
     later = datetime.now(UTC) + timedelta(hours=1)
-    assert not everything(Sandbox.list(query=SandboxQuery(**ours, started_after=later)))
+    assert not all_items(Sandbox.list(query=SandboxQuery(**ours, started_after=later)))
 
 
 @covers("Sandbox.set_timeout")
-def test_its_time_runs_out(create):
+def test_a_sandbox_ends_at_its_timeout(create):
     sandbox = create(timeout=600)
     sandbox.set_timeout(1)
     wait(lambda: not sandbox.is_running())
@@ -128,7 +128,7 @@ def test_pause(served, create):
 
 
 @covers("Sandbox.create", note="lifecycle: pause at the end of its time, resume by the next request")
-def test_pause_at_its_time_and_resume_by_traffic(create):
+def test_pause_at_the_timeout_and_resume_by_traffic(create):
     sandbox = create(timeout=600, lifecycle={"on_timeout": "pause", "auto_resume": True})
     sandbox.files.write("/root/note", "still here")
     sandbox.set_timeout(0)
@@ -145,9 +145,9 @@ def test_snapshots(create):
     sandbox.files.write("/root/note", "two")
     second = sandbox.create_snapshot(name=name)
     assert second.names == [name]
-    listed = everything(sandbox.list_snapshots(limit=1))
+    listed = all_items(sandbox.list_snapshots(limit=1))
     assert {each.snapshot_id for each in listed} == {first.snapshot_id, second.snapshot_id}
-    assert not everything(Sandbox.list_snapshots(sandbox_id="0" * 12))
+    assert not all_items(Sandbox.list_snapshots(sandbox_id="0" * 12))
     for snapshot, text in ((first.snapshot_id, "one"), (second.snapshot_id, "two"), (name, "two")):
         made = create(snapshot)
         assert made.files.read("/root/note") == text
@@ -192,7 +192,7 @@ def test_update_network(create):
 
 
 @covers("Sandbox.get_host")
-def test_a_port_by_its_host(served, create):
+def test_a_port_is_reached_by_its_host_name(served, create):
     sandbox = create()
     sandbox.commands.run("cd /etc && python3 -m http.server 8000", background=True)
     headers = {"Host": sandbox.get_host(8000), "X-API-Key": served.key}
@@ -206,7 +206,7 @@ def test_a_port_by_its_host(served, create):
 def test_signed_urls(served, create):
     sandbox = create()
 
-    def reached(url: str) -> tuple[str, dict[str, str]]:
+    def local_url(url: str) -> tuple[str, dict[str, str]]:
         """The URL at the gateway's address, since its name is not in any DNS."""
         found = httpx.URL(url)
         return str(found.copy_with(host="127.0.0.1", port=served.port, scheme="http")), {"Host": found.host}
@@ -217,7 +217,7 @@ def test_signed_urls(served, create):
         (sandbox.download_url("/root/up"), "read"),
     ):
         target = httpx.URL(url).copy_with(host=direct, port=None)
-        address, headers = reached(str(target))
+        address, headers = local_url(str(target))
         if work == "write":
             answer = httpx.post(address, headers=headers, files={"file": ("up", b"signed")})
         else:
@@ -254,7 +254,7 @@ def test_templates(served):
     assert not e2b.Template.alias_exists("no-such-template")
 
 
-def test_what_is_wrong_has_its_class(served, create):
+def test_errors_have_their_own_classes(served, create):
     with pytest.raises(e2b.SandboxException, match="template") as missing:
         create("no-such-template")
     assert missing.value.status_code == 404
@@ -265,7 +265,7 @@ def test_what_is_wrong_has_its_class(served, create):
     assert invalid.value.status_code == 400
 
 
-async def _async(served: Server) -> None:
+async def _use_async_client(served: Server) -> None:
     sandbox = await AsyncSandbox.create(served.template, metadata={"way": "async"})
     try:
         assert await sandbox.is_running()
@@ -285,5 +285,5 @@ async def _async(served: Server) -> None:
 
 
 @covers("AsyncSandbox", note="the same requests; a choice of them is tested")
-def test_async(served):
-    asyncio.run(_async(served))
+def test_async_client(served):
+    asyncio.run(_use_async_client(served))

@@ -21,7 +21,7 @@ ATTACK_SECONDS = 120
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
-def make(served: Served, name: str) -> dict[str, Any]:
+def create_sandbox(served: Served, name: str) -> dict[str, Any]:
     with served.client() as client:
         answer = client.post("/sandboxes", json={"templateID": "base", "name": name})
         assert answer.status_code == 201, answer.text
@@ -29,7 +29,7 @@ def make(served: Served, name: str) -> dict[str, Any]:
         return made
 
 
-def whole(body: bytes, status: str = "200 OK") -> bytes:
+def make_answer(body: bytes, status: str = "200 OK") -> bytes:
     return inside.make_reply(status, body)
 
 
@@ -39,14 +39,17 @@ def chunked(*chunks: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def replaced(served: Served, sandbox: dict[str, Any], *answers: bytes, **more: Any) -> Iterator[inside.RawService]:
-    """The sandbox's agent answers requests with ``answers``, one after the other; the last one repeats."""
+def replaced_agent(
+    served: Served, sandbox: dict[str, Any], *answers: bytes, **more: Any
+) -> Iterator[inside.RawService]:
+    """Replace the sandbox's agent by one that sends ``answers``, one after the other; the last one repeats."""
     with inside.raw_service(served, sandbox, *answers, port=inside.AGENT_PORT, **more) as agent:
         yield agent
 
 
-def endlessly(piece: bytes, most: int = 256 << 20) -> tuple[inside.Handler, list[int]]:
-    """A service that keeps sending ``piece`` to each reader, up to ``most`` bytes; and the number of bytes sent."""
+def send_endlessly(piece: bytes, most: int = 256 << 20) -> tuple[inside.Handler, list[int]]:
+    """Return a service that keeps sending ``piece`` to each reader, up to ``most`` bytes, and the number of bytes
+    sent."""
     sent = [0]
 
     async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -58,8 +61,8 @@ def endlessly(piece: bytes, most: int = 256 << 20) -> tuple[inside.Handler, list
     return flood, sent
 
 
-def while_served(client: httpx.Client, attack: Callable[[], httpx.Response]) -> httpx.Response:
-    """The answer to ``attack``; sends requests for `/health` meanwhile, which must be answered."""
+def check_others_are_served(client: httpx.Client, attack: Callable[[], httpx.Response]) -> httpx.Response:
+    """Return the answer to ``attack``. Requests for `/health` must be answered meanwhile."""
     answers: list[httpx.Response | BaseException] = []
 
     def run() -> None:
@@ -84,10 +87,9 @@ def while_served(client: httpx.Client, attack: Callable[[], httpx.Response]) -> 
     return answer
 
 
-class Turns:
-    """The longest uninterrupted work of the gateway's event loop, in seconds of its own processor time, so that other
-    processes on this machine do not count.
-    """
+class LoopMonitor:
+    """Measures the longest uninterrupted work of the gateway's event loop, in seconds of its own processor time, so
+    that other processes on this machine do not count."""
 
     def __init__(self, served: Served) -> None:
         self._loop = served.loop
@@ -101,7 +103,7 @@ class Turns:
             now = time.thread_time()
             self.longest, before = max(self.longest, now - before), now
 
-    def __enter__(self) -> Turns:
+    def __enter__(self) -> LoopMonitor:
         async def start() -> None:
             self._task = asyncio.create_task(self._watch())
 

@@ -61,15 +61,15 @@ class Target:
         builds = [build.build_id for build in self.served.engine.templates.list_unfinished_builds()]
         return json.dumps([records, machines, builds, host.files, host.disks, host.forked], sort_keys=True)
 
-    def real(self, template: str) -> str:
-        """A path of the application with names of objects that exist."""
+    def fill_in(self, template: str) -> str:
+        """Put names of existing objects into a path of the application."""
         kind = template.split("/")[2 if template.startswith(("/v1/", "/v2/")) else 1]
         ref = {"sandboxes": "one", "snapshots": "taken", "templates": "spare", "volumes": "data"}.get(kind, "one")
         names = {"ref": ref, "volume": "data", "snapshot": "mark", "build": self.build}
         return re.sub(r"{(\w+)}", lambda match: names[match[1]], template)
 
 
-def templates() -> list[tuple[str, str]]:
+def route_templates() -> list[tuple[str, str]]:
     """(method, path) of all routes: those of the OpenAPI document, and those of the routers that it omits."""
     found = {(method.upper(), path) for path, item in document()["paths"].items() for method in item}
     for module in pkgutil.walk_packages(api.__path__, f"{api.__name__}."):
@@ -80,12 +80,12 @@ def templates() -> list[tuple[str, str]]:
     return sorted({*found, ("GET", "/openapi.json")})
 
 
-def routes(target: Target) -> list[Route]:
-    return [Route(method, target.real(path), path) for method, path in templates()]
+def all_routes(target: Target) -> list[Route]:
+    return [Route(method, target.fill_in(path), path) for method, path in route_templates()]
 
 
 @contextlib.contextmanager
-def target(served: Served) -> Iterator[Target]:
+def attack_target(served: Served) -> Iterator[Target]:
     with served.client() as admin:
         spare = admin.post("/templates", json={"name": "spare", "packages": ["git"]}).json()
         admin.get(f"/templates/spare/builds/{spare['buildID']}/logs", params={"follow": True})
@@ -96,27 +96,27 @@ def target(served: Served) -> Iterator[Target]:
         assert admin.post("/sandboxes/one/snapshots", json={"name": "taken"}).status_code == 201
         secrets = [one["envdAccessToken"], one["trafficAccessToken"], volume["token"], served.engine.secret.key.hex()]
         made = Target(served, secrets, spare["buildID"])
-        with _watched(made):
+        with _recorded(made):
             yield made
         for path in ("/sandboxes/one", "/snapshots/taken", "/volumes/data?withSnapshots=true", "/templates/spare"):
             admin.delete(path)
 
 
 @contextlib.contextmanager
-def _watched(made: Target) -> Iterator[None]:
-    """Records the requests to agents and the events in ``made`` inside the context."""
+def _recorded(made: Target) -> Iterator[None]:
+    """Record the requests to agents and the events in ``made`` inside the context."""
     publish, answer = made.served.engine.events.publish, Machine._answer
 
-    def published(type: str, **data: Any) -> None:
+    def record_event(type: str, **data: Any) -> None:
         made.events.append(type)
         publish(type, **data)
 
-    async def answered(machine: Machine, line: str, asked: str, *more: Any) -> None:
+    async def record_answer(machine: Machine, line: str, asked: str, *more: Any) -> None:
         made.agent_calls.append(asked)
         await answer(machine, line, asked, *more)
 
-    made.served.engine.events.publish = published  # type: ignore[method-assign]
-    Machine._answer = answered  # type: ignore[method-assign, assignment]
+    made.served.engine.events.publish = record_event  # type: ignore[method-assign]
+    Machine._answer = record_answer  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -23,24 +23,24 @@ HEAD = (
 ).encode()
 
 
-def test_bodies_that_lack_their_last_byte(tmp_path: Path) -> None:
+def test_incomplete_bodies(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon, contextlib.ExitStack() as stack:
-        before = daemon.resident()
+        before = daemon.memory_use()
         lines = [stack.enter_context(socket.create_connection(("127.0.0.1", daemon.port), 30)) for _ in range(CLIENTS)]
         threads = [threading.Thread(target=_send, args=[line]) for line in lines]
         for thread in threads:
             thread.start()
         most, settled = 0, 0
         while settled < 20:
-            daemon.health()
-            most = max(most, daemon.resident())
+            daemon.check_health()
+            most = max(most, daemon.memory_use())
             settled += not any(thread.is_alive() for thread in threads)
         assert most - before < MOST_GROWTH, f"{most - before} bytes"
         refused = [line for line in lines if _answer(line).startswith(b"HTTP/1.1 429 ")]
         assert CLIENTS // 2 < len(refused) < CLIENTS
         stack.close()
         # The bytes no longer count once their sender is gone.
-        eventually(lambda: _is_taken(daemon), seconds=60)
+        eventually(lambda: _is_accepted(daemon), seconds=60)
 
 
 def _send(line: socket.socket) -> None:
@@ -57,7 +57,7 @@ def _answer(line: socket.socket) -> bytes:
         return b""
 
 
-def _is_taken(daemon: Daemon) -> bool:
+def _is_accepted(daemon: Daemon) -> bool:
     with socket.create_connection(("127.0.0.1", daemon.port), 30) as line:
         line.sendall(HEAD + b"x" * (EACH + 1))
         return line.recv(65536).startswith(b"HTTP/1.1 400 ")

@@ -39,8 +39,8 @@ def other(api: httpx.Client) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def canaries(served: Served, one: dict[str, Any], other: dict[str, Any]) -> Iterator[RawService]:
-    """Runs a service of `one` that may be reached, one of the host's and two more that may not."""
+def run_canaries(served: Served, one: dict[str, Any], other: dict[str, Any]) -> Iterator[RawService]:
+    """Run a service of `one` that may be reached, one of the host's and two more that may not."""
     hosts = RawService()
     with (
         raw_service(served, one) as mine,
@@ -52,7 +52,7 @@ def canaries(served: Served, one: dict[str, Any], other: dict[str, Any]) -> Iter
         assert hosts.accepted == next_port.accepted == theirs.accepted == 0
 
 
-def hosts(one: str, other: str, inside: str, gateway: int) -> list[str]:
+def host_spellings(one: str, other: str, inside: str, gateway: int) -> list[str]:
     good = f"{PORT}-{one}.sandbox.local"
     return [
         *(f"{HOST_PORT}-127.0.0.1.sandbox.local", f"{HOST_PORT}-localhost.sandbox.local", f"127.0.0.1:{HOST_PORT}"),
@@ -123,18 +123,18 @@ def hosts(one: str, other: str, inside: str, gateway: int) -> list[str]:
     ]
 
 
-def test_no_name_of_a_host_leads_elsewhere(
+def test_no_host_name_leads_elsewhere(
     served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    names = hosts(one["sandboxID"], other["sandboxID"], machine_address(served, other), served.port)
-    with canaries(served, one, other) as mine:
+    names = host_spellings(one["sandboxID"], other["sandboxID"], machine_address(served, other), served.port)
+    with run_canaries(served, one, other) as mine:
         for name in names:
             request = f"GET / HTTP/1.1\r\nHost: {name}\r\n{KEY}\r\n\r\n".encode("latin-1")
             with raw_connection(served, request) as connection:
                 status = read_status(connection)[0]
             assert status in (400, 404, 502), (name[:100], status)
         assert mine.accepted == 0
-        # And its own names, in the spellings that DNS allows.
+        # Its own names work in all the spellings that DNS allows.
         good = f"{PORT}-{one['sandboxID']}.sandbox.local"
         for count, name in enumerate((good, good.upper(), f"{good}.", f"{good}:8700", f"{good}.:443"), 1):
             with raw_connection(served, request_head("GET /", f"Host: {name}", KEY)) as connection:
@@ -181,7 +181,7 @@ def test_no_header_leads_elsewhere(
         *("0" * 5 + str(PORT), "9" * 5000, f"{PORT}#", f"{PORT}\\"),
     ]
     pairs = [(ref, str(PORT)) for ref in refs] if first == "ref" else [(id, port) for port in ports]
-    with canaries(served, one, other) as mine:
+    with run_canaries(served, one, other) as mine:
         for ref, port in pairs:
             fields = ("Host: gateway", f"E2b-Sandbox-Id: {ref}", f"E2b-Sandbox-Port: {port}", KEY)
             with raw_connection(served, request_head("GET /", *fields)) as connection:
@@ -192,10 +192,10 @@ def test_no_header_leads_elsewhere(
             assert read_status(connection)[0] == 200
 
 
-def test_ports_of_the_host_are_not_those_of_a_sandbox(
+def test_host_ports_are_not_sandbox_ports(
     served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    with canaries(served, one, other):
+    with run_canaries(served, one, other):
         for port in (HOST_PORT, served.port, 22):
             answer = api.get("/health", headers={"Host": f"{port}-one.sandbox.local"})
             assert answer.status_code == 502 and "nothing listens" in answer.json()["message"]
@@ -207,7 +207,7 @@ def test_no_target_leads_elsewhere(
     """The host in the request line is ignored."""
     mine_host = f"Host: {PORT}-{one['sandboxID']}.sandbox.local"
     theirs = f"{PORT}-{other['sandboxID']}.sandbox.local"
-    with canaries(served, one, other) as mine:
+    with run_canaries(served, one, other) as mine:
         for target in (
             *(f"http://127.0.0.1:{HOST_PORT}/", f"http://{theirs}/", f"https://{theirs}/", f"{theirs}:80", "*"),
             *(f"@{theirs}/", f"127.0.0.1:{HOST_PORT}", "file:///etc/passwd", "unix:/run/x", "?x", "#x"),
@@ -237,7 +237,7 @@ _names = st.text("0123456789abcdef-.:@[]%/ \tSANDBOXsandboxlcal", max_size=60) |
 @example("3000-one.sandbox.local")
 @example("65535-one.sandbox.local.:443")
 @settings(max_examples=500, deadline=None)
-def test_whatever_is_a_sandboxs_name_has_one_meaning(name: str) -> None:
+def test_a_sandbox_name_has_one_meaning(name: str) -> None:
     raw_name = name.encode("utf-8").decode("latin-1")
     headers = Headers(raw=[(b"host", raw_name.encode("latin-1"))])
     try:

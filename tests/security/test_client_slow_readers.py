@@ -21,12 +21,12 @@ MOST_EACH = 16 << 20
 ENDLESS = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
 
 
-def resident() -> int:
+def memory_use() -> int:
     """Bytes of this process, which is client, gateway and service in one."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_many_who_read_a_byte_a_second(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+def test_many_clients_that_read_a_byte_a_second(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
     other, sent = create_sandbox(api, name="other"), 0
 
     async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -43,7 +43,7 @@ def test_many_who_read_a_byte_a_second(served: Served, api: httpx.Client, one: d
         raw_service(served, one, *[ENDLESS] * MANY, make_reply(), then=flood) as service,
         contextlib.ExitStack() as stack,
     ):
-        before = resident()
+        before = memory_use()
         readers = [stack.enter_context(raw_connection(served, request)) for _ in range(MANY)]
         for reader in readers:
             assert reader.recv(1) == b"H"
@@ -56,7 +56,7 @@ def test_many_who_read_a_byte_a_second(served: Served, api: httpx.Client, one: d
                 break
             time.sleep(0.3)
         assert 0 < sent < MANY * MOST_EACH
-        assert resident() - before < MANY * MOST_EACH
+        assert memory_use() - before < MANY * MOST_EACH
         # All others still work: at the gateway, at another sandbox, and at the same service.
         with served.client(EXEC_KEY) as client:
             for _ in range(20):
@@ -67,7 +67,7 @@ def test_many_who_read_a_byte_a_second(served: Served, api: httpx.Client, one: d
     eventually(lambda: not service.open)
 
 
-def test_services_that_write_a_byte_now_and_then(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+def test_services_that_write_a_byte_at_a_time(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
     other = create_sandbox(api, name="other")
 
     async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -91,17 +91,17 @@ def test_services_that_write_a_byte_now_and_then(served: Served, api: httpx.Clie
     eventually(lambda: not service.open)
 
 
-def test_listeners_to_events_that_never_read(served: Served, api: httpx.Client) -> None:
-    """Unread events are dropped beyond a limit, and the listeners are removed when they disconnect."""
+def test_event_listeners_that_never_read(served: Served, api: httpx.Client) -> None:
+    """Unread events are dropped beyond a limit. Listeners are removed when they disconnect."""
     queues = served.engine.events._queues
     before = len(queues)
     with contextlib.ExitStack() as stack:
         for _ in range(MANY):
             stack.enter_context(raw_connection(served, request_head("GET /events", "Host: gateway", KEY)))
         eventually(lambda: len(queues) == before + MANY)
-        was = resident()
+        was = memory_use()
         for _ in range(5000):
             served.loop.call_soon_threadsafe(lambda: served.engine.events.publish("flood", data="x" * 1000))
         assert api.get("/health").status_code == 200
-        assert resident() - was < 32 << 20
+        assert memory_use() - was < 32 << 20
     eventually(lambda: len(queues) == before)

@@ -47,14 +47,14 @@ PLACES: dict[str, Callable[[str], dict[str, str]]] = {
 """Places for a token in a request."""
 
 
-def tokens(sandbox: dict[str, Any]) -> list[str]:
+def token_headers(sandbox: dict[str, Any]) -> list[str]:
     envd: str = sandbox["envdAccessToken"]
     return [envd, sandbox["trafficAccessToken"], token_for_port(envd, CODE_PORT), f"{envd},{envd}"]
 
 
 @contextlib.contextmanager
-def guarded(served: Served, sandbox: dict[str, Any]) -> Iterator[None]:
-    """Runs a service on each port of ``sandbox``; at the end, nobody has reached one."""
+def guarded_ports(served: Served, sandbox: dict[str, Any]) -> Iterator[None]:
+    """Run a service on each port of ``sandbox``, and check at the end that nobody has reached one."""
     with contextlib.ExitStack() as stack:
         services: list[RawService] = [stack.enter_context(raw_service(served, sandbox, port=port)) for port in PORTS]
         yield
@@ -70,11 +70,11 @@ def other(api: httpx.Client, one: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("addressed", [port_headers, port_headers_with_host], ids=["by header", "by host"])
-def test_tokens_of_one_open_no_port_of_another(
+def test_tokens_open_no_port_of_another_sandbox(
     served: Served, anyone: httpx.Client, one: dict[str, Any], other: dict[str, Any], place: str, addressed: Any
 ) -> None:
-    with guarded(served, other):
-        for token in tokens(one):
+    with guarded_ports(served, other):
+        for token in token_headers(one):
             for port in PORTS:
                 for path in ("/", "/files?path=/etc/shadow", "/identity", "/mounts", "/execute"):
                     headers = addressed(other, port, **PLACES[place](token))
@@ -85,7 +85,7 @@ def test_tokens_of_one_open_no_port_of_another(
 
 
 @pytest.mark.parametrize("port", PORTS)
-def test_tokens_of_one_open_no_websocket_to_another(
+def test_tokens_open_no_websocket_to_another_sandbox(
     served: Served, one: dict[str, Any], other: dict[str, Any], port: int
 ) -> None:
     upgrade = (
@@ -94,8 +94,8 @@ def test_tokens_of_one_open_no_websocket_to_another(
         "Sec-WebSocket-Version: 13",
         "Sec-WebSocket-Key: " + "A" * 22 + "==",
     )
-    with guarded(served, other):
-        for token in tokens(one):
+    with guarded_ports(served, other):
+        for token in token_headers(one):
             request = request_head(
                 "GET /", *upgrade, **port_headers_with_host(other, port), **PLACES["everywhere"](token)
             )
@@ -103,11 +103,11 @@ def test_tokens_of_one_open_no_websocket_to_another(
                 assert read_status(connection)[0] == 401
 
 
-def test_urls_that_were_signed_for_one_are_worth_nothing_at_another(
+def test_signed_urls_do_not_work_for_another_sandbox(
     served: Served, anyone: httpx.Client, one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    with guarded(served, other):
-        for token in (*tokens(one), READ_KEY):
+    with guarded_ports(served, other):
+        for token in (*token_headers(one), READ_KEY):
             for operation, method in (("read", "GET"), ("write", "POST")):
                 signature = get_signature("/x", operation, None, token)["signature"]
                 for port in PORTS:
@@ -115,11 +115,11 @@ def test_urls_that_were_signed_for_one_are_worth_nothing_at_another(
                     assert anyone.request(method, url, headers=port_headers_with_host(other, port)).status_code == 401
 
 
-def test_both_ways_of_naming_a_sandbox_at_once_reach_the_one_that_was_judged(
+def test_conflicting_sandbox_names_reach_only_the_authorized_one(
     served: Served, anyone: httpx.Client, one: dict[str, Any], other: dict[str, Any]
 ) -> None:
     mine = {"X-Access-Token": one["envdAccessToken"]}
-    with guarded(served, other), raw_service(served, one) as service:
+    with guarded_ports(served, other), raw_service(served, one) as service:
         both = port_headers(other, PORT) | port_headers_with_host(one, PORT) | mine
         assert anyone.get("/", headers=both).status_code == 200 and len(service.heads) == 1
         assert (
@@ -131,7 +131,7 @@ def test_both_ways_of_naming_a_sandbox_at_once_reach_the_one_that_was_judged(
         anyone.get("/", headers=twice[::-1])
 
 
-def test_a_name_that_is_given_again_does_not_bring_its_tokens_along(
+def test_a_reused_name_does_not_revive_its_tokens(
     served: Served, api: httpx.Client, anyone: httpx.Client, one: dict[str, Any]
 ) -> None:
     api.delete("/sandboxes/one")
@@ -139,39 +139,37 @@ def test_a_name_that_is_given_again_does_not_bring_its_tokens_along(
     # Its name is the id of the one that is gone.
     namesake = create_sandbox(api, name=one["sandboxID"])
     for heir in (again, namesake):
-        with guarded(served, heir):
-            for token in tokens(one):
+        with guarded_ports(served, heir):
+            for token in token_headers(one):
                 for ref in (heir["sandboxID"], heir["name"], one["sandboxID"], "one"):
                     for port in PORTS:
                         headers = port_headers({"sandboxID": ref}, port, **PLACES["everywhere"](token))
                         assert anyone.get("/", headers=headers).status_code in (401, 502)
 
 
-def test_tokens_open_nothing_of_the_gateways_own(
+def test_tokens_do_not_open_the_gateways_api(
     served: Served, api: httpx.Client, anyone: httpx.Client, one: dict[str, Any]
 ) -> None:
     volume = api.post("/volumes", json={"name": "data"}).json()
-    for token in (*tokens(one), volume["token"]):
+    for token in (*token_headers(one), volume["token"]):
         for place in PLACES.values():
             for method, path in (("GET", "/sandboxes"), ("POST", "/sandboxes/one/exec"), ("DELETE", "/sandboxes/one")):
                 assert anyone.request(method, path, headers=place(token)).status_code == 401
     assert api.get("/sandboxes/one").status_code == 200
-    with guarded(served, one):
+    with guarded_ports(served, one):
         for place in PLACES.values():
             for port in PORTS:
                 assert anyone.get("/", headers=port_headers(one, port) | place(volume["token"])).status_code == 401
 
 
 def test_a_read_key_reaches_no_port(served: Served, anyone: httpx.Client, one: dict[str, Any]) -> None:
-    with guarded(served, one):
+    with guarded_ports(served, one):
         for place in PLACES.values():
             for port in PORTS:
                 assert anyone.get("/", headers=port_headers(one, port) | place(READ_KEY)).status_code in (401, 403)
 
 
-def test_what_would_reach_it_is_let_through_with_a_key(
-    served: Served, anyone: httpx.Client, one: dict[str, Any]
-) -> None:
+def test_the_same_requests_succeed_with_a_key(served: Served, anyone: httpx.Client, one: dict[str, Any]) -> None:
     """The attacks above fail because of their token, not because of their form."""
     for port in PORTS:
         with raw_service(served, one, port=port) as service:

@@ -22,7 +22,15 @@ from sandbox_gateway.errors import Busy, Invalid
 from sandbox_gateway.hosts.rootfs_common import Tree
 from tests.api import inside, memory_host
 from tests.api.served import Served
-from tests.security.hostile import HEAD, Turns, chunked, endlessly, replaced, while_served, whole
+from tests.security.hostile import (
+    HEAD,
+    LoopMonitor,
+    check_others_are_served,
+    chunked,
+    make_answer,
+    replaced_agent,
+    send_endlessly,
+)
 from tests.support.waiting import eventually
 
 _MB = 1 << 20
@@ -49,31 +57,31 @@ _GOES_ON = {"snapshot": 201, "look": 200}
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("status", ["200 OK", "500 no"])
-def test_strings_without_an_end_hold_nobody_up(served: Served, one: dict[str, Any], entry: str, status: str) -> None:
+def test_unterminated_strings_do_not_delay_others(served: Served, one: dict[str, Any], entry: str, status: str) -> None:
     with served.client() as client:
         client.post("/volumes", json={"name": "data", "sizeMB": 64})
-        with replaced(served, one, whole(_QUADRATIC, status)):
-            answer = while_served(client, lambda: ENTRIES[entry](served.client(), one["sandboxID"]))
+        with replaced_agent(served, one, make_answer(_QUADRATIC, status)):
+            answer = check_others_are_served(client, lambda: ENTRIES[entry](served.client(), one["sandboxID"]))
         assert answer.status_code == _GOES_ON.get(entry, 500), answer.text
         assert len(answer.content) < 10_000
 
 
 LIES = {
-    "nothing but quotes": whole(b'"' * 200_000),
-    "escapes without an end": whole(b'{"a": "' + b"\\" * 200_000),
-    "deep lists": whole(b'{"exitCode": ' + b"[" * 200_000),
-    "a little too deep": whole(b'{"exitCode": ' + b"[" * 20 + b"]" * 20 + b"}"),
-    "many members": whole(b'{"exitCode": [' + b"0," * 100_000 + b"0]}"),
-    "many strings": whole(b'{"exitCode": 0, "stdout": [' + b'"",' * 100_000 + b'""]}'),
-    "a number of 4000 digits": whole(b'{"exitCode": ' + b"9" * 4000 + b"}"),
-    "a number of 100,000 digits": whole(b'{"exitCode": ' + b"9" * 100_000 + b"}"),
-    "a number that is too large": whole(b'{"exitCode": 256}'),
-    "a number that is none": whole(b'{"exitCode": NaN}'),
-    "infinity": whole(b'{"exitCode": 1e999}'),
-    "a yes for a number": whole(b'{"exitCode": true}'),
-    "a list for output": whole(b'{"exitCode": 0, "stdout": [65]}'),
-    "output that is no base64": whole(b'{"exitCode": 0, "stdout": "' + b"!" * 300_000 + b'"}'),
-    "output with an end in the middle": whole(b'{"exitCode": 0, "stdout": "YQ==YQ=="}'),
+    "nothing but quotes": make_answer(b'"' * 200_000),
+    "escapes without an end": make_answer(b'{"a": "' + b"\\" * 200_000),
+    "deep lists": make_answer(b'{"exitCode": ' + b"[" * 200_000),
+    "a little too deep": make_answer(b'{"exitCode": ' + b"[" * 20 + b"]" * 20 + b"}"),
+    "many members": make_answer(b'{"exitCode": [' + b"0," * 100_000 + b"0]}"),
+    "many strings": make_answer(b'{"exitCode": 0, "stdout": [' + b'"",' * 100_000 + b'""]}'),
+    "a number of 4000 digits": make_answer(b'{"exitCode": ' + b"9" * 4000 + b"}"),
+    "a number of 100,000 digits": make_answer(b'{"exitCode": ' + b"9" * 100_000 + b"}"),
+    "a number that is too large": make_answer(b'{"exitCode": 256}'),
+    "a number that is none": make_answer(b'{"exitCode": NaN}'),
+    "infinity": make_answer(b'{"exitCode": 1e999}'),
+    "a yes for a number": make_answer(b'{"exitCode": true}'),
+    "a list for output": make_answer(b'{"exitCode": 0, "stdout": [65]}'),
+    "output that is no base64": make_answer(b'{"exitCode": 0, "stdout": "' + b"!" * 300_000 + b'"}'),
+    "output with an end in the middle": make_answer(b'{"exitCode": 0, "stdout": "YQ==YQ=="}'),
     "another length": HEAD + b"Content-Length: 3\r\n\r\n{}",
     "two lengths": HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
     "pieces of one byte": chunked(*[b"["] * 20_000),
@@ -85,9 +93,9 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_a_failure_of_that_command_alone(served: Served, one: dict[str, Any], lie: str) -> None:
-    with served.client() as client, replaced(served, one, LIES[lie], then=_hang_up), Turns(served) as turns:
-        answer = while_served(client, lambda: ENTRIES["exec"](served.client(), one["sandboxID"]))
+def test_an_invalid_answer_fails_only_its_command(served: Served, one: dict[str, Any], lie: str) -> None:
+    with served.client() as client, replaced_agent(served, one, LIES[lie], then=_hang_up), LoopMonitor(served) as turns:
+        answer = check_others_are_served(client, lambda: ENTRIES["exec"](served.client(), one["sandboxID"]))
         assert (answer.status_code, answer.json()["kind"]) == (500, "backend_failed"), answer.text
         assert len(answer.content) < 2000
     assert turns.longest < _LONGEST_TURN
@@ -98,7 +106,7 @@ async def _hang_up(_: Any, writer: Any) -> None:
 
 
 @pytest.mark.parametrize("field", ["exitCode", "exit_code"])
-def test_no_number_of_a_guest_goes_on_unchecked(served: Served, one: dict[str, Any], field: str) -> None:
+def test_numbers_from_a_guest_are_checked(served: Served, one: dict[str, Any], field: str) -> None:
     route = "exec" if field == "exitCode" else "v1 eval"
     words = {"stdout": "", "stderr": "", "result": "", "error": ""}
     with served.client() as client:
@@ -106,7 +114,7 @@ def test_no_number_of_a_guest_goes_on_unchecked(served: Served, one: dict[str, A
             body = json.dumps({**words, field: number} if number != 10**4000 else words).encode()
             if number == 10**4000:
                 body = body.replace(b"{", b'{"%s": %s, ' % (field.encode(), b"1" + b"0" * 4000), 1)
-            with replaced(served, one, whole(body)):
+            with replaced_agent(served, one, make_answer(body)):
                 answer = ENTRIES[route](client, one["sandboxID"])
             assert answer.status_code == 500 and len(answer.content) < 1000, (number, answer.text)
 
@@ -116,13 +124,15 @@ def test_no_number_of_a_guest_goes_on_unchecked(served: Served, one: dict[str, A
     [b"\0", b"\xff", b"a\xff", "é".encode(), "😀".encode(), b"\n"],
     ids=["nul", "no text", "half text", "two bytes", "four bytes", "newlines"],
 )
-def test_the_largest_output_leaves_turns_to_others(served: Served, one: dict[str, Any], output: bytes) -> None:
+def test_the_largest_output_does_not_delay_others(served: Served, one: dict[str, Any], output: bytes) -> None:
     """16 MiB on each output, which any program in a sandbox may print, without being root."""
     data = output * (16 * _MB // len(output))
     text = base64.b64encode(data).decode()
     body = json.dumps({"exitCode": 0, "stdout": text, "stderr": text, "timedOut": False}).encode()
-    with served.client() as client, replaced(served, one, whole(body)), Turns(served) as turns:
-        answer = while_served(client, lambda: _patient(served).post("/sandboxes/one/exec", json={"args": ["x"]}))
+    with served.client() as client, replaced_agent(served, one, make_answer(body)), LoopMonitor(served) as turns:
+        answer = check_others_are_served(
+            client, lambda: _patient_client(served).post("/sandboxes/one/exec", json={"args": ["x"]})
+        )
     assert answer.status_code == 200
     assert turns.longest < _LONGEST_TURN
     expected = data.decode(errors="replace")
@@ -142,35 +152,35 @@ ESCAPES = {
 
 
 @pytest.mark.parametrize("escape", ESCAPES)
-def test_the_largest_text_leaves_turns_to_others(served: Served, one: dict[str, Any], escape: str) -> None:
+def test_the_largest_text_does_not_delay_others(served: Served, one: dict[str, Any], escape: str) -> None:
     count = 40 * _MB // len(ESCAPES[escape])
     body = b'{"result": "' + ESCAPES[escape] * count + b'", "error": "", "exit_code": 0}'
-    with served.client() as client, replaced(served, one, whole(body)), Turns(served) as turns:
+    with served.client() as client, replaced_agent(served, one, make_answer(body)), LoopMonitor(served) as turns:
         route = "/v1/sandboxes/one/eval"
-        answer = while_served(client, lambda: _patient(served).post(route, json={"code": "x"}))
+        answer = check_others_are_served(client, lambda: _patient_client(served).post(route, json={"code": "x"}))
     assert answer.status_code == 200
     assert turns.longest < _LONGEST_TURN
     expected = json.loads(b'"' + ESCAPES[escape] + b'"').encode(errors="replace").decode()
     assert answer.json()["result"] == expected * count
 
 
-def _patient(served: Served) -> httpx.Client:
+def _patient_client(served: Served) -> httpx.Client:
     client = served.client()
     client.timeout = httpx.Timeout(100)
     return client
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_of_an_answer_without_an_end_little_is_taken(served: Served, one: dict[str, Any], entry: str) -> None:
-    """Nor is it kept: the gateway's allocations meanwhile stay within the limit for such an answer."""
-    flood, sent = endlessly(b"x" * 65536)
+def test_little_of_an_endless_answer_is_read(served: Served, one: dict[str, Any], entry: str) -> None:
+    """Nor is it kept: the gateway's allocations stay within the limit for such an answer."""
+    flood, sent = send_endlessly(b"x" * 65536)
     with served.client() as client:
         client.post("/volumes", json={"name": "data", "sizeMB": 64})
         endless = HEAD + b'Content-Length: 1000000000000\r\n\r\n{"a": "'
-        with replaced(served, one, endless, then=flood):
+        with replaced_agent(served, one, endless, then=flood):
             tracemalloc.start()
             try:
-                answer = while_served(client, lambda: ENTRIES[entry](served.client(), one["sandboxID"]))
+                answer = check_others_are_served(client, lambda: ENTRIES[entry](served.client(), one["sandboxID"]))
                 _, peak = tracemalloc.get_traced_memory()
             finally:
                 tracemalloc.stop()
@@ -186,10 +196,10 @@ def test_of_an_answer_without_an_end_little_is_taken(served: Served, one: dict[s
     [b"HTTP/1.1 100 Continue\r\n\r\n" * 2500, b"HTTP/1.1 103 Early Hints\r\na: b\r\n\r\n", b"a: b\r\n" * 10_000],
     ids=["continue", "hints", "headers"],
 )
-def test_what_a_service_sends_before_its_answer_ends(served: Served, one: dict[str, Any], piece: bytes) -> None:
+def test_memory_use_of_endless_service_answers(served: Served, one: dict[str, Any], piece: bytes) -> None:
     """Through the data plane, on many connections at once."""
     begin = b"HTTP/1.1 200 OK\r\n" if piece.startswith(b"a") else b""
-    flood, sent = endlessly(piece)
+    flood, sent = send_endlessly(piece)
 
     def attack(answers: list[int]) -> None:
         with served.client() as client:
@@ -200,7 +210,7 @@ def test_what_a_service_sends_before_its_answer_ends(served: Served, one: dict[s
         threads = [threading.Thread(target=attack, args=(answers,)) for _ in range(10)]
         for thread in threads:
             thread.start()
-        first = while_served(client, lambda: client.get("/sandboxes/one", timeout=100))
+        first = check_others_are_served(client, lambda: client.get("/sandboxes/one", timeout=100))
         for thread in threads:
             thread.join(100)
     assert first.status_code == 200
@@ -209,7 +219,7 @@ def test_what_a_service_sends_before_its_answer_ends(served: Served, one: dict[s
     assert sent[0] < 200 * _MB
 
 
-def test_an_interim_answer_before_the_answer_is_nothing_special(served: Served, one: dict[str, Any]) -> None:
+def test_an_interim_response_is_ignored(served: Served, one: dict[str, Any]) -> None:
     hints = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
     with (
         served.client() as client,
@@ -220,7 +230,7 @@ def test_an_interim_answer_before_the_answer_is_nothing_special(served: Served, 
             assert (answer.status_code, len(answer.content)) == (200, 300_000)
 
 
-def test_what_a_guest_gives_as_reason_obeys_no_terminal(
+def test_reasons_from_a_guest_contain_no_terminal_codes(
     served: Served, one: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     evil = "\x1b]0;owned\x07\x1b[2Jno\r\x9b31m\u202e\u2028 disk\x00" + "x" * 100_000
@@ -229,13 +239,13 @@ def test_what_a_guest_gives_as_reason_obeys_no_terminal(
         for status in ("400 no", "404 no", "500 no"):
             for entry in ("exec", "v1 eval", "v1 ping", "volume", "pause"):
                 body = json.dumps({"message": evil[: 3000 if status == "400 no" else None]}).encode()
-                with replaced(served, one, whole(body, status)):
+                with replaced_agent(served, one, make_answer(body, status)):
                     answer = ENTRIES[entry](client, one["sandboxID"])
                 assert answer.is_error
                 _is_clean(answer.json()["message"])
         with (
             caplog.at_level(logging.WARNING),
-            replaced(served, one, whole(json.dumps({"message": evil[:3000]}).encode(), "500 no")),
+            replaced_agent(served, one, make_answer(json.dumps({"message": evil[:3000]}).encode(), "500 no")),
         ):
             assert ENTRIES["snapshot"](client, one["sandboxID"]).status_code == 201
     logged = [record.fields["reason"] for record in caplog.records if "reason" in getattr(record, "fields", {})]  # type: ignore[attr-defined]
@@ -244,8 +254,8 @@ def test_what_a_guest_gives_as_reason_obeys_no_terminal(
         _is_clean(reason)
 
 
-def test_what_a_build_prints_obeys_no_terminal(served: Served) -> None:
-    """A program in a template's set-up: its output is the log."""
+def test_build_logs_contain_no_terminal_codes(served: Served) -> None:
+    """A program in a template's set-up prints the codes; its output is the log."""
     with served.client() as client:
         made = client.post("/templates", json={"name": "evil", "setup": ["\x1b[2J\x07true", "echo \u202e"]}).json()
         route = f"/templates/{made['templateID']}/builds/{made['buildID']}"
@@ -260,8 +270,8 @@ def _is_clean(text: str) -> None:
     assert all(char.isprintable() or char in "\n\t" for char in text), ascii(text)
 
 
-def test_many_large_answers_of_one_sandbox_are_not_all_held(served: Served, one: dict[str, Any]) -> None:
-    """Eight commands at once, each answered with almost all of its limit, and then nothing."""
+def test_large_answers_of_one_sandbox_are_limited_in_sum(served: Served, one: dict[str, Any]) -> None:
+    """Eight commands run at once. Each receives almost as much as its limit allows, and then nothing."""
     size = guest_json.MAX_BYTES - 1000
     body = HEAD + b"Content-Length: %d\r\n\r\n" % (size + 100) + b'{"stdout": "' + b"x" * (size - 12)
 
@@ -275,7 +285,7 @@ def test_many_large_answers_of_one_sandbox_are_not_all_held(served: Served, one:
             answer = client.post("/sandboxes/one/exec", json={"args": ["x"], "timeout": 0.1}, timeout=100)
             statuses.append(answer.status_code)
 
-    with served.client() as client, replaced(served, one, body, then=wait):
+    with served.client() as client, replaced_agent(served, one, body, then=wait):
         threads = [threading.Thread(target=attack) for _ in range(8)]
         for thread in threads:
             thread.start()
@@ -288,8 +298,8 @@ def test_many_large_answers_of_one_sandbox_are_not_all_held(served: Served, one:
     assert not guest_json._held
 
 
-async def test_answers_of_all_sandboxes_have_a_bound_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root in several sandboxes: each stays within its own limit, and never ends its answers."""
+async def test_answers_of_all_sandboxes_are_limited_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root in several sandboxes stays within each one's limit, and never ends the answers."""
     monkeypatch.setattr(guest_json, "MAX_TOTAL_HELD_BYTES", 1 << 20)
 
     with contextlib.ExitStack() as stack:
@@ -301,8 +311,8 @@ async def test_answers_of_all_sandboxes_have_a_bound_in_sum(monkeypatch: pytest.
     assert not guest_json._held
 
 
-def test_of_a_file_in_a_foreign_tree_little_is_read(tmp_path: Path) -> None:
-    """A foreign root file system for a template: its /etc/passwd is a sparse file of a terabyte."""
+def test_little_of_a_file_in_a_foreign_tree_is_read(tmp_path: Path) -> None:
+    """The tree is a foreign root file system for a template. Its /etc/passwd is a sparse file of a terabyte."""
     (tmp_path / "etc").mkdir()
     with (tmp_path / "etc" / "passwd").open("wb") as file:
         file.truncate(1 << 40)
@@ -313,7 +323,7 @@ def test_of_a_file_in_a_foreign_tree_little_is_read(tmp_path: Path) -> None:
     assert tree.read("/etc/group") == "root:x:0:\n" and tree.read("/etc") == tree.read("/etc/shadow") == ""
 
 
-def test_a_line_without_an_end_is_not_kept_whole() -> None:
+def test_an_endless_line_is_not_kept() -> None:
     build = Build(template_id="t", name="t", digest="d")
     lines = LogLines(build)
     for _ in range(2000):
@@ -323,8 +333,8 @@ def test_a_line_without_an_end_is_not_kept_whole() -> None:
     assert [len(line) for line in build.lines] == [MAX_LINE_LENGTH, 3]
 
 
-def test_an_agent_that_always_hangs_up_is_not_asked_for_ever(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a fork of it receives its identity: it accepts every connection and closes it without an answer."""
+def test_retries_stop_when_the_agent_always_hangs_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent accepts every connection and closes it without an answer, while its fork waits for its identity."""
     asked = 0
 
     async def hang_up(_: memory_host.Machine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

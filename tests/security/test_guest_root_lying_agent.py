@@ -42,12 +42,12 @@ ELSEWHERE = 47113
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "_PING_SECONDS", 2)
 
 
 @pytest.fixture
-def elsewhere(served: Served) -> Iterator[RawService]:
+def host_service(served: Served) -> Iterator[RawService]:
     """A service of the host itself."""
     canary = RawService()
     with Service("127.0.0.1", ELSEWHERE, canary.listen):
@@ -85,17 +85,17 @@ class Probe:
         assert self.failures == []
 
 
-def pours(piece: bytes, most: int | None = None) -> Handler:
-    """Sends ``piece`` repeatedly: without end, or ``most`` times."""
+def repeat(piece: bytes, most: int | None = None) -> Handler:
+    """Send ``piece`` repeatedly: without end, or ``most`` times."""
 
-    async def pour(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def send_repeatedly(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         sent = 0
         while most is None or sent < most:
             writer.write(piece)
             await writer.drain()
             sent += 1
 
-    return pour
+    return send_repeatedly
 
 
 async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -106,27 +106,27 @@ BOMB = gzip.compress(b'{"exitCode": 0, "stdout": "' + b"A" * (64 << 20) + b'"}')
 
 LIES: dict[str, tuple[bytes, Handler | None]] = {
     "nothing": (b"", None),
-    "a head that never ends": (OK, pours(b"X-Y: " + b"z" * 1000 + b"\r\n")),
-    "one header that never ends": (OK + b"X: ", pours(b"z" * 4096)),
-    "a first line that never ends": (b"HTTP/1.1 200 ", pours(b"z" * 4096)),
+    "a head that never ends": (OK, repeat(b"X-Y: " + b"z" * 1000 + b"\r\n")),
+    "one header that never ends": (OK + b"X: ", repeat(b"z" * 4096)),
+    "a first line that never ends": (b"HTTP/1.1 200 ", repeat(b"z" * 4096)),
     "no HTTP": (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", hang_up),
     "another version": (b"HTTP/22 200 OK\r\nContent-Length: 2\r\n\r\n{}", hang_up),
     "less than it says": (OK + b"Content-Length: 1000\r\n\r\n{", hang_up),
     "two lengths": (OK + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}}", hang_up),
     "a length below zero": (OK + b"Content-Length: -1\r\n\r\n{}", hang_up),
     "a length of 5000 digits": (OK + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n{}", hang_up),
-    "more than it may": (OK + b"Content-Length: 1000000000000\r\n\r\n", pours(b" " * 65536)),
-    "chunks without end": (OK + b"Transfer-Encoding: chunked\r\n\r\n", pours(b"10000\r\n" + b" " * 65536 + b"\r\n")),
+    "more than it may": (OK + b"Content-Length: 1000000000000\r\n\r\n", repeat(b" " * 65536)),
+    "chunks without end": (OK + b"Transfer-Encoding: chunked\r\n\r\n", repeat(b"10000\r\n" + b" " * 65536 + b"\r\n")),
     "a chunk of no size": (OK + b"Transfer-Encoding: chunked\r\n\r\nx\r\n{}\r\n", hang_up),
     "a chunk below zero": (OK + b"Transfer-Encoding: chunked\r\n\r\n-2\r\n{}\r\n0\r\n\r\n", hang_up),
-    "a size that never ends": (OK + b"Transfer-Encoding: chunked\r\n\r\n", pours(b"0" * 4096)),
-    "an extension that never ends": (OK + b"Transfer-Encoding: chunked\r\n\r\n1;", pours(b"a" * 4096)),
-    "trailers that never end": (OK + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", pours(b"X: y\r\n")),
+    "a size that never ends": (OK + b"Transfer-Encoding: chunked\r\n\r\n", repeat(b"0" * 4096)),
+    "an extension that never ends": (OK + b"Transfer-Encoding: chunked\r\n\r\n1;", repeat(b"a" * 4096)),
+    "trailers that never end": (OK + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", repeat(b"X: y\r\n")),
     "an encoding of its own": (OK + b"Transfer-Encoding: rot13\r\n\r\n{}", hang_up),
-    "until it hangs up": (b"HTTP/1.0 200 OK\r\n\r\n[", pours(b" " * 65536, 4096)),
+    "until it hangs up": (b"HTTP/1.0 200 OK\r\n\r\n[", repeat(b" " * 65536, 4096)),
     "a change of protocol": (b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n", hang_up),
-    "early hints without end": (b"HTTP/1.1 103 Early Hints\r\n\r\n", pours(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100)),
-    "100 without end": (b"HTTP/1.1 100 Continue\r\n\r\n", pours(b"HTTP/1.1 100 Continue\r\n\r\n" * 100)),
+    "early hints without end": (b"HTTP/1.1 103 Early Hints\r\n\r\n", repeat(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100)),
+    "100 without end": (b"HTTP/1.1 100 Continue\r\n\r\n", repeat(b"HTTP/1.1 100 Continue\r\n\r\n" * 100)),
     "a status that is none": (b"HTTP/1.1 999 X\r\nContent-Length: 2\r\n\r\n{}", hang_up),
     "a gzip bomb": (make_reply("200 OK", BOMB, "Content-Encoding: gzip", "Content-Type: application/json"), None),
     "a redirect": (make_reply("302 Found", b"", f"Location: http://127.0.0.1:{ELSEWHERE}/stolen"), None),
@@ -145,8 +145,8 @@ LIES: dict[str, tuple[bytes, Handler | None]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lie_in_the_agents_place_is_a_failure_of_its_sandbox_alone(
-    served: Served, api: httpx.Client, one: dict[str, Any], elsewhere: RawService, lie: str
+def test_a_false_agent_harms_only_its_sandbox(
+    served: Served, api: httpx.Client, one: dict[str, Any], host_service: RawService, lie: str
 ) -> None:
     answer, then = LIES[lie]
     other = create_sandbox(api, name="other")
@@ -162,12 +162,12 @@ def test_a_lie_in_the_agents_place_is_a_failure_of_its_sandbox_alone(
             assert len(told.content) < 8192
             assert len(agent.heads) <= asked + 1, "nothing is asked twice"
         eventually(lambda: not agent.open)
-    assert elsewhere.accepted == 0, "nobody is sent elsewhere"
+    assert host_service.accepted == 0, "nobody is sent elsewhere"
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lie_at_a_port_reaches_its_client_alone(
-    served: Served, api: httpx.Client, one: dict[str, Any], elsewhere: RawService, lie: str
+def test_a_false_service_affects_only_its_client(
+    served: Served, api: httpx.Client, one: dict[str, Any], host_service: RawService, lie: str
 ) -> None:
     answer, then = LIES[lie]
     other = create_sandbox(api, name="other")
@@ -188,12 +188,10 @@ def test_a_lie_at_a_port_reaches_its_client_alone(
             pass
         assert len(service.heads) == 1, "nothing is asked twice"
         eventually(lambda: not service.open, seconds=20) if then else None
-    assert elsewhere.accepted == 0
+    assert host_service.accepted == 0
 
 
-def test_what_a_service_has_compressed_is_passed_on_as_it_is(
-    served: Served, api: httpx.Client, one: dict[str, Any]
-) -> None:
+def test_compressed_answers_are_forwarded_unchanged(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
     with (
         raw_service(served, one, make_reply("200 OK", BOMB, "Content-Encoding: gzip")),
         api.stream("GET", "/", headers=port_headers(one, PORT)) as told,
@@ -223,7 +221,7 @@ POISONED: dict[str, bytes] = {
 
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])
 @pytest.mark.parametrize("poison", POISONED)
-def test_an_answer_too_many_is_not_the_next_clients(
+def test_a_surplus_answer_does_not_reach_the_next_client(
     served: Served, api: httpx.Client, one: dict[str, Any], poison: str, method: str
 ) -> None:
     with raw_service(served, one, POISONED[poison], make_reply(body=b"second")) as service:
@@ -235,16 +233,16 @@ def test_an_answer_too_many_is_not_the_next_clients(
         assert service.accepted >= 2, "the connection is not used again"
 
 
-def test_a_body_where_none_may_be_is_not_the_next_answer(
+def test_a_body_after_head_does_not_become_the_next_answer(
     served: Served, api: httpx.Client, one: dict[str, Any]
 ) -> None:
-    """A service that answers HEAD with a body of its client's choice, like some careless ones."""
+    """The service answers HEAD with a body of its client's choice, as some careless servers do."""
     with raw_service(served, one, make_reply(body=make_reply(body=b"poison")), make_reply(body=b"second")):
         api.head("/", headers=port_headers(one, PORT))
         assert api.get("/", headers=port_headers(one, PORT)).text == "second"
 
 
-def test_nothing_of_one_machine_or_port_is_an_answer_of_another(
+def test_answers_never_come_from_another_machine_or_port(
     served: Served, api: httpx.Client, one: dict[str, Any]
 ) -> None:
     other = create_sandbox(api, name="other")
@@ -260,10 +258,8 @@ def test_nothing_of_one_machine_or_port_is_an_answer_of_another(
             assert api.get("/", headers=port_headers(other, PORT)).text == "other"
 
 
-def test_what_is_said_before_it_is_asked_is_taken_by_nobody_else(
-    served: Served, api: httpx.Client, one: dict[str, Any]
-) -> None:
-    """A service that answers on connect and then each request, so it is always one answer ahead."""
+def test_an_early_answer_does_not_reach_another_client(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+    """The service answers when a client connects and then each request, so it is always one answer ahead."""
 
     async def listen(where: str, port: int) -> asyncio.Server:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

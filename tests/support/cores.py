@@ -28,7 +28,7 @@ _INSTALL_SECONDS = 600
 _RUN_SECONDS = 300
 
 
-def run(
+def run_command(
     core: str, program: str, *arguments: str | Path, cwd: Path, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `ansible-playbook` (``program`` is "playbook"), `ansible-inventory` ("inventory") or another."""
@@ -45,12 +45,12 @@ def run(
     )
 
 
-def play(core: str, folder: Path, hosts: Path | str, *plays: dict[str, Any], **environment: str) -> str:
+def run_plays(core: str, folder: Path, hosts: Path | str, *plays: dict[str, Any], **environment: str) -> str:
     """Run plays that gather no facts; returns the output. A traceback fails the test."""
     book = folder / "book.yml"
     book.write_text(json.dumps([{"gather_facts": False, **each} for each in plays]))
     python = f"ansible_python_interpreter={sys.executable}"
-    done = run(core, "playbook", "-i", hosts, "-e", python, book, cwd=folder, environment=environment)
+    done = run_command(core, "playbook", "-i", hosts, "-e", python, book, cwd=folder, environment=environment)
     assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -124,14 +124,14 @@ class FaultyGateway:
         assert status < 400, (method, path, raw)
         return json.loads(raw) if raw else None
 
-    def things(self, kind: str) -> list[dict[str, Any]]:
+    def list_objects(self, kind: str) -> list[dict[str, Any]]:
         """All `sandboxes`, `snapshots`, `templates` (that are built) or `volumes`."""
         return [
             each for each in self.request("GET", f"/{kind}?limit=1000") if each.get("buildStatus") in (None, "ready")
         ]
 
-    def names(self, kind: str) -> list[str]:
-        return [name for each in self.things(kind) for name in each.get("names") or [each["name"]]]
+    def list_names(self, kind: str) -> list[str]:
+        return [name for each in self.list_objects(kind) for name in each.get("names") or [each["name"]]]
 
     def end_machine(self, name: str) -> None:
         """Simulate the end of the process of a sandbox's machine; returns when the gateway has noticed."""
@@ -159,17 +159,17 @@ class FaultyGateway:
         self.failing, self.holding = set(), False
         while any(each["buildStatus"] == "building" for each in self.request("GET", "/templates?limit=1000")):
             time.sleep(0.02)
-        for box in self.things("sandboxes"):
+        for box in self.list_objects("sandboxes"):
             self.request("DELETE", f"/sandboxes/{box['sandboxID']}")
-        for snapshot in self.things("snapshots"):
+        for snapshot in self.list_objects("snapshots"):
             self.request("DELETE", f"/snapshots/{snapshot['snapshotID']}")
         # A volume that was made from a snapshot must be removed before the volume of that snapshot.
-        for volume in reversed(self.things("volumes")):
+        for volume in reversed(self.list_objects("volumes")):
             self.request("DELETE", f"/volumes/{volume['name']}?withSnapshots=true")
-        for template in self.things("templates"):
+        for template in self.list_objects("templates"):
             if template["names"] != [TEMPLATE] or template["recipe"]["packages"] or template["recipe"]["setup"]:
                 self.request("DELETE", f"/templates/{template['templateID']}")
-        if TEMPLATE not in self.names("templates"):
+        if TEMPLATE not in self.list_names("templates"):
             self._served.build_template(TEMPLATE)
 
     @property
@@ -210,7 +210,7 @@ class FaultyGateway:
         if self.intercept is not None and (answer := self.intercept(method, target)) is not None:
             return *answer, {}
         asked = dict(parse_qsl(query))
-        unknown = self._known.unknown(method, path, asked, json.loads(raw) if raw else {})
+        unknown = self._known.find_unknown(method, path, asked, json.loads(raw) if raw else {})
         if unknown:
             return 400, _refusal(400, "invalid", f"unknown: {', '.join(unknown)}"), {}
         if "limit" in asked:
@@ -218,7 +218,7 @@ class FaultyGateway:
         status, headers, found = self._forward(method, f"{path}?{urlencode(asked)}" if asked else path, raw)
         data = json.loads(found) if found else None
         if method == "GET" and isinstance(data, dict):
-            self._remove_seen(path, data)
+            self._remove_after_answer(path, data)
         if path == "/health" and self.version:
             data["version"] = self.version
         if self.rewrite is not None:
@@ -226,7 +226,7 @@ class FaultyGateway:
         passed = ("Date", "Retry-After", "X-Next-Token")
         return status, data, {name: headers[name] for name in passed if headers[name] is not None}
 
-    def _remove_seen(self, path: str, data: dict[str, Any]) -> None:
+    def _remove_after_answer(self, path: str, data: dict[str, Any]) -> None:
         for kind, ident in (("sandboxes", "sandboxID"), ("snapshots", "snapshotID")):
             if re.fullmatch(rf"/{kind}/[^/]+", path) and data.get(ident) in self.vanish:
                 self.vanish.discard(data[ident])
@@ -282,7 +282,7 @@ class _Known:
         self._document = document
         self._paths = [(re.sub(r"\{[^}]+\}", "[^/]+", path), entry) for path, entry in document["paths"].items()]
 
-    def unknown(self, method: str, path: str, query: dict[str, Any], body: Any) -> list[str]:
+    def find_unknown(self, method: str, path: str, query: dict[str, Any], body: Any) -> list[str]:
         for pattern, entry in self._paths:
             operation = entry.get(method.lower())
             if operation and re.fullmatch(pattern, path):

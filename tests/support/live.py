@@ -31,7 +31,7 @@ class Live:
         self.config = config
         self.closed = False
         try:
-            self.engine = self.do(_opened(host, config))
+            self.engine = self.do(_open(host, config))
         except BaseException:
             self._end_loop()
             raise
@@ -48,13 +48,14 @@ class Live:
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a plain function on the loop's thread."""
 
-        async def on_loop() -> Any:
+        async def run_on_loop() -> Any:
             return function(*args, **kwargs)
 
-        return self.do(on_loop())
+        return self.do(run_on_loop())
 
-    def settle(self, check: Any, *args: Any) -> None:
-        """Repeat ``call`` of a check until it passes, or raise its failure after a timeout: cleanup may be slow."""
+    def wait_for(self, check: Any, *args: Any) -> None:
+        """Repeat ``call`` of a check until it passes. Raises its failure after a timeout, because cleanup may be
+        slow."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while True:
             try:
@@ -64,7 +65,7 @@ class Live:
                     raise
             time.sleep(0.1)
 
-    def empty(self) -> None:
+    def remove_all(self) -> None:
         """Remove every sandbox, every volume and every snapshot that is not a template."""
         for sandbox in self.engine.sandboxes.list():
             self.do(self.engine.sandboxes.delete(sandbox.id))
@@ -112,12 +113,12 @@ def engines(world: World) -> Iterator[Callable[..., Live]]:
     for live in last.values():
         if live.closed:
             live = Live(world.host(live.config), live.config)
-        live.empty()
+        live.remove_all()
         live.close()
         world.forget(live.config)
 
 
-async def _opened(host: Host, config: Config) -> Engine:
+async def _open(host: Host, config: Config) -> Engine:
     engine = Engine(host, config)
     await engine.open()
     return engine

@@ -39,8 +39,8 @@ _SETTLE_SECONDS = 20
 Traces = dict[str, set[str]]
 
 
-def settled(look: Callable[[], Traces], right: Callable[[Traces], bool]) -> Traces:
-    """The traces once they are ``right``, or after a timeout: the release of a volume runs in the background."""
+def wait_for_traces(look: Callable[[], Traces], right: Callable[[Traces], bool]) -> Traces:
+    """Return the traces once they are ``right``, or after a timeout: the release of a volume runs in the background."""
     deadline = time.monotonic() + _SETTLE_SECONDS
     while not right(found := look()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -103,13 +103,13 @@ class KvmXfsWorld:
         self._cache = cache
         self._seed = xfs / "engine-seed"
         self._seed.mkdir(mode=0o711)
-        templates.take(self._seed, TEMPLATE)
+        templates.copy_cached(self._seed, TEMPLATE)
         live = Live(self.host(seed := self._config(self._seed, {})), seed)
         try:
             build = live.do(live.engine.templates.build(TEMPLATE, templates.RECIPE))
-            lines = live.do(_all(build.follow()), timeout=900)
+            lines = live.do(_parse_lines(build.follow()), timeout=900)
             assert build.status == "ready", "\n".join(lines)
-            templates.keep(self._seed)
+            templates.add_to_cache(self._seed)
         finally:
             live.close()
             asyncio.run(SlotPool(seed.network).destroy())
@@ -234,5 +234,5 @@ def _under(process: Path, root: Path) -> list[str]:
         return []
 
 
-async def _all(lines: Any) -> list[str]:
+async def _parse_lines(lines: Any) -> list[str]:
     return [line async for line in lines]

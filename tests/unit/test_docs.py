@@ -64,13 +64,13 @@ def written_in(*languages: str) -> list[Any]:
 # --- pages -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_configuration_page_is_what_the_code_says() -> None:
+def test_the_configuration_page_is_generated_from_the_code() -> None:
     wanted = daemon.configuration_page()
     assert (DOCS / "configuration.md").read_text() == wanted, "run ./dev docs"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     prose = _FENCE.sub("", page.read_text())
     for link in _LINK.findall(prose):
         if re.match(r"[a-z]+:", link):
@@ -165,12 +165,12 @@ def check_role(where: str, name: str, variables: Mapping[str, Any]) -> None:
     assert name in roles(), f"{where}: there is no role {name}"
     check_arguments(f"{where}: role {name}", roles()[name], variables)
     if "gateway_config" in variables:
-        Config.model_validate(_resolved(variables["gateway_config"]))
+        Config.model_validate(_substituted(variables["gateway_config"]))
 
 
-def _resolved(config: Mapping[str, Any]) -> dict[str, Any]:
+def _substituted(config: Mapping[str, Any]) -> dict[str, Any]:
     """Without the values that only a play knows."""
-    plain = {key: _resolved(value) if isinstance(value, dict) else value for key, value in config.items()}
+    plain = {key: _substituted(value) if isinstance(value, dict) else value for key, value in config.items()}
     return {key: value for key, value in plain.items() if "{{" not in str(value) or isinstance(value, dict)}
 
 
@@ -205,7 +205,7 @@ def check_play(where: str, play: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("block", written_in("yaml", "yml"))
-def test_plays_name_what_exists(block: Block) -> None:
+def test_plays_use_existing_modules_and_options(block: Block) -> None:
     data = yaml.safe_load(block.text)
     assert isinstance(data, list), f"{block}: neither a list of plays nor of tasks"
     for item in data:
@@ -213,7 +213,7 @@ def test_plays_name_what_exists(block: Block) -> None:
         check_play(str(block), item)
 
 
-def test_a_wrong_play_is_noticed() -> None:
+def test_an_invalid_play_is_detected() -> None:
     wrong: list[dict[str, Any]] = [
         {"grove.sandbox.sandbox": {"name": "a", "colour": "red"}},
         {"grove.sandbox.sandbox": {"name": "a", "state": "asleep"}},
@@ -326,7 +326,7 @@ def test_a_wrong_name_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("block", written_in("toml"))
-def test_toml_is_a_configuration_or_a_recipe(block: Block) -> None:
+def test_toml_is_a_valid_configuration_or_recipe(block: Block) -> None:
     data = tomllib.loads(block.text)
     if "name" not in data:
         Config.model_validate(data)
@@ -421,12 +421,12 @@ def check_command(argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize("block", written_in("sh", "console", "bash"))
-def test_command_lines_are_understood(block: Block) -> None:
+def test_commands_are_valid(block: Block) -> None:
     for argv in commands(block):
         check_command(argv)
 
 
-def test_a_wrong_command_is_noticed() -> None:
+def test_an_invalid_command_is_detected() -> None:
     wrong = (
         "sandboxctl fly web",
         "sandboxctl create",
@@ -471,13 +471,13 @@ def matches(path: str, method: str) -> bool:
     return False
 
 
-def test_routes_exist() -> None:
+def test_documented_routes_exist() -> None:
     for page in PAGES:
         for method, path in re.findall(r"`(GET|POST|PUT|PATCH|DELETE) (/[^`?\s]*)(?:\?[^`]*)?`", page.read_text()):
             assert matches(path, method), f"{page.name}: there is no {method} {path}"
 
 
-def test_every_route_is_named() -> None:
+def test_every_route_is_documented() -> None:
     text = (DOCS / "api.md").read_text()
     for path, methods in routes().items():
         for method in methods:
@@ -485,7 +485,7 @@ def test_every_route_is_named() -> None:
 
 
 @pytest.mark.parametrize("block", written_in("sh", "console", "bash"))
-def test_requests_are_for_routes_that_exist(block: Block) -> None:
+def test_example_requests_use_existing_routes(block: Block) -> None:
     for argv in commands(block):
         if argv[0] != "curl" or any(word.lower().startswith("e2b-sandbox-") for word in argv):
             continue
@@ -496,14 +496,14 @@ def test_requests_are_for_routes_that_exist(block: Block) -> None:
                 assert path == "/openapi.json" or matches(path, method), f"{block}: there is no {method} {path}"
 
 
-def test_every_kind_of_error_is_explained() -> None:
+def test_every_error_kind_is_documented() -> None:
     classes = [errors.GatewayError, *errors.GatewayError.__subclasses__()]
     kinds = {(each.kind, each.status) for each in classes if each.__module__ == errors.__name__}
     rows = set(re.findall(r"^\| `(\w+)` \| (\d{3}) \|", (DOCS / "api.md").read_text(), re.MULTILINE))
     assert {(kind, int(status)) for kind, status in rows} == {*kinds, ("internal", 500)}
 
 
-def test_every_event_is_explained() -> None:
+def test_every_event_is_documented() -> None:
     published = set()
     for path in (REPOSITORY / "gateway" / "src" / "sandbox_gateway" / "engine").glob("*.py"):
         published |= set(re.findall(r"(?:publish|_progress)\(\s*\"([a-z]+\.[a-z-]+)\"", path.read_text()))
@@ -512,7 +512,7 @@ def test_every_event_is_explained() -> None:
     assert published == explained
 
 
-def test_security_names_tests_that_exist() -> None:
+def test_the_security_page_names_existing_tests() -> None:
     named = re.findall(r"`([\w/.]+\.py)::(\w+)`", (DOCS / "security.md").read_text())
     assert len(named) > 50
     for file, test in named:
@@ -520,6 +520,6 @@ def test_security_names_tests_that_exist() -> None:
         assert path.exists() and f"def {test}(" in path.read_text(), f"security.md: {file}::{test} does not exist"
 
 
-def test_security_names_every_file_of_attacks() -> None:
+def test_the_security_page_names_every_attack_file() -> None:
     text = (DOCS / "security.md").read_text()
     assert [path.name for path in (REPOSITORY / "tests" / "security").glob("test_*.py") if path.name not in text] == []

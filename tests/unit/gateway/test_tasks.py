@@ -12,7 +12,7 @@ from sandbox_gateway.log import Logger
 from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation, wait_for_all
 
 
-def test_the_first_error_comes_when_all_have_ended() -> None:
+def test_the_first_error_is_raised_when_all_have_ended() -> None:
     done: list[str] = []
 
     async def work(name: str, seconds: float, error: Exception | None = None) -> str:
