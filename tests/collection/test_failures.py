@@ -114,7 +114,7 @@ def test_a_name_used_by_another_kind_of_object(in_memory: Target, faulty: Faulty
     assert not faulty.list_objects("sandboxes")
 
 
-def test_a_failed_fork_leaves_none_or_without_atomic_the_others(in_memory: Target, faulty: FaultyGateway) -> None:
+def test_a_failed_fork_removes_all_unless_atomic_is_false(in_memory: Target, faulty: FaultyGateway) -> None:
     faulty.failing = {"ci-3"}
     none, some = in_memory.play(
         fork(count=5, name_prefix="ci"),
