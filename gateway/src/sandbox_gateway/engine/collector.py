@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.record_changes import record_locked, save_sandbox, save_snapshot
@@ -132,11 +133,22 @@ class Collector:
         # Where a snapshot keeps its volume from going, the first pass could not remove it.
         await self._collect_volumes()
 
+    @contextlib.asynccontextmanager
+    async def pinned(self, *records: Snapshot | VolumeSnapshot) -> AsyncIterator[None]:
+        """Keep snapshots from being removed inside this context; those that became unused in it are collected then."""
+        try:
+            with self._index.pinned(*records):
+                yield
+        finally:
+            ids = {each.id if isinstance(each, Snapshot) else each.sandbox_snapshot for each in records}
+            if any(_is_collected(each) for each in self._index.snapshots.values() if each.id in ids):
+                await finish_despite_cancellation(self.collect())
+
     async def _collect_snapshots(self) -> None:
         for id in list(self._index.snapshots):
             # Read late: removing one snapshot changes the records of others.
             snapshot = self._index.snapshots.get(id)
-            if snapshot is None or (not snapshot.doomed and snapshot.kind is not SnapshotKind.TRANSIENT):
+            if snapshot is None or not _is_collected(snapshot):
                 continue
             heads = (sandbox.head for sandbox in self._index.sandboxes.values())
             if self._index.sandboxes_using(snapshot) or (not snapshot.doomed and snapshot.id in heads):
@@ -175,3 +187,8 @@ class Collector:
                 await finish_despite_cancellation(self.remove_volume(volume))
             except GatewayError as error:
                 log.warning("volume not collected", volume=volume.id, reason=error.message)
+
+
+def _is_collected(snapshot: Snapshot) -> bool:
+    """Return whether a snapshot is removed when nobody uses it."""
+    return snapshot.doomed or snapshot.kind is SnapshotKind.TRANSIENT

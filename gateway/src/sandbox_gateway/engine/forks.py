@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from sandbox_gateway.engine.captures import Captures
@@ -103,13 +104,20 @@ class Forks:
         with_memory = should_restore_memory(snapshot, spec, sandboxes[0].resources, can_resize=resize)
         planned = self._mounts.plan(snapshot, spec.mounts)
         self._require_quota(len(sandboxes))
-        with self._index.reserved(sandbox.name for sandbox in sandboxes), self._index.pinned(snapshot):
-            self._pending += len(sandboxes)
-            try:
+        async with self._collector.pinned(snapshot):
+            with self._reserved(sandboxes):
                 if not planned:
                     return await self._start_all(snapshot, spec, sandboxes, with_memory)
                 async with self._mounts.with_mounts(planned, sandboxes) as clones:
                     return await self._start_all(snapshot, spec, sandboxes, with_memory, clones)
+
+    @contextlib.contextmanager
+    def _reserved(self, sandboxes: Sequence[Sandbox]) -> Iterator[None]:
+        """Reserve the names of new sandboxes, and their share of the quota."""
+        with self._index.reserved(sandbox.name for sandbox in sandboxes):
+            self._pending += len(sandboxes)
+            try:
+                yield
             finally:
                 self._pending -= len(sandboxes)
 

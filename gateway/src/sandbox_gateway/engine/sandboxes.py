@@ -108,9 +108,8 @@ class Sandboxes:
         """
         snapshot = self._index.snapshot(snapshot_ref)
         # Pinned before the wait for the lock, during which the snapshot could be removed.
-        with self._index.pinned(snapshot):
-            async with self._locking.sandbox(ref) as sandbox:
-                return await self._rollback(sandbox, snapshot, cold_start=cold_start)
+        async with self._collector.pinned(snapshot), self._locking.sandbox(ref) as sandbox:
+            return await self._rollback(sandbox, snapshot, cold_start=cold_start)
 
     async def promote(self, fork_ref: str, source_ref: str | None = None) -> Sandbox:
         """Replace the source's state with its fork's: capture the fork and roll the source back to the capture."""
@@ -118,10 +117,10 @@ class Sandboxes:
         source = self.get(source_ref or fork.parent_sandbox or "")
         if source.id == fork.id:
             raise Invalid("a sandbox cannot be promoted over itself: name the source it was forked from")
-        with contextlib.ExitStack() as stack:
+        async with contextlib.AsyncExitStack() as stack:
             async with self._locking.running_sandbox(fork.id) as sandbox:
                 snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
-                stack.enter_context(self._index.pinned(snapshot))
+                await stack.enter_async_context(self._collector.pinned(snapshot))
                 snapshot = await finish_despite_cancellation(self._captures.capture(sandbox, snapshot, memory=True))
             async with self._locking.sandbox(source.id) as sandbox:
                 return await self._rollback(sandbox, snapshot)

@@ -100,6 +100,8 @@ class Snapshots:
                 raise refusal
             await save_snapshot(self._context, snapshot.id, doomed=True)
             self._context.events.publish("snapshot.hidden", snapshotID=snapshot.id)
-            return False
+            # Its last user may have gone while the record was saved.
+            await self._collector.collect()
+            return snapshot.id not in self._index.snapshots
         await self._collector.remove_snapshot(snapshot)
         return True

@@ -57,8 +57,9 @@ class Volumes:
             raise Invalid(f"{size_mb} MiB is less than the {source.size_mb} MiB of the snapshot {source.id}")
         name = require_valid_name(name)
         volume = Volume(name=name, size_mb=size_mb, from_snapshot=source.id if source else "")
-        with self._index.reserved([name]), self._index.pinned(*([source] if source else [])):
-            return await finish_despite_cancellation(self.create_from_record(volume, source))
+        async with self._collector.pinned(*([source] if source else [])):
+            with self._index.reserved([name]):
+                return await finish_despite_cancellation(self.create_from_record(volume, source))
 
     async def create_from_record(self, volume: Volume, source: VolumeSnapshot | None) -> Volume:
         """Create the volume that a record describes; its name is already reserved."""
@@ -154,8 +155,8 @@ class Volumes:
     async def _locked(self, ref: str) -> AsyncIterator[Volume]:
         async with self._locking.volumes([ref]) as (volume,):
             yield volume
-        if volume.owner:
-            # The collector skips locked volumes.
+        if volume.owner or volume.from_snapshot:
+            # The collector skips locked volumes; and this may have been the last user of a hidden snapshot.
             await self._collector.collect()
 
 
