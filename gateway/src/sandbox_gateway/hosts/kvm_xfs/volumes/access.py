@@ -29,7 +29,7 @@ class VolumeAccess:
         allowed = self._allowed.setdefault(volume, set())
         if new := sorted(access - allowed):
             aliases = [f"{pair} : {self.aliases.of(pair.partition(' ')[0])}" for pair in new]
-            # The alias stays when the pair is withdrawn: an address never gets a different one.
+            # The alias stays when the pair is revoked: an address never gets a different one.
             await apply_on_host(
                 f"add element inet {self._table} {VOLUME_ALIASES} {{ {', '.join(aliases)} }}\n"
                 f"add element inet {self._table} {VOLUME_ACCESS} {{ {', '.join(new)} }}\n"

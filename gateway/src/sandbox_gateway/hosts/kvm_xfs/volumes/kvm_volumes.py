@@ -1,8 +1,8 @@
 """The volumes of a KVM/XFS host: their clients, and capture, rollback and growth while they are mounted.
 
-The records of sandboxes are the only list of attachments; the servers' clients are derived from them. Withdrawing a
-volume never blocks a caller: it is retried in the background until it succeeds, and the machine's address is not reused
-before that.
+The records of sandboxes are the only list of attachments; the servers' clients are derived from them. Revoking
+access to a volume never blocks a caller: it is retried in the background until it succeeds, and the machine's address
+is not reused before that.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class KvmVolumes:
                 scan.repaired.append(f"volume {volume.id} could not be grown to its end: {error}")
 
     async def close(self) -> None:
-        """Stop watching; servers keep running. The next gateway completes pending withdrawals."""
+        """Stop watching; servers keep running. The next gateway completes pending revocations."""
         await self._background.wait(_CLOSE_SECONDS)
         await self._background.cancel()
         await self._servers.close()
@@ -239,7 +239,7 @@ class KvmVolumes:
         await wait_for_all(*(self._update(share) for share in shares))
 
     def revoke_all(self, instance: str, then: Callable[[], Awaitable[None]]) -> bool:
-        """Withdraw the volumes of an instance whose machine has ended, in the background, and then call ``then``.
+        """Revoke the access of an instance whose machine has ended, in the background, and then call ``then``.
 
         Returns immediately; False: the instance had no volumes, and ``then`` is not called.
         """
