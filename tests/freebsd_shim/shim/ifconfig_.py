@@ -194,9 +194,9 @@ def one_argument(change: Change, word: str, value: str) -> None:
         link = change.link()
         attempt("ioctl SIOCSIFMTU (set mtu)", lambda: set_mtu(change, link.index, value))
     elif word == "vnet":
-        lend(change, value)
+        move_to_jail(change, value)
     elif word == "-vnet":
-        reclaim(change, value)
+        take_from_jail(change, value)
     else:
         bridge(change, word, value)
 
@@ -352,7 +352,7 @@ def jail_of(key: str) -> prison.Jail:
         raise base.errx(1, str(error)) from None
 
 
-def lend(change: Change, key: str) -> None:
+def move_to_jail(change: Change, key: str) -> None:
     jail, link = jail_of(key), change.link()
     # "Do not try to move the iface from and to the same prison", nor to an existing name: EEXIST
     if not jail["vnet"] or net.net_of(jail["holder"]).link(link.name) is not None:
@@ -360,7 +360,7 @@ def lend(change: Change, key: str) -> None:
     attempt("SIOCSIFVNET", lambda: change.net.change(link.index, net.number(net.LINK_NS_PID, jail["holder"])))
 
 
-def reclaim(change: Change, key: str) -> None:
+def take_from_jail(change: Change, key: str) -> None:
     jail = jail_of(key)
     what = f"SIOCSIFRVNET({jail['jid']}, {change.name})"
     if not jail["vnet"]:

@@ -87,7 +87,7 @@ def modifier(values: dict[str, str], letter: str, built: tuple[str, ...]) -> str
 def commit(state: dict) -> None:  # type: ignore[type-arg]
     """pf_remove_if_empty_ruleset(): an anchor without rules is removed."""
     state["rules"] = {name: each for name, each in state["rules"].items() if not name or each["nat"] or each["filter"]}
-    pf_nft.put(state)
+    pf_nft.apply_ruleset(state)
     base.save("pf", state)
 
 

@@ -59,7 +59,7 @@ def select(argv: list[str], known: str, act: object) -> int:
     wanted = [value for letter, value in options if letter == "j"]
     if not wanted and not patterns:
         raise usage()
-    candidates = in_jails(wanted) if wanted else everybody()
+    candidates = is_in_jails(wanted) if wanted else all_processes()
     found = [pid for pid in candidates if not patterns or matches(pid, patterns, letters)]
     for pid in found:
         act(pid)  # type: ignore[operator]
@@ -67,7 +67,7 @@ def select(argv: list[str], known: str, act: object) -> int:
     return MATCH if found else NO_MATCH
 
 
-def in_jails(lists: list[str]) -> list[int]:
+def is_in_jails(lists: list[str]) -> list[int]:
     """makelist(LT_JID): jids or names, separated by commas; 0 (and "any") is every jail."""
     jails = []
     for word in ",".join(lists).split(","):
@@ -89,7 +89,7 @@ def in_jails(lists: list[str]) -> list[int]:
     return sorted({pid for jail in jails for pid in prison.processes(jail)})
 
 
-def everybody() -> list[int]:
+def all_processes() -> list[int]:
     holders = {jail["holder"] for jail in prison.table()["jails"]}
     return sorted(int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in holders)
 

@@ -134,7 +134,7 @@ def main(argv: list[str]) -> int:
         try:
             expanded = expand(rule)
             enabled()
-            one(mode, expanded, "h" in letters)
+            run_rule(mode, expanded, "h" in letters)
         except Malformed:
             failures += 1
         except Refused as refusal:
@@ -151,7 +151,7 @@ def enabled() -> None:
         raise base.errx(1, "RACCT/RCTL present, but disabled; enable using kern.racct.enable=1 tunable")
 
 
-def one(mode: str, text: str, human: bool) -> None:
+def run_rule(mode: str, text: str, human: bool) -> None:
     rule = Rule(text)
     if mode == "a":
         add(rule)

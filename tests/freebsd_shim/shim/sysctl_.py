@@ -79,11 +79,11 @@ def main(argv: list[str]) -> int:
         raise base.usage(USAGE)
     code = 0
     for word in words:
-        code += one(word, letters)
+        code += read_or_write(word, letters)
     return 1 if code else 0
 
 
-def one(word: str, letters: set[str]) -> int:
+def read_or_write(word: str, letters: set[str]) -> int:
     """parse() of sysctl.c for one name or name=value; returns 1 for a failure."""
     name, equals, value = word.partition("=")
     if name not in NAMES:
