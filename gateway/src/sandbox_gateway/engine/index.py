@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from sandbox_gateway.errors import NameTaken, NotFound
@@ -80,10 +80,14 @@ class Index:
             del self._names[name]
 
     @contextlib.contextmanager
-    def reserved(self, names: Iterable[str]) -> Iterator[None]:
-        """Reserve names for new objects. Raises NameTaken, which lists the names that are not free."""
+    def reserved(self, names: Iterable[str], *, taken_from: Container[str] = ()) -> Iterator[None]:
+        """Reserve names for new objects. Raises NameTaken, which lists the names that are not free.
+
+        ``taken_from``: ids of objects that lose their names inside this context.
+        """
         wanted = list(names)
-        taken = [name for name in wanted if self.owner(name) or name in self._reserved or wanted.count(name) > 1]
+        owned = {name for name in wanted if (owner := self.owner(name)) and owner not in taken_from}
+        taken = [name for name in wanted if name in owned or name in self._reserved or wanted.count(name) > 1]
         if taken:
             owners = ", ".join(f"{name!r} ({self.owner(name) or 'being made'})" for name in dict.fromkeys(taken))
             raise NameTaken(

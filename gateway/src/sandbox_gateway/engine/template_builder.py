@@ -12,13 +12,16 @@ from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.errors import BackendFailed, Timeout
+from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind
-from sandbox_gateway.tasks import finish_despite_cancellation
+from sandbox_gateway.tasks import clean_up
 
 _PROBE_INTERVAL = 0.5
 _PROBE_SECONDS = 30
 _TAIL = 1000
+
+log = Logger("templates")
 
 
 class TemplateBuilder:
@@ -41,9 +44,9 @@ class TemplateBuilder:
                 await self._set_up(build, sandbox, recipe)
                 return await self._capture(build, sandbox, description)
             finally:
-                await finish_despite_cancellation(host.remove(sandbox))
+                await clean_up(log, host.remove(sandbox))
         finally:
-            await finish_despite_cancellation(host.remove_snapshot(base))
+            await clean_up(log, host.remove_snapshot(base))
 
     def _new_sandbox_record(self, build: Build, base: Snapshot, recipe: Recipe) -> Sandbox:
         """Create the record of the sandbox to set up. It is never saved: a start after a crash removes the sandbox."""

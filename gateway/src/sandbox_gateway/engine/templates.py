@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from sandbox_gateway.errors import GatewayError, NameTaken, NotFound
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe, source_digest
 from sandbox_gateway.records import Snapshot, SnapshotKind, new_id, now
+from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 log = Logger("templates")
 
@@ -31,6 +33,8 @@ class Templates:
         self._snapshots = snapshots
         self._builder = builder
         self._builds: dict[str, Build] = {}
+        self._naming = asyncio.Lock()
+        """Held while names move between templates."""
         self._gate = asyncio.Semaphore(context.config.limits.builds)
 
     def get(self, ref: str) -> Snapshot:
@@ -76,15 +80,26 @@ class Templates:
 
     async def set_alias(self, template_ref: str, alias: str) -> Snapshot:
         """Give a template a name, taking it from another template if necessary, but not from other objects."""
-        template = self.get(template_ref)
         require_valid_name(alias)
-        if alias in template.names:
-            return template
-        self._require_available(alias)
-        for other in self.list():
-            if alias in other.names:
-                await self._take_name(other, alias)
-        return await self._set_names(template, [*template.names, alias])
+        async with self._naming:
+            template = self.get(template_ref)
+            if alias in template.names:
+                return template
+            self._require_available(alias)
+            return await finish_despite_cancellation(self._set_alias(template, alias))
+
+    async def _set_alias(self, template: Snapshot, alias: str) -> Snapshot:
+        losers = [each for each in self.list() if alias in each.names]
+        with self._index.reserved([alias], taken_from={each.id for each in losers}):
+            for each in losers:
+                await self._set_names(each, [name for name in each.names if name != alias])
+            try:
+                named = await self._set_names(template, [*template.names, alias])
+            except BaseException:
+                await clean_up(log, *(self._set_names(each, each.names) for each in losers))
+                raise
+        await clean_up(log, *(self._remove(each.id) for each in losers if each.names == [alias]))
+        return named
 
     def _require_available(self, name: str) -> None:
         """Raise NameTaken unless the name is free or another template's: only templates can lose their names."""
@@ -94,11 +109,10 @@ class Templates:
         ):
             raise NameTaken(f"the name {name!r} is taken by {owner}: choose another", blockers=[owner])
 
-    async def _take_name(self, old: Snapshot, name: str) -> None:
-        names = [each for each in old.names if each != name]
-        await self._set_names(old, names)
-        if not names:
-            await self._snapshots.delete(old.id, when_unused=True)
+    async def _remove(self, id: str) -> None:
+        """Remove a template without names, or hide it until its last user has gone."""
+        with contextlib.suppress(NotFound):
+            await self._snapshots.delete(id, when_unused=True)
 
     async def _set_names(self, template: Snapshot, names: Sequence[str]) -> Snapshot:
         return await save_snapshot(self._context, template.id, names=[*names], updated_at=now())
@@ -125,13 +139,21 @@ class Templates:
         for each in ended[: max(0, len(self._builds) - _KEPT_BUILDS)]:
             del self._builds[each.build_id]
 
+    async def _build(self, build: Build, recipe: Recipe, description: str) -> None:
+        """Build a template and name it; on failure no template remains."""
+        try:
+            template = await self._builder.build(build, recipe, description)
+            await self.set_alias(template.id, build.name)
+        except BaseException:
+            await clean_up(log, self._remove(build.template_id))
+            raise
+
     async def _run(self, build: Build, recipe: Recipe, description: str) -> None:
         publish = self._context.events.publish
         publish("template.building", templateID=build.template_id, buildID=build.build_id, name=build.name)
         try:
             async with self._gate:
-                template = await self._builder.build(build, recipe, description)
-                await self.set_alias(template.id, build.name)
+                await self._build(build, recipe, description)
         except GatewayError as error:
             build.log(f"failed: {error.message}")
             build.end("error", error.message)
