@@ -11,7 +11,8 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,17 +41,22 @@ def read_record(directory: Path, kind: type[Record]) -> Record:
         raise ValueError(f"its manifest cannot be read: {str(error).splitlines()[0]}") from None
 
 
-def write_record(directory: Path, record: BaseModel) -> None:
-    """Write the record of a directory atomically: after a crash, either the old or the new one is there."""
+def write_record(directory: Path, record: BaseModel, *, durable: bool = True) -> None:
+    """Write the record of a directory atomically: after a crash, either the old or the new one is there.
+
+    Not ``durable``: only after a crash of this process, not of the host.
+    """
     text = json.dumps(record.model_dump(mode="json"), indent=1)
     fresh = directory / f"{PARTIAL}{MANIFEST}"
     with fresh.open("w") as file:
         os.fchmod(file.fileno(), 0o600)
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
     fresh.rename(directory / MANIFEST)
-    sync_directory(directory)
+    if durable:
+        sync_directory(directory)
 
 
 def unlink_record(directory: Path) -> None:
@@ -69,12 +75,14 @@ def partial_of(final: Path) -> Path:
     return final.with_name(PARTIAL + final.name)
 
 
-def commit(final: Path) -> None:
-    """Rename the partial directory of ``final`` into place, durably."""
+def commit(final: Path, *, durable: bool = True) -> None:
+    """Rename the partial directory of ``final`` into place; ``durable`` as for ``write_record``."""
     partial = partial_of(final)
-    sync_directory(partial)
+    if durable:
+        sync_directory(partial)
     partial.rename(final)
-    sync_directory(final.parent)
+    if durable:
+        sync_directory(final.parent)
 
 
 def undo(final: Path) -> None:
@@ -130,6 +138,12 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_files(paths: Sequence[Path]) -> None:
+    """Sync files at the same time: their file system writes its log once for several of them."""
+    with ThreadPoolExecutor(max_workers=max(1, len(paths))) as pool:
+        list(pool.map(sync_file, paths))
 
 
 def sync_file(path: Path) -> None:

@@ -36,12 +36,19 @@ from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
 from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import Memory, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
-from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
+from sandbox_gateway.records import (
+    Memory,
+    Mount,
+    NetworkPolicy,
+    Sandbox,
+    Snapshot,
+    SnapshotKind,
+    Volume,
+    VolumeSnapshot,
+)
+from sandbox_gateway.tasks import BackgroundTasks, clean_up, finish_despite_cancellation
 
 logger = Logger("kvm_xfs")
-
-log = Logger("kvm_xfs")
 
 
 class KvmXfsHost:
@@ -66,6 +73,7 @@ class KvmXfsHost:
         best = config.kvm_xfs.memory_mode
         self._windows = Windows(self._tracker, LADDER[0] if best == "auto" else Memory(best))
         self._degraded: set[str] = set()
+        self._background = BackgroundTasks(logger)
 
     # -- the host ---------------------------------------------------------------------------------------------------
 
@@ -87,6 +95,7 @@ class KvmXfsHost:
             raise
 
     async def close(self) -> None:
+        await self._background.wait()
         await self._machines.close()
         await asyncio.to_thread(self._tracker.close)
         await self._volumes.close()
@@ -183,13 +192,15 @@ class KvmXfsHost:
                 except BaseException:
                     await clean_up(logger, asyncio.to_thread(self._snapshots.undo, snapshot))
                     raise
+        if snapshot.kind is SnapshotKind.TRANSIENT:
+            self._background.start(asyncio.to_thread(self._snapshots.sync, snapshot))
         return snapshot
 
     def _report_degraded(self, reason: str, mode: Memory) -> None:
         """Warn of each reason once."""
         if reason not in self._degraded:
             self._degraded.add(reason)
-            log.warning("captures do not use the best memory mode", mode=mode.value, reason=reason)
+            logger.warning("captures do not use the best memory mode", mode=mode.value, reason=reason)
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
         with explaining_os_errors():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.directory_records import Quarantine
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
-from sandbox_gateway.records import Memory, Snapshot
+from sandbox_gateway.records import Memory, Snapshot, SnapshotKind
+
+_UNSYNCED = "unsynced"
+"""A file in a snapshot that the device may not hold yet; contains the id of the host's boot."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Snapshots:
@@ -23,6 +28,10 @@ class Snapshots:
         found = []
         for parent in (self._layout.templates, self._layout.snapshots):
             for directory in directory_records.directories(parent):
+                if _is_lost(directory):
+                    directory_records.remove(directory)
+                    repaired.append(f"removed {directory.name}, the source of clones, which was not yet on the device")
+                    continue
                 with self._quarantine.guarding(directory, repaired):
                     found.append(_check_whole(directory, directory_records.read_record(directory, Snapshot)))
         return found
@@ -35,14 +44,24 @@ class Snapshots:
         return directory_records.partial_of(self.path(snapshot))
 
     def commit(self, snapshot: Snapshot) -> None:
-        """Sync the images of an uncommitted snapshot, measure it, and commit it with its record."""
+        """Sync the images of an uncommitted snapshot, measure it, and commit it with its record.
+
+        A transient snapshot is not synced, because its forks wait for it: call ``sync`` later.
+        """
         partial = self.partial(snapshot)
-        for name in ("rootfs.img", "memory.img", "device.state"):
-            if (partial / name).exists():
-                directory_records.sync_file(partial / name)
+        durable = snapshot.kind is not SnapshotKind.TRANSIENT
+        if durable:
+            directory_records.sync_files(_images_in(partial))
+        else:
+            (partial / _UNSYNCED).write_text(_BOOT_ID.read_text())
         snapshot.disk_bytes_unique = reflink.unique_bytes(partial / "rootfs.img")
-        directory_records.write_record(partial, snapshot)
-        directory_records.commit(self.path(snapshot))
+        directory_records.write_record(partial, snapshot, durable=durable)
+        directory_records.commit(self.path(snapshot), durable=durable)
+
+    def sync(self, snapshot: Snapshot) -> None:
+        """Make a committed snapshot durable, unless it is removed meanwhile."""
+        with contextlib.suppress(FileNotFoundError):
+            _sync(self.path(snapshot))
 
     def save(self, snapshot: Snapshot) -> None:
         """Replace a committed snapshot's record."""
@@ -60,6 +79,29 @@ class Snapshots:
         place = self.path(snapshot)
         files = {} if snapshot.memory is Memory.NONE else {"memory": "memory.img", "vmstate": "device.state"}
         return {"dir": str(place), **{part: str(place / name) for part, name in files.items()}}
+
+
+def _images_in(directory: Path) -> list[Path]:
+    return [path for name in ("rootfs.img", "memory.img", "device.state") if (path := directory / name).exists()]
+
+
+def _sync(directory: Path) -> None:
+    directory_records.sync_files([*_images_in(directory), directory / directory_records.MANIFEST])
+    directory_records.sync_directory(directory)
+    directory_records.sync_directory(directory.parent)
+    (directory / _UNSYNCED).unlink()
+
+
+def _is_lost(directory: Path) -> bool:
+    """Return whether the host went down before a snapshot was synced; syncs it if only the gateway ended."""
+    try:
+        boot_id = (directory / _UNSYNCED).read_text()
+    except FileNotFoundError:
+        return False
+    if boot_id != _BOOT_ID.read_text():
+        return True
+    _sync(directory)
+    return False
 
 
 def _check_whole(directory: Path, snapshot: Snapshot) -> Snapshot:
