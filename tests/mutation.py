@@ -65,7 +65,7 @@ SUBJECTS = {
         ("tests/jail_zfs/test_zfs_parse.py",),
     ),
     "pages": Subject(
-        tuple(f"{GATEWAY}/hosts/kvm_xfs/memory/{name}.py" for name in ("copying", "ram", "written")),
+        tuple(f"{GATEWAY}/hosts/kvm_xfs/memory/{name}.py" for name in ("copying", "listing", "ram", "runs")),
         ("tests/kvm_xfs/test_memory.py",),
     ),
 }

@@ -53,7 +53,7 @@ def data_file(storage: ZfsStorage, volume: Volume) -> Path:
 
 def roll_back(storage: ZfsStorage, volume: Volume, snapshot: VolumeSnapshot) -> None:
     storage.volumes.commit_rollback(volume, storage.volumes.begin_rollback(volume, snapshot.id))
-    storage.volumes.wait_for(volume.id)
+    storage.volumes.settle(volume.id)
 
 
 def fill(path: Path, megabytes: int) -> None:

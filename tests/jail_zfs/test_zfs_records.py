@@ -138,7 +138,7 @@ def test_no_damage_prevents_a_scan(local: dict[str, dict[str, str]], deferred: b
     assert len(ids) == len(set(ids))
     swept = {*found.uncommitted, *found.superseded}
     assert not swept & {sandbox.instance for sandbox in found.sandboxes}
-    assert not set(found.to_move) & set(found.remove_all)
+    assert not set(found.to_move) & set(found.empty)
     for name, why in found.to_mark.items():
         property_value(QUARANTINE, why or "x")
         assert name.rpartition("/")[2] not in swept
