@@ -214,7 +214,7 @@ class World:
         self._spaces.append(guest := Guest(slot))
         return guest
 
-    def policy(self) -> Elsewhere:
+    def elsewhere(self) -> Elsewhere:
         self._spaces.append(elsewhere := Elsewhere(self.prefix, self.network.subnet))
         return elsewhere
 
@@ -321,7 +321,7 @@ def run_python_as(uid: int, program: str, **settings: Any) -> subprocess.Complet
 async def test_the_guest_reaches_the_outside_under_the_hosts_address() -> None:
     async with world() as w:
         guest = w.guest(await w.pool.take(OPEN))
-        elsewhere = w.policy()
+        elsewhere = w.elsewhere()
         server = w.keep(elsewhere.listen(443))
         client = w.keep(guest.connect(elsewhere.address, 443))
         accepted, peer = server.accept()
@@ -335,7 +335,7 @@ async def test_host_services_and_other_sandboxes_are_unreachable() -> None:
     async with world() as w:
         slot, other = await w.pool.take(OPEN), await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0"]))
         guest, neighbour = w.guest(slot), w.guest(other)
-        elsewhere = w.policy()
+        elsewhere = w.elsewhere()
         w.keep(listen(48123))
         w.keep(guest.listen(48124))
         w.keep(neighbour.listen(48124))
@@ -364,7 +364,7 @@ async def test_host_services_and_other_sandboxes_are_unreachable() -> None:
 async def test_the_policy_is_enforced(policy: NetworkPolicy, reached: bool) -> None:
     async with world() as w:
         guest = w.guest(await w.pool.take(policy))
-        elsewhere = w.policy()
+        elsewhere = w.elsewhere()
         w.keep(elsewhere.listen(80))
         for _ in range(1 if reached else 8):
             assert guest.can_reach(elsewhere.address, 80, timeout=20 if reached else 0.8) is reached
@@ -377,7 +377,7 @@ async def test_a_new_policy_applies_to_open_connections_but_not_to_the_hosts() -
     async with world() as w:
         slot = await w.pool.take(OPEN)
         guest = w.guest(slot)
-        elsewhere = w.policy()
+        elsewhere = w.elsewhere()
         server, service = w.keep(elsewhere.listen(80)), w.keep(guest.listen(8000))
         out = w.keep(guest.connect(elsewhere.address, 80))
         far = w.keep(server.accept()[0])
@@ -402,7 +402,7 @@ async def test_metadata_services_must_be_allowed_by_address() -> None:
     async with world(dns=[METADATA]) as w:
         slot = await w.pool.take(OPEN)
         guest = w.guest(slot)
-        elsewhere = w.policy()
+        elsewhere = w.elsewhere()
         for port in (80, 53):
             w.keep(elsewhere.listen(port))
         assert not guest.can_reach(METADATA, 80)
@@ -418,7 +418,7 @@ async def test_only_packets_from_the_guests_own_address_leave() -> None:
     async with world() as w:
         slot = await w.pool.take(OPEN)
         guest = w.guest(slot)
-        elsewhere = w.policy()
+        elsewhere = w.elsewhere()
         server = w.keep(elsewhere.listen(5000, socket.SOCK_DGRAM))
         guest.run_ip("address", "add", "10.99.99.99/32", "dev", "eth0")
         guest.run_ip("-6", "address", "add", "fd99::1/64", "dev", "eth0", "nodad")
@@ -447,7 +447,7 @@ async def test_a_forks_inherited_connections_are_reset() -> None:
     async with world() as w:
         first, second = await w.pool.take(OPEN), await w.pool.take(OPEN)
         guest = w.guest(first)
-        elsewhere = w.policy()
+        elsewhere = w.elsewhere()
         server = w.keep(elsewhere.listen(80))
         client = w.keep(guest.connect(elsewhere.address, 80))
         w.keep(server.accept()[0])
@@ -538,7 +538,7 @@ async def test_a_forks_volume_connection_is_reset_and_made_again() -> None:
 
 async def test_nobody_else_reaches_the_volume_servers() -> None:
     async with world() as w:
-        elsewhere = w.policy()
+        elsewhere = w.elsewhere()
         address = volume_address(w.network)
         serve(w, VOLUME_PORTS[0])
         elsewhere.run_ip("route", "add", f"{address}/32", "via", elsewhere.host_address)

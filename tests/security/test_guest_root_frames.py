@@ -354,7 +354,7 @@ async def open_arena() -> AsyncIterator[Arena]:
     async with world() as w:
         slot, other = await w.pool.take(OPEN), await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0"]))
         guest, _ = w.guest(slot), w.guest(other)
-        elsewhere: Elsewhere = w.policy()
+        elsewhere: Elsewhere = w.elsewhere()
         place = Place(slot, other, elsewhere.address, elsewhere.host_address, volume_address(w.network))
         wires = (
             Wire(lambda make: make(), slot.veth, incoming=True),

@@ -41,7 +41,7 @@ NEIGHBOURS = NetworkPolicy(allow_out=["169.252.0.0/14", "100.100.100.200/31", "1
 async def test_metadata_services_are_unreachable_unless_allowed(policy: NetworkPolicy) -> None:
     async with world() as w:
         guest = w.guest(await w.pool.take(policy))
-        elsewhere = w.policy()
+        elsewhere = w.elsewhere()
         w.keep(elsewhere.listen(80))
         assert guest.can_reach(elsewhere.address, 80, timeout=20), "the way there is open"
         assert [service for service in METADATA_SERVICES if guest.can_reach(service, 80)] == []
@@ -51,7 +51,7 @@ async def test_metadata_services_are_unreachable_unless_allowed(policy: NetworkP
 async def test_an_allowed_metadata_address_opens_no_other(service: str) -> None:
     async with world() as w:
         guest = w.guest(await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0", service])))
-        w.keep(w.policy().listen(80))
+        w.keep(w.elsewhere().listen(80))
         assert guest.can_reach(service, 80, timeout=20)
         assert [each for each in METADATA_SERVICES if each != service and guest.can_reach(each, 80)] == []
 
@@ -69,7 +69,7 @@ async def test_an_allowed_metadata_address_opens_no_other(service: str) -> None:
 async def test_a_name_server_at_a_metadata_address_answers_only_dns(policy: NetworkPolicy, reached: bool) -> None:
     async with world(dns=[AZURE]) as w:
         guest = w.guest(await w.pool.take(policy))
-        elsewhere = w.policy()
+        elsewhere = w.elsewhere()
         for port in (80, 53):
             w.keep(elsewhere.listen(port))
         assert guest.can_reach(AZURE, 53, timeout=20 if reached else 0.8) is reached
@@ -158,7 +158,7 @@ async def test_a_connection_flood_does_not_fill_the_host_tables(
     async with world() as w:
         slot, other = await w.pool.take(OPEN), await w.pool.take(OPEN)
         guest, neighbour = w.guest(slot), w.guest(other)
-        elsewhere = w.policy()
+        elsewhere = w.elsewhere()
         swallow = f"add rule ip t i tcp dport {BLACK_HOLE} drop"
         chain = "add table ip t; add chain ip t i { type filter hook input priority 0; }"
         run_in(elsewhere.path, "nft", f"{chain}; {swallow}")
@@ -183,7 +183,7 @@ async def test_a_sandbox_has_at_most_4096_connections() -> None:
     async with world() as w:
         slot = await w.pool.take(OPEN)
         guest = w.guest(slot)
-        elsewhere = w.policy()
+        elsewhere = w.elsewhere()
         run_inside(guest.path, lambda: send_datagrams(guest, elsewhere.address, 12_000))
         for table in (connections_in_slot(slot), connections_on_host(slot)):
             assert 2_000 < table <= 4_106
@@ -200,7 +200,7 @@ async def test_unseen_resets_do_not_raise_the_limit(
         slot = await w.pool.take(OPEN)
         run_inside(slot.path, lambda: Path("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close").write_text("0"))
         guest = w.guest(slot)
-        elsewhere = w.policy()
+        elsewhere = w.elsewhere()
         server = w.keep(elsewhere.listen(80))
 
         def connect_and_vanish() -> None:
