@@ -42,7 +42,10 @@ class Steps:
 
 
 class Context:
-    """Passed to every bench. ``quick``: few rounds, to check that the bench works; the numbers mean little."""
+    """The context that every bench receives.
+
+    ``quick``: few rounds, to check that the bench works; the numbers mean little.
+    """
 
     def __init__(self, *, quick: bool, console: Console) -> None:
         self.quick = quick
@@ -69,12 +72,12 @@ class Context:
 
     @cached_property
     def kvm_xfs(self) -> KvmXfs:
-        """An engine on a KVM/XFS host, created at first use and removed at the end."""
+        """Return an engine on a KVM/XFS host. It is created at first use and removed at the end."""
         return self._stack.enter_context(KvmXfs(self))
 
 
 class KvmXfs:
-    """An engine in this process on its own XFS, with the template TEMPLATE; default settings except for names."""
+    """An engine in this process on its own XFS, with the template TEMPLATE and default settings except for names."""
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
@@ -137,7 +140,8 @@ class KvmXfs:
 
     @contextlib.contextmanager
     def source(self, script: str = "", *, settle: float = 3.0) -> Iterator[Snapshot]:
-        """A snapshot of a sandbox that runs ``script`` (Python) in the background and has come to rest.
+        """Yield a snapshot of a sandbox that runs ``script`` (Python) in the background, taken after ``settle``
+        seconds.
 
         Removes everything except the template at the end.
         """
@@ -159,11 +163,11 @@ class KvmXfs:
             raise RuntimeError(f"the script could not be started: {result.stderr.decode(errors='replace')}")
 
     def raw(self, snapshot: Snapshot) -> RawQemu:
-        """The floor on ``snapshot``'s files; ``with kvm_xfs.raw(snapshot) as raw: …``"""
+        """Return raw QEMU on ``snapshot``'s files, as the floor: ``with kvm_xfs.raw(snapshot) as raw: …``"""
         return RawQemu(self.live, self.host.platform, snapshot, self.mount_point / "raw")
 
     def share_templates(self, root: Path) -> None:
-        """Give another gateway on the same file system the templates of this one."""
+        """Copy the templates to another gateway on the same file system."""
         for name in ("templates", "accelerator.json"):
             source = self.config.host.state_root / name
             if source.exists():
@@ -175,8 +179,8 @@ async def _parse_lines(lines: Any) -> list[str]:
 
 
 def available_memory() -> int:
-    """Bytes available without swapping."""
+    """Return the bytes available without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo does not say how much memory is available")
+    raise RuntimeError("/proc/meminfo has no line MemAvailable")

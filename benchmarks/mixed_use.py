@@ -1,4 +1,4 @@
-"""Mixed use of a gateway by several clients at once, in rounds that resemble a busy hour."""
+"""Let several clients use a gateway at once, in rounds that resemble a busy hour."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STDIN = base64.b64encode(b"x" * 20_000).decode()
 
 
 class MixedUse:
-    """``clients`` concurrent clients, made by ``client``, as administrators. Sandboxes start from ``template``."""
+    """Runs ``clients`` concurrent clients with administrator rights. Sandboxes start from ``template``."""
 
     def __init__(self, client: Callable[[], httpx.Client], template: str, *, clients: int = 4) -> None:
         self._client = client

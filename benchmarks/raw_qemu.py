@@ -1,7 +1,7 @@
-"""The floor of a KVM/XFS host: QEMU with the gateway's own command line, but without the gateway.
+"""Measure the floor of a KVM/XFS host: QEMU with the gateway's own command line, but without the gateway.
 
-Files, network slot and sockets are made before the clock starts. The remaining time is what any program has to wait for
-if it starts this QEMU on these files.
+Files, network slot and sockets are made before the clock starts. Any program that starts this QEMU on these files has
+to wait for the remaining time.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Times:
     """Milliseconds since just before the process was created."""
 
     answered: float
-    """QEMU answered qmp_capabilities and query-status: its main loop runs."""
+    """Until QEMU has answered qmp_capabilities and query-status: its main loop runs."""
     running: float
-    """The device state is loaded and the guest runs again."""
+    """Until the device state is loaded and the guest runs again."""
 
 
 class RawMachine:
-    """One QEMU process without a gateway. ``start`` it, measure it, ``end`` it; it can be started again."""
+    """One QEMU process without a gateway. Call ``start``, measure, call ``end``; then it can be started again."""
 
     def __init__(self, files: Instance, shape: Shape, slot: Slot, state: Path) -> None:
         self.files = files
@@ -69,9 +69,9 @@ class RawMachine:
     def start(self, *, stepwise: bool = False) -> Times:
         """Start QEMU and wait until the guest runs again.
 
-        ``stepwise``: load the state by a command once QEMU has answered, so that the two steps are timed separately.
+        ``stepwise``: load the state with a command once QEMU has answered, to time the two steps separately.
         """
-        with self._started(deferred=stepwise) as (started, address, state):
+        with self._running(deferred=stepwise) as (started, address, state):
             self._monitor = monitor = _Monitor(address)
             monitor.execute("qmp_capabilities")
             status = monitor.execute("query-status")
@@ -85,16 +85,18 @@ class RawMachine:
         return Times((answered - started) * 1000, (running - started) * 1000)
 
     def idle(self) -> None:
-        """Start QEMU with nothing in it: no state is loaded, no guest runs."""
-        with self._started(deferred=True) as (_, address, _):
+        """Start QEMU without loading a state, so that no guest runs."""
+        with self._running(deferred=True) as (_, address, _):
             self._monitor = _Monitor(address)
             self._monitor.execute("qmp_capabilities")
 
     def start_and_ping(self) -> float:
-        """Start QEMU and ask the agent over the serial line whether it is there. Returns the milliseconds until its
-        answer; no QMP commands run meanwhile."""
+        """Start QEMU and send the agent a message over the serial line.
+
+        Returns the milliseconds until its answer. No QMP commands run meanwhile.
+        """
         question = b"?" + uuid.uuid4().bytes
-        with self._started(deferred=False) as (started, _, _):
+        with self._running(deferred=False) as (started, _, _):
             assert self._line is not None
             self._line.settimeout(_SECONDS)
             self._line.sendall(question)
@@ -109,8 +111,8 @@ class RawMachine:
         return (answered - started) * 1000
 
     @contextlib.contextmanager
-    def _started(self, *, deferred: bool) -> Iterator[tuple[float, str, int]]:
-        """Start QEMU; returns the start time, its QMP socket, and QEMU's number for the device state's descriptor."""
+    def _running(self, *, deferred: bool) -> Iterator[tuple[float, str, int]]:
+        """Start QEMU. Yields the start time, its QMP socket, and QEMU's number for the device state's descriptor."""
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener,
             self._log.open("ab") as output,
@@ -133,7 +135,7 @@ class RawMachine:
         return self._monitor.execute(command, arguments)
 
     def pass_descriptor(self, descriptor: int) -> str:
-        """Pass an open file to QEMU; returns QEMU's name for it."""
+        """Pass an open file to QEMU. Returns QEMU's name for it."""
         assert self._monitor is not None, "the machine is not started"
         return self._monitor.pass_descriptor(descriptor)
 
@@ -168,10 +170,10 @@ class RawMachine:
             self._line = None
 
     def _spawn(self, argv: list[str], pass_fds: list[int], output: int) -> float:
-        """Start QEMU in the slot's network namespace; returns the time just before."""
+        """Start QEMU in the slot's network namespace. Returns the time just before."""
         started = 0.0
 
-        def inside() -> None:  # in a thread that ends here, so that no other thread is ever in that namespace
+        def inside() -> None:  # run in a thread that ends here, so that no other thread enters that namespace
             nonlocal started
             with self.slot.path.open("rb") as namespace:
                 if _libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
@@ -210,7 +212,7 @@ class RawQemu:
         network = live.config.network.model_copy(update={**session.network(), "pool": 0})
         self._uid_base = live.config.kvm_xfs.uid_base
         self._prefix = network.prefix
-        # Created on the loop's thread, because the pool has asyncio events of its own.
+        # Create it on the loop's thread, because the pool has asyncio events.
         self._slots: SlotPool = live.call(SlotPool, network, uid_base=self._uid_base)
         self._machines: list[RawMachine] = []
 
@@ -228,7 +230,7 @@ class RawQemu:
         _remove(self._directory)
 
     def machines(self, count: int) -> list[RawMachine]:
-        """``count`` machines, not started; reuses earlier machines, with fresh disks."""
+        """Return ``count`` machines that are not started. Reuses earlier machines, with fresh disks."""
         while len(self._machines) < count:
             self._machines.append(self._create_machine(len(self._machines)))
         for machine in self._machines[:count]:
@@ -238,7 +240,7 @@ class RawQemu:
         return self._machines[:count]
 
     def start_together(self, count: int, at_once: int) -> float:
-        """Start ``count`` machines, ``at_once`` at a time; all run at the end. Returns milliseconds."""
+        """Start ``count`` machines, ``at_once`` at a time. Returns the milliseconds until all run."""
         machines = self.machines(count)
         with ThreadPoolExecutor(at_once) as pool:
             list(pool.map(lambda machine: None, machines))  # creates the threads before the clock starts
@@ -271,7 +273,7 @@ class RawQemu:
 
 
 class _Monitor:
-    """Minimal QMP over a plain socket, one command at a time."""
+    """A minimal QMP client over a plain socket, one command at a time."""
 
     def __init__(self, address: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -318,7 +320,7 @@ class _Monitor:
         while b"\n" not in self._data:
             received = self._socket.recv(1 << 16)
             if not received:
-                raise RuntimeError("QEMU went away")
+                raise RuntimeError("QEMU closed its QMP connection")
             self._data += received
         line, self._data = self._data.split(b"\n", 1)
         message: dict[str, Any] = json.loads(line)
@@ -326,7 +328,7 @@ class _Monitor:
 
 
 def memory_of(pid: int) -> Iterator[tuple[str, int]]:
-    """(name, bytes) of each sum in /proc/PID/smaps_rollup: Rss, Pss, Private_Dirty, …"""
+    """Yield Yield (name, bytes) of each sum in /proc/PID/smaps_rollup: Rss, Pss, Private_Dirty, …"""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         name, value, *_ = line.split()
         yield name.removesuffix(":"), int(value) * 1024

@@ -1,4 +1,4 @@
-"""Results as tables for people and as JSON for programs."""
+"""Format results as tables for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WIDTH = 120
 
 
 def machine(accelerator: str, qemu: str) -> dict[str, Any]:
-    """The properties of the machine that the numbers depend on."""
+    """Return the properties of the machine that the numbers depend on."""
     return {
         "cpus": os.cpu_count(),
         "cpu_model": _field("/proc/cpuinfo", "model name"),
@@ -36,7 +36,7 @@ def machine(accelerator: str, qemu: str) -> dict[str, Any]:
 def document(
     results: list[Result], failed: list[str], *, machine: dict[str, Any], quick: bool, started: datetime
 ) -> dict[str, Any]:
-    """See README.md, "JSON"."""
+    """Return the results as in README.md, "JSON"."""
     return {
         "schema": SCHEMA,
         "started_at": started.isoformat(timespec="seconds"),
@@ -50,7 +50,7 @@ def document(
 
 
 def wide_console() -> Console:
-    """Standard output; without a terminal, as wide as the tables need."""
+    """Return a console on standard output; without a terminal it is as wide as the tables need."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH)
 
@@ -122,7 +122,7 @@ def _field(path: str, name: str) -> str:
 
 
 def _commit() -> str:
-    """The measured commit, with "+" if files have changed since; empty outside a git tree."""
+    """Return the measured commit, with "+" if files have changed since; "" outside a git tree."""
     git = shutil.which("git")
     if git is None:
         return ""

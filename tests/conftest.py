@@ -229,7 +229,7 @@ def _served_by_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
     def start(folder: str) -> Served:
         if folder not in made:
             made[folder] = Served(tmp_path_factory.mktemp("memory"))
-            made[folder].build_template("base", packages=["python3"], description="what tests start from")
+            made[folder].build_template("base", packages=["python3"], description="the template of the tests")
         return made[folder]
 
     try:

@@ -1,4 +1,4 @@
-"""Cold forks, from the request to the first answer: no machine was started in advance."""
+"""Measure cold forks, from the request to the first answer. No machine is started in advance."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PARTS = {
     "files": "lay out files",
     "slot": "take a network slot",
     "spawn": "start the QEMU process",
-    "identify": "QEMU's start, state, until the agent has answered",
+    "identify": "start QEMU and load the state, until the agent has answered",
     "save": "write the record to the disk",
     "rest": "everything else",
 }
@@ -58,7 +58,7 @@ class Fork:
                 steps.done()
         _report(result, found)
         if timers.missing:
-            result.notes.append(f"not found, and so not told apart: {', '.join(timers.missing)}")
+            result.notes.append(f"not found, and so not measured separately: {', '.join(timers.missing)}")
         return result
 
 
@@ -90,7 +90,7 @@ def _fork(host: KvmXfs, snapshot: Snapshot, timers: Timers, answers: Answers, fo
     executed = time.perf_counter()
     if done.exit_code != 0:
         raise RuntimeError(f"the fork answered, but could not run a command: {done}")
-    # The fork has to return as well: until then the caller has no sandbox to use the answer with.
+    # Wait for both: the caller can use the sandbox only after the fork has returned.
     whole = Span(start, max(returned, answer.end))
     found["returned"].append((returned - start) * 1000)
     found["answered"].append(whole.ms)

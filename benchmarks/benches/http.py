@@ -1,4 +1,4 @@
-"""The same work over a gateway's socket and in this process's engine: the cost of HTTP and JSON."""
+"""Compare the same work over a gateway's socket and in this process's engine: the cost of HTTP and JSON."""
 
 from __future__ import annotations
 
@@ -77,7 +77,10 @@ class _InProcess:
 
 
 class _OverHttp:
-    """The work over HTTP: another gateway, with its sandbox and snapshot made the way ``KvmXfs.source`` makes ours."""
+    """Does the work over HTTP, in another gateway.
+
+    Its sandbox and snapshot are made like those of ``KvmXfs.source``.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         self._call = gateway.call

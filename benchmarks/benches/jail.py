@@ -1,4 +1,4 @@
-"""The jail/ZFS host: a fork next to the bare commands that it issues; snapshot, rollback, kill, n at once."""
+"""Measure the jail/ZFS host: fork (next to the bare commands that it issues), snapshot, rollback, kill, n at once."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from tests.support.live import Live
 from tests.support.worlds import TEMPLATE
 
 _DOUBLED = (
-    "ZFS is zfs-fuse; FreeBSD's commands (jail, ifconfig, route, rctl, pfctl, jls, pkill) are doubled by "
-    "tests/freebsd_shim on Linux: on FreeBSD all times differ, the floor's as well"
+    "ZFS is zfs-fuse, and tests/freebsd_shim emulates FreeBSD's commands (jail, ifconfig, route, rctl, "
+    "pfctl, jls, pkill) on Linux: on FreeBSD all times differ, the floor's as well"
 )
 _BETWEEN_SECONDS = 0.5
 _WATCHED: dict[str, Stop] = {
@@ -51,13 +51,13 @@ _WATCHED: dict[str, Stop] = {
     "connect": (Jails, "configure_interface"),
 }
 _PARTS = {
-    "clone": "zfs clone, meanwhile the next three",
-    "epair": "epair and bridge, where longer",
-    "pf": "packet filter, where longer",
-    "limits": "limits, where longer",
-    "jail": "make the jail, start its agent",
-    "connect": "address and route, meanwhile the loopback",
-    "loopback": "loopback, where longer",
+    "clone": "zfs clone, in parallel with the next three",
+    "epair": "epair and bridge, if slower",
+    "pf": "packet filter, if slower",
+    "limits": "limits, if slower",
+    "jail": "create the jail, start its agent",
+    "connect": "address and route, in parallel with the loopback",
+    "loopback": "loopback, if slower",
     "rest": "everything else",
 }
 _RECORDED: dict[str, Stop] = {"zfs": (zfs_run, "execute"), "command": (CommandRunner, "_run")}
@@ -65,7 +65,7 @@ _RECORDED: dict[str, Stop] = {"zfs": (zfs_run, "execute"), "command": (CommandRu
 
 class JailZfs:
     name = "jail"
-    title = "jail/ZFS host, FreeBSD's commands doubled on Linux"
+    title = "jail/ZFS host, FreeBSD's commands emulated on Linux"
 
     def run(self, ctx: Context) -> Result:
         rounds = ctx.rounds(full=12, quick=3)
@@ -97,7 +97,7 @@ class RawCommands:
 
     @classmethod
     def recorded(cls, live: Live, host: JailZfsHost) -> RawCommands:
-        """Record the commands of one fork of the host."""
+        """Record the commands that the host runs for one fork."""
         timers = Timers()
         with timers.watching(_RECORDED):
             sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
@@ -109,15 +109,18 @@ class RawCommands:
             argv for _, argv in sorted(issued) if argv[:2] == ("zfs", "clone") or argv[0] in ("ifconfig", "jail")
         ]
         if {argv[0] for argv in commands} != {"zfs", "ifconfig", "jail"}:
-            raise RuntimeError(f"the host's commands could not be recorded, only {commands}")
+            raise RuntimeError(f"only some of the host's commands were recorded: {commands}")
         live.do(live.engine.sandboxes.delete(sandbox.id))
         return cls(live, host, sandbox, commands)
 
     def fork(self) -> tuple[float, float]:
-        """Milliseconds of the commands, and until the jail's agent accepts; everything is removed afterwards."""
+        """Run the commands. Returns their milliseconds, and those until the jail's agent accepts.
+
+        Removes everything afterwards.
+        """
         host, number = self._host, next(self._numbers)
         instance = f"raw{number}"
-        # From the end of the subnet, which the host does not reach.
+        # The end of the subnet: the host assigns addresses from its beginning.
         epair = host._bridge.epair(host._bridge.capacity + 1 - number)
         exchanged = {self._sandbox.instance: instance} | {
             getattr(self._epair, end): getattr(epair, end) for end in ("outer", "inner", "address", "mac")
@@ -160,7 +163,9 @@ def _wait_until_connected(address: str) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the agent of a jail made by the bare commands does not accept: {error}") from None
+                raise RuntimeError(
+                    f"the agent of a jail that the bare commands made does not accept connections: {error}"
+                ) from None
             time.sleep(0.001)
 
 
@@ -171,7 +176,7 @@ def _replace_names(word: str, exchanged: dict[str, str]) -> str:
 
 
 def _run_command(argv: tuple[str, ...]) -> str:
-    """Standard output of a command that must succeed."""
+    """Run a command that must succeed, and return its standard output."""
     turn = zfs_run.mount_lock(argv[1], SECONDS, None) if argv[0] == "zfs" else contextlib.nullcontext()
     env = {**os.environ, "LC_ALL": "C", **shim_environment()}
     with turn:
@@ -183,8 +188,8 @@ def _run_command(argv: tuple[str, ...]) -> str:
 
 @contextlib.contextmanager
 def _engine(ctx: Context) -> Iterator[tuple[Live, ShimHost]]:
-    """An engine with its own pool and a template; everything is removed at the end."""
-    ctx.say("building the jail's template on a pool of its own (zfs-fuse; FreeBSD's commands doubled)")
+    """Run an engine with its own pool and a template. Removes everything at the end."""
+    ctx.say("building the jail's template on a separate pool (zfs-fuse, FreeBSD's commands emulated)")
     with jail_zfs_world() as world:
         config: Config = world.config()
         host = ShimHost(config)
@@ -198,7 +203,7 @@ def _engine(ctx: Context) -> Iterator[tuple[Live, ShimHost]]:
 
 
 def _forks(ctx: Context, live: Live, raw: RawCommands, answers: Answers, rounds: int, result: Result) -> None:
-    """Raw commands and forks in turns; each fork is killed afterwards."""
+    """Run raw commands and forks in turns. Kills each fork afterwards."""
     found: dict[str, list[float]] = defaultdict(list)
     timers = Timers()
     with timers.watching(_WATCHED), ctx.steps("forks", rounds) as steps:
@@ -219,7 +224,7 @@ def _forks(ctx: Context, live: Live, raw: RawCommands, answers: Answers, rounds:
     result.measure("answered", title, samples=found["answered"], floor="floor_agent")
     result.measure("kill", "engine.sandboxes.delete", samples=found["kill"])
     if timers.missing:
-        result.notes.append(f"not found, and so not told apart: {', '.join(timers.missing)}")
+        result.notes.append(f"not found, and so not measured separately: {', '.join(timers.missing)}")
 
 
 def _fork(live: Live, timers: Timers, answers: Answers, found: dict[str, list[float]]) -> None:
@@ -241,7 +246,7 @@ def _fork(live: Live, timers: Timers, answers: Answers, found: dict[str, list[fl
 
 
 def _captures(ctx: Context, live: Live, answers: Answers, rounds: int, result: Result) -> None:
-    """Snapshots of a sandbox that has written a little since the previous one, and rollbacks to them."""
+    """Take snapshots of a sandbox that writes a little before each snapshot, and roll back to them."""
     floor: list[float] = []
     snapshots: list[float] = []
     rollbacks: list[float] = []
@@ -269,7 +274,7 @@ def _captures(ctx: Context, live: Live, answers: Answers, rounds: int, result: R
 
 
 def _raw_snapshot(snapshot: str, number: int) -> float:
-    """Milliseconds of another bare snapshot of the source of ``snapshot``; it is destroyed afterwards."""
+    """Take a bare snapshot of the source of ``snapshot`` and return its milliseconds. Destroys it afterwards."""
     name = f"{snapshot.partition('@')[0]}@raw{number}"
     _, taken = milliseconds(lambda: _run_command(("zfs", "snapshot", name)))
     pools.run("zfs", "destroy", name)
@@ -277,7 +282,7 @@ def _raw_snapshot(snapshot: str, number: int) -> float:
 
 
 def _at_once(ctx: Context, live: Live, answers: Answers, plan: dict[int, int], result: Result) -> None:
-    """n forks of a snapshot, all or none."""
+    """Create Create n forks of a snapshot, all or none."""
     source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
     snapshot = live.do(live.engine.snapshots.create(source.id))
     live.do(live.engine.sandboxes.delete(source.id))

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""``sandbox_template``: builds templates from a recipe, and removes templates."""
+"""Implement ``sandbox_template``: build templates from a recipe, and remove templates."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ POLL_SECONDS = (0.1, 2.0)
 
 @dataclass(frozen=True)
 class Desired:
-    """``recipe`` is complete and uses the names of module options; options that are not set have their defaults."""
+    """The user's options. ``recipe`` uses the names of module options, with defaults for options that are not set."""
 
     names: tuple[str, ...]
     state: str
@@ -140,7 +140,7 @@ def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
 
 
 def _is_up_to_date(want: Desired, now: Mapping[str, Any]) -> bool:
-    """Whether it was built from the recipe, or is being built from it if the task does not wait.
+    """Return whether the template was built from the recipe, or is being built from it if the task does not wait.
 
     A template of which the gateway cannot tell whether it is outdated counts as up to date.
     """
@@ -156,7 +156,7 @@ def _remove(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> 
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
-    """Carry out one action. Raises Failure; for a failed build, the message shows the end of its log."""
+    """Carry out one action. Raises Failure. For a failed build, the message shows the end of its log."""
     request = action.request
     if action.verb == "build":
         started = client.post("/templates", dict(request["body"]))
@@ -183,11 +183,13 @@ def _wait(client: Client, name: str, started: Mapping[str, Any], seconds: float)
         if build["status"] == "ready":
             return
         if build["status"] == "error":
-            reason = build.get("reason") or "the gateway does not say why"
+            reason = build.get("reason") or "the gateway reported no reason"
             raise Failure(_with_log(f"the build of template {name!r} failed: {reason}", lines), "backend_failed")
         left = deadline - time.monotonic()
         if left <= 0:
-            story = f"template {name!r} is still being built after {seconds:g} s: run the task again to go on waiting"
+            story = (
+                f"template {name!r} is still being built after {seconds:g} s: run the task again to continue waiting"
+            )
             raise Failure(_with_log(story, lines), "timeout", blockers=[started["buildID"]])
         time.sleep(min(pause, left))
         pause = min(pause * 1.5, longest)

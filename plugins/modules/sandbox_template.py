@@ -14,14 +14,15 @@ description:
   - Ensures that the named templates exist and are built from the given recipe, or that they do not exist.
   - The recipe is compared as a whole; options that a task does not set have their defaults. If the recipe is unchanged,
     nothing is built. A changed recipe builds a new template, which then takes over the name. Sandboxes created from the
-    old template keep running, and it is removed with the last of them.
+    old template keep running, and the old template is removed with the last of these sandboxes.
   - Every template also contains an agent and settings that come with the gateway. After an upgrade of the gateway that
     changes them, the template is outdated, and is built again unless O(rebuild_outdated=false).
   - The module waits for the build. If the build fails, the message shows the end of its log.
 options:
   name:
     description:
-      - The name or names. A name has 1 to 64 letters, digits, C(_), C(.) or C(-), and starts with a letter or digit.
+      - The name or names of the templates. A name has 1 to 64 letters, digits, C(_), C(.) or C(-), and starts with a
+        letter or digit.
         Sandboxes, snapshots, templates and volumes share one namespace.
     type: list
     elements: str
@@ -29,7 +30,7 @@ options:
     aliases: [names]
   state:
     description:
-      - V(present), the template exists and is built from the recipe; V(absent), it does not exist.
+      - V(present) means that the template exists and is built from the recipe; V(absent), that it does not exist.
     type: str
     choices: [present, absent]
     default: present
@@ -126,8 +127,8 @@ options:
     default: false
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is refused, and the first action that fails ends the task.
-      - If V(true), every name is tried and RV(outcomes) has the result of each. The task fails if any of them failed.
+      - By default, nothing is changed if one name is invalid, and the first action that fails ends the task.
+      - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
 extends_documentation_fragment:

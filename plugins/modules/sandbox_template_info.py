@@ -16,7 +16,7 @@ description:
 options:
   name:
     description:
-      - Only entries with these names or ids. Unknown ones are ignored.
+      - Only entries with these names or ids. Unknown names are ignored.
     type: list
     elements: str
     aliases: [names]

@@ -51,7 +51,7 @@ def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -
 
 
 def test_a_missing_key_file(tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match="not found"):
+    with pytest.raises(Invalid, match="does not exist"):
         Keys.load(tmp_path / "keys")
 
 
@@ -80,7 +80,7 @@ def test_requests_without_a_key(served: Served) -> None:
             assert answer.json()["kind"] == "unauthorized" and answer.headers["www-authenticate"]
         assert nobody.post("/sandboxes", content=b"{bad").status_code == 401
         wrong = nobody.get("/sandboxes", headers={"X-API-Key": "wrong-key-0123456789"})
-        assert wrong.status_code == 401 and "not known" in wrong.json()["message"]
+        assert wrong.status_code == 401 and "is unknown" in wrong.json()["message"]
         assert nobody.get("/sandboxes", headers={"Authorization": f"Bearer {READ_KEY}"}).status_code == 200
         assert nobody.get("/sandboxes", headers={"Authorization": f"Basic {READ_KEY}"}).status_code == 401
 

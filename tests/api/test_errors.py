@@ -87,7 +87,7 @@ def test_many_mistakes_are_counted(api: httpx.Client) -> None:
 def test_routes_and_methods(api: httpx.Client) -> None:
     assert "GET /nowhere not found" in check_refused(api.get("/nowhere"), 404, "not_found")
     answer = api.put("/sandboxes")
-    assert "takes" in check_refused(answer, 405, "invalid") and answer.headers["allow"]
+    assert "accepts" in check_refused(answer, 405, "invalid") and answer.headers["allow"]
     assert len(check_refused(api.get("/" + "x" * 5000), 404, "not_found")) < 300
 
 

@@ -89,7 +89,7 @@ def test_network_options_in_every_spelling(api: httpx.Client) -> None:
 )
 def test_unsupported_options_are_refused(api: httpx.Client, body: dict[str, Any]) -> None:
     answer = api.post("/sandboxes", json={"templateID": "base", **body})
-    assert answer.status_code == 400 and "not supported here" in answer.json()["message"]
+    assert answer.status_code == 400 and "not supported, because" in answer.json()["message"]
     assert api.get("/sandboxes").json() == []
 
 

@@ -85,10 +85,10 @@ def test_a_count_of_one_keeps_the_name(api: httpx.Client, taken: str) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"name": "a", "count": 2}, "name is for a single sandbox and count is 2: give names"),
+        ({"name": "a", "count": 2}, "name is for a single sandbox, but count is 2: use names"),
         ({"name": "a", "names": ["b", "c"]}, "leave name out"),
-        ({"count": 3, "names": ["b", "c"]}, "count is 3 and there are 2 names"),
-        ({"names": ["b", "b"]}, "each can be given to one sandbox only"),
+        ({"count": 3, "names": ["b", "c"]}, "count is 3, but there are 2 names"),
+        ({"names": ["b", "b"]}, "each name can be used only once"),
     ],
 )
 def test_conflicting_names_for_forks(api: httpx.Client, taken: str, body: dict[str, Any], words: str) -> None:

@@ -62,7 +62,7 @@ def test_an_unknown_field_causes_a_warning_or_an_error(
     api.post("/volumes", json={"name": "vol"}).raise_for_status()
     message = check_refused(api.request(method, route, params={"strict": True}, json=body), 400, "invalid")
     hint = f" (did you mean {close}?)" if close else ""
-    assert message == f"unknown field: {path}{hint}; correct or leave out each of them"
+    assert message == f"unknown field: {path}{hint}: correct or leave out each of them"
     answer = api.request(method, route, json=body)
     assert answer.is_success, answer.text
     assert answer.headers.get_list("warning") == [f'299 - "ignored fields: {path}"']

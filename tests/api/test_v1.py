@@ -193,14 +193,14 @@ def test_concurrent_branches_get_distinct_numbers(served: Served, one: str) -> N
 def test_unsupported_branch_options(api: httpx.Client, one: str) -> None:
     create_branch(api, spawn_sandbox(api)[0]["id"], tag="other")
     for body, words in (
-        ({"mode": "live"}, "stands still"),
-        ({"live": True}, "stands still"),
-        ({"mode": "diff", "diff": True}, "twice"),
-        ({"mode": "full", "diff": True}, "twice"),
+        ({"mode": "live"}, "is paused"),
+        ({"live": True}, "is paused"),
+        ({"mode": "diff", "diff": True}, "exclude"),
+        ({"mode": "full", "diff": True}, "exclude"),
         ({"diff": True, "live": True}, "exclude"),
         ({"diff": True, "measure_diff": True}, "measure_diff"),
         ({"mode": "fast"}, "mode"),
-        ({"parent_tag": "base"}, "goes with mode diff"),
+        ({"parent_tag": "base"}, "valid only with mode diff"),
         ({"mode": "diff", "parent_tag": "other"}, "was made from base"),
     ):
         assert words in refusal_message(api.post(f"/v1/sandboxes/{one}/branch", json=body), 400)
@@ -328,7 +328,7 @@ def test_eval(api: httpx.Client, one: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "status", "words"),
     [
-        ({"result": "1"}, 500, "something else"),
+        ({"result": "1"}, 500, "invalid answer"),
         (Invalid("/eval not found"), 400, "too old"),
         (Invalid("no"), 400, "no"),
     ],
@@ -367,7 +367,7 @@ def test_a_snapshot_in_use_is_removed_only_with_force(api: httpx.Client, one: st
 
 def test_compact_has_nothing_to_do(api: httpx.Client, one: str) -> None:
     create_branch(api, one, tag="cp")
-    assert "complete by itself" in refusal_message(api.post("/v1/snapshots/cp/compact", json={"to": "flat"}), 400)
+    assert "is complete" in refusal_message(api.post("/v1/snapshots/cp/compact", json={"to": "flat"}), 400)
     assert "not found" in refusal_message(api.post("/v1/snapshots/gone/compact", json={"to": "flat"}), 404)
     assert "1 to 64" in refusal_message(api.post("/v1/snapshots/cp/compact", json={"to": "a b"}), 400)
     for route in ("/v1/snapshots/gone/info", "/v1/sandboxes/gone"):

@@ -82,7 +82,7 @@ def test_incomplete_tls_settings(tmp_path: Path, keys: Path) -> None:
 
 
 def test_a_configuration_without_addresses(tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match="nowhere to listen"):
+    with pytest.raises(Invalid, match=r"neither server\.socket nor server\.listen"):
         serving.prepare(server_config(tmp_path))
 
 
@@ -113,11 +113,11 @@ def test_sockets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (None, "not found"),
+        (None, "does not exist"),
         ("server = ", "cannot be read"),
         ("[server]\nlistn = 'x'\n", "listn: unknown key"),
         ("[server]\nlisten = '0.0.0.0:0'\nsocket = ''\n", "server.key_file"),
-        ("[server]\nkey_file = '/nowhere/keys'\n", "key file /nowhere/keys not found"),
+        ("[server]\nkey_file = '/nowhere/keys'\n", "the key file /nowhere/keys does not exist"),
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "check"])

@@ -139,7 +139,7 @@ def test_bad_recipe_files(run: Run, tmp_path: Path, text: str, name: str) -> Non
         (("resume", "one"), 4, "running already"),
         (("create", "base", "--memory", "-4"), 2, "not a size"),
         (("create", "base", "--memory", "1M"), 2, "memoryMB"),
-        (("create", "base", "--timeout", "soon"), 2, "not a time"),
+        (("create", "base", "--timeout", "soon"), 2, "not a duration"),
         (("create", "base", "-m", "novalue"), 2, "KEY=VALUE"),
         (("create", "base", "--name", "a b"), 2, "not allowed"),
         (("template", "build"), 2, "needs a name"),
@@ -163,7 +163,7 @@ def test_best_effort(served: Served, run: Run) -> None:
     run("create", "base", "--name", "one")
     served.host.failing = {"b"}
     some = run("clone", "one", "--names", "a,b", "--best-effort")
-    assert some.code == 1 and "a" in some.out and "b was not made: no machine for b" in some.err
+    assert some.code == 1 and "a" in some.out and "b was not created: no machine for b" in some.err
     none = run("clone", "one", "--names", "c,b")
     assert none.code == 1 and none.out == ""
     assert run("show", "c").code == 3

@@ -122,7 +122,7 @@ def test_only_differences_are_corrected(declared: Declared) -> None:
 def test_missing_variables_are_reported(declared: Declared, missing: str) -> None:
     declared.awx.writes.clear()
     failed, said = declared.declare(**{missing: "unix:///a/socket" if missing == "awx_gateway_url" else ""})
-    assert failed and "Give awx_project_url, a git repository" in said
+    assert failed and "Set awx_project_url to a Git repository" in said
     assert declared.awx.writes == []
 
 
@@ -344,7 +344,7 @@ def test_the_fork_and_test_job(declared: Declared, launch: Launch, tmp_path: Pat
     create_sandbox(declared, "web")
     lines = f"one: cp /etc/passwd {tmp_path}/one\ntwo: cp /dev/null {tmp_path}/two\n"
     said = launch("fork_and_test", fork_variants=lines, fork_test=f"stat -c %s {tmp_path}/$(ls {tmp_path} | grep one)")
-    assert re.search("web goes on as web-try-(one|two)", said), said
+    assert re.search("web continues from web-try-(one|two)", said), said
 
 
 # --- hosts -----------------------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def test_several_gateways(east: Served, west: Served, tmp_path: Path) -> None:
     assert EXEC_KEY not in out
     inventory.write(gateways=gateways, hostname="name", strict=True)
     assert inventory.hosts(**environment).keys() == {"web", "web.west", "db"}
-    assert "there is a host web already" in inventory.output
+    assert "a host web already exists" in inventory.output
     inventory.write(gateways=[gateways[0], {**gateways[1], "name": "east"}])
     assert inventory.run("ansible-inventory", "--list").returncode != 0 and "the same name" in inventory.output
     inventory.write(gateways=[{"url": east.url}, {"url": west.url}])
@@ -269,7 +269,7 @@ def test_unreachable_gateways(east: Served, tmp_path: Path) -> None:
         assert says in inventory.output and "Traceback" not in inventory.output
         assert "not-a-known-key-0000" not in inventory.output and EXEC_KEY not in inventory.output
     inventory.write(gateways=[{"url": east.unix_url, "tokn": "x"}])
-    assert inventory.run("ansible-inventory", "--list").returncode != 0 and "has no key tokn" in inventory.output
+    assert inventory.run("ansible-inventory", "--list").returncode != 0 and "unknown keys (tokn)" in inventory.output
 
 
 def test_the_cache(east: Served, tmp_path: Path) -> None:

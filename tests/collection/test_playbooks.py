@@ -184,7 +184,7 @@ def test_roll_back_with_a_probe(player: Player, gateway: Served, tmp_path: Path)
 @pytest.mark.parametrize(
     ("told", "sentence"),
     [
-        ({"rollback_snapshot": ""}, "Give rollback_sandbox and rollback_snapshot"),
+        ({"rollback_snapshot": ""}, "Set rollback_sandbox and rollback_snapshot"),
         ({"rollback_when": "broken"}, "broken needs a rollback_probe"),
         ({"rollback_snapshot": "none"}, "snapshot 'none' not found"),
     ],

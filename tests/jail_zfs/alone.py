@@ -153,7 +153,7 @@ def _check(locks: Path, answered: dict[str, str]) -> None:
     ids = {record.id for record in (*found.sandboxes, *found.snapshots)}
     assert set(answered) <= ids, set(answered) - ids
     assert len(ids - set(answered)) <= 6, "the base, and one that was made and not answered for each time"
-    assert all("removed, it was never committed" in note for note in found.repaired), found.repaired
+    assert all("removed, because it was never committed" in note for note in found.repaired), found.repaired
     for name in zfs.list_datasets(f"{_POOL}/sandboxes", depth=1)[1:]:
         assert name.rpartition("/")[2] in {sandbox.instance for sandbox in found.sandboxes}
     assert storage.scan().repaired == []

@@ -94,7 +94,7 @@ def test_an_interrupted_growth_is_undone(storage: ZfsStorage) -> None:
     zfs.lzc_set_prop(volume.host["dataset"], "refquota", 500 << 20)
     found = reopen(storage).scan()
     assert found.volumes == [volume]
-    assert found.repaired == [f"{volume.host['dataset']}: its size is that of its record again"]
+    assert found.repaired == [f"{volume.host['dataset']}: reset its size to the size in its record"]
     assert zfs.get_props([volume.host["dataset"]], ["refquota"])[volume.host["dataset"]]["refquota"].number == 64 << 20
 
 
@@ -247,7 +247,7 @@ def test_an_uncommitted_volume_is_swept(storage: ZfsStorage) -> None:
     volume = create_volume(storage)
     zfs.lzc_inherit_prop(volume.host["dataset"], HEAD)
     assert reopen(storage).scan().volumes == []
-    assert storage.volumes.sweep() == [f"{volume.host['dataset']}: removed, it was never committed"]
+    assert storage.volumes.sweep() == [f"{volume.host['dataset']}: removed, because it was never committed"]
     assert names(storage) == []
 
 

@@ -282,7 +282,7 @@ def test_a_sandbox_starts_without_a_volume_destroyed_by_hand(
     again = fresh(live.config)
     log = startup_repairs(caplog)
     assert (
-        f"the volume {lost.id} that sandbox {sandbox.id} has at /lost is not there: restore it, or detach it" in log
+        f"sandbox {sandbox.id} mounts volume {lost.id} at /lost, but the volume is missing: restore or detach it" in log
     ), log
     assert [each.id for each in again.engine.volumes.list()] == [kept.id]
     assert [each.path for each in again.sandbox("box").mounts] == ["/lost", "/kept"]

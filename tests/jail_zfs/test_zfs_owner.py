@@ -48,7 +48,7 @@ def test_without_a_shared_lock_the_property_decides(root: str, tmp_path: Path) -
         other.kill()
     storage = ZfsStorage(root, lock_directory=tmp_path / "two")
     assert storage.open() == [
-        f"{root}: taken over from process {other.pid} of host {os.uname().nodename}, which is gone"
+        f"{root}: taken over from process {other.pid} of host {os.uname().nodename}, which has ended"
     ]
     storage.close()
 
@@ -77,7 +77,7 @@ def test_a_start_waits_for_commands_of_a_killed_gateway(root: str, locks: Path, 
             ZfsStorage(root, lock_directory=locks).open()
         gateway.kill()
     successor = ZfsStorage(root, lock_directory=locks)
-    assert "which is gone" in successor.open()[0]
+    assert "which has ended" in successor.open()[0]
     assert zfs.lzc_exists(f"{root}@late"), "it was not there yet"
     successor.close()
 

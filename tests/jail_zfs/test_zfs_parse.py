@@ -136,7 +136,7 @@ def test_properties_are_validated(key: str, value: str | bytes | int | bool) -> 
 
 def test_the_longest_property_value() -> None:
     options.property_value("a:b", "x" * 8191)
-    with pytest.raises(PropertyInvalid, match="8192 bytes; the limit is 8191"):
+    with pytest.raises(PropertyInvalid, match="8192 bytes, but the limit is 8191"):
         options.property_value("a:b", "x" * 8192)
 
 
@@ -284,12 +284,12 @@ def test_properties_are_formatted_for_the_command() -> None:
     ]
     assert options.property_value("a:b", "x" * 8191) == "a:b=" + "x" * 8191
     for value, words in (
-        ("", "its value is empty or has characters that text cannot have"),
-        ("a\0b", "its value is empty or has characters that text cannot have"),
-        ("\ud800", "its value is empty or has characters that text cannot have"),
+        ("", "its value is empty or contains control characters"),
+        ("a\0b", "its value is empty or contains control characters"),
+        ("\ud800", "its value is empty or contains control characters"),
         (b"\xff", "its value is not UTF-8"),
-        ("x" * 8192, "its value has 8192 bytes; the limit is 8191"),
-        ("ä" * 4096, "its value has 8192 bytes; the limit is 8191"),
+        ("x" * 8192, "its value has 8192 bytes, but the limit is 8191"),
+        ("ä" * 4096, "its value has 8192 bytes, but the limit is 8191"),
     ):
         with pytest.raises(PropertyInvalid) as refused:
             options.property_value("a:b", value)

@@ -277,7 +277,7 @@ def test_a_snapshot_removed_by_hand_is_gone(storage: ZfsStorage) -> None:
     found = storage.scan()
     assert found.snapshots == [base]
     assert len(found.repaired) == 1
-    assert found.repaired[0].endswith(f"/{sandbox.instance}: removed, it had no snapshots any more")
+    assert found.repaired[0].endswith(f"/{sandbox.instance}: removed, because it no longer had snapshots")
 
 
 def test_foreign_snapshots_are_left_alone(storage: ZfsStorage) -> None:
@@ -337,7 +337,7 @@ def test_diverged(storage: ZfsStorage) -> None:
 
 def test_quotas(storage: ZfsStorage) -> None:
     base = storage.snapshots.create_base(Snapshot(), lambda path: _fill(path / "big", 5))
-    with pytest.raises(OverQuota, match=r"a disk of 4 MiB is too small: the snapshot holds \d+ MiB|quota"):
+    with pytest.raises(OverQuota, match=r"a disk of 4 MiB is too small, because the snapshot contains \d+ MiB|quota"):
         storage.instances.clone(base.id, new_id(), disk_mb=4)
     instance = new_id()
     path = storage.instances.clone(base.id, instance, disk_mb=10)

@@ -50,7 +50,10 @@ def test_the_probe_reports_its_choice_and_the_reason(cache: Path, name: str) -> 
     [
         ({"qemu": "qemu-system-nowhere"}, r"is not installed: install it .*kvm_xfs_host role"),
         ({"qemu": "/bin/echo"}, "is that QEMU"),
-        ({"machine": "pc-q35-99.9"}, r"has no machine 'pc-q35-99.9': set \[kvm_xfs\] machine to one it has \(pc-q35-"),
+        (
+            {"machine": "pc-q35-99.9"},
+            r"has no machine type 'pc-q35-99.9': set \[kvm_xfs\] machine to a supported type \(pc-q35-",
+        ),
     ],
 )
 def test_an_unsuitable_qemu_is_refused(cache: Path, settings: dict[str, str], sentence: str) -> None:

@@ -123,7 +123,7 @@ def test_missing_controllers_are_skipped_and_named_once(
         groups.remove(ONE)
         groups.sweep(set())
     assert [record.getMessage() for record in caplog.records] == [
-        f"sandboxes run without a limit of {controller}" for controller in CONTROLLERS
+        f"sandboxes run without the limits of the controller {controller}" for controller in CONTROLLERS
     ]
     assert groups.memory_bytes(ONE) is None
 

@@ -215,7 +215,7 @@ def test_other_inits_and_old_pythons_are_refused(tree: Path, tmp_path: Path) -> 
 
 
 def test_a_missing_path_or_invalid_tarball(tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match="is not there"):
+    with pytest.raises(Invalid, match="does not exist"):
         build(build_tree(tmp_path / "nothing"), tmp_path)
     (tmp_path / "text").write_text("not a tarball" * 100)
     with pytest.raises(BackendFailed, match="tar failed"):
@@ -270,11 +270,13 @@ def test_a_hostile_tarball_writes_nothing_outside(tree: Path, tmp_path: Path) ->
 
 def test_a_tree_too_large_for_its_disk_is_refused_with_its_size(tree: Path, tmp_path: Path) -> None:
     (tree / "usr/large").write_bytes(os.urandom(80 << 20))
-    with pytest.raises(Invalid, match=r"\(\d\d MiB\) does not fit on a disk of 64 MiB: give diskSizeMB (\d+) or more"):
+    with pytest.raises(
+        Invalid, match=r"\(\d\d MiB\) does not fit on a disk of 64 MiB: set diskSizeMB to (\d+) or more"
+    ):
         build(build_tree(tree), tmp_path)
     with pytest.raises(Invalid) as refused:
         build(build_tree(tree), tmp_path)
-    match = re.search(r"give diskSizeMB (\d+)", refused.value.message)
+    match = re.search(r"set diskSizeMB to (\d+)", refused.value.message)
     assert match
     build(build_tree(tree, int(match[1])), tmp_path)
 

@@ -801,7 +801,7 @@ async def test_known_servers_outlive_the_gateway_and_are_adopted(xfs_root: Path)
 
         await apply_on_host(host_rules(s.network))  # As SlotPool.open does, before servers are adopted.
         said = await s.servers.open({kept.id})
-        assert said == [f"ended the server of volume {unknown.id}, which belonged to nothing"]
+        assert said == [f"ended the server of volume {unknown.id}, which belonged to no volume"]
         assert select.select([unknown_pidfd], [], [], 0)[0]
         os.close(unknown_pidfd)
         assert files_of_loop_devices(s.root) == [str(kept.image)]

@@ -193,7 +193,7 @@ def _descriptions(data: Any) -> Iterator[str]:
     """Texts under the keys that Ansible shows to readers."""
     if isinstance(data, dict):
         for key, value in data.items():
-            if key in SHOWN or (key == "msg" and isinstance(value, str)):
+            if key in SHOWN or (key in ("msg", "name") and isinstance(value, str) and " " in value):
                 yield from _texts(value)
             else:
                 yield from _descriptions(value)
@@ -219,7 +219,7 @@ _Loader.add_multi_constructor("!", lambda loader, suffix, node: getattr(node, "v
 
 
 def yaml_file(text: str) -> Iterator[Prose]:
-    """Descriptions of arguments and messages of tasks."""
+    """Descriptions of arguments, and names and messages of tasks."""
     for document in yaml.load_all(text, Loader=_Loader):
         yield from (Prose(1, each) for each in _descriptions(document))
 

@@ -158,7 +158,7 @@ def test_keys_are_secret_and_kept(installed: Installed) -> None:
 
     doubled = installed.apply(keys=[{"name": "a"}, {"name": "a"}])
     assert doubled.failed
-    assert "a name of its own" in doubled.message
+    assert "needs a unique name" in doubled.message
 
 
 def test_sandboxes_survive_a_new_configuration(installed: Installed) -> None:

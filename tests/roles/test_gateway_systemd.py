@@ -229,7 +229,7 @@ def test_services_of_host_packages_never_run(machine: Machine) -> None:
     book.write_text(json.dumps([{**play, "tasks": [task]}]))
     ansible = (str(Path(sys.executable).with_name("ansible-playbook")), "-i", "localhost,", str(book))
     first = machine.run(*ansible)
-    assert "TASK [grove.sandbox.kvm_xfs_host : Keep services that come along from starting]" in first
+    assert "TASK [grove.sandbox.kvm_xfs_host : Prevent the services of new packages from starting]" in first
     machine.run("dpkg-query", "--show", "nfs-ganesha", "nfs-ganesha-vfs", "rpcbind")
     machine.run("test", "-x", "/usr/bin/ganesha.nfsd", "-a", "!", "-e", "/usr/sbin/policy-rc.d")
     for each in units:

@@ -84,7 +84,7 @@ def test_makes_mounts_and_removes_an_xfs_with_reflinks(apply: Apply, place: Path
         used = apply(state="absent")
     assert used.failed
     assert "busy" in used.message
-    assert "End what runs there first" in used.message
+    assert "End the programs that use it first" in used.message
     assert mounted_type(place / "state") == "xfs"
 
     gone = apply(state="absent")
@@ -117,7 +117,7 @@ def test_refuses_to_overwrite_another_file_system(apply: Apply, place: Path) -> 
     before = path.read_bytes()[:65536]
     done = apply()
     assert done.failed
-    assert "holds ext4" in done.message
+    assert "contains ext4" in done.message
     assert path.read_bytes()[:65536] == before
 
 

@@ -35,9 +35,9 @@ def test_a_silent_guest_is_given_up_early(tmp_path: Path) -> None:
     silent.write_text("#!/bin/sh\necho Probing EDD\nexec sleep 1000\n")
     silent.chmod(0o755)
     answer = probe("--accelerator", "tcg", "--seconds", "1000", "--qemu", str(silent))
-    assert answer["reason"].endswith("(no more came in time); the last that was said: Probing EDD")
+    assert answer["reason"].endswith("(there was no further output in time); last output: Probing EDD")
 
 
 def test_a_missing_qemu_is_named() -> None:
     answer = probe("--accelerator", "tcg", "--qemu", "qemu-that-is-not-there")
-    assert answer["reason"] == "qemu-that-is-not-there does not start: No such file or directory"
+    assert answer["reason"] == "qemu-that-is-not-there cannot be started: No such file or directory"

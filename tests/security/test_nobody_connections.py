@@ -157,7 +157,7 @@ def test_silent_connections_are_closed(target: Target, open_connections: context
     assert target.daemon.descriptors() < FILES // 2 + 50
     refused = {
         reason: target.daemon.metric("sandbox_gateway_connections_ended_total", reason=reason)
-        for reason in ("too many connections", "too many connections of one address")
+        for reason in ("too many connections", "too many connections from one address")
     }
     assert min(refused.values()) > 100
     # They are still open, and their time is over.

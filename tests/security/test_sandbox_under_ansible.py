@@ -223,7 +223,7 @@ def answer_with_end(end: dict[str, Any]) -> bytes:
 def invalid_answers(trap: Trap) -> dict[str, tuple[Any, str]]:
     """By name: the agent's answer, and the expected message of the task."""
     digits = b'{"event":{"end":{"exited":true,"exitCode":' + b"9" * 5000 + b"}}}"
-    nonsense = "does not answer as agents do"
+    nonsense = "sent an invalid answer"
     text = trap.all
     return {
         "honest": (make_answer(text), ""),

@@ -1,11 +1,12 @@
-"""Makes untrusted text safe for terminals, logs and error messages."""
+"""Make untrusted text safe for terminals, logs and error messages."""
 
 from __future__ import annotations
 
 import json
 import re
 
-# Whole escape sequences (colours, window titles), then single characters: control characters except tab and newline,
+# Matches whole escape sequences (colours, window titles), then single characters: control characters except tab and
+# newline,
 # marks that reorder or hide text, line separators, and lone surrogates.
 _CONTROL_CHARACTERS = re.compile(
     r"\x1b\[[0-?]*+[ -/]*+[@-~]?|\x1b[\]PX^_][^\x07\x1b\x9c]*+(?:\x07|\x1b\\|\x9c)?"

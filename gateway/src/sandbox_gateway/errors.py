@@ -13,7 +13,7 @@ from sandbox_gateway.control_characters import remove_control_characters
 
 
 class GatewayError(Exception):
-    """Base of all errors that callers see; any other exception is a bug (500)."""
+    """The base class of all errors that callers see. Any other exception is a bug (500)."""
 
     kind = "backend_failed"
     status = 500
@@ -51,7 +51,7 @@ class InUse(GatewayError):
 
 
 class UsedOutside(InUse):
-    """A host cannot remove an object, because something that the engine does not know of uses it.
+    """A host cannot remove an object, because a user that the engine does not know needs it.
 
     The engine turns it into a sentence that names the object. ``users``: names by id, by noun; ``remedy``: a sentence.
     """
@@ -69,7 +69,7 @@ class NameTaken(GatewayError):
 
 
 class Conflict(GatewayError):
-    """The object is in the wrong state (pausing a paused sandbox, …)."""
+    """The object is in the wrong state, for example a paused sandbox that should be paused."""
 
     kind = "conflict"
     status = 409

@@ -17,7 +17,7 @@ _uninterrupted: WeakKeyDictionary[asyncio.AbstractEventLoop, set[asyncio.Future[
 
 
 class BackgroundTasks:
-    """Tasks that no caller has to await; ``log`` gets their failures, as the event ``failure``."""
+    """Tasks that no caller has to await. Their failures are logged with the event ``failure``."""
 
     def __init__(self, log: Logger, failure: str = "background task failed") -> None:
         self._log = log
@@ -25,7 +25,7 @@ class BackgroundTasks:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run ``work``; a failure is logged."""
+        """Run ``work`` in the background. A failure is logged."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finish)
@@ -51,7 +51,7 @@ class BackgroundTasks:
 
 
 async def finish_despite_cancellation(work: Awaitable[T]) -> T:
-    """Await ``work``. If the caller is cancelled meanwhile, the cancellation takes effect when ``work`` is done."""
+    """Await ``work``. If the caller is cancelled, the cancellation takes effect when ``work`` is done."""
     task = asyncio.ensure_future(work)
     uninterrupted = _uninterrupted.setdefault(task.get_loop(), set())
     uninterrupted.add(task)
@@ -65,7 +65,7 @@ async def finish_despite_cancellation(work: Awaitable[T]) -> T:
     if cancellation is None:
         return task.result()
     if not task.cancelled():
-        task.exception()  # its caller has given up: nobody else reads it
+        task.exception()  # the caller has given up, so no one else reads the exception
     raise cancellation
 
 

@@ -1,4 +1,4 @@
-"""Expiry that fails: it leaves nothing behind, and is tried again later and later."""
+"""Failing expiry leaves nothing behind, and is retried later and later."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_pause_whose_machine_died_leaves_no_snapshot(tmp_path: Path) -> None:
                 return taken
 
             host.capture = die  # type: ignore[method-assign]
-            with pytest.raises(Exception, match="its source died"):
+            with pytest.raises(Exception, match="source sandbox stopped"):
                 await engine.sandboxes.pause("a")
             assert set(engine.index.snapshots) == before
 

@@ -24,7 +24,7 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("[server]\nsokcet = 'x'", "server.sokcet: unknown key"),
-        ("[network]\nsubnet = '10.0.0.0/30'", "network.subnet: a subnet of at least /28"),
+        ("[network]\nsubnet = '10.0.0.0/30'", "network.subnet: the subnet must be /28 or larger"),
         ("[network]\nsubnet = 'here'", "network.subnet"),
         ("[limits]\nconcurrency = 0", "limits.concurrency"),
         ("[host]\nkind = 'vmware'", "host.kind"),

@@ -53,7 +53,7 @@ def test_arbitrary_input_is_an_object_or_an_error(data: bytes) -> None:
     try:
         found = parse(data)
     except BackendFailed as failure:
-        assert failure.message == "the sandbox's agent answered exec with something else than JSON"
+        assert failure.message == "the sandbox's agent answered exec with invalid JSON"
         return
     if data:
         expected = json.loads(data.decode("utf-8", "surrogatepass").encode(errors="replace"))
@@ -76,7 +76,7 @@ def test_depth_is_limited() -> None:
         return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
     assert parse(nested(guest_json.MAX_DEPTH))
-    with pytest.raises(BackendFailed, match="something else than JSON"):
+    with pytest.raises(BackendFailed, match="invalid JSON"):
         parse(nested(guest_json.MAX_DEPTH + 1))
     assert parse(b'{"a": [' + b",".join([b"[]"] * 100) + b"]}") == {"a": [[]] * 100}
 
@@ -93,7 +93,7 @@ def test_structure_is_limited_without_counting_strings() -> None:
     whole = b'{"a":"x"}'
     padding = b" " * (guest_json.MAX_STRUCTURE_BYTES - len(whole) + len("ax"))
     assert parse(whole + padding) == {"a": "x"}
-    with pytest.raises(BackendFailed, match="answered exec with something else than it should"):
+    with pytest.raises(BackendFailed, match="sent an invalid answer to exec"):
         parse(whole + padding + b" ")
 
 
@@ -143,5 +143,5 @@ def test_invalid_base64_is_refused(text: object) -> None:
 def test_integers_are_limited() -> None:
     assert [guest_json.read_integer(value, -1, 3) for value in (-1, 0, 3)] == [-1, 0, 3]
     for value in (-2, 4, True, False, 1.0, "1", None):
-        with pytest.raises(ValueError, match="no integer from -1 to 3"):
+        with pytest.raises(ValueError, match="not an integer from -1 to 3"):
             guest_json.read_integer(value, -1, 3)

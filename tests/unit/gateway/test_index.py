@@ -38,7 +38,7 @@ def test_sandboxes_snapshots_and_templates_share_one_namespace() -> None:
 
 def test_a_reserved_name_is_taken_until_it_is_released() -> None:
     index = Index()
-    with index.reserved(["x"]), pytest.raises(NameTaken, match="being made"), index.reserved(["x"]):
+    with index.reserved(["x"]), pytest.raises(NameTaken, match="being created"), index.reserved(["x"]):
         pass
     with index.reserved(["x"]):
         pass
@@ -148,7 +148,7 @@ def test_a_taken_name_is_refused_with_its_owner() -> None:
         assert not index.is_free("b")
         with pytest.raises(NameTaken) as refused, index.reserved(["a", "b", "c"]):
             pass
-    assert f"'a' ({sandbox.id}), 'b' (being made)" in refused.value.message and "'c'" not in refused.value.message
+    assert f"'a' ({sandbox.id}), 'b' (being created)" in refused.value.message and "'c'" not in refused.value.message
     assert refused.value.blockers == [sandbox.id]
     assert index.is_free("b") and index.is_free("c")
 

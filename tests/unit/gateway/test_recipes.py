@@ -84,9 +84,9 @@ def test_an_unreadable_path_is_reported_with_the_reason() -> None:
 
 
 def test_a_path_is_required_by_and_only_for_a_rootfs() -> None:
-    with pytest.raises(ValidationError, match="'path' goes with 'from: rootfs' only"):
+    with pytest.raises(ValidationError, match="'path' is valid only with 'from: rootfs'"):
         Recipe.model_validate({"path": "/x"})
-    with pytest.raises(ValidationError, match="needs 'path': the absolute path"):
+    with pytest.raises(ValidationError, match="needs the field 'path': the absolute path"):
         Recipe.model_validate({"source": "rootfs"})
 
 
@@ -96,4 +96,4 @@ def test_package_names_follow_apts_rules() -> None:
     for bad in ("a", "-a", "Curl", "curl:", "curl=", "curl;id", "curl git", "a" * 129, "b" * 200):
         with pytest.raises(ValidationError) as refused:
             Recipe(packages=["git", bad])
-        assert f"{bad[:80]!r} is not the name of a Debian package" in str(refused.value)
+        assert f"{bad[:80]!r} is not a valid name of a Debian package" in str(refused.value)

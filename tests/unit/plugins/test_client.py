@@ -52,8 +52,8 @@ def test_a_slow_gateway(faulty: FaultyGateway) -> None:
 @pytest.mark.parametrize(
     ("status", "data", "words"),
     [
-        (502, {"detail": "Bad Gateway"}, "502 in no shape"),
-        (404, ["nothing"], "404 in no shape"),
+        (502, {"detail": "Bad Gateway"}, "status 502 and unexpected JSON"),
+        (404, ["nothing"], "status 404 and unexpected JSON"),
         (200, None, "version"),
     ],
 )

@@ -77,9 +77,9 @@ def test_output() -> None:
 @pytest.mark.parametrize(
     ("data", "says", "kind"),
     [
-        (make_frames(START, OUT), "broke off", "unreachable"),
-        (make_frames(START, OUT, END)[:-3], "broke off", "unreachable"),
-        (make_frames(START, OUT, (2, b"{}")), "did not say how the command ended", _stream.INSIDE),
+        (make_frames(START, OUT), "was closed", "unreachable"),
+        (make_frames(START, OUT, END)[:-3], "was closed", "unreachable"),
+        (make_frames(START, OUT, (2, b"{}")), "did not report how the command ended", _stream.INSIDE),
         (make_frames((2, b'{"error":{"code":"internal","message":"no such user"}}')), "no such user", _stream.INSIDE),
     ],
 )
@@ -129,12 +129,12 @@ def test_errors_after_delivered_input() -> None:
 def test_a_broken_connection_has_a_message() -> None:
     channel = _stream.Channel("web", url="http://localhost:1", timeout=3)
     for error, says in (
-        (TimeoutError(), "no sign of life for 3 s"),
-        (http.client.RemoteDisconnected(), "broke off"),
-        (ConnectionResetError(), "broke off"),
-        (BrokenPipeError(), "broke off"),
+        (TimeoutError(), "neither data nor a heartbeat for 3 s"),
+        (http.client.RemoteDisconnected(), "was closed"),
+        (ConnectionResetError(), "was closed"),
+        (BrokenPipeError(), "was closed"),
     ):
-        failure = channel.broken("POST /files", error)
+        failure = channel.connection_lost("POST /files", error)
         assert says in failure.message and failure.kind == "unreachable"
 
 
@@ -196,14 +196,14 @@ def test_a_prompt_is_answered_once_and_not_shown(late: bytes) -> None:
     escalation, process = _Escalation(FakeBecome(), "web", 60), RecordedProcess()
     told: Any = process
     out, err = bytearray(), bytearray()
-    assert escalation.waiting and escalation.go_on(told, out, err)
+    assert escalation.waiting and escalation.keep_waiting(told, out, err)
     err += b"a lecture\npassword for"
-    assert escalation.go_on(told, out, err) and process.told == b""
+    assert escalation.keep_waiting(told, out, err) and process.told == b""
     err += b" me:"
-    assert escalation.go_on(told, out, err) and escalation.go_on(told, out, err)
+    assert escalation.keep_waiting(told, out, err) and escalation.keep_waiting(told, out, err)
     assert process.told == b"secret\n"
     out += b"BECOME-SUCCESS-x\n"
-    assert not escalation.go_on(told, out, err)
+    assert not escalation.keep_waiting(told, out, err)
     err += late
     assert escalation.without_prompt(bytes(err)) == late[1:]
     assert escalation.without_prompt(bytes(out)) == b"BECOME-SUCCESS-x\n"

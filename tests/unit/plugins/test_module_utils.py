@@ -120,7 +120,7 @@ def test_several_failures_become_one() -> None:
     one, two = Failure("a is bad", "conflict", blockers=["x"]), Failure("b is bad", "in_use", blockers=["y", "x"])
     assert join({"a": one}, 5) is one
     both = join({"a": one, "b": two}, 5)
-    assert both.message == "2 of 5 cannot be done: a is bad; b is bad"
+    assert both.message == "2 of 5 failed: a is bad; b is bad"
     assert both.kind == "conflict" and both.blockers == ["x", "y"]
 
 

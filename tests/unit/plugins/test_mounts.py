@@ -61,5 +61,5 @@ def test_volumes_are_sorted_and_unique() -> None:
         {"name": "b", "path": "/srv/b", "read_only": True},
     ]
     assert desired_mounts(None) is None and desired_mounts([]) == ()
-    with pytest.raises(Failure, match="given twice"):
+    with pytest.raises(Failure, match="listed twice"):
         desired_mounts([{"name": "a", "path": "/srv/a"}, {"name": "a", "path": "/srv/b"}])

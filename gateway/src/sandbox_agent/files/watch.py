@@ -1,4 +1,4 @@
-"""Watching directories: a stream of events, or a watcher that clients poll.
+"""Watch directories: a stream of events, or a watcher that clients poll.
 
 On Linux the agent uses inotify. Elsewhere, and on network file systems, where inotify misses changes by other
 machines, it scans periodically, which detects fewer changes: see scan.py.
@@ -205,7 +205,7 @@ class Watcher:
                 self._lost = False
                 raise Failure(
                     "data_loss",
-                    "too many changes since the last time, they were lost: list the directory again; "
+                    "too many changes happened since the last call and were lost: list the directory again; "
                     "later changes are reported",
                 )
             events, self._events, self._size = self._events, [], 0

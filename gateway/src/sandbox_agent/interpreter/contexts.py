@@ -60,7 +60,9 @@ class Contexts:
                 raise _not_found_error(name)
             found = self._add(name, owner, _default_directory(users.find_user("")))
         if language and found.language != language:
-            raise invalid(f"the context {name} runs {found.language}, not {language}: name one of them only")
+            raise invalid(
+                f"the context {name} runs {found.language}, not {language}: send either the context or the language"
+            )
         return found
 
     def remove(self, name: str) -> None:

@@ -402,7 +402,7 @@ def _exit_child(lines: list[bytes]) -> None:
 
 
 def _refuse_input(prompt: object = "") -> str:
-    raise RuntimeError("input() is not available, as nobody can answer: put the value into the code")
+    raise RuntimeError("input() is not available, because no one can answer: put the value into the code")
 
 
 def main() -> None:

@@ -25,7 +25,10 @@ _NAME = frozenset(string.ascii_letters + string.digits + "_")
 
 
 class Cell:
-    """Code to run. ``env``: variables for this run; ``changes``: permanent ones, None removes; ``plain``: text only."""
+    """Code to run.
+
+    ``env``: variables for this run; ``changes``: permanent variables, None removes one; ``plain``: text only.
+    """
 
     def __init__(self, code: str, env: dict[str, str], *, plain: bool = False) -> None:
         self.code = code
@@ -198,7 +201,7 @@ class Shell(Language):
                     yield "done", self._status
 
     def after_interrupt(self) -> bytes:
-        # Ask again: some shells drop their input at an interrupt, and the interrupt must not hit the next cell.
+        # Ask again, because some shells drop their input at an interrupt, and the interrupt must not hit the next cell.
         self._awaited = b"%d!" % self._number
         return self._ask_status()
 

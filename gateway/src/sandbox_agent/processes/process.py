@@ -1,4 +1,4 @@
-"""Processes that outlive the requests that started them, and a table of these processes."""
+"""Processes that outlive the requests that started them, and a table of all such processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TURN_MS = 200
 class Process:
     """A running or ended process.
 
-    ``config``: the client's request; ``overdue``: it was killed at its deadline.
+    ``config``: the client's request; ``overdue``: the process was killed at its deadline.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Process:
         """Signal the process group. Raises Failure if the process has ended."""
         with self._state_lock:
             if self.ended_at:
-                raise Failure("not_found", f"process {self.pid} not found: it has ended")
+                raise Failure("not_found", f"process {self.pid} not found: it has already ended")
             child.signal_group(self._child, number)
 
     def resize(self, cols: int, rows: int) -> None:
@@ -205,7 +205,10 @@ class Process:
         poll.register(self._input, select.POLLOUT)
         while data:
             if not poll.poll(INPUT_SECONDS * 1000):
-                raise Failure("deadline_exceeded", f"process {self.pid} does not read its input")
+                raise Failure(
+                    "deadline_exceeded",
+                    f"process {self.pid} does not read its input: send less data, or wait until the process reads it",
+                )
             try:
                 data = data[os.write(self._input, data) :]
             except BlockingIOError:

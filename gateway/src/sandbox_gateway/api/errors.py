@@ -1,4 +1,4 @@
-"""All errors have the same shape: `{code, message, error, kind, blockers}`, and `details` where there are any."""
+"""Convert all errors to one shape: `{code, message, error, kind, blockers}`, and `details` where there are any."""
 
 from __future__ import annotations
 
@@ -40,16 +40,18 @@ WARNING = "sandbox_gateway.warning"
 
 
 class ErrorShape(BaseModel):
-    """The shape of every refusal and failure."""
+    """The JSON of every error."""
 
     code: int = Field(description="The HTTP status.")
-    message: str = Field(description="A sentence: what is wrong and how to mend it.")
-    error: str = Field(description="The same sentence.")
-    kind: str = Field(description="A stable machine word: not_found, in_use, name_taken, conflict, invalid, …")
-    blockers: list[str] = Field(description="Ids of what stands in the way.")
+    message: str = Field(description="A sentence that says what is wrong and how to fix it.")
+    error: str = Field(description="The same sentence as in message.")
+    kind: str = Field(
+        description="A stable identifier of the error: not_found, in_use, name_taken, conflict, invalid, …"
+    )
+    blockers: list[str] = Field(description="Ids of the objects that block the operation.")
     details: dict[str, Any] = Field(
         {},
-        description="What the message says, as data. not_found: resource, parent; in_use: resource, users "
+        description="The details of the message, as data. not_found: resource, parent; in_use: resource, users "
         "(kind, id, name), overrides (parameters of the request that remove an obstacle).",
     )
 
@@ -96,7 +98,7 @@ def answer_to(error: GatewayError) -> JSONResponse:
 
 
 def register(app: FastAPI) -> None:
-    """Register handlers so that ``app`` answers all errors in our shape."""
+    """Register handlers so that ``app`` answers all errors as ErrorShape."""
 
     @app.exception_handler(GatewayError)
     async def _refused(_: Request, error: GatewayError) -> JSONResponse:
@@ -120,7 +122,7 @@ def _routing_error(request: Request, error: HTTPException) -> tuple[str, str]:
         return "not_found", f"route {asked} not found: GET /openapi.json lists the routes"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow") or "another method"
-        return "invalid", f"{asked} is not offered: this route takes {allowed}"
+        return "invalid", f"{asked} is not supported: this route accepts {allowed}"
     if error.status_code == 400:
         return "invalid", "the body cannot be read: send a JSON object, with Content-Type: application/json"
     return "invalid", f"{asked}: {error.detail}"
@@ -162,7 +164,7 @@ def _shorten(value: object) -> str:
 
 
 class Guard:
-    """The outermost layer: catches every exception, and logs and counts every request once."""
+    """The outermost middleware: catches every exception, and logs and counts every request once."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app = app
@@ -236,5 +238,5 @@ def _incident(incident: str) -> JSONResponse:
     return answer(
         500,
         "internal",
-        f"the gateway failed in a way it should not: please report incident {incident}, which its log describes",
+        f"internal error in the gateway: please report incident {incident} with the gateway's log",
     )

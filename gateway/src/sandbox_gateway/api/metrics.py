@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _PAUSE_BUCKETS = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _STATUSES = {str(status.value) for status in HTTPStatus} | {"499"}
-"""The allowed label values: each is kept forever, and guests choose the status of their answers."""
+"""The allowed label values: Prometheus keeps each value, and guests choose the status of their answers."""
 _REQUEST_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
 
 router = APIRouter(tags=["gateway"])
@@ -44,7 +44,7 @@ class Metrics:
         )
         self._pause = Histogram(
             "sandbox_gateway_pause_seconds",
-            "How long a source stood still while it was captured.",
+            "Time for which a source was paused while it was captured.",
             ("memory",),
             registry=self.registry,
             buckets=_PAUSE_BUCKETS,

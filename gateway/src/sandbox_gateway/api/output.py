@@ -1,4 +1,4 @@
-"""Answers that contain the output of a guest's program: up to 32 MiB, and six times as much when encoded as JSON.
+"""Send answers that contain the output of a guest's program: up to 32 MiB, and six times as much when encoded as JSON.
 
 They are encoded and sent in pieces, so that the event loop can serve others in between.
 """

@@ -1,4 +1,4 @@
-"""Unknown fields in request bodies: a header warns about them, and `?strict=true` refuses them."""
+"""Find unknown fields in request bodies: a header warns about them, and `?strict=true` refuses them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sandbox_gateway.errors import Invalid
 _NAMED = 24
 """Maximum number of fields that a warning or an error names."""
 _MAX_WARNING_LENGTH = 600
-"""In characters. Servers and proxies limit the total size of headers, some to 4 KiB."""
+"""Maximum characters of the header. Servers and proxies limit the total size of headers, some to 4 KiB."""
 _READ = 100
 """Maximum number of list entries that are examined: no valid list of objects is longer."""
 _MAX_MATCHED_LENGTH = 40
@@ -60,7 +60,7 @@ async def _check_fields(
     if found and strict:
         noun = "field" if len(found) == 1 else "fields"
         raise Invalid(
-            f"unknown {noun}: {_join_names([str(field) for field in found])}; correct or leave out each of them"
+            f"unknown {noun}: {_join_names([str(field) for field in found])}: correct or leave out each of them"
         )
     if found:
         text = f"ignored fields: {_join_names([field.name for field in found])}"

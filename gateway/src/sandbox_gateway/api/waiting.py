@@ -1,4 +1,4 @@
-"""Cancels slow operations when their client disconnects."""
+"""Cancel slow operations when their client disconnects."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _BY_KIND = {"unsupported": Exit.FAILED, "over_quota": Exit.FAILED}
 def failure_from_answer(status: int, body: Any) -> Failure:
     """Create the Failure for an error answer of the gateway; ``body`` is its JSON, or None."""
     if not isinstance(body, dict) or "message" not in body:
-        return Failure(f"no sandbox gateway sent the answer (HTTP {status})", Exit.UNREACHABLE, "check --url")
+        return Failure(f"the answer is not from a sandbox gateway (HTTP {status})", Exit.UNREACHABLE, "check --url")
     kind, message = body.get("kind", ""), str(body["message"])
     code = _BY_KIND.get(kind) or _BY_STATUS.get(status, Exit.FAILED)
     return Failure(message, code, _hint(kind, body.get("blockers") or [], body.get("details") or {}))
@@ -57,10 +57,10 @@ def _hint(kind: str, blockers: Sequence[str], details: Mapping[str, Any]) -> str
     hints = {
         "name_taken": "choose another name, or delete the one that has it",
         "unauthorized": "set SANDBOX_GATEWAY_TOKEN, or name a file that holds the key with --token-file",
-        "forbidden": "use a key of a wider scope",
+        "forbidden": "use a key with a wider scope",
         "busy": "try again in a moment",
         "no_space": "delete unused snapshots and templates (`sandboxctl tree`), or enlarge the disk",
-        "internal": "the gateway's log describes the incident",
+        "internal": "look for the incident in the gateway's log",
     }
     return hints.get(kind, "")
 

@@ -1,4 +1,4 @@
-"""Commands for the gateway itself: events, health."""
+"""Commands for the gateway itself."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def register(root: typer.Typer) -> None:
 def events(
     ctx: typer.Context,
     operation: Annotated[
-        str, typer.Option("--operation", metavar="ID", help="Only this operation.", show_default=False)
+        str, typer.Option("--operation", metavar="ID", help="Show only events of this operation.", show_default=False)
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Print events as they happen, until interrupted. With --json: one object a line."""
+    """Print events as they happen, until interrupted. With --json, print one object per line."""
     call = get_settings(ctx, as_json)
     for kind, data in call.client.events(operation):
         if kind == "connected":

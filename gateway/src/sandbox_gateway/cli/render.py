@@ -84,7 +84,7 @@ def tree(nodes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def console() -> Any:
-    """Create a console on standard output, which wraps at the terminal's width, or else at a large width."""
+    """Create a console on standard output. It wraps at the terminal's width, or at a large width without a terminal."""
     from rich.console import Console
 
     return Console(soft_wrap=False, highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)

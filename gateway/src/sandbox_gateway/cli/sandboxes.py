@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
 def create(
     ctx: typer.Context,
     template: Annotated[str, typer.Argument(metavar="TEMPLATE", help="A template or a snapshot, by id or name.")],
-    name: Annotated[str, typer.Option("--name", help="Its name. Default: its id.", show_default=False)] = "",
+    name: Annotated[str, typer.Option("--name", help="Name of the sandbox. Default: its id.", show_default=False)] = "",
     cpus: options.Cpus = None,
     memory: options.Memory = "",
     disk: options.Disk = "",
@@ -121,11 +121,17 @@ def usage(ctx: typer.Context, sandbox: SandboxRef, as_json: Json = False) -> Non
 def exec_(
     ctx: typer.Context,
     sandbox: SandboxRef,
-    command: Annotated[list[str], typer.Argument(metavar="-- PROGRAM [ARGUMENT…]", help="Run without a shell.")],
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- PROGRAM [ARGUMENT…]", help="The program to run, without a shell.")
+    ],
     env: options.Env = None,
-    cwd: Annotated[str, typer.Option("--cwd", metavar="PATH", help="Directory to run it in.")] = "",
-    user: Annotated[str, typer.Option("--user", metavar="NAME", help="User to run it as. Default: root.")] = "",
-    timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="Stop it after 90s, 10m, …")] = "never",
+    cwd: Annotated[str, typer.Option("--cwd", metavar="PATH", help="Working directory of the program.")] = "",
+    user: Annotated[
+        str, typer.Option("--user", metavar="NAME", help="User that runs the program. Default: root.")
+    ] = "",
+    timeout: Annotated[
+        str, typer.Option("--timeout", metavar="TIME", help="Stop the program after 90s, 10m, …")
+    ] = "never",
     stdin: Annotated[
         bool, typer.Option("--stdin", "-i", help="Pass on standard input, which is read to its end first.")
     ] = False,
@@ -190,7 +196,7 @@ def rename(
     name: Annotated[str, typer.Argument(metavar="NEW-NAME")],
     as_json: Json = False,
 ) -> None:
-    """Rename a sandbox. Its id stays."""
+    """Rename a sandbox. Its id does not change."""
     from sandbox_gateway.cli.client import path
 
     call = get_settings(ctx, as_json)
@@ -204,7 +210,7 @@ def kill(
         bool, typer.Option("--ignore-missing", help="Ignore sandboxes that do not exist.")
     ] = False,
 ) -> None:
-    """Kill and delete sandboxes. Their snapshots stay."""
+    """Kill and delete sandboxes. Their snapshots remain."""
     from sandbox_gateway.cli.client import path
 
     call = get_settings(ctx)
@@ -227,7 +233,7 @@ def rollback(ctx: typer.Context, sandbox: SandboxRef, snapshot: SnapshotRef, as_
     if call.json:
         render.print_json(done)
     else:
-        print(f"{sandbox} ({done['sandboxID']}) is back at {snapshot} ({done['snapshotID']})")
+        print(f"{sandbox} ({done['sandboxID']}) was rolled back to {snapshot} ({done['snapshotID']})")
 
 
 def clone(
@@ -266,7 +272,7 @@ def promote(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Replace the state of a fork's source with the state of the fork. The fork stays."""
+    """Replace the state of a fork's source with the state of the fork. The fork remains."""
     from sandbox_gateway.cli.client import path
 
     call = get_settings(ctx, as_json)
@@ -280,7 +286,7 @@ def show_forks(made: dict[str, Any], as_json: bool) -> None:
     if not made["errors"]:
         return
     for error in made["errors"]:
-        render.note(f"sandboxctl: {error['name'] or 'a fork'} was not made: {error['message']}")
+        render.note(f"sandboxctl: {error['name'] or 'a fork'} was not created: {error['message']}")
     raise typer.Exit(Exit.FAILED)
 
 

@@ -11,9 +11,9 @@ from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, get_setti
 from sandbox_gateway.cli.failure import Failure
 from sandbox_gateway.cli.sandboxes import raise_first, show_forks
 
-app = typer.Typer(help="Capture sandboxes, and fork the snapshots.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Capture sandboxes, and fork snapshots.", no_args_is_help=True, rich_markup_mode=None)
 WhenUnused = Annotated[
-    bool, typer.Option("--when-unused", help="If it is in use, hide it now and delete it with its last user.")
+    bool, typer.Option("--when-unused", help="If the object is in use, hide it now and delete it with its last user.")
 ]
 
 
@@ -29,7 +29,8 @@ def create(
     description: Annotated[str, typer.Option("--description", show_default=False)] = "",
     no_memory: Annotated[bool, typer.Option("--no-memory", help="Capture the disk only.")] = False,
     expires_in: Annotated[
-        str, typer.Option("--expires-in", metavar="TIME", help="Delete it after 12h, 7d, …", show_default=False)
+        str,
+        typer.Option("--expires-in", metavar="TIME", help="Delete the snapshot after 12h, 7d, …", show_default=False),
     ] = "",
     keep_last: Annotated[
         int, typer.Option("--keep-last", metavar="N", help="Keep the newest N snapshots.", show_default=False)
@@ -174,7 +175,7 @@ def delete_each(ctx: typer.Context, kind: str, refs: list[str], when_unused: boo
 def tree(
     ctx: typer.Context,
     root: Annotated[
-        str, typer.Argument(metavar="[ROOT]", help="Only descendants of this one.", show_default=False)
+        str, typer.Argument(metavar="[ROOT]", help="Show only descendants of this object.", show_default=False)
     ] = "",
     as_json: Json = False,
 ) -> None:

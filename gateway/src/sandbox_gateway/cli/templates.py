@@ -31,7 +31,7 @@ def build(
     ] = "",
     suite: Annotated[str, typer.Option("--suite", help="Default: bookworm.", show_default=False)] = "",
     mirror: Annotated[
-        str, typer.Option("--mirror", metavar="URL", help="Default: the host's.", show_default=False)
+        str, typer.Option("--mirror", metavar="URL", help="Package mirror. Default: the host's.", show_default=False)
     ] = "",
     packages: Annotated[list[str] | None, typer.Option("--packages", "-p", metavar="A,B,…")] = None,
     rootfs: Annotated[
@@ -41,10 +41,14 @@ def build(
         ),
     ] = "",
     setup: Annotated[
-        list[str] | None, typer.Option("--setup", metavar="COMMAND", help="Command to run inside; repeatable.")
+        list[str] | None,
+        typer.Option("--setup", metavar="COMMAND", help="Command to run during the build; repeatable."),
     ] = None,
     start_command: Annotated[
-        str, typer.Option("--start-command", metavar="COMMAND", help="Command to leave running.", show_default=False)
+        str,
+        typer.Option(
+            "--start-command", metavar="COMMAND", help="Command to start and keep running.", show_default=False
+        ),
     ] = "",
     ready_probe: Annotated[
         str,
@@ -130,9 +134,11 @@ def _wait_for_build(client: Any, started: dict[str, Any]) -> None:
         raise
     status = client.get(f"{route}/status", logsOffset=1 << 30)
     if status["status"] == "error":
-        raise Failure(f"the template was not built: {status['reason']}", hint="mend the recipe, and build it again")
+        raise Failure(
+            f"the template could not be built: {status['reason']}", hint="fix the recipe, and build the template again"
+        )
     if status["status"] != "ready":
-        raise Failure("the log ended before the build", hint="`sandboxctl template list` shows its status")
+        raise Failure("the log ended before the build did", hint="`sandboxctl template list` shows its status")
 
 
 def _show(template: dict[str, Any], as_json: bool) -> None:

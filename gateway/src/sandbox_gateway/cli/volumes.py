@@ -12,9 +12,14 @@ from sandbox_gateway.cli.failure import Failure
 from sandbox_gateway.cli.sandboxes import raise_first
 
 app = typer.Typer(
-    help="Storage that outlives sandboxes, and that they can share.", no_args_is_help=True, rich_markup_mode=None
+    help="Manage volumes: storage that outlives sandboxes and that several sandboxes can share.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
-Force = Annotated[bool, typer.Option("--force", help="Even if a sandbox can write to it. Its writes are lost.")]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Roll back even if a sandbox can write to the volume. Its later writes are lost."),
+]
 
 
 @app.command("create")
@@ -22,7 +27,13 @@ def create(
     ctx: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME")],
     size: Annotated[
-        str, typer.Option("--size", metavar="SIZE", help="Default: 1G, or the snapshot's.", show_default=False)
+        str,
+        typer.Option(
+            "--size",
+            metavar="SIZE",
+            help="Size of the volume. Default: 1G, or the snapshot's size.",
+            show_default=False,
+        ),
     ] = "",
     source: Annotated[
         str,
@@ -89,7 +100,7 @@ def attach(
     if call.json:
         render.print_json(made)
     else:
-        print(f"{sandbox} has {formats.format_mount(made)}")
+        print(f"mounted in {sandbox}: {formats.format_mount(made)}")
 
 
 @app.command("detach")
@@ -98,7 +109,7 @@ def detach(
     sandbox: SandboxRef,
     volumes: Annotated[list[str], typer.Argument(metavar="VOLUME…", help="Ids or names.")],
 ) -> None:
-    """Unmount volumes from a sandbox, even if it uses them. Their content stays."""
+    """Unmount volumes from a sandbox, even if it uses them. Their content is kept."""
     from sandbox_gateway.cli.client import path
 
     call = get_settings(ctx)
@@ -115,7 +126,9 @@ def detach(
 def snapshot(
     ctx: typer.Context,
     volume: VolumeRef,
-    name: Annotated[str, typer.Option("--name", help="Its name, unique within the volume.", show_default=False)] = "",
+    name: Annotated[
+        str, typer.Option("--name", help="Name of the snapshot, unique within the volume.", show_default=False)
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Capture a volume. Sandboxes that mount it keep running."""
@@ -152,7 +165,7 @@ def rollback(
     if call.json:
         render.print_json(done)
     else:
-        print(f"{done['name']} is back at {snapshot}")
+        print(f"{done['name']} was rolled back to {snapshot}")
 
 
 @app.command("delete")
@@ -161,7 +174,7 @@ def delete(
     volumes: Annotated[
         list[str], typer.Argument(metavar="VOLUME[@SNAPSHOT]…", help="Volumes, or snapshots of volumes.")
     ],
-    with_snapshots: Annotated[bool, typer.Option("--with-snapshots", help="Delete their snapshots, too.")] = False,
+    with_snapshots: Annotated[bool, typer.Option("--with-snapshots", help="Also delete their snapshots.")] = False,
 ) -> None:
     """Delete unmounted volumes with their content, or snapshots of volumes."""
     from sandbox_gateway.cli.client import path

@@ -1,4 +1,4 @@
-"""The gateway's operations, built on capture and fork: names, ordering, locks, undo, retention, lineage.
+"""The gateway's operations, built on capture and fork, with names, order, locks, undo, retention and lineage.
 
 ``engine`` composes the groups of operations; its constructor shows which group uses which.
 

@@ -25,7 +25,7 @@ from sandbox_gateway.hosts.base import Endpoint, GuestMount
 from sandbox_gateway.hosts.connect import open_connection
 
 _READ = 1 << 14
-"""Bytes that are read and parsed per turn of the event loop."""
+"""Maximum number of bytes that are read and parsed per turn of the event loop."""
 _MAX_FRAME_BYTES = 4 << 20
 _MAX_REFUSAL_BYTES = 4096
 _MAX_REASON_LETTERS = 1000
@@ -57,7 +57,7 @@ class Identity:
     def body(self) -> dict[str, Any]:
         """Return the body of `/identity`. Raises Invalid for an environment that the agent would refuse."""
         if not all(name and "=" not in name and "\0" not in name + value for name, value in self.env.items()):
-            raise Invalid("env must map names of variables, without '=' and NUL, to strings without NUL")
+            raise Invalid("env must map names without '=' and NUL to strings without NUL")
         return {
             "sandboxID": self.sandbox_id,
             "hostname": self.hostname,
@@ -83,7 +83,7 @@ class AgentClient:
         self._token = access_token
 
     async def identify(self, identity: Identity, *, seconds: float, gone: Callable[[], str]) -> None:
-        """Send a newly started machine its identity; returns when the agent has answered.
+        """Send a newly started machine its identity. Returns when the agent has answered.
 
         ``gone()`` returns the reason to stop waiting, or "". Raises Invalid, BackendFailed or Timeout.
         """
@@ -102,9 +102,12 @@ class AgentClient:
             except TimeoutError:
                 raise Timeout(f"the sandbox's agent did not answer within {seconds:g} s") from None
             except (OSError, h11.RemoteProtocolError):
-                # It accepted and hung up: the agent may still be starting. Try again.
+                # The agent accepted and hung up, so it may still be starting: try again.
                 if time.monotonic() > deadline:
-                    raise Timeout(f"the sandbox's agent hung up for {seconds:g} s whenever it was asked") from None
+                    raise Timeout(
+                        f"the sandbox's agent closed every connection for {seconds:g} s: look at the agent's "
+                        "log in the sandbox"
+                    ) from None
                 await asyncio.sleep(_ATTEMPT_SECONDS)
             finally:
                 _close_writer(writer)
@@ -126,7 +129,7 @@ class AgentClient:
                     piece = await loop.sock_recv(ours, _LINE_FRAME)
                     heard += piece
                     if not piece or len(heard) > _MAX_LINE_BYTES:
-                        raise ConnectionResetError("it hung up, or talks of something else")
+                        raise ConnectionResetError("the agent closed the connection or sent an unexpected frame")
                 await loop.sock_sendall(ours, _line_message(body))
 
     async def _connect_when_ready(self, deadline: float, gone: Callable[[], str]) -> Streams:
@@ -149,7 +152,7 @@ class AgentClient:
                 if reason := gone():
                     raise BackendFailed(f"the sandbox did not start: {reason}")
                 if time.monotonic() > deadline:
-                    raise Timeout("the sandbox's agent could not be reached in time: its guest did not start")
+                    raise Timeout("the sandbox's agent could not be reached in time, so its guest did not start")
                 if done:
                     await asyncio.sleep(every)
                 while len(attempts) >= _MAX_ATTEMPTS:
@@ -212,7 +215,7 @@ class AgentClient:
                 timed_out=answer.get("timedOut") is True,
             )
         except _NO_RESULT:
-            raise BackendFailed("the sandbox's agent answered /exec with something else than a result") from None
+            raise BackendFailed("the sandbox's agent sent an invalid answer to /exec") from None
 
     async def eval(self, code: str, *, timeout: float) -> EvalResult:
         """Evaluate code in the default Python context of the sandbox's interpreter, which keeps its state."""
@@ -225,17 +228,17 @@ class AgentClient:
             if error.message != "/eval not found":
                 raise
             raise Unsupported(
-                "the agent of this sandbox is too old to evaluate code: build its template anew"
+                "the agent of this sandbox is too old to evaluate code: build its template again"
             ) from None
         except _NO_RESULT:
-            raise BackendFailed("the sandbox's agent answered /eval with something else than a result") from None
+            raise BackendFailed("the sandbox's agent sent an invalid answer to /eval") from None
 
     async def ping(self, *, seconds: float) -> None:
         """Make one round trip to the agent. Raises BackendFailed or Timeout."""
         await self.call("/health", None, seconds=seconds)
 
     async def shell(self, command: str, output: Callable[[bytes], None], *, seconds: float) -> int:
-        """Run ``/bin/sh -c command`` as root and pass on its output as it arrives; returns the exit code."""
+        """Run ``/bin/sh -c command`` as root and pass on its output as it arrives. Returns the exit code."""
         try:
             async with asyncio.timeout(seconds):
                 async for event in self._start(command):
@@ -247,10 +250,10 @@ class AgentClient:
         except TimeoutError:
             raise Timeout(f"the command did not end within {seconds:g} s") from None
         except (OSError, h11.RemoteProtocolError) as error:
-            raise BackendFailed(f"the sandbox went away during the command: {error}") from None
+            raise BackendFailed(f"the connection to the sandbox broke during the command: {error}") from None
         except ValueError:
-            raise BackendFailed("the sandbox's agent answered a command with something else than its output") from None
-        raise BackendFailed("the sandbox's agent broke off the command's output")
+            raise BackendFailed("the sandbox's agent sent invalid output of a command") from None
+        raise BackendFailed("the sandbox's agent ended the command's output early")
 
     async def launch(self, command: str) -> None:
         """Start ``/bin/sh -c command`` as root and leave it running."""
@@ -317,7 +320,7 @@ class AgentClient:
         body: bytes | None,
         content_type: str,
     ) -> AsyncIterator[bytes]:
-        """Send one request; yields the body of its answer, which is untrusted because it comes from the sandbox."""
+        """Send one request and yield the body of the answer, which is untrusted because it comes from the sandbox."""
         connection = h11.Connection(h11.CLIENT)
         headers = [("Host", "agent")]
         if body is not None:
@@ -337,8 +340,9 @@ class AgentClient:
             if event is h11.NEED_DATA:
                 connection.receive_data(await reader.read(_READ))
             elif isinstance(event, h11.InformationalResponse):
-                # No request asks for one. Thousands of them fit into one read, and their number is unlimited.
-                raise BackendFailed(f"the sandbox's agent answered {path} with something else than it should")
+                # No request expects an interim answer. Thousands of them fit into one read, and their number is
+                # unlimited.
+                raise BackendFailed(f"the sandbox's agent sent an invalid answer to {path}")
             elif isinstance(event, h11.Response):
                 status = event.status_code
             elif isinstance(event, h11.Data):
@@ -353,7 +357,7 @@ class AgentClient:
             elif isinstance(event, h11.EndOfMessage):
                 break
             elif isinstance(event, h11.ConnectionClosed):
-                raise ConnectionResetError("it hung up")
+                raise ConnectionResetError("the agent closed the connection")
         if status >= 300:
             raise await self._refusal_error(status, path, refusal)
 
@@ -383,13 +387,13 @@ def _require_string(value: object) -> str:
 
 
 def _get_object(message: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the object of that name; an empty one if there is none."""
+    """Return the object called ``name``; an empty object if there is none."""
     part = message.get(name)
     return part if isinstance(part, dict) else {}
 
 
 def _clean_reason(words: object) -> str:
-    """Return a guest's error message in printable form, shortened, for use in our messages."""
+    """Return a guest's error message, printable and shortened, for use in the gateway's messages."""
     return remove_control_characters(str(words)[:_MAX_REASON_LETTERS])
 
 

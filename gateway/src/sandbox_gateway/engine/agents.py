@@ -27,7 +27,7 @@ class Agents:
         return self._host.endpoint(sandbox).address, self.access_token(sandbox)
 
     async def identify(self, sandbox: Sandbox, *, booted: bool) -> None:
-        """Send the machine of a sandbox its identity; returns when its agent has answered."""
+        """Send the machine of a sandbox its identity. Returns when its agent has answered."""
         identity = Identity(
             sandbox_id=sandbox.id,
             hostname=sandbox.hostname,

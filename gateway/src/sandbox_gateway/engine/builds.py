@@ -1,4 +1,4 @@
-"""The build of a template: its log, which can be followed, and its outcome."""
+"""The build of a template: its log, which clients can follow, and its outcome."""
 
 from __future__ import annotations
 

@@ -63,7 +63,10 @@ class Captures:
             "snapshot.created", snapshotID=taken.id, sandboxID=sandbox.id, pauseMs=taken.pause_ms
         )
         if reason := self._host.end_reason(sandbox):
-            raise BackendFailed(f"snapshot {taken.id} was taken and is valid, but its source died: {reason}")
+            raise BackendFailed(
+                f"snapshot {taken.id} was taken and is valid, but the source sandbox stopped afterwards: "
+                f"{reason}. Resume it, or use the snapshot"
+            )
         return taken
 
     async def _add_to_lineage(self, sandbox: Sandbox, taken: Snapshot) -> Snapshot:
@@ -116,16 +119,16 @@ class Captures:
     async def _write_through(self, sandbox: Sandbox) -> None:
         """Make the guest write its cache to the disk, so that the disk alone is usable and equals the new head.
 
-        A guest that is too busy is captured without this: the captured memory includes the cache.
+        A guest that is too busy is captured without this step, because the captured memory includes the cache.
         """
         try:
             await self._agents.client(sandbox).call("/sync", {}, seconds=_SYNC_SECONDS)
         except GatewayError as error:
-            log.debug("sync before capture failed", sandbox=sandbox.id, reason=error.message)
+            log.debug("the sync before a capture failed", sandbox=sandbox.id, reason=error.message)
 
     @contextlib.asynccontextmanager
     async def _flushed(self, sandbox: Sandbox, *, freeze: bool) -> AsyncIterator[None]:
-        """Flush the guest's cache to the disk first; ``freeze``: also block its writes inside this context."""
+        """Flush the guest's cache to the disk. ``freeze``: also block its writes inside this context."""
         if not freeze:
             await self._write_through(sandbox)
             yield

@@ -1,4 +1,4 @@
-"""Removal of snapshots and volumes, on request and once they are unused."""
+"""Remove snapshots and volumes, on request and once they are unused."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ class Collector:
         self._references = references
         self._lineage = asyncio.Lock()
         self._removing: dict[str, Snapshot] = {}
-        """Snapshots that the index has no longer and the host still has, with the parents that they have by now."""
+        """Snapshots that are still on the host but no longer in the index, with their current parents."""
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
-        """Remove a snapshot that nobody uses, with its snapshots of volumes; its descendants get its parent."""
+        """Remove an unused snapshot, with its snapshots of volumes.
+
+        Its parent becomes the parent of its descendants.
+        """
         self._index.remove(snapshot.id)
         self._removing[snapshot.id] = snapshot
         await finish_despite_cancellation(self._remove_snapshot(snapshot.id))
@@ -37,7 +40,7 @@ class Collector:
         moved: list[Sandbox | Snapshot] = []
         parent = ""
         try:
-            # The descendants first: a crash in between leaves them in their tree.
+            # Move the descendants first, so that a crash in between leaves them in their tree.
             async with self._lineage:
                 parent = self._removing[id].parent
                 moved = await self._reparent(id, parent)
@@ -57,16 +60,16 @@ class Collector:
             try:
                 await self.remove_volume_snapshot(each)
             except GatewayError as error:
-                log.warning("volume snapshot not removed", volume_snapshot=each.id, reason=error.message)
+                log.warning("a volume snapshot could not be removed", volume_snapshot=each.id, reason=error.message)
 
     async def _reparent(self, id: str, parent: str) -> list[Sandbox | Snapshot]:
-        """Make ``parent`` the snapshot that the descendants of ``id`` descend from; returns their former records.
+        """Make ``parent`` the parent of the descendants of ``id``. Returns their former records.
 
         A descendant whose record cannot be saved stays as it is, so that a full disk does not prevent a removal.
         """
         moved: list[Sandbox | Snapshot] = []
         tried: set[str] = set()
-        # A capture can add descendants meanwhile.
+        # A concurrent capture can add descendants.
         while found := [each for each in self._descendants(id) if each.id not in tried]:
             for each in found:
                 tried.add(each.id)
@@ -77,16 +80,21 @@ class Collector:
                         await save_snapshot(self._context, each.id, only_if={"parent": id}, parent=parent)
                     moved.append(each)
                 except NotFound:
-                    pass  # it was removed meanwhile
+                    pass  # the snapshot was removed meanwhile
                 except GatewayError as error:
-                    log.warning("lineage not saved", id=each.id, parent=parent, reason=error.message)
+                    log.warning(
+                        "the new parent of a descendant could not be saved",
+                        id=each.id,
+                        parent=parent,
+                        reason=error.message,
+                    )
         for other, snapshot in self._removing.items():
             if snapshot.parent == id:
                 self._removing[other] = snapshot.model_copy(update={"parent": parent})
         return moved
 
     async def _restore(self, id: str, parent: str, moved: list[Sandbox | Snapshot]) -> None:
-        """Undo ``_reparent`` for descendants that nobody has changed since."""
+        """Undo ``_reparent`` for descendants that have not changed since."""
         for each in moved:
             with contextlib.suppress(GatewayError):
                 if isinstance(each, Sandbox):
@@ -112,7 +120,7 @@ class Collector:
             raise
 
     async def remove_volume(self, volume: Volume) -> None:
-        """Remove a volume that nobody uses, and its snapshots."""
+        """Remove an unused volume and its snapshots."""
         records: list[Record] = [volume, *self._index.snapshots_of(volume)]
         for record in records:
             self._index.remove(record.id)
@@ -130,7 +138,7 @@ class Collector:
         await self._collect_volumes()
         await self._collect_volume_snapshots()
         await self._collect_snapshots()
-        # Where a snapshot keeps its volume from going, the first pass could not remove it.
+        # The first pass cannot remove a volume while one of its snapshots is in use.
         await self._collect_volumes()
 
     @contextlib.asynccontextmanager
@@ -146,7 +154,7 @@ class Collector:
 
     async def _collect_snapshots(self) -> None:
         for id in list(self._index.snapshots):
-            # Read late: removing one snapshot changes the records of others.
+            # Read the record late, because removing one snapshot changes the records of others.
             snapshot = self._index.snapshots.get(id)
             if snapshot is None or not _is_collected(snapshot):
                 continue
@@ -159,10 +167,13 @@ class Collector:
             try:
                 await self.remove_snapshot(snapshot)
             except GatewayError as error:
-                log.warning("snapshot not collected", snapshot=snapshot.id, reason=error.message)
+                log.warning("an unused snapshot could not be removed", snapshot=snapshot.id, reason=error.message)
 
     async def _collect_volume_snapshots(self) -> None:
-        """A clone's snapshot may stay for long, as its source's head; its snapshots of volumes need not."""
+        """Remove unused volume snapshots of clones' snapshots.
+
+        Those snapshots may stay long, as the heads of their sources.
+        """
         for snapshot in list(self._index.snapshots.values()):
             transient = snapshot.kind is SnapshotKind.TRANSIENT
             found = self._references.volume_snapshots_in(snapshot) if transient else []
@@ -173,7 +184,7 @@ class Collector:
                     await finish_despite_cancellation(self.remove_volume_snapshot(each))
                 await save_snapshot(self._context, snapshot.id, volumes=[])
             except GatewayError as error:
-                log.warning("volume snapshots not collected", snapshot=snapshot.id, reason=error.message)
+                log.warning("unused volume snapshots could not be removed", snapshot=snapshot.id, reason=error.message)
 
     async def _collect_volumes(self) -> None:
         if self._context.unreadable_sandboxes:
@@ -186,7 +197,7 @@ class Collector:
             try:
                 await finish_despite_cancellation(self.remove_volume(volume))
             except GatewayError as error:
-                log.warning("volume not collected", volume=volume.id, reason=error.message)
+                log.warning("an unused volume could not be removed", volume=volume.id, reason=error.message)
 
 
 def _is_collected(snapshot: Snapshot) -> bool:

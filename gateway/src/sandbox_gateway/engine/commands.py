@@ -1,4 +1,4 @@
-"""Commands and code in running sandboxes."""
+"""Run commands and code in running sandboxes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Commands:
             raise await self._explain(sandbox, error) from None
 
     async def _run_until_end(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Await ``work``, but no longer than the machine runs: a dead guest does not close its connections."""
+        """Await ``work``, but only while the machine runs: a dead guest does not close its connections."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -70,13 +70,15 @@ class Commands:
             task.cancel()
 
     async def _explain(self, before: Sandbox, error: GatewayError) -> GatewayError:
-        """Return the error to raise: another request ended or replaced the machine of ``before``, or ``error``."""
+        """Return the error to raise: Gone or Conflict if another request ended or replaced the machine of ``before``,
+        else ``error``.
+        """
         current = self._context.index.sandboxes.get(before.id)
         unchanged = current is not None and (current.instance, current.state) == (before.instance, before.state)
         if unchanged and not self._context.host.end_reason(before):
             return error
         try:
-            # The lock is held by others until the record says what happened to the machine.
+            # Wait for the lock: its holder releases it when the record shows what happened to the machine.
             async with self._locking.sandbox(before.id) as sandbox:
                 pass
         except NotFound:

@@ -26,7 +26,7 @@ class Context:
         self.secret = Secret()
         self.background = BackgroundTasks(Logger("engine"))
         self.unreadable_sandboxes: list[str] = []
-        """Sandboxes whose records cannot be read. While there are any, nothing that may belong to them is removed."""
+        """Sandboxes whose records cannot be read. Objects that may belong to them are not removed."""
 
     def require_running(self, ref: str) -> Sandbox:
         """Return the sandbox. Raises Conflict if it is paused or its machine has ended."""
@@ -34,5 +34,5 @@ class Context:
         if sandbox.state is SandboxState.PAUSED:
             raise Conflict(f"sandbox {sandbox.id} is paused: resume it first")
         if reason := self.host.end_reason(sandbox):
-            raise Conflict(f"sandbox {sandbox.id} does not run ({reason}): resume it, or roll it back")
+            raise Conflict(f"sandbox {sandbox.id} is not running ({reason}): resume it, or roll it back")
         return sandbox

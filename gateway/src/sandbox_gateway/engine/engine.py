@@ -48,7 +48,7 @@ class Engine:
         self.references = references = References(context)
         self.collector = collector = Collector(context, references)
 
-        # The inside of a sandbox: its agent and its volumes.
+        # Access to the inside of a sandbox: its agent and its volumes.
         self.agents = agents = Agents(context)
         self.commands = Commands(context, locking, agents)
         self.volumes = volumes = Volumes(context, locking, references, collector)

@@ -1,4 +1,4 @@
-"""Expiry: timeouts of sandboxes, expiry times of snapshots, retention rules."""
+"""Apply timeouts of sandboxes, expiry times of snapshots, and retention rules."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ class Expiry:
                 self._events.publish("snapshot.pruned", snapshotID=snapshot.id, sandboxID=snapshot.source_sandbox)
 
     async def _expire_snapshot(self, snapshot: Snapshot) -> bool:
-        """Remove an expired snapshot, unless it is in use or failed a moment ago; True if it was removed."""
+        """Remove an expired snapshot, unless it is in use or the last attempt failed recently.
+
+        Returns True if it was removed.
+        """
         if self._references.blockers(snapshot) or not self._backoff.is_due(snapshot.id):
             return False
         try:

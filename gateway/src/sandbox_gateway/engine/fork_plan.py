@@ -1,4 +1,4 @@
-"""Plans forks: their names, their records, and whether they use the snapshot's memory."""
+"""Plan forks: their names, their records, and whether they use the snapshot's memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def requested_names(spec: ForkSpec) -> list[str]:
     """Return a name for each fork; empty if none is given. Raises Invalid."""
     if spec.names is not None:
         if spec.count not in (1, len(spec.names)):
-            raise Invalid(f"{len(spec.names)} names do not fit a count of {spec.count}: give one of them, or as many")
+            raise Invalid(
+                f"count is {spec.count}, but there are {len(spec.names)} names: leave one of the two out, or "
+                "make them equal"
+            )
         return [require_valid_name(name) for name in spec.names]
     if not 1 <= spec.count <= _MAX_COUNT:
         raise Invalid(f"a count of {spec.count} is not possible: ask for 1 to {_MAX_COUNT}")
@@ -64,13 +67,16 @@ def should_restore_memory(snapshot: Snapshot, spec: ForkSpec, resources: Resourc
     """
     have = snapshot.resources
     if resources.disk_mb < have.disk_mb:
-        raise Invalid(f"a disk of {resources.disk_mb} MiB is smaller than the snapshot's {have.disk_mb} MiB")
+        raise Invalid(
+            f"the disk of {resources.disk_mb} MiB is smaller than the snapshot's {have.disk_mb} MiB: request at "
+            "least that size"
+        )
     if snapshot.memory is Memory.NONE or spec.cold_start:
         return False
     if resources != have and not can_resize:
         raise Unsupported(
             f"snapshot {snapshot.id} holds the memory of a machine with {have.cpus} cpus, {have.memory_mb} MiB of "
-            f"memory and a disk of {have.disk_mb} MiB: fork it with the same, or ask for a cold start (coldStart) "
-            "from its disk"
+            f"memory and a disk of {have.disk_mb} MiB: fork it with the same sizes, or boot from its disk "
+            "with a cold start (coldStart)"
         )
     return True

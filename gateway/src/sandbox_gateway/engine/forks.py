@@ -1,4 +1,4 @@
-"""Fork: creates n sandboxes from a snapshot, all or none."""
+"""Fork: create n sandboxes from a snapshot, all or none."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Forks:
         """Sandboxes that are being created."""
 
     async def create(self, ref: str, spec: ForkSpec) -> Sandbox:
-        """Create one sandbox from a snapshot or template, or return the one that has ``spec.idempotency_key``."""
+        """Create one sandbox from a snapshot or template, or return the existing one with ``spec.idempotency_key``."""
         if spec.idempotency_key:
             for sandbox in self._index.sandboxes.values():
                 if sandbox.idempotency_key == spec.idempotency_key:
@@ -63,7 +63,7 @@ class Forks:
     async def clone(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         """Capture a sandbox and fork the capture ``count`` times; the capture is removed with its last user.
 
-        The capture includes the volumes that each fork gets a clone of.
+        The capture includes the volumes of which each fork gets a clone.
         """
         self._mounts.resolve_volumes(spec.mounts or [])
         with self._index.reserved(name for name in requested_names(spec) if name):
@@ -84,7 +84,7 @@ class Forks:
             try:
                 return await self._fork(taken, spec)
             except BaseException:
-                # If it was cancelled after the commit, there are forks, and the capture stays.
+                # If the request was cancelled after the commit, the forks exist and still need the capture.
                 if not self._index.sandboxes_using(taken):
                     await self._restore_head(sandbox, taken)
                 raise
@@ -192,4 +192,6 @@ class Forks:
     def _require_quota(self, count: int) -> None:
         cap = self._context.config.limits.sandboxes
         if len(self._index.sandboxes) + self._pending + count > cap:
-            raise OverQuota(f"this host keeps at most {cap} sandboxes (limits.sandboxes): remove some first")
+            raise OverQuota(
+                f"the limit of {cap} sandboxes on this host is reached (limits.sandboxes): remove some first"
+            )

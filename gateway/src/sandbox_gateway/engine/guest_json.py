@@ -1,4 +1,4 @@
-"""Parses JSON from guests, which are untrusted: size, structure, depth and numbers are limited.
+"""Parse JSON from guests, which are untrusted: size, structure, depth and numbers are limited.
 
 Parsing happens in steps of at most a few milliseconds, between which the event loop serves others. A thread would not
 help: ``json.loads`` holds the GIL until it returns, for 0.3 s with 48 MiB of short escapes.
@@ -25,7 +25,7 @@ MAX_HELD_BYTES = 2 * MAX_BYTES
 MAX_TOTAL_HELD_BYTES = 512 << 20
 """The same limit for all sandboxes together."""
 MAX_STRUCTURE_BYTES = 8 << 10
-"""Maximum bytes of an answer outside its strings: each of them takes many times as much memory once parsed."""
+"""Maximum bytes of an answer outside its strings: each byte takes many times as much memory once parsed."""
 MAX_DEPTH = 16
 _PIECE = 16 << 10
 _CONTENT = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
@@ -38,7 +38,7 @@ _held: Counter[str] = Counter()
 
 
 class Answer:
-    """A JSON object that arrives in pieces; a context manager that releases its memory from the quota at the end.
+    """A JSON object that arrives in pieces. As a context manager, it releases its memory from the quota at the end.
 
     ``sandbox``: the address of the answering sandbox; ``what``: the request; ``most``: maximum number of bytes.
     """
@@ -65,7 +65,10 @@ class Answer:
             del _held[self._sandbox]
 
     async def feed(self, data: bytes) -> None:
-        """Add the next bytes, in linear time. Raises BackendFailed if they are not allowed, Busy beyond a quota."""
+        """Add the next bytes, in linear time.
+
+        Raises BackendFailed for invalid JSON or too many bytes, Busy beyond a quota.
+        """
         for start in range(0, len(data), _PIECE):
             self._take(data[start : start + _PIECE])
             await asyncio.sleep(0)
@@ -96,7 +99,7 @@ class Answer:
         self._structure += piece[position:end]
         self._outside += end - position
         if self._outside > MAX_STRUCTURE_BYTES:
-            raise BackendFailed(f"the sandbox's agent answered {self._what} with something else than it should")
+            raise BackendFailed(f"the sandbox's agent sent an invalid answer to {self._what}")
         if quote >= 0:
             self._structure += b"%d" % len(self._strings)
             self._strings.append(bytearray())
@@ -125,7 +128,7 @@ class Answer:
         return end + 1
 
     async def parse(self) -> dict[str, Any]:
-        """Return the object; an empty one if nothing was received, or no object. Raises BackendFailed."""
+        """Return the object; an empty object if nothing or no object was received. Raises BackendFailed."""
         if not self._size:
             return {}
         try:
@@ -137,7 +140,7 @@ class Answer:
                 strings.append(await _decode_string(self._strings.pop()))
             whole = _insert_strings(structure, strings)
         except (ValueError, RecursionError):
-            raise BackendFailed(f"the sandbox's agent answered {self._what} with something else than JSON") from None
+            raise BackendFailed(f"the sandbox's agent answered {self._what} with invalid JSON") from None
         return whole if isinstance(whole, dict) else {}
 
 
@@ -162,7 +165,7 @@ async def decode_base64(text: object) -> bytes:
 def read_integer(value: object, low: int, high: int) -> int:
     """Return ``value``. Raises ValueError if it is not an integer from ``low`` to ``high``."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ValueError(f"no integer from {low} to {high}")
+        raise ValueError(f"not an integer from {low} to {high}")
     return value
 
 
@@ -171,11 +174,11 @@ def _check_depth(structure: bytearray) -> None:
     for byte in structure:
         depth += (byte in b"[{") - (byte in b"]}")
         if depth > MAX_DEPTH:
-            raise ValueError("nested too deeply")
+            raise ValueError("the JSON is nested too deeply")
 
 
 def _reject_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 async def _decode_string(content: bytearray) -> str:
@@ -187,7 +190,7 @@ async def _decode_string(content: bytearray) -> str:
     while position < len(content):
         match = _UNITS.match(content, position)
         if match is None:
-            raise ValueError("no text of JSON's")
+            raise ValueError("not a valid JSON string")
         pieces.append(json.loads(f'"{match[0].decode()}"').encode(errors="replace").decode())
         worked += match.end() - position
         position = match.end()

@@ -32,15 +32,18 @@ class Index:
         volumes: Iterable[Volume] = (),
         volume_snapshots: Iterable[VolumeSnapshot] = (),
     ) -> list[str]:
-        """Add the objects of a scan, oldest first; returns a sentence for each duplicate name, and for each mount of a
-        missing volume."""
+        """Add the objects of a scan, oldest first.
+
+        Returns a sentence for each duplicate name, and for each mount of a missing volume.
+        """
         clashes = []
         records: list[Record] = [*sandboxes, *snapshots, *volumes, *volume_snapshots]
         for record in sorted(records, key=lambda record: record.created_at):
             for name in _names(record):
                 if self._names.get(name, record.id) != record.id:
                     clashes.append(
-                        f"the name {name!r} of {record.id} is taken by {self._names[name]}: it goes by its id"
+                        f"{record.id} has the name {name!r}, which {self._names[name]} already has: use the "
+                        f"id {record.id} instead"
                     )
                     _remove_name(record, name)
             self.put(record)
@@ -49,8 +52,8 @@ class Index:
     def _describe_missing_volumes(self) -> list[str]:
         """Describe mounts of missing volumes. Records keep such mounts: a damaged volume may be restored."""
         return [
-            f"the volume {mount.volume} that sandbox {sandbox.id} has at {mount.path} is not there: "
-            "restore it, or detach it"
+            f"sandbox {sandbox.id} mounts volume {mount.volume} at {mount.path}, but the volume is missing: "
+            "restore or detach it"
             for sandbox in self.sandboxes.values()
             for mount in sandbox.mounts
             if mount.volume not in self.volumes
@@ -89,9 +92,9 @@ class Index:
         owned = {name for name in wanted if (owner := self.owner(name)) and owner not in taken_from}
         taken = [name for name in wanted if name in owned or name in self._reserved or wanted.count(name) > 1]
         if taken:
-            owners = ", ".join(f"{name!r} ({self.owner(name) or 'being made'})" for name in dict.fromkeys(taken))
+            owners = ", ".join(f"{name!r} ({self.owner(name) or 'being created'})" for name in dict.fromkeys(taken))
             raise NameTaken(
-                f"the name is taken: {owners}; choose another, or remove what has it",
+                f"the name is taken: {owners}. Choose another name, or remove the owner",
                 blockers=[owner for name in taken if (owner := self.owner(name))],
             )
         self._reserved.update(wanted)

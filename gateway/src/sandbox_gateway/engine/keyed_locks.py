@@ -10,7 +10,7 @@ from sandbox_gateway.errors import Busy
 
 
 class KeyedLocks:
-    """Locks by key; a lock is dropped when no task holds or awaits it."""
+    """Locks by key. A lock is dropped when no task holds or awaits it."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

@@ -1,7 +1,7 @@
 """Locks on sandboxes and volumes.
 
-Order: sandboxes before volumes; volumes by id. Mounting a volume takes a shared lock: it waits only for a change in
-progress.
+Locks are taken in this order: sandboxes before volumes, volumes by id. Mounting a volume takes a shared lock, which
+waits only for a change in progress.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Locking:
 
     @contextlib.asynccontextmanager
     async def volumes(self, refs: Iterable[str]) -> AsyncIterator[list[Volume]]:
-        """Lock volumes for a change of all of them; yields each once."""
+        """Lock volumes for a change of all of them. Yields each volume once."""
         found = {volume.id: volume for volume in map(self._index.volume, refs)}
         async with contextlib.AsyncExitStack() as stack:
             for id in sorted(found):
@@ -45,7 +45,7 @@ class Locking:
 
     @contextlib.asynccontextmanager
     async def shared_volumes(self, ids: Iterable[str]) -> AsyncIterator[None]:
-        """Keep volumes unchanged while they are being mounted; waits for changes in progress."""
+        """Prevent changes of volumes while they are being mounted. Waits for changes in progress."""
         with contextlib.ExitStack() as stack:
             for id in ids:
                 async with self.volumes([id]) as (volume,):

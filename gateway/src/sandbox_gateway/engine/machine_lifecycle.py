@@ -1,4 +1,4 @@
-"""The machines of sandboxes: start, boot, stop, and handling of unexpected ends."""
+"""Start, boot and stop the machines of sandboxes, and handle unexpected ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MachineLifecycle:
         self._attachments = attachments
 
     async def start(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
-        """Start a machine from ``snapshot`` and send it its identity; on failure nothing of it remains.
+        """Start a machine from ``snapshot`` and send it its identity. On failure nothing of the machine remains.
 
         A sandbox whose state is paused gets no machine.
         """
@@ -41,7 +41,7 @@ class MachineLifecycle:
             raise
 
     async def boot(self, sandbox: Sandbox) -> None:
-        """Boot a stopped sandbox from its own disk; on failure, stop it again."""
+        """Boot a stopped sandbox from its own disk. On failure, stop it again."""
         await self._host.start(sandbox)
         try:
             await self._agents.identify(sandbox, booted=True)
@@ -52,14 +52,14 @@ class MachineLifecycle:
             raise
 
     async def stop_paused(self, sandbox: Sandbox) -> None:
-        """End the machine of a sandbox that was just paused; its disk stays if the sandbox resumes from it."""
+        """End the machine of a sandbox that was just paused. Keeps the disk if the sandbox resumes from it."""
         if sandbox.pause_snapshot:
             await self._host.discard(sandbox)
         else:
             await self._host.stop(sandbox)
 
     async def mark_stopped(self, sandbox: Sandbox, reason: str) -> None:
-        """Record that a sandbox's machine has ended: it is paused, and resumes from its own disk."""
+        """Record that a sandbox's machine has ended: the sandbox becomes paused, and resumes from its own disk."""
         reason = remove_control_characters(reason)
         log.warning("sandbox stopped", sandbox=sandbox.id, reason=reason)
         await self._host.stop(sandbox)
@@ -67,7 +67,7 @@ class MachineLifecycle:
         self._context.events.publish("sandbox.stopped", sandboxID=sandbox.id, reason=reason)
 
     def notice_end(self, sandbox: Sandbox) -> None:
-        """Mark a sandbox as stopped if its machine ended before its record said that it runs."""
+        """Mark a sandbox as stopped if its machine ended before its record was saved as running."""
         if sandbox.state is SandboxState.RUNNING and self._host.end_reason(sandbox):
             self._context.background.start(self._mark_lost(sandbox.id, sandbox.instance))
 

@@ -10,9 +10,9 @@ from sandbox_gateway.errors import Invalid
 _MAX_LENGTH = 255
 _PARTS = re.compile(r"(/[A-Za-z0-9_.@+:=-]+)+")
 _SYSTEM = ("/proc", "/sys", "/dev", "/run")
-"""No volume is mounted at or below these."""
+"""Directories at or below which no volume can be mounted."""
 _TOP = ("/etc", "/usr", "/bin", "/sbin", "/lib", "/boot", "/root", "/home", "/var", "/tmp")
-"""No volume is mounted at these, but below them is allowed."""
+"""Directories at which no volume can be mounted, but below them it can."""
 
 
 def check_mount_paths(paths: Iterable[str]) -> None:
@@ -22,7 +22,9 @@ def check_mount_paths(paths: Iterable[str]) -> None:
         _check(path)
         for other in seen:
             if f"{path}/".startswith(f"{other}/") or f"{other}/".startswith(f"{path}/"):
-                raise Invalid(f"the mounts at {other} and {path} overlap: mount one beside the other")
+                raise Invalid(
+                    f"the mounts at {other} and {path} overlap: choose paths of which neither contains the other"
+                )
         seen.append(path)
 
 
@@ -31,10 +33,10 @@ def _check(path: str) -> None:
     parts = path.split("/")
     if not _PARTS.fullmatch(path) or "." in parts or ".." in parts:
         raise Invalid(
-            f"a volume cannot be mounted at {shown!r}: give an absolute path without '.', '..', '//' or a '/' at its "
-            "end, made of letters, digits and _.@+:=-"
+            f"a volume cannot be mounted at {shown!r}: use an absolute path of letters, digits and _.@+:=-, "
+            "without '.', '..', '//' or a final '/'"
         )
     if len(path) > _MAX_LENGTH:
         raise Invalid(f"a volume cannot be mounted at {shown!r}: a path has at most {_MAX_LENGTH} characters")
     if path in _TOP or f"/{parts[1]}" in _SYSTEM:
-        raise Invalid(f"a volume cannot be mounted at {shown!r}, which the system needs: choose a directory of its own")
+        raise Invalid(f"a volume cannot be mounted at {shown!r}, which the system needs: choose another directory")

@@ -41,7 +41,7 @@ class MountPlanner:
         self._volumes = volumes
 
     def plan(self, snapshot: Snapshot, specs: Sequence[MountSpec] | None) -> list[PlannedMount]:
-        """Plan the mounts of forks of ``snapshot``; without ``specs``, the mounts of its source."""
+        """Plan the mounts of forks of ``snapshot``. Without ``specs``, these are the mounts of its source."""
         if specs is None:
             return [self._inherit(snapshot, mount) for mount in snapshot.mounts]
         volumes = self.resolve_volumes(specs)
@@ -55,15 +55,15 @@ class MountPlanner:
         volumes = [self._index.volume(spec.volume) for spec in specs]
         for volume in volumes:
             if volumes.count(volume) > 1:
-                raise Invalid(f"volume {volume.name} is named more than once: a sandbox mounts it at one path")
+                raise Invalid(f"volume {volume.name} is listed more than once: a sandbox can mount it at only one path")
         check_mount_paths(spec.path for spec in specs)
         return volumes
 
     def _inherit(self, snapshot: Snapshot, mount: Mount) -> PlannedMount:
         if mount.volume not in self._index.volumes:
             raise Conflict(
-                f"the source of snapshot {snapshot.id} had a volume at {mount.path} that is gone: "
-                "say with volumeMounts what to mount instead (an empty list: nothing)"
+                f"the source of snapshot {snapshot.id} had a volume at {mount.path} that no longer exists: "
+                "set volumeMounts to the volumes to mount (an empty list: none)"
             )
         return PlannedMount(self._index.volumes[mount.volume], mount.path, mount.read_only)
 
@@ -72,8 +72,8 @@ class MountPlanner:
             if capture.volume == volume.id and capture.snapshot in self._index.volume_snapshots:
                 return self._index.volume_snapshots[capture.snapshot]
         raise Invalid(
-            f"snapshot {snapshot.id} holds no capture of volume {volume.name} to clone: take one that names it in "
-            "its volumes, or mount the volume itself"
+            f"snapshot {snapshot.id} does not include volume {volume.name}, so it cannot be cloned: take a "
+            "snapshot with the volume, or mount the volume itself"
         )
 
     def remove_deleted(self, mounts: Iterable[Mount], sandbox: Sandbox) -> list[Mount]:
@@ -85,14 +85,14 @@ class MountPlanner:
         kept = [mount for mount in mounts if mount.volume in known]
         for mount in mounts:
             if mount not in kept:
-                log.warning("volume not mounted: it was deleted", sandbox=sandbox.id, path=mount.path)
+                log.warning("a volume was not mounted because it was deleted", sandbox=sandbox.id, path=mount.path)
         return kept
 
     @contextlib.asynccontextmanager
     async def with_mounts(
         self, planned: Sequence[PlannedMount], sandboxes: Sequence[Sandbox]
     ) -> AsyncIterator[dict[str, list[Volume]]]:
-        """Give new sandboxes their mounts; yields the records of the clones to be created, by sandbox.
+        """Give new sandboxes their mounts. Yields the records of the clones to be created, by sandbox.
 
         On exit, clones that no sandbox mounts are removed.
         """

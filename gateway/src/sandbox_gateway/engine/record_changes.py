@@ -1,4 +1,4 @@
-"""Changes of records: the host commits a changed copy, then the index is updated.
+"""Save changes of records: the host commits a changed copy, then the index is updated.
 
 Changes are applied to single fields of the current record, so concurrent changes do not overwrite each other.
 """
@@ -17,9 +17,9 @@ Fields = Mapping[str, Any]
 
 
 async def save_sandbox(context: Context, id: str, *, only_if: Fields | None = None, **changes: Any) -> Sandbox:
-    """Commit ``changes`` of a sandbox's record; returns the new one. On failure the index keeps the old one.
+    """Commit ``changes`` of a sandbox's record. Returns the new record. On failure the index keeps the old record.
 
-    ``only_if``: values that the record must have by then; it stays unchanged if it has others.
+    ``only_if``: values that the record must have at that time; otherwise it stays unchanged.
     """
     return await finish_despite_cancellation(_save_sandbox(context, id, only_if or {}, changes))
 
@@ -30,7 +30,7 @@ async def save_snapshot(context: Context, id: str, *, only_if: Fields | None = N
 
 
 def record_locked(context: Context, record: Sandbox | Snapshot) -> AbstractAsyncContextManager[None]:
-    """Keep a record from being saved or removed by others. Whoever waited for it must look it up in the index again."""
+    """Keep a record from being saved or removed by others. A caller that waited must look the record up again."""
     what = "sandbox" if isinstance(record, Sandbox) else "snapshot"
     return context.locks.hold(f"record {record.id}", f"{what} {record.id}")
 
@@ -53,7 +53,7 @@ async def _save_snapshot(context: Context, id: str, only_if: Fields, changes: Fi
             return current
         changed = current.model_copy(update=changes, deep=True)
         await context.host.save_snapshot(changed)
-        if id in context.index.snapshots:  # may have been removed meanwhile
+        if id in context.index.snapshots:  # it may have been removed meanwhile
             context.index.put(changed)
         return changed
 

@@ -1,4 +1,4 @@
-"""Recovery at start-up: completes or undoes operations that a crash or a reboot of the host interrupted."""
+"""Complete or undo, at start-up, operations that a crash or a reboot of the host interrupted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Recovery:
             log.warning("repaired", what=sentence)
 
     async def settle(self, alive: set[str]) -> None:
-        """Make states agree with the running machines, ``alive``, and remove unused objects."""
+        """Update the states of sandboxes to the running machines, ``alive``, and remove unused objects."""
         for sandbox in self._sandboxes.list():
             await self._settle_sandbox(sandbox, running=sandbox.instance in alive)
         await self._remove_orphans()

@@ -1,4 +1,4 @@
-"""References to snapshots and volumes, which keep these from being removed."""
+"""Find references to snapshots and volumes, which prevent their removal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class References:
         self._host = context.host
 
     def blocking_sandboxes(self, snapshot: Snapshot) -> list[Sandbox]:
-        """Return the sandboxes that keep a snapshot from being deleted."""
+        """Return the sandboxes that prevent the deletion of a snapshot."""
         if self._host.abilities.independent_snapshots:
             users = self._index.sandboxes_using(snapshot)
             return [each for each in users if snapshot.id in (each.forked_from, each.pause_snapshot)]
@@ -29,14 +29,14 @@ class References:
         return [self._index.volume_snapshots[id] for id in ids if id in self._index.volume_snapshots]
 
     def blocking_volumes(self, snapshots: Iterable[VolumeSnapshot]) -> list[Volume]:
-        """Return the volumes that keep snapshots of volumes from being deleted."""
+        """Return the volumes that prevent the deletion of snapshots of volumes."""
         if self._host.abilities.independent_snapshots:
             return []
         ids = {snapshot.id for snapshot in snapshots}
         return [volume for volume in self._index.volumes.values() if volume.from_snapshot in ids]
 
     def blockers(self, snapshot: Snapshot) -> list[Sandbox | Volume]:
-        """Return the users that keep a snapshot, or its snapshots of volumes, from being deleted."""
+        """Return the users that prevent the deletion of a snapshot or its snapshots of volumes."""
         return [*self.blocking_sandboxes(snapshot), *self.blocking_volumes(self.volume_snapshots_in(snapshot))]
 
     def is_pinned(self, snapshot: Snapshot) -> bool:
@@ -44,7 +44,9 @@ class References:
         return self._index.is_pinned(snapshot) or any(map(self._index.is_pinned, self.volume_snapshots_in(snapshot)))
 
     def blocking_snapshots(self, snapshots: Iterable[VolumeSnapshot]) -> list[Snapshot]:
-        """Return the snapshots of sandboxes that contain one of ``snapshots``, except those collected anyway."""
+        """Return the snapshots of sandboxes that contain one of ``snapshots``, except snapshots about to be
+        collected.
+        """
         ids = {snapshot.id for snapshot in snapshots}
         return [
             each
@@ -53,7 +55,7 @@ class References:
         ]
 
     def snapshot_refusal(self, snapshot: Snapshot) -> InUse | None:
-        """Return why a sandbox's snapshot or a template cannot be removed, with all users; None if it can."""
+        """Return the error that names all users of a sandbox's snapshot or a template; None if it can be removed."""
         return in_use_error(
             snapshot,
             {
@@ -66,7 +68,9 @@ class References:
         )
 
     def volume_refusal(self, volume: Volume, *, with_snapshots: bool) -> InUse | None:
-        """Return why a volume, or the volume ``with_snapshots``, cannot be removed, with all users; None if it can."""
+        """Return the error that names all users of a volume, or of the volume ``with_snapshots``; None if it can be
+        removed.
+        """
         snapshots = self._index.snapshots_of(volume)
         containers = self.blocking_snapshots(snapshots)
         contained = {capture.snapshot for container in containers for capture in container.volumes}
@@ -85,7 +89,7 @@ class References:
         )
 
     def volume_snapshot_refusal(self, volume: Volume, snapshot: VolumeSnapshot) -> InUse | None:
-        """Return why a snapshot of a volume cannot be removed, with all users; None if it can."""
+        """Return the error that names all users of a snapshot of a volume; None if it can be removed."""
         return in_use_error(
             snapshot,
             {"sandbox snapshot": self.blocking_snapshots([snapshot]), "clone": self.blocking_volumes([snapshot])},
@@ -96,7 +100,7 @@ class References:
 
 
 _KINDS = {"cloned volume": "clone", "read-write mount": "mount", "snapshot": "volume_snapshot"}
-"""The kinds in an error's details of those users that a message calls otherwise."""
+"""The kinds in an error's details, where they differ from the nouns in its message."""
 
 
 def in_use_error(
@@ -110,7 +114,8 @@ def in_use_error(
 ) -> InUse | None:
     """Return the error that counts and names all ``users``, by noun; None if there are none and it is not ``busy``.
 
-    ``busy``: a current request uses it. ``volume``: the name of a snapshot's volume. ``overrides``: parameters of the
+    ``busy``: a current request uses the object. ``volume``: the name of a snapshot's volume. ``overrides``: parameters
+    of the
     request that remove an obstacle.
     """
     subject = what, resource = _describe(record, volume)
@@ -119,7 +124,7 @@ def in_use_error(
         return _in_use(*subject, named, remedy, overrides)
     if busy:
         details = {"resource": resource, "users": [], "overrides": []}
-        return InUse(f"{what} is in use just now by another request. Try again later.", details=details)
+        return InUse(f"{what} is in use by another request. Try again later.", details=details)
     return None
 
 
@@ -134,7 +139,7 @@ def named_outside_users(record: Snapshot | VolumeSnapshot | Volume, volume: str 
 
 
 def _describe(record: Snapshot | VolumeSnapshot | Volume, volume: str = "") -> tuple[str, str]:
-    """Return ``(description, kind)`` of what is in use."""
+    """Return ``(description, kind)`` of the object in use."""
     match record:
         case Volume():
             return f"volume {record.name!r}", "volume"
@@ -151,7 +156,7 @@ def _in_use(
     remedy: str,
     overrides: Sequence[str] = (),
 ) -> InUse:
-    """``users``: (id, name), by noun."""
+    """Return the error that counts and names all users. ``users``: (id, name), by noun."""
     groups = [
         f"{_count(noun, found)} ({', '.join(name for _, name in found)})" for noun, found in users.items() if found
     ]

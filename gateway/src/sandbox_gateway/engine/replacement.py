@@ -1,4 +1,4 @@
-"""Replaces the machine of a sandbox: the new one takes over once it answers, and the old one runs until then."""
+"""Replace the machine of a sandbox. The old machine runs until the new one answers and takes over."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Replacement:
         return new
 
     async def remove_pause_snapshot(self, sandbox: Sandbox) -> None:
-        """Remove the snapshot that ``sandbox`` would have resumed from, if it was taken for that."""
+        """Remove the snapshot that was taken when ``sandbox`` was paused, if any."""
         snapshot = self._index.snapshots.get(sandbox.pause_snapshot)
         if snapshot is not None and snapshot.kind is SnapshotKind.PAUSE:
             await self._collector.remove_snapshot(snapshot)

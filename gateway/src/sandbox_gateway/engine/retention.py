@@ -1,4 +1,4 @@
-"""Finds snapshots that a retention rule no longer keeps."""
+"""Find snapshots that a retention rule no longer keeps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sandbox_gateway.records import Snapshot
 def find_surplus(snapshots: Iterable[Snapshot], at: datetime) -> list[Snapshot]:
     """Return the snapshots to remove, oldest first.
 
-    All snapshots of a sandbox that were taken under a rule form one series, to which the newest one's rule applies;
-    snapshots taken without a rule are not part of it.
+    All snapshots of a sandbox that were taken under a rule form one series, to which the rule of the newest snapshot
+    applies; snapshots without a rule are not part of it.
     """
     series: dict[str, list[Snapshot]] = {}
     for snapshot in snapshots:

@@ -1,4 +1,4 @@
-"""Existing sandboxes: find, change, roll back, promote, pause, resume, delete."""
+"""Operations on existing sandboxes: find, change, roll back, promote, pause, resume, delete."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Sandboxes:
         return await self._host.usage(sandbox)
 
     async def update(self, ref: str, *, metadata: dict[str, str] | None = None, name: str | None = None) -> Sandbox:
-        """Change a sandbox's metadata (all of it) or name."""
+        """Replace a sandbox's metadata, or change its name."""
         async with self._locking.sandbox(ref) as sandbox:
             new_name = require_valid_name(name) if name is not None and name != sandbox.name else ""
             changes: dict[str, Any] = {} if metadata is None else {"metadata": metadata}
@@ -101,7 +101,8 @@ class Sandboxes:
             await save_sandbox(self._context, sandbox.id, network=policy)
 
     async def rollback(self, ref: str, snapshot_ref: str, *, cold_start: bool = False) -> Sandbox:
-        """Roll a sandbox back to a snapshot; it keeps its id and name. The old machine runs until the new one answers.
+        """Roll a sandbox back to a snapshot, under the same id and name. The old machine runs until the new one
+        answers.
 
         The sandbox mounts the volumes that the snapshot's source mounted, except deleted ones; their contents do not
         change. ``cold_start``: boot from the snapshot's disk instead of resuming from its memory.
@@ -116,7 +117,7 @@ class Sandboxes:
         fork = self._context.require_running(fork_ref)
         source = self.get(source_ref or fork.parent_sandbox or "")
         if source.id == fork.id:
-            raise Invalid("a sandbox cannot be promoted over itself: name the source it was forked from")
+            raise Invalid("a sandbox cannot be promoted over itself: name the sandbox from which it was forked")
         async with contextlib.AsyncExitStack() as stack:
             async with self._locking.running_sandbox(fork.id) as sandbox:
                 snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
@@ -151,7 +152,7 @@ class Sandboxes:
         self._events.publish("sandbox.paused", sandboxID=sandbox.id)
 
     async def _capture_and_pause(self, sandbox: Sandbox) -> Sandbox:
-        """Capture a sandbox, and record that it is paused; if that fails, no snapshot remains."""
+        """Capture a sandbox, and record that it is paused. On failure, no snapshot remains."""
         snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.PAUSE)
         try:
             await self._captures.capture(sandbox, snapshot, memory=True)
@@ -167,12 +168,12 @@ class Sandboxes:
     async def resume(self, ref: str, *, timeout: float | Unset | None = UNSET, cold_start: bool = False) -> Sandbox:
         """Resume a paused sandbox, from its snapshot or else from its disk; with ``cold_start`` never from memory.
 
-        Its timeout continues. If it has already passed, it starts again, with the last timeout that was set or else the
+        Its timeout continues. If it is already over, it starts again, with the last timeout that was set or else the
         host's default.
         """
         async with self._locking.sandbox(ref) as sandbox:
             if sandbox.state is SandboxState.RUNNING:
-                raise Conflict(f"sandbox {sandbox.id} is running already")
+                raise Conflict(f"sandbox {sandbox.id} is already running")
             expired = sandbox.end_at is not None and sandbox.end_at <= now()
             if isinstance(timeout, Unset) and expired:
                 timeout = sandbox.timeout or UNSET
@@ -213,7 +214,7 @@ class Sandboxes:
         """Pause or delete a sandbox, as its record says, if its timeout is over by now."""
         async with self._locking.sandbox(ref) as sandbox:
             if not has_expired(sandbox, now()):
-                return  # extended or paused while others expired
+                return  # was extended or paused while others expired
             if sandbox.on_timeout is OnTimeout.PAUSE:
                 self._context.require_running(sandbox.id)
                 await finish_despite_cancellation(self._pause(sandbox, self._host.abilities.memory))
@@ -221,7 +222,7 @@ class Sandboxes:
                 await finish_despite_cancellation(self._delete(sandbox))
 
     async def delete(self, ref: str) -> None:
-        """Stop a sandbox and remove it; its snapshots stay."""
+        """Stop a sandbox and remove it. Its snapshots remain."""
         async with self._locking.sandbox(ref) as sandbox:
             await finish_despite_cancellation(self._delete(sandbox))
 

@@ -40,7 +40,7 @@ class Snapshots:
         return sorted(found, key=lambda each: (each.created_at, each.id))
 
     def lineage(self, root: str | None = None) -> Trees:
-        """Return trees of templates and snapshots with their sandboxes: all, or the one below ``root``."""
+        """Return the trees of templates and snapshots with their sandboxes: all trees, or the one below ``root``."""
         return self._index.lineage(root)
 
     def files_of(self, ref: str) -> dict[str, str]:
@@ -64,7 +64,7 @@ class Snapshots:
         rule for this snapshot and all earlier ones of the sandbox that were taken under a rule.
         """
         if memory not in ("auto", "none"):
-            raise Invalid(f"memory is 'auto' or 'none', not {memory[:20]!r}")
+            raise Invalid(f"memory must be 'auto' or 'none', not {memory[:20]!r}")
         names = [require_valid_name(name)] if name else []
         with self._index.reserved(names):
             async with self._locking.running_sandbox(ref) as sandbox:
@@ -90,7 +90,8 @@ class Snapshots:
             return name
 
     async def delete(self, ref: str, *, when_unused: bool = False) -> bool:
-        """Remove a snapshot or template; True if it was removed, False if hidden. Raises InUse, which lists every user.
+        """Remove a snapshot or template. Returns whether it was removed, not hidden. Raises InUse, which lists every
+        user.
 
         ``when_unused``: if it is in use, hide it now and remove it with its last user.
         """

@@ -53,7 +53,7 @@ class ForkSpec:
     mounts: list[MountSpec] | None = None
     """The mounts, in the order of mounting; None: the mounts of the snapshot's source."""
     timeout: float | Unset | None = UNSET
-    """Seconds to live; None: forever; UNSET: the host's default."""
+    """Lifetime in seconds; None: unlimited; UNSET: the host's default."""
     on_timeout: OnTimeout = OnTimeout.KILL
     auto_resume: bool = False
     idempotency_key: str = ""

@@ -1,4 +1,4 @@
-"""Builds a template: creates a base, boots it, sets it up from inside, and captures it."""
+"""Build a template: create a base, boot it, set it up from inside, and capture it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ class TemplateBuilder:
             await clean_up(log, host.remove_snapshot(base))
 
     def _new_sandbox_record(self, build: Build, base: Snapshot, recipe: Recipe) -> Sandbox:
-        """Create the record of the sandbox to set up. It is never saved: a start after a crash removes the sandbox."""
+        """Create the record of the sandbox to set up.
+
+        The record is never saved, so that a restart after a crash removes the sandbox.
+        """
         return Sandbox(
             name=f"build-{build.build_id}", forked_from=base.id, head=base.id, base=base.id, resources=recipe.resources
         )
@@ -62,7 +65,9 @@ class TemplateBuilder:
             code = await agent.shell(command, lines.take, seconds=recipe.setup_timeout)
             lines.flush()
             if code != 0:
-                raise BackendFailed(f"the set-up command {command[:200]!r} failed with exit code {code}: see the log")
+                raise BackendFailed(
+                    f"the set-up command {command[:200]!r} failed with exit code {code}: see the build's log"
+                )
         if recipe.start_command:
             build.log(f"starting {recipe.start_command}")
             await agent.launch(recipe.start_command)
@@ -82,7 +87,7 @@ class TemplateBuilder:
                     (result.stderr or result.stdout)[-_TAIL:].decode(errors="replace")
                 ).strip()[-200:]
                 raise Timeout(
-                    f"the ready probe did not succeed within {recipe.ready_timeout:g} s; it last said: {said}"
+                    f"the ready probe did not succeed within {recipe.ready_timeout:g} s. Its last output: {said}"
                 )
             await asyncio.sleep(_PROBE_INTERVAL)
 

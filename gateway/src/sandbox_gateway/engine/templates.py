@@ -1,4 +1,4 @@
-"""Templates: builds in the background, and names."""
+"""Build templates in the background, and name them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEPT_BUILDS = 100
 
 
 class Templates:
-    """Templates. Builds, even failed ones, are kept until the gateway stops; a finished template is a snapshot."""
+    """Operations on templates. All builds are kept until the gateway stops. A finished template is a snapshot."""
 
     def __init__(self, context: Context, snapshots: Snapshots, builder: TemplateBuilder) -> None:
         self._context = context
@@ -102,7 +102,7 @@ class Templates:
         return named
 
     def _require_available(self, name: str) -> None:
-        """Raise NameTaken unless the name is free or another template's: only templates can lose their names."""
+        """Raise NameTaken unless the name is free or belongs to another template, which may lose it."""
         owner = self._index.owner(name)
         if owner and not (
             owner in self._index.snapshots and self._index.snapshots[owner].kind is SnapshotKind.TEMPLATE
@@ -158,11 +158,11 @@ class Templates:
             build.log(f"failed: {error.message}")
             build.end("error", error.message)
         except asyncio.CancelledError:
-            build.end("error", "the gateway was stopped while it was built: build it again")
+            build.end("error", "the gateway was stopped during the build: build the template again")
             raise
         except Exception as error:
             log.error("build failed", exc_info=True, template=build.template_id)
-            build.end("error", f"a bug in the gateway stopped the build: {error}")
+            build.end("error", f"an internal error in the gateway stopped the build: {error}")
         else:
             build.log("ready")
             build.end("ready")

@@ -1,4 +1,4 @@
-"""Timeouts of sandboxes."""
+"""Compute timeouts of sandboxes."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def end_time(timeout: float | Unset | None, config: Config) -> datetime | None:
 
 
 def has_expired(sandbox: Sandbox, at: datetime) -> bool:
-    """Whether the timeout of a running sandbox is over."""
+    """Return whether the timeout of a running sandbox is over."""
     return sandbox.state is SandboxState.RUNNING and sandbox.end_at is not None and sandbox.end_at <= at

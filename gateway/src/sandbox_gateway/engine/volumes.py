@@ -1,4 +1,4 @@
-"""Volumes, which are storage that outlives sandboxes, and their snapshots."""
+"""Operations on volumes (storage that outlives sandboxes) and on their snapshots."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ class Volumes:
             size_mb = source.size_mb if source else _DEFAULT_MB
         _check_size(size_mb)
         if source and size_mb < source.size_mb:
-            raise Invalid(f"{size_mb} MiB is less than the {source.size_mb} MiB of the snapshot {source.id}")
+            raise Invalid(
+                f"the size of {size_mb} MiB is less than the {source.size_mb} MiB of snapshot {source.id}: "
+                "request at least that size"
+            )
         name = require_valid_name(name)
         volume = Volume(name=name, size_mb=size_mb, from_snapshot=source.id if source else "")
         async with self._collector.pinned(*([source] if source else [])):
@@ -62,18 +65,23 @@ class Volumes:
                 return await finish_despite_cancellation(self.create_from_record(volume, source))
 
     async def create_from_record(self, volume: Volume, source: VolumeSnapshot | None) -> Volume:
-        """Create the volume that a record describes; its name is already reserved."""
+        """Create the volume that a record describes. Its name is already reserved."""
         await self._host.create_volume(volume, source)
         self._index.put(volume)
         self._events.publish("volume.created", volumeID=volume.name, sizeMB=volume.size_mb)
         return volume
 
     async def grow(self, ref: str, size_mb: int) -> Volume:
-        """Enlarge a volume; sandboxes that mount it see this immediately. A volume never shrinks."""
+        """Enlarge a volume. Sandboxes that mount it see the new size immediately. A volume never shrinks."""
         async with self._locked(ref) as volume:
             _check_size(size_mb)
             if size_mb < volume.size_mb:
-                raise Invalid(f"volume {volume.name} has {volume.size_mb} MiB and cannot shrink to {size_mb} MiB")
+                raise Invalid(
+                    f"volume {volume.name} has {volume.size_mb} MiB and cannot shrink to {size_mb} MiB: "
+                    "request a larger size: "
+                    "request a larger size: request "
+                    "a larger size"
+                )
             if size_mb > volume.size_mb:
                 await finish_despite_cancellation(self._host.grow_volume(volume, size_mb))
                 self._events.publish("volume.grown", volumeID=volume.name, sizeMB=volume.size_mb)
@@ -93,7 +101,7 @@ class Volumes:
         return self._index.snapshots_of(self.get(ref))
 
     async def create_snapshot(self, ref: str, name: str = "") -> VolumeSnapshot:
-        """Snapshot a volume at one instant; sandboxes that mount it keep running. The default name is the id."""
+        """Snapshot a volume at one instant. Sandboxes that mount it keep running. The default name is the id."""
         async with self._locked(ref) as volume:
             id = new_id()
             snapshot = VolumeSnapshot(
@@ -102,7 +110,8 @@ class Volumes:
             taken = [each for each in self._index.snapshots_of(volume) if snapshot.name in (each.name, each.id)]
             if taken:
                 raise NameTaken(
-                    f"volume {volume.name} has a snapshot {name!r} already: choose another name, or delete it",
+                    f"volume {volume.name} already has a snapshot {name!r}: choose another name, or delete "
+                    "that snapshot",
                     blockers=[taken[0].id],
                 )
             return await finish_despite_cancellation(self._create_snapshot(volume, snapshot))
@@ -126,7 +135,7 @@ class Volumes:
             await finish_despite_cancellation(self._collector.remove_volume_snapshot(snapshot))
 
     async def rollback(self, ref: str, snapshot_ref: str, force: bool = False) -> Volume:
-        """Roll a volume's content back to a snapshot; the volume keeps its current size.
+        """Roll a volume's content back to a snapshot. The volume keeps its current size.
 
         Refused while a sandbox, running or paused, mounts it read-write, unless ``force``: the files change under that
         sandbox, and its unwritten data is lost or overwrites them.

@@ -1,7 +1,7 @@
-"""Stores records in the directories that they describe: commits with one rename, sweeps and quarantines.
+"""Store records in the directories that they describe: commit with one rename, sweep and quarantine.
 
-An object is created in `.partial-<name>` and renamed into place, which commits it: after a crash it is complete, or a
-partial directory, which the next ``sweep`` removes.
+An object is created in `.partial-<name>` and renamed into place, which commits it: after a crash it is either complete
+or a partial directory, which the next ``sweep`` removes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read_record(directory: Path, kind: type[Record]) -> Record:
 
 
 def write_record(directory: Path, record: BaseModel, *, durable: bool = True) -> None:
-    """Write the record of a directory atomically: after a crash, either the old or the new one is there.
+    """Write the record of a directory atomically: after a crash, either the old or the new record exists.
 
     Not ``durable``: only after a crash of this process, not of the host.
     """
@@ -60,7 +60,7 @@ def write_record(directory: Path, record: BaseModel, *, durable: bool = True) ->
 
 
 def unlink_record(directory: Path) -> None:
-    """Remove the record of the object in ``directory``, which then no longer exists; its files may be removed later."""
+    """Remove the record of the object in ``directory``, which then no longer exists. Its files may be removed later."""
     with contextlib.suppress(FileNotFoundError):
         (directory / MANIFEST).unlink()
         sync_directory(directory)
@@ -90,12 +90,12 @@ def undo(final: Path) -> None:
     partial = partial_of(final)
     if partial.exists():
         shutil.rmtree(partial, ignore_errors=True)
-    else:  # It was already renamed; a later step failed.
+    else:  # A step after the rename failed.
         remove_durably(final)
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory if it exists; after a crash in between, the next sweep recognises it by its name."""
+    """Remove a directory if it exists. After a crash in between, the next sweep recognises the rest by its name."""
     if not directory.exists():
         return
     doomed = partial_of(directory) if not directory.name.startswith(PARTIAL) else directory
@@ -116,7 +116,7 @@ def remove_durably(directory: Path) -> None:
 
 
 def sweep(parent: Path) -> list[str]:
-    """Remove unfinished entries of ``parent`` and of its directories; return their names."""
+    """Remove uncommitted entries of ``parent`` and of its directories, and return their names."""
     swept = []
     for entry in [*parent.glob(f"{PARTIAL}*"), *parent.glob(f"*/{PARTIAL}*")]:
         if entry.is_dir():
@@ -158,7 +158,7 @@ class Quarantine:
         self._place = root / _DAMAGED
 
     def move(self, path: Path) -> Path:
-        """Move a damaged file or directory away; return its new path, which contains the time."""
+        """Move a damaged file or directory away. Returns its new path, which contains the time."""
         self._place.mkdir(mode=0o700, exist_ok=True)
         target = self._place / f"{path.parent.name}-{path.name}-{now():%Y%m%dT%H%M%S%f}"
         path.rename(target)
@@ -166,13 +166,15 @@ class Quarantine:
 
     @contextlib.contextmanager
     def guarding(self, directory: Path, repaired: list[str]) -> Iterator[None]:
-        """If this context raises ValueError, ``directory`` is damaged: move it away and report that in ``repaired``."""
+        """Move ``directory`` away if this context raises ValueError, because it is damaged, and report that in
+        ``repaired``.
+        """
         try:
             yield
         except ValueError as error:
             if not any(directory.iterdir()):
                 directory.rmdir()
-                repaired.append(f"removed the empty {directory.name}")
+                repaired.append(f"removed the empty directory {directory.name}")
                 return
             kept = self.move(directory)
             repaired.append(f"{directory.name} is damaged ({error}): moved to {kept}")

@@ -1,4 +1,4 @@
-"""Generates the configuration reference from the declarations in config.py."""
+"""Generate the configuration reference from the declarations in config.py."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pydantic_core import PydanticUndefined
 
 _HEAD = """# Configuration
 
-`sandbox-gateway serve --config FILE` reads one TOML file. Every key may be left out; an unknown key is refused by
-name, and `sandbox-gateway check --config FILE` says whether a file is good. This page is generated from the
-declarations in `config.py` (`sandbox-gateway config-docs`).
+`sandbox-gateway serve --config FILE` reads one TOML file. Every key is optional. An unknown key is an error, and
+`sandbox-gateway check --config FILE` checks a file. This page is generated from the declarations in `config.py`
+(`sandbox-gateway config-docs`).
 """
 
 

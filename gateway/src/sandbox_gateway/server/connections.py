@@ -1,7 +1,7 @@
-"""Limits on TCP connections: their number, the time for a request, and the time to read an answer.
+"""Limit TCP connections: their number, the time for a request, and the time to read an answer.
 
-Connecting needs no key, so a connection's resources are limited before the client is identified. The unix socket, whose
-users are administrators, always has descriptors left.
+Connecting needs no key, so a connection's resources are limited before the client is identified. Some descriptors are
+always reserved for the unix socket, whose users are administrators.
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ from sandbox_gateway.config import Config, Server
 from sandbox_gateway.log import Logger
 
 _OWN_DESCRIPTORS = 256
-"""The daemon's own descriptors: its log, the unix socket's connections, external commands, probes of agents."""
+"""Number of the daemon's own descriptors: its log, the unix socket's connections, external commands, probes of
+agents.
+"""
 _DESCRIPTORS_OF_A_SANDBOX = 24
-"""Descriptors of a sandbox: its process, QMP connection, log, and idle connections of the data plane."""
+"""Number of descriptors per sandbox: its process, QMP connection, log, and idle connections of the data plane."""
 _DESCRIPTORS_OF_A_CONNECTION = 2
-"""The connection to the client, and the one to the sandbox."""
+"""Number of descriptors per request: the connection to the client, and the connection to the sandbox."""
 _LOG_SECONDS = 5.0
-"""One log line reports all connections that were closed within this time."""
+"""Seconds. Seconds. Seconds. One log line reports all connections that were closed within this time."""
 _V6_GROUP = 64
 _MAX_HEAD_BYTES = 64 << 10
 _EVENTS_AT_ONCE = 32
-"""Events, such as pieces of a body, per turn of the event loop: one read can contain tens of thousands."""
+"""Maximum number of events, such as pieces of a body, per turn of the event loop: one read can contain tens of
+thousands.
+"""
 
 log = Logger("connections")
 
@@ -58,7 +62,8 @@ def reserve_descriptors(config: Config) -> int:
     possible = (limit - min(reserve, limit // 2)) // _DESCRIPTORS_OF_A_CONNECTION
     if possible < wanted:
         log.warning(
-            "too few open files for server.connections: raise the service's limit (LimitNOFILE, openfiles)",
+            "the limit of open files is too low for server.connections: raise the service's limit "
+            "(LimitNOFILE, openfiles)",
             open_files=limit,
             needed=needed,
             connections=possible,
@@ -83,12 +88,12 @@ class Connections:
         return self._open.total()
 
     def admit(self, address: str) -> bool:
-        """Count a connection from ``address``; False if there are too many. ``leave`` undoes it."""
+        """Count a connection from ``address``. Returns False if there are too many. ``leave`` undoes the count."""
         group = _group(address)
         if self._open.total() >= self._most:
             self.end("too many connections", address)
         elif self._open[group] >= self._most_per_address:
-            self.end("too many connections of one address", address)
+            self.end("too many connections from one address", address)
         else:
             self._open[group] += 1
             return True
@@ -101,7 +106,7 @@ class Connections:
             del self._open[group]
 
     def end(self, reason: str, address: str) -> None:
-        """Record that the gateway closed a connection. One log line reports many of them."""
+        """Record that the gateway closed a connection. One log line reports many connections."""
         self._metrics.record_connection_end(reason)
         if not self._unlogged:
             asyncio.get_running_loop().call_later(_LOG_SECONDS, self._log, address)
@@ -127,12 +132,12 @@ class Listener(socket.socket):
     """A TCP socket that counts connections when it accepts them, before a TLS handshake."""
 
     def __init__(self, connections: Connections, family: socket.AddressFamily) -> None:
-        # With IPPROTO_TCP asyncio sets TCP_NODELAY; otherwise small pieces are sent 40 ms late.
+        # With IPPROTO_TCP asyncio sets TCP_NODELAY. Without it, small pieces are sent 40 ms late.
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._connections = connections
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Raises ConnectionAbortedError if it is refused; the event loop then continues."""
+        """Accept a connection. Raises ConnectionAbortedError to refuse it, which the event loop ignores."""
         descriptor, peer = self._accept()  # type: ignore[attr-defined]
         accepted = _Accepted(self.family, self.type, self.proto, fileno=descriptor)
         if not self._connections.admit(peer[0]):
@@ -143,7 +148,7 @@ class Listener(socket.socket):
 
 
 class _Accepted(socket.socket):
-    """An accepted connection; closing it reduces the count."""
+    """An accepted connection. Closing it reduces the count."""
 
     leave: Callable[[], None] | None = None
 
@@ -162,7 +167,7 @@ class _Stalls:
         self._seconds = seconds
         self._on_stall = on_stall
         self._timer: asyncio.TimerHandle | None = None
-        # With a higher mark, a small rest would remain unnoticed, even after closing. Not 0: TLS would never drain it.
+        # With a higher mark, a small rest would remain unnoticed, even after closing. With 0, TLS would never drain it.
         transport.set_write_buffer_limits(high=1, low=0)
 
     def begin(self) -> None:
@@ -185,7 +190,7 @@ class _Stalls:
 
 
 class _LimitedConnection(h11.Connection):
-    """A connection that returns ``left`` more events, then NEED_DATA."""
+    """An h11 connection that returns ``left`` more events, then NEED_DATA."""
 
     left = 0
 
@@ -204,7 +209,7 @@ class _Flow(FlowControl):
         self._held = False
 
     def hold(self) -> None:
-        # Pause again even if held: uvicorn resumes the transport at the end of an unread body.
+        # Pause again even if reading is already held: uvicorn resumes the transport at the end of an unread body.
         self._held = True
         self._transport.pause_reading()
 
@@ -268,10 +273,10 @@ class Http(_TimedWriting, H11Protocol):
         self._start_timer("headers")
 
     def handle_events(self) -> None:
-        """Handle some events, and the others in a later turn of the event loop."""
+        """Handle some events now, and the others in a later turn of the event loop."""
         self.conn.left = _EVENTS_AT_ONCE
         super().handle_events()
-        if self.conn.left or self._stalls is None:  # None: it was upgraded or lost.
+        if self.conn.left or self._stalls is None:  # None: the connection was upgraded or lost.
             self.flow.release()
             return
         self.flow.hold()
@@ -305,7 +310,7 @@ class Http(_TimedWriting, H11Protocol):
 
     def _update_timer(self) -> None:
         if self._stalls is None:
-            return  # It was upgraded: ``WebSocket`` owns the connection.
+            return  # The connection was upgraded, so ``WebSocket`` owns it.
         state = self.conn.their_state
         if state is h11.IDLE and self.conn.our_state is h11.IDLE:
             self._start_timer("headers", self.cycle)

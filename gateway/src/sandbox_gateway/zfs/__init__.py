@@ -1,7 +1,8 @@
-"""The API of ``libzfs_core`` (pyzfs), implemented with the ``zfs`` command; independent of sandboxes.
+"""The API of ``libzfs_core`` (pyzfs), implemented with the ``zfs`` command. Independent of sandboxes.
 
-The functions ``lzc_*`` have the names, the order of arguments and the exceptions of libzfs_core; names may be str or
-bytes; exceptions are in ``zfs.exceptions``. They differ from pyzfs in four ways, as the command does: a new filesystem
+The functions ``lzc_*`` have the names, the order of arguments and the exceptions of libzfs_core. Names may be str or
+bytes. Exceptions are in ``zfs.exceptions``. Like the command, the functions differ from pyzfs in four ways: a new
+filesystem
 is mounted at once if its ``canmount`` and ``mountpoint`` say so; ``lzc_destroy`` unmounts it first; ``lzc_rename``
 mounts it again under the new name; where ZFS lacks ``atomic_snapshots``, several snapshots are taken one after the
 other (still all or none).

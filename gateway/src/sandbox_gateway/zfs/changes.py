@@ -1,4 +1,4 @@
-"""Detects whether a filesystem changed since a snapshot, on every version of ZFS."""
+"""Detect whether a filesystem changed since a snapshot, with every version of ZFS."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sandbox_gateway.zfs.run import run
 
 
 def has_changed_since(name: Name, snap: Name) -> bool:
-    """Check whether anything was written to the filesystem ``name`` since ``snap``, its own snapshot or an ancestor's.
+    """Return whether the filesystem ``name`` has changed since ``snap``, a snapshot of itself or of an ancestor.
 
     A change that was undone also counts. Raises FilesystemNotFound, SnapshotNotFound, SnapshotMismatch (the filesystem
     does not descend from ``snap``).
@@ -34,7 +34,7 @@ def has_changed_since(name: Name, snap: Name) -> bool:
 
 
 def _has_changed_by_comparison(target: str, since: str) -> bool:
-    """Compare snapshots pair by pair: ``unique`` of a filesystem counts only from its newest snapshot."""
+    """Compare snapshots pair by pair, because ``unique`` of a filesystem counts only from its newest snapshot."""
     if not lzc_exists(since):
         raise SnapshotNotFound(since)
     newest = _newest(target)
@@ -42,7 +42,7 @@ def _has_changed_by_comparison(target: str, since: str) -> bool:
 
 
 def _newest(filesystem: str) -> str:
-    """Return the snapshot that a filesystem's current state is based on: its own newest, or else its origin."""
+    """Return the snapshot on which a filesystem's current state is based: its newest snapshot, or else its origin."""
     own = list_snapshots(filesystem)
     return own[-1] if own else _origin(filesystem)
 
@@ -62,12 +62,12 @@ def _check_descent(snap: str, ancestor: str) -> bool:
 
 
 _RECORD = 312
-"""Bytes of a record in a stream. If nothing changed, the stream consists of a begin and an end record."""
+"""Bytes of a record in a stream. If nothing changed, the stream consists only of a begin and an end record."""
 _END = 5
 
 
 def _is_different(older: str, newer: str) -> bool:
-    """Check whether two snapshots of one line of descent differ."""
+    """Return whether two snapshots of one line of descent differ."""
     while newer != older:
         own = list_snapshots(filesystem_of(newer)) if newer != "-" else []
         before = own[: own.index(newer)] if newer in own else []

@@ -48,7 +48,7 @@ _NO_PARENT = (Cause.NO_PARENT, Cause.NO_POOL, Cause.MISSING)
 def _volume_size(target: str, options: list[str]) -> str:
     sizes = [word.partition("=")[2] for word in options if word.startswith("volsize=")]
     if not sizes:
-        raise PropertyInvalid(target).with_details("a volume needs the property volsize: set it")
+        raise PropertyInvalid(target).with_details("a volume needs the property volsize")
     return sizes[0]
 
 
@@ -77,7 +77,7 @@ def lzc_clone(name: Name, origin: Name, props: Props = None) -> None:
 
 
 def lzc_destroy(name: Name) -> None:
-    """Unmount and destroy one filesystem without snapshots, children or clones; nothing else is destroyed.
+    """Unmount and destroy one filesystem without snapshots, children or clones, and nothing else.
 
     Raises FilesystemNotFound, DatasetBusy (``related``: its snapshots, children and clones), NameInvalid, NameTooLong.
     """
@@ -94,7 +94,7 @@ def lzc_destroy(name: Name) -> None:
 def lzc_promote(name: Name) -> None:
     """Make the clone ``name`` the owner of its origin and of the snapshots before it.
 
-    Raises NotClone, FilesystemNotFound, SnapshotExists (both have one of the same name), NoSpace, QuotaExceeded.
+    Raises NotClone, FilesystemNotFound, SnapshotExists (both have a snapshot of the same name), NoSpace, QuotaExceeded.
     """
     target = filesystem_name(name)
     specific: dict[Cause, ErrorFactory] = {
@@ -107,11 +107,12 @@ def lzc_promote(name: Name) -> None:
 
 
 def lzc_rename(source: Name, target: Name, *, retry: bool = True) -> None:
-    """Rename a filesystem. A mounted one is unmounted, renamed and mounted again; no other filesystem is unmounted.
+    """Rename a filesystem. A mounted filesystem is unmounted, renamed and mounted again. No other filesystem is
+    unmounted.
 
     `zfs rename` alone also unmounts every mounted clone of the filesystem's snapshots, and may fail to mount it again.
     If ZFS has no option to prevent that (``rename_without_unmount``), mounted clones cause DatasetBusy
-    (``related``: the clones). Without ``retry`` DatasetBusy is raised at once.
+    (``related``: the clones). Without ``retry`` DatasetBusy is raised immediately.
 
     Raises FilesystemNotFound, FilesystemExists, ParentNotFound, PoolsDiffer, DatasetBusy, NameInvalid, NameTooLong.
     """

@@ -32,7 +32,8 @@ _HOLD_PROPERTY = "pyzfs:hold."
 def lzc_hold(holds: Mapping[str, Name] | Mapping[bytes, Name], fd: int | None = None) -> list[str]:
     """Hold snapshots: ``{snapshot: tag}``. Returns the snapshots that do not exist.
 
-    Raises HoldFailure, ``errors``: HoldExists, NameInvalid, NameTooLong. ``fd`` must be None: holds placed by the
+    Raises HoldFailure, whose ``errors`` are HoldExists, NameInvalid or NameTooLong. ``fd`` must be None: holds placed
+    by the
     command outlive the process. If ZFS cannot list holds, each is also recorded in a user property.
     """
     if fd is not None:
@@ -55,7 +56,8 @@ def lzc_hold(holds: Mapping[str, Name] | Mapping[bytes, Name], fd: int | None = 
 def lzc_release(holds: Mapping[str, Iterable[Name]] | Mapping[bytes, Iterable[Name]]) -> list[str]:
     """Release holds: ``{snapshot: [tags]}``. Returns the snapshots that do not exist.
 
-    Raises HoldReleaseFailure, ``errors``: HoldNotFound. The last release removes a snapshot that was destroyed with
+    Raises HoldReleaseFailure, whose ``errors`` are HoldNotFound. The last release removes a snapshot that was destroyed
+    with
     ``defer``.
     """
     missing, errors = [], []
@@ -87,7 +89,7 @@ def _check_hold(failure: type[HoldFailure] | type[HoldReleaseFailure], snap: Nam
 
 
 def lzc_get_holds(snapname: Name) -> dict[str, int]:
-    """Return ``{tag: unix seconds when it was placed}``. Raises SnapshotNotFound."""
+    """Return ``{tag: time in unix seconds}`` of the holds of a snapshot. Raises SnapshotNotFound."""
     target = snapshot_name(snapname)
     if not detect_capabilities().lists_holds:
         return _read_holds(target)

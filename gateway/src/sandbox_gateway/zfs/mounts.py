@@ -36,7 +36,7 @@ def list_mounted_dependents(name: Name) -> list[str]:
 def mount(name: Name) -> None:
     """Mount a filesystem at its ``mountpoint``, unless it is already mounted.
 
-    Raises DatasetBusy if something still holds it after several tries, MountFailed, FilesystemNotFound.
+    Raises DatasetBusy if it is still in use after several attempts, MountFailed, FilesystemNotFound.
     """
     target = filesystem_name(name)
     outcome = run_with_retries("mount", target, name=target)

@@ -1,4 +1,4 @@
-"""Properties as arguments of the ``zfs`` command."""
+"""Format properties as arguments of the ``zfs`` command."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def property_value(name: Name, value: Value) -> str:
             raise PropertyInvalid(key).with_details("its value is not UTF-8") from None
     size = len(text.encode(errors="surrogatepass"))
     if not text or "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
-        raise PropertyInvalid(key).with_details("its value is empty or has characters that text cannot have")
+        raise PropertyInvalid(key).with_details("its value is empty or contains control characters")
     if size > VALUE_MAX:
-        raise PropertyInvalid(key).with_details(f"its value has {size} bytes; the limit is {VALUE_MAX}")
+        raise PropertyInvalid(key).with_details(f"its value has {size} bytes, but the limit is {VALUE_MAX}")
     return f"{key}={text}"
 
 

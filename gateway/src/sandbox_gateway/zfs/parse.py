@@ -1,4 +1,4 @@
-"""Parses the output of the ``zfs`` command, in formats that zfs-fuse 0.7 and OpenZFS 2.2 to 2.4 share.
+"""Parse the output of the ``zfs`` command, in formats that zfs-fuse 0.7 and OpenZFS 2.2 to 2.4 share.
 
 These are ``zfs list -H -o …`` (columns separated by a tab) and ``zfs get -Hp -o name,property,value,source`` (a user
 property's value may contain tabs and line ends).
@@ -26,12 +26,12 @@ class Property(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether the property is set on this dataset or snapshot itself, by a command or a received stream."""
+        """Return whether the property is set on this dataset or snapshot itself, by a command or a received stream."""
         return self.source in ("local", "received")
 
     @property
     def number(self) -> int:
-        """The value as an integer; ``-`` and ``none`` are 0. Raises ZFSOutputError for anything else."""
+        """Return the value as an integer; ``-`` and ``none`` are 0. Raises ZFSOutputError for anything else."""
         if self.value in ("-", "none"):
             return 0
         try:
@@ -73,7 +73,7 @@ def parse_get(text: str) -> list[Property]:
 
 
 def _is_start_of_line(name: str, prop: str) -> bool:
-    """Return whether a line begins here. False inside a value that contains line ends: the rest would be misread."""
+    """Return whether a line begins here. Returns False inside a value that contains line ends."""
     return bool(name and "\n" not in name and (USER_PROPERTY.fullmatch(prop) or NATIVE_PROPERTY.fullmatch(prop)))
 
 
@@ -81,12 +81,14 @@ def _lines(text: str) -> list[str]:
     if not text:
         return []
     if not text.endswith("\n"):
-        raise ZFSOutputError(None).with_details(f"it ends in the middle of a line: {text[-80:]!r}")
+        raise ZFSOutputError(None).with_details(f"the output ends in the middle of a line: {text[-80:]!r}")
     return text[:-1].split("\n")
 
 
 def check_complete(found: Iterable[Property], names: Iterable[str], props: Iterable[str]) -> None:
-    """Raise ZFSOutputError unless every dataset has every property: output may also end early at the end of a line."""
+    """Raise ZFSOutputError unless every dataset has every property, because output may also end early after a whole
+    line.
+    """
     seen = {(item.name, item.prop) for item in found}
     wanted = list(props)
     for name in names:

@@ -1,4 +1,4 @@
-"""Runs the ``zfs`` command as a process with a timeout."""
+"""Run the ``zfs`` command as a process with a timeout."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sandbox_gateway.zfs.exceptions import ReadOnlyPool, SuspendedPool, ZFSGener
 from sandbox_gateway.zfs.outcome import Outcome
 
 SECONDS = 60.0
-"""Timeout of a command that transfers no data."""
+"""Timeout in seconds of a command that transfers no data."""
 TRANSFER_SECONDS = 3600.0
-"""Timeout of send and receive."""
+"""Timeout in seconds of send and receive."""
 
 _inherited_files: frozenset[IO[str]] = frozenset()
 """Files that every command inherits. A lock on one of them lasts until the last command has ended, even if the process
@@ -37,7 +37,7 @@ def execute(
     stdout: int | None = None,
     name: str | None = None,
 ) -> Outcome:
-    """Run ``zfs args`` for at most ``seconds``; ``stdin`` and ``stdout`` may be file descriptors.
+    """Run ``zfs args`` for at most ``seconds``. ``stdin`` and ``stdout`` may be file descriptors.
 
     Raises only errors that no caller can handle: ZFSInitializationFailed, SuspendedPool, ReadOnlyPool, and
     ZFSGenericError(ETIMEDOUT). ``name`` is the dataset in their text.
@@ -96,7 +96,7 @@ def read_first_bytes(*args: str, count: int, seconds: float = SECONDS) -> tuple[
 
 
 def inherit_file(file: IO[str]) -> None:
-    """From now on every command inherits ``file``: a lock on it lasts until the last of them has ended."""
+    """Let every later command inherit ``file``, so that a lock on it lasts until the last command has ended."""
     global _inherited_files
     _inherited_files |= {file}
 
@@ -125,7 +125,7 @@ def _outcome(args: tuple[str, ...], status: int, out: bytes, err: bytes, name: s
     text = err.decode(errors="replace")
     if status == 0:
         return Outcome(out.decode(errors="replace"), one_line(text), None)
-    # zfs-fuse writes some internal errors to standard output
+    # zfs-fuse writes some internal errors to standard output..
     text = text if text.strip() else out.decode(errors="replace")
     cause, said = cause_of(text), one_line(text) or f"`zfs {args[0]}` exited with {status} and no message"
     if cause is Cause.UNREACHABLE:
@@ -138,7 +138,7 @@ def _outcome(args: tuple[str, ...], status: int, out: bytes, err: bytes, name: s
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and wait only a moment: a command that hangs in the kernel does not die."""
+    """Kill the process and wait only a moment, because a command that hangs in the kernel does not end."""
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(1)

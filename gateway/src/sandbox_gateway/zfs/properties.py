@@ -24,7 +24,7 @@ def lzc_set_prop(name: Name, prop: Name, val: Value) -> None:
 
 
 def lzc_inherit_prop(name: Name, prop: Name) -> None:
-    """Remove a property that is set on ``name``, if it is. Raises PropertyInvalid, DatasetNotFound."""
+    """Remove a property from ``name``, if it is set there. Raises PropertyInvalid, DatasetNotFound."""
     target = existing_name(name)
     check(run("inherit", property_name(prop), target, name=target), target, "inherit a property")
 
@@ -58,7 +58,8 @@ def get_tree(root: Name, props: Iterable[str]) -> dict[str, dict[str, Property]]
 def local_tree(root: Name) -> dict[str, dict[str, str]]:
     """Return ``{name: {user property: value}}``, as set on each dataset and snapshot itself, without inherited ones.
 
-    A value that looks like lines of ``zfs get`` is read by a separate command, so that it cannot fake other properties.
+    A value that looks like output of ``zfs get`` is read with a separate command, so that it cannot fake other
+    properties.
     """
     target = existing_name(root)
     try:
@@ -80,16 +81,16 @@ def local_props(name: Name) -> dict[str, str]:
 def _local(options: Sequence[str], target: str) -> dict[str, dict[str, str]]:
     result: dict[str, dict[str, str]] = {}
     for item in _get([*options, "-s", "local,received"], ["all"], [target]):
-        # a line that names another dataset is part of a value
+        # A line that names another dataset is part of a value.
         if item.name != target and not (options and item.name.startswith((f"{target}/", f"{target}@"))):
-            raise ZFSOutputError(item.name).with_details(f"the output should be about {target}")
+            raise ZFSOutputError(item.name).with_details(f"the output is about another dataset than {target}")
         if ":" in item.prop and item.is_local:
             result.setdefault(item.name, {})[item.prop] = item.value
     return result
 
 
 def _one_by_one(target: str) -> dict[str, str]:
-    """Read each property with a separate command, whose output is unambiguous whatever the value."""
+    """Read each property with a separate command, whose output is unambiguous for every value."""
     outcome = run("get", "-H", "-s", "local,received", "-o", "property", "all", target, name=target)
     found = [prop for (prop,) in parse_table(check(outcome, target, "get properties").out, 1) if ":" in prop]
     result = {}

@@ -1,4 +1,4 @@
-"""Runs ``zfs``: one mount at a time if this ZFS requires that, and retries while a dataset is busy."""
+"""Run ``zfs``, with one mount at a time if this ZFS requires it, and with retries while a dataset is busy."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def run(
     name: str | None = None,
     before: Callable[[], None] | None = None,
 ) -> Outcome:
-    """Run ``zfs args``; parameters and errors are those of ``execute``.
+    """Run ``zfs args``, with the parameters and errors of ``execute``.
 
-    ``before`` is called first; on zfs-fuse nothing is mounted between it and the command. Its errors are raised.
+    ``before`` is called first, and its errors are raised. On zfs-fuse nothing is mounted between it and the command.
     """
     with mount_lock(args[0], seconds, name):
         if before is not None:
@@ -40,7 +40,7 @@ def run(
 
 
 def run_with_retries(*args: str, name: str | None = None, before: Callable[[], None] | None = None) -> Outcome:
-    """Run ``zfs args``, and retry while the dataset is busy, for as long as that may end by itself.
+    """Run ``zfs args``, and retry while the dataset is busy, if that may end by itself.
 
     zfs-fuse unmounts a dataset before it destroys it and then finds it busy until the daemon has written its data
     (milliseconds; seconds on a full pool). Processes with open files rarely close them in time.
@@ -58,8 +58,8 @@ def run_with_retries(*args: str, name: str | None = None, before: Callable[[], N
 def mount_lock(verb: str, seconds: float, name: str | None) -> Iterator[None]:
     """On zfs-fuse, allow only one command on the whole machine to mount at a time.
 
-    Two threads of its daemon announce new mounts to a third through one pipe, in two pieces each and without a lock:
-    if the pieces mix, all file systems hang until the daemon is restarted.
+    Two threads of its daemon announce new mounts to a third through one pipe, each in two pieces and without a lock. If
+    the pieces mix, all file systems hang until the daemon is restarted.
     """
     if verb not in _MOUNTING or detect_capabilities().concurrent_mounts or not _FUSE_DIRECTORY.is_dir():
         yield
@@ -69,7 +69,11 @@ def mount_lock(verb: str, seconds: float, name: str | None) -> Iterator[None]:
         deadline = time.monotonic() + seconds
         while not _try_lock(directory):
             if time.monotonic() > deadline:
-                raise ZFSGenericError(errno.ETIMEDOUT, name, f"`zfs {verb}` had no turn within {seconds:g} s")
+                raise ZFSGenericError(
+                    errno.ETIMEDOUT,
+                    name,
+                    f"`zfs {verb}` waited {seconds:g} s for the mount lock of another command: try again",
+                )
             time.sleep(0.002)
         yield
     finally:

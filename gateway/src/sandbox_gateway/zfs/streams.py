@@ -1,4 +1,4 @@
-"""Sends snapshots as streams and receives them."""
+"""Send snapshots as streams, and receive them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits on bodies of control-plane requests, which are held in memory: their size, total size and duration."""
+"""Limit the size, total size and duration of control-plane request bodies, which are held in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sandbox_gateway.errors import Busy, GatewayError, OverQuota
 
 MAX_BODY_BYTES = 4 << 20
 MAX_HELD_BYTES = 32 << 20
-"""Bytes of the bodies of all current requests."""
+"""Maximum number of bytes in the bodies of all current requests."""
 
 
 class TooLarge(OverQuota):
@@ -31,11 +31,16 @@ class TooSlow(GatewayError):
 
     @classmethod
     def whole(cls, seconds: float) -> TooSlow:
-        return cls(f"the body was not there within {seconds:g} s (server.request_seconds): send it faster, or less")
+        return cls(
+            f"the request body did not arrive within {seconds:g} s (server.request_seconds): send it faster, or "
+            "send less"
+        )
 
     @classmethod
     def stalled(cls, seconds: float) -> TooSlow:
-        return cls(f"nothing of the body came for {seconds:g} s (server.stalled_seconds): send the request anew")
+        return cls(
+            f"no data of the request body arrived for {seconds:g} s (server.stalled_seconds): send the request again"
+        )
 
 
 class BodyLimit:

@@ -1,7 +1,8 @@
-"""Authorises requests to ports in sandboxes: by API key, by the sandbox's two tokens, by signed URL, or public ports.
+"""Authorise requests to ports in sandboxes: by API key, the sandbox's two tokens, signed URL, or because ports are
+public.
 
-The tokens are derived from the sandbox's id, even after its removal: holders of its tokens learn that it was removed,
-and others cannot distinguish it from one that never existed.
+The tokens are derived from the sandbox's id, even after its removal: a holder of its tokens learns that the sandbox was
+removed, and others cannot distinguish it from an unknown sandbox.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class NotRunning(GatewayError):
 
     @classmethod
     def for_missing(cls, ref: str) -> NotRunning:
-        return cls(NotFound.kind, f"sandbox {clip(ref, 80)!r} was not found: it was removed, or never was")
+        return cls(NotFound.kind, f"sandbox {clip(ref, 80)!r} was not found: it was removed, or never existed")
 
     @classmethod
     def from_error(cls, error: GatewayError) -> NotRunning:
-        return cls(error.kind, f"{error.message}; a running one was not found")
+        return cls(error.kind, f"{error.message}; a running sandbox was not found")
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,15 @@ class PortAccess:
         if caller:
             return auth.insufficient(caller, auth.Permission.EXEC)
         if any(name in headers for name in (TOKEN_HEADER, *TRAFFIC_HEADERS)):
-            return Unauthorized("no sandbox of that id has this access token, or it is not good for this port")
+            return Unauthorized(
+                "no sandbox with that id has this access token, or the token is not valid for this port"
+            )
         return auth.unauthorized(scope, self.keys)
 
 
 def signed_query(method: str, query: bytes, token: str, now: float) -> bytes | None:
-    """Return the query to pass on for a `/files` URL that E2B's clients signed with ``token``; None if it was not.
+    """Return the query to pass on for a `/files` URL that E2B's clients signed with ``token``; None if it is not
+    signed.
 
     The signature is over `path:operation:user:token[:expiration]`. A user name with a colon is refused: parts of the
     path, or the operation, could be moved into it. Raises Unauthorized for an expired signature.
@@ -143,6 +147,6 @@ def signed_query(method: str, query: bytes, token: str, now: float) -> bytes | N
     if not hmac.compare_digest(signature.encode(), right.encode()):
         return None
     if expiration is not None and now > int(expiration):
-        raise Unauthorized("the signature of this URL has expired: make a new one")
+        raise Unauthorized("the signature of this URL has expired: create a new URL")
     passed = {"path": path, "username": user} if user else {"path": path}
     return urlencode(passed, quote_via=quote).encode()

@@ -1,6 +1,6 @@
-"""Parses WebSocket messages in fragments of bounded size, one at a time.
+"""Parse WebSocket messages in fragments of bounded size, one at a time.
 
-Written by hand, because websockets buffers whole frames: a peer could make the gateway hold 16 MiB per connection.
+The library websockets buffers whole frames: with it, a peer could make the gateway hold 16 MiB per connection.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from websockets.protocol import SERVER, Protocol
 from websockets.server import ServerProtocol
 
 MAX_FRAGMENT_BYTES = 16 << 10
-"""In bytes; a multiple of four, the length of a mask. A larger frame is passed on as several."""
+"""Maximum bytes of a fragment; a multiple of four, the length of a mask. Larger frames are split."""
 MAX_CONTROLS = 32
-"""Control frames handled per turn of the event loop: one read may contain thousands."""
+"""Maximum number of control frames handled per turn of the event loop: one read may contain thousands."""
 _FIN, _OPCODE, _MASKED, _LENGTH = 0x80, 0x0F, 0x80, 0x7F
 _LENGTHS = {126: "!H", 127: "!Q"}
 
@@ -74,7 +74,7 @@ class Fragments(Protocol):
             (length,) = struct.unpack(layout, (yield from self.reader.read_exact(struct.calcsize(layout))))
         if opcode in CTRL_OPCODES:
             if length > 125 or not fin:
-                raise ProtocolError("control frame too long, or fragmented")
+                raise ProtocolError("the control frame is too long or fragmented")
         elif self.max_message_size is not None and length > (most := self.max_message_size - (self.current_size or 0)):
             raise PayloadTooBig(length, most)
         mask = (yield from self.reader.read_exact(4)) if self.side is SERVER else b""

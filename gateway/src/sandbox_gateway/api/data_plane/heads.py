@@ -1,7 +1,6 @@
-"""Limits the size of the head of a service's answer.
+"""Limit the size of the head of a service's answer.
 
-Written by hand, because h11 limits only single heads: a service may send interim answers (100, 103) endlessly,
-thousands in one read.
+h11 limits only single heads, but a service may send interim answers (100, 103) endlessly, thousands in one read.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import httpcore
 MAX_BYTES = 64 << 10
 """Maximum size of an answer's head, including all interim answers before it."""
 _PIECE = 16 << 10
-"""Bytes parsed per turn of the event loop."""
+"""Maximum number of bytes parsed per turn of the event loop."""
 _AT_ONCE = 256 << 10
-"""Bytes that asyncio reads per turn."""
+"""Maximum number of bytes that asyncio reads per turn."""
 _head: ContextVar[Head | None] = ContextVar("head", default=None)
 
 

@@ -1,6 +1,6 @@
 """Connection pools, one per machine: connections end with the machine, not with the sandbox.
 
-Written by hand, because httpx pools connections by address, and a new machine may get the address of an old one.
+httpx pools connections by address, which is unsafe here: a new machine may get the address of an old one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from sandbox_gateway.records import Sandbox, SandboxState
 
 CONNECT_SECONDS = 10.0
 SMALL_PIECE = 4096
-"""In bytes. Thousands of smaller pieces may arrive in one read: other tasks run after each of them."""
+"""Bytes per piece. Thousands of smaller pieces may arrive in one read: other tasks run after each piece."""
 IDLE_CONNECTIONS = 16
 IDLE_SECONDS = 30.0
-"""Shorter than the agent's idle timeout, so that the agent never closes a connection that is about to be reused."""
+"""Seconds until an idle connection is closed.
+
+Seconds until an idle connection is closed. Shorter than the agent's idle timeout, so that the agent never closes a
+connection that is about to be reused.
+"""
 
 
 class MachineConnections:
@@ -37,7 +41,7 @@ class MachineConnections:
         self.active_requests = 0
 
     def is_alive(self) -> bool:
-        """Return whether the machine still exists. Another one may get its address before ``gone`` is done."""
+        """Return whether the machine still exists. Another machine may get its address before ``gone`` is done."""
         return not self.gone.done() and not self._engine.host.end_reason(self._sandbox)
 
     async def end(self) -> None:
@@ -51,7 +55,8 @@ class Pools:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # Never used, because services inside speak plain HTTP; without it, httpcore would create one for each pool.
+        # Services inside speak plain HTTP, so the context is never used; without it, httpcore would create one for each
+        # pool.
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._machines: dict[str, MachineConnections] = {}
         self._watcher: asyncio.Task[None] | None = None
@@ -59,11 +64,16 @@ class Pools:
 
     @contextlib.contextmanager
     def use(self, sandbox: Sandbox) -> Iterator[MachineConnections]:
-        """Provide the machine that ``sandbox`` runs on, for one request. Raises Busy if it has too many."""
+        """Provide the machine that ``sandbox`` runs on, for one request.
+
+        Raises Busy if the machine has too many requests.
+        """
         machine = self._machine_of(sandbox)
         most = self._engine.config.limits.connections
         if machine.active_requests >= most:
-            raise Busy(f"{most} requests to sandbox {sandbox.id} are under way (limits.connections): try again later")
+            raise Busy(
+                f"sandbox {sandbox.id} already has {most} requests in progress (limits.connections): try again later"
+            )
         machine.active_requests += 1
         try:
             yield machine
@@ -113,5 +123,8 @@ class Pools:
 
 
 def _key(sandbox: Sandbox) -> tuple[str, datetime]:
-    """Return the key of a machine. After a stop and a boot from its disk, a new machine has the same name."""
+    """Return the key of a machine.
+
+    Its name is not enough: after a stop and a boot from the disk, a new machine has the same name.
+    """
     return sandbox.instance, sandbox.started_at

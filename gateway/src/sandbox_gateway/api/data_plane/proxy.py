@@ -1,8 +1,8 @@
-"""The data plane: streams requests to ports inside sandboxes, and their answers.
+"""The data plane: stream requests to ports inside sandboxes, and their answers.
 
 A request belongs to a sandbox when its Host is `{port}-{sandboxID}.{domain}`, or when it carries `E2b-Sandbox-Id`
-and `E2b-Sandbox-Port`. `access.ports` authorises them. Written by hand, because proxy libraries trust the service and
-pool connections by address: here services are untrusted, and connections end with the machine.
+and `E2b-Sandbox-Port`. `access.ports` authorises requests. No proxy library is used: these trust the service and pool
+connections by address, but here services are untrusted, and connections end with the machine.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _HOP_BY_HOP = frozenset(
 _NOT_INWARD = _HOP_BY_HOP | SECRET_HEADERS | {_ID_HEADER, _PORT_HEADER, "expect", "host"}
 # uvicorn adds its own date. `Alt-Svc` would redirect clients to other ports at the gateway's address.
 _NOT_OUTWARD = _HOP_BY_HOP | {"date", "alt-svc"}
-# If the Host header is the gateway's own address, these would apply to the gateway and every sandbox behind it.
+# If the Host header is the gateway's own address, these headers would apply to the gateway and all its sandboxes.
 _NOT_OURS = frozenset({"set-cookie", "strict-transport-security", "clear-site-data", "public-key-pins"})
 _COOKIE_DOMAIN = re.compile(rb";\s*domain\s*=\s*([^;\s]*)", re.IGNORECASE)
 _REPEATABLE = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -78,7 +78,7 @@ class CannotForward(Unsupported):
 @dataclass(frozen=True)
 class Target:
     """The target of a request. ``ref``: the sandbox; ``port``: 1 to 65535 inside it; ``host``: the Host header for the
-    service; ``by_host``: the request named the sandbox in its Host header."""
+    service; ``by_host``: whether the Host header names the sandbox."""
 
     ref: str
     port: int
@@ -87,7 +87,7 @@ class Target:
 
 
 class Addresses:
-    """The address formats in which requests name a sandbox and a port."""
+    """The formats in which requests name a sandbox and a port."""
 
     def __init__(self, domain: str) -> None:
         self._host = re.compile(rf"(\d+)-([^.]+)\.{re.escape(domain.lower())}\.?(?::\d{{1,5}})?")
@@ -109,7 +109,7 @@ class Addresses:
 
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= 65535):
-        raise Invalid(f"a port is a number from 1 to 65535 (got {clip(text, 40)!r})")
+        raise Invalid(f"the port must be a number from 1 to 65535 (got {clip(text, 40)!r})")
     return int(text)
 
 
@@ -149,7 +149,7 @@ class DataPlane:
         target = self.addresses.target(headers) if scope["type"] in ("http", "websocket") else None
         if target is None:
             if scope["type"] == "websocket":
-                raise Unsupported("the gateway itself has no WebSockets; address a port of a sandbox (docs/api.md)")
+                raise Unsupported("the gateway itself has no WebSockets: address a port of a sandbox (docs/api.md)")
             await self.app(scope, receive, send)
             return
         scope["sandbox_gateway.route"] = "data plane"
@@ -212,14 +212,14 @@ class DataPlane:
 def _check_target(scope: Scope, headers: Headers) -> None:
     """Raise Invalid or NotPassedOn for a request that cannot be passed on to any service."""
     if scope.get("method") == "CONNECT":
-        raise CannotForward("CONNECT is not passed on: only requests and WebSockets are")
+        raise CannotForward("the method CONNECT is not supported: use a plain request or a WebSocket")
     if not scope.get("raw_path", b"/").startswith(b"/"):
-        raise Invalid("the target of a request is a path: it begins with '/'")
+        raise Invalid("the request target must be a path that begins with '/'")
     if scope["type"] == "http" and "upgrade" in _connection_options(headers):
         wanted = headers.get("upgrade", "").strip()
         # A client that offers an upgrade to HTTP/2 accepts an answer in HTTP/1.1.
         if wanted and wanted.lower() != "h2c":
-            raise CannotForward(f"an upgrade to {clip(wanted, 40)!r} is not passed on: only WebSockets are")
+            raise CannotForward(f"an upgrade to {clip(wanted, 40)!r} is not supported: only upgrades to WebSocket are")
 
 
 async def _http(
@@ -253,7 +253,7 @@ class _Exchange:
         self.request = request
         self.may_repeat = may_repeat
         self.begun = False
-        """The answer has begun."""
+        """Whether the answer has begun."""
 
     async def run(self) -> None:
         """Send the request and pass on the answer. Raises ProxyFailed before the answer has begun."""
@@ -261,7 +261,8 @@ class _Exchange:
         try:
             if not 200 <= response.status_code < 600:
                 raise ProxyFailed(
-                    f"{self.incoming.description} answered with status {response.status_code}, which is no answer"
+                    f"{self.incoming.description} answered with status {response.status_code}, which does "
+                    "not end a request"
                 )
             headers = _headers_for_client(response.headers.raw, self.incoming.target)
             self.begun = True
@@ -293,9 +294,14 @@ class _Exchange:
         except httpx.ConnectError:
             raise _port_closed(self.incoming) from None
         except httpx.TimeoutException:
-            raise ProxyFailed(f"{description} did not accept a connection in time") from None
+            raise ProxyFailed(
+                f"{description} did not accept a connection in time: check that the service there is "
+                "running: check that the service there is running"
+            ) from None
         except httpx.TransportError as error:
-            raise ProxyFailed(f"{description} broke the connection: {error}") from None
+            raise ProxyFailed(
+                f"{description} broke the connection ({error}): look at the log of the service there"
+            ) from None
 
     async def _send_once(self) -> httpx.Response:
         try:
@@ -308,14 +314,14 @@ class _Exchange:
 
 
 class _Body(httpx.AsyncByteStream):
-    """The request's body as it arrives; ``expected`` False: it has none. Raises TooSlow if nothing arrives for
+    """The request's body as it arrives; ``expected`` False: there is no body. Raises TooSlow if nothing arrives for
     ``seconds``."""
 
     def __init__(self, receive: Receive, seconds: float, *, expected: bool) -> None:
         self.receive = receive
         self.seconds = seconds
         self.read = asyncio.Event()
-        """Set once the body has been read: only the client's disconnect can follow."""
+        """Set once the whole body has been read: only the client's disconnect can follow."""
         if not expected:
             self.read.set()
 
@@ -398,9 +404,11 @@ async def _websocket(incoming: ServiceRequest, machine: MachineConnections) -> N
     except ConnectionRefusedError:
         raise _port_closed(incoming) from None
     except TimeoutError:
-        raise ProxyFailed(f"{incoming.description} did not answer a WebSocket in time") from None
+        raise ProxyFailed(
+            f"{incoming.description} did not answer the WebSocket handshake in time: check the service there"
+        ) from None
     except (OSError, InvalidHandshake) as error:
-        raise ProxyFailed(f"{incoming.description} does not speak WebSocket there: {error}") from None
+        raise ProxyFailed(f"{incoming.description} did not accept the WebSocket: {error}") from None
     if inside is None:
         raise _machine_ended(incoming)
     assert inside.response is not None
@@ -412,12 +420,16 @@ async def _websocket(incoming: ServiceRequest, machine: MachineConnections) -> N
 def _port_closed(incoming: ServiceRequest) -> ProxyFailed:
     # E2B's clients search the message for "port is not open".
     return ProxyFailed(
-        f"nothing listens on {incoming.description}, the port is not open: start the service there, on all addresses"
+        f"nothing listens on {incoming.description}, the port is not open: start the service there and let "
+        "it listen on all addresses"
     )
 
 
 def _machine_ended(incoming: ServiceRequest) -> ProxyFailed:
-    return ProxyFailed(f"sandbox {incoming.sandbox.id} was rolled back, paused or ended during the request")
+    return ProxyFailed(
+        f"sandbox {incoming.sandbox.id} was rolled back, paused or ended during the request: send it again: "
+        "send it again"
+    )
 
 
 def _headers_for_client(

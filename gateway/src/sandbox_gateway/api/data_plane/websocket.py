@@ -1,7 +1,7 @@
 """WebSockets to ports inside sandboxes: two connections, and each fragment from one is sent to the other.
 
-Each side is read only as fast as the other accepts data. Each connection answers its own pings. Written by hand,
-because uvicorn and websockets buffer whole messages: a few connections could use up the gateway's memory.
+Each side is read only as fast as the other accepts data. Each connection answers its own pings. uvicorn and websockets
+buffer whole messages: without this module, a few connections could use up the gateway's memory.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class FromClient(WebSocketsSansIOProtocol):
         self.transport.close()
 
     def _discard_rest(self) -> None:
-        """Discard fragments after our close frame: the peer's close frame may follow unreceived fragments."""
+        """Discard fragments after the gateway's close frame: the peer's close frame may follow unreceived fragments."""
         while self.close_sent and self.conn.has_more and not self.conn.crowded:
             super().data_received(b"")
 
@@ -223,7 +223,7 @@ async def connect(
         raise Refused(error.response) from None
     except EOFError:
         connection.transport.abort()
-        raise InvalidHandshake("it hung up") from None
+        raise InvalidHandshake("the service closed the connection during the handshake") from None
     except BaseException:
         connection.transport.abort()
         raise
@@ -292,7 +292,7 @@ class Tunnel:
         try:
             await self._send(message)
         except (OSError, RuntimeError):
-            # uvicorn raises these for a client that has disconnected, or whose connection it has closed itself.
+            # uvicorn raises these errors for a client that has disconnected, or whose connection it has closed itself.
             raise ClientGone from None
 
     async def _close(self, code: int, reason: str) -> None:
@@ -326,7 +326,7 @@ class Tunnel:
         try:
             while True:
                 frame = await inside.next_fragment()
-                # Keep reading after the client has closed: the answer to its close frame comes after the rest.
+                # Keep reading after the client has closed: the answer to its close frame arrives after the rest.
                 if not self._left:
                     await self._send_to_client({"type": "websocket.send", "frame": frame})
                 if len(frame.data) < SMALL_PIECE:

@@ -28,7 +28,7 @@ MAX_PAIRS = 10_000
 
 
 def _check_count(value: object) -> object:
-    """Refuse a large object before its members are validated: each invalid one would cost a kilobyte of error."""
+    """Refuse a large object before its members are validated: each invalid member would add a kilobyte to the error."""
     if isinstance(value, dict) and len(value) > MAX_PAIRS:
         raise ValueError(f"an object has at most {MAX_PAIRS} members here, not {len(value)}")
     return value
@@ -61,7 +61,7 @@ class Network(NativeBody):
     allow_public_traffic: bool | None = Field(
         None,
         strict=True,
-        description="True: anyone who reaches the gateway can reach the sandbox's ports, except those of the agent.",
+        description="True: anyone who can reach the gateway can reach the sandbox's ports, except those of the agent.",
     )
     rules: Any = None
     egress_proxy: Any = None
@@ -73,11 +73,14 @@ class Network(NativeBody):
     def _reject_unsupported(cls, value: object) -> None:
         """Refuse an unsupported field: a caller that sets it relies on it, so ignoring it would be worse."""
         if value:
-            raise ValueError("not supported here: requests pass unchanged, to where they are sent; leave it out")
+            raise ValueError("not supported, because the gateway does not change or redirect requests: leave it out")
 
     def policy(self, allow_internet: bool | None = None, *, public: bool = False) -> NetworkPolicy:
-        """Return the network policy. Fields of this object take precedence over ``allow_internet``, the request's field
-        outside this object, and ``public``, the current value."""
+        """Return the network policy.
+
+        Fields of this object take precedence over ``allow_internet``, a field of the request itself, and ``public``,
+        the current value.
+        """
         word = self.allow_internet if self.allow_internet is not None else allow_internet
         return NetworkPolicy(
             allow_internet=word is not False,
@@ -97,7 +100,7 @@ class AutoResume(NativeBody):
 
 
 class Sizes(NativeBody):
-    """Absent: as in the snapshot."""
+    """The sizes of a sandbox. The sizes of a sandbox. The sizes of a sandbox. Absent: as in the snapshot."""
 
     cpus: int | None = Field(None, alias="cpuCount", strict=True, ge=1, le=256)
     memory_mb: int | None = Field(None, strict=True, ge=64, le=1 << 20)
@@ -110,9 +113,7 @@ class VolumeMount(NativeBody):
     name: AnyRef = Field(description="The volume, by name or id.")
     path: str = Field(min_length=1, max_length=4096, description="The mount point in the sandbox: absolute.")
     read_only: bool = False
-    clone: bool = Field(
-        False, description="Mount a clone of the volume as the snapshot holds it, not the volume itself."
-    )
+    clone: bool = Field(False, description="Mount a clone of the captured volume, not the volume itself.")
 
     def spec(self) -> MountSpec:
         return MountSpec(self.name, self.path, read_only=self.read_only, clone=self.clone)
@@ -128,7 +129,7 @@ class Forked(Sizes):
     allow_internet_access: bool | None = Field(None, alias="allow_internet_access")
     lifecycle: Lifecycle | None = None
     auto_pause: bool = False
-    auto_pause_memory: bool = Field(True, description="Only true is offered.")
+    auto_pause_memory: bool = Field(True, description="Only true is supported.")
     iam: Any = None
     auto_resume: AutoResume | None = None
     paused: bool = Field(False, description="Create it paused.")
@@ -136,20 +137,22 @@ class Forked(Sizes):
     volume_mounts: list[VolumeMount] | None = Field(
         None,
         max_length=MAX_MOUNTS,
-        description="Absent or null: as the source of the snapshot had them. An empty list: none.",
+        description="Absent or null: the mounts of the snapshot's source. An empty list: none.",
     )
 
     @field_validator("iam")
     @classmethod
     def _reject_identities(cls, value: object) -> None:
         if value:
-            raise ValueError("not supported here: there are no workload identities; leave it out")
+            raise ValueError("not supported, because sandboxes have no workload identities: leave it out")
 
     @field_validator("auto_pause_memory")
     @classmethod
     def _reject_without_memory(cls, value: bool) -> bool:
         if not value:
-            raise ValueError("not supported here: what is paused at the end of its time keeps its memory; leave it out")
+            raise ValueError(
+                "not supported, because a sandbox that is paused at its timeout always keeps its memory: leave it out"
+            )
         return value
 
     def spec(self, **more: Any) -> ForkSpec:
@@ -192,13 +195,13 @@ class CreateSandbox(Forked):
 
 
 class Fork(Forked):
-    """One sandbox, `count` siblings, or one for each of `names`."""
+    """A request for one sandbox, `count` siblings, or one sandbox per name in `names`."""
 
-    name: Name | None = Field(None, description="Of a single sandbox; several have `names`.")
+    name: Name | None = Field(None, description="Name of a single sandbox; for several, use `names`.")
     count: int | None = Field(None, strict=True, ge=1, le=MAX_FORKS)
     names: list[Name] | None = Field(None, min_length=1, max_length=MAX_FORKS)
     concurrency: int | None = Field(None, strict=True, ge=1, le=256)
-    atomic: bool = Field(True, description="All or none; false: as many as can be, with the errors of the others.")
+    atomic: bool = Field(True, description="All or none. False: as many as possible, with the errors of the others.")
 
     @property
     def has_count(self) -> bool:
@@ -220,12 +223,12 @@ class Fork(Forked):
         if self.name and self.names:
             raise Invalid("name and names exclude each other: leave name out")
         if self.name and self.count not in (None, 1):
-            raise Invalid(f"name is for a single sandbox and count is {self.count}: give names, one for each sandbox")
+            raise Invalid(f"name is for a single sandbox, but count is {self.count}: use names, one for each sandbox")
         names = [self.name] if self.name else self.names
         if names and self.count not in (None, len(names)):
-            raise Invalid(f"count is {self.count} and there are {len(names)} names: leave one of them out")
+            raise Invalid(f"count is {self.count}, but there are {len(names)} names: leave one of the two fields out")
         if names and len(set(names)) != len(names):
-            raise Invalid("names: each can be given to one sandbox only")
+            raise Invalid("names contains a duplicate: each name can be used only once")
         return names
 
 
@@ -238,7 +241,7 @@ class Resume(NativeBody):
     ignored = frozenset({"autoPause"})
 
     timeout: Timeout = TIMEOUT
-    memory: bool | None = Field(None, description="false: boot from the disk, though its memory was captured.")
+    memory: bool | None = Field(None, description="False: boot from the disk, without the captured memory.")
 
 
 class Pause(NativeBody):
@@ -259,21 +262,24 @@ class Exec(NativeBody):
     env: Pairs = Field(default_factory=dict)
     cwd: str = Field("", max_length=4096)
     user: str = Field("", max_length=256)
-    timeout: float = Field(60, gt=0, le=604_800, allow_inf_nan=False, description="Seconds it may take.")
-    stdin: str = Field("", description="Base64 of what it reads from standard input.")
+    timeout: float = Field(60, gt=0, le=604_800, allow_inf_nan=False, description="Timeout in seconds.")
+    stdin: str = Field("", description="The program's standard input, in base64.")
 
 
 class KeepRule(NativeBody):
-    keep_last: int | None = Field(None, ge=1, le=100_000, description="Keep this many of the newest.")
+    keep_last: int | None = Field(None, ge=1, le=100_000, description="Number of newest snapshots to keep.")
     keep_daily: int | None = Field(
-        None, ge=1, le=100_000, description="Keep the newest of a day (UTC), for this many days that have one."
+        None,
+        ge=1,
+        le=100_000,
+        description="Number of days (UTC, only days with snapshots) of which to keep the newest snapshot.",
     )
     max_age: float | None = Field(
         None,
         gt=0,
         le=100 * 366 * 86400,
         allow_inf_nan=False,
-        description="Keep none that is older, in seconds.",
+        description="Delete snapshots that are older, in seconds.",
     )
 
     @model_validator(mode="after")
@@ -286,14 +292,14 @@ class KeepRule(NativeBody):
 class CreateSnapshot(NativeBody):
     name: Name | None = None
     description: str = Field("", max_length=4096)
-    memory: Literal["auto", "none"] | bool = Field("auto", description="none (or false): the disk only.")
-    expires_in: Seconds | None = Field(None, description="Seconds after which it may be removed.")
+    memory: Literal["auto", "none"] | bool = Field("auto", description="None (or false): capture the disk only.")
+    expires_in: Seconds | None = Field(None, description="Seconds after which the snapshot may be removed.")
     volumes: list[AnyRef] = Field(
         default_factory=list, max_length=MAX_MOUNTS, description="Volumes to capture in the same pause."
     )
     retention: KeepRule | None = Field(
         None,
-        description="Which of the sandbox's snapshots with a rule to keep; those in use are always kept.",
+        description="Which of the sandbox's snapshots with a rule to keep. Snapshots in use are always kept.",
     )
 
     @property
@@ -303,11 +309,13 @@ class CreateSnapshot(NativeBody):
 
 class Rollback(NativeBody):
     snapshot: AnyRef = Field(alias="snapshotID")
-    cold_start: bool = Field(False, description="Boot from its disk, though it holds memory.")
+    cold_start: bool = Field(False, description="Boot from the snapshot's disk, without its memory.")
 
 
 class Promote(NativeBody):
-    source: AnyRef | None = Field(None, description="The sandbox that takes over; default: the one it was forked from.")
+    source: AnyRef | None = Field(
+        None, description="The sandbox to replace; default: the sandbox that this one was forked from."
+    )
 
 
 def _empty_to_none(value: object) -> object:
@@ -320,7 +328,7 @@ class CreateVolume(NativeBody):
     ignored = frozenset({"driver"})
 
     name: Annotated[Name | None, BeforeValidator(_empty_to_none)] = Field(None, description="Absent: generated.")
-    size_mb: VolumeSize | None = Field(None, description="Absent: 1024, or that of the snapshot.")
+    size_mb: VolumeSize | None = Field(None, description="Absent: 1024, or the snapshot's size.")
     from_snapshot: str | None = Field(
         None,
         min_length=1,
@@ -334,12 +342,14 @@ class GrowVolume(NativeBody):
 
 
 class CreateVolumeSnapshot(NativeBody):
-    name: Annotated[Name | None, BeforeValidator(_empty_to_none)] = Field(None, description="Absent: its id.")
+    name: Annotated[Name | None, BeforeValidator(_empty_to_none)] = Field(None, description="Absent: the volume's id.")
 
 
 class RollbackVolume(NativeBody):
     snapshot: AnyRef = Field(description="A snapshot of this volume, by name or id.")
-    force: bool = Field(False, description="Also while a sandbox can write to it: later writes are lost.")
+    force: bool = Field(
+        False, description="Roll back even while a sandbox can write to the volume. Later writes are lost."
+    )
 
 
 class SetAlias(NativeBody):

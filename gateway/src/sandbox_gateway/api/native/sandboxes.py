@@ -28,7 +28,7 @@ router = APIRouter(tags=["sandboxes"])
     "/sandboxes",
     status_code=201,
     response_model_exclude_unset=True,
-    summary="Make a sandbox from a template or a snapshot",
+    summary="Create a sandbox from a template or a snapshot",
 )
 @router.post("/v2/sandboxes", status_code=201, response_model_exclude_unset=True, include_in_schema=False)
 async def create(
@@ -53,14 +53,14 @@ async def index(
     next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
     order: Order = "asc",
     name: str = "",
-    state: Annotated[str, Query(description="running, paused, or both with a comma between")] = "",
+    state: Annotated[str, Query(description="running, paused, or both, separated by a comma")] = "",
     metadata: Annotated[str, Query(description="`key=value&key=value`, URL-encoded; all must match")] = "",
     template: Annotated[str, Query(description="Id or name")] = "",
     forked_from: Annotated[
-        str, Query(alias="snapshotID", description="The snapshot or template they were made from")
+        str, Query(alias="snapshotID", description="Only sandboxes made from this snapshot or template")
     ] = "",
     started_after: Annotated[datetime | None, Query(alias="startedAfter")] = None,
-    diverged: Annotated[bool, Query(description="Say of each whether it diverged")] = False,
+    diverged: Annotated[bool, Query(description="Report for each sandbox whether it has diverged")] = False,
 ) -> list[shapes.SandboxShape]:
     tests = [
         *_name_filter(name),
@@ -82,7 +82,7 @@ async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SandboxShap
     return await view.with_divergence(engine.sandboxes.get(ref))
 
 
-@router.get("/sandboxes/{ref}/usage", summary="Show its use of disk and memory")
+@router.get("/sandboxes/{ref}/usage", summary="Show the disk and memory use of a sandbox")
 async def usage(ref: Ref, engine: EngineDep) -> shapes.UsageShape:
     return shapes.usage_shape(await engine.sandboxes.usage(ref))
 
@@ -102,16 +102,20 @@ async def kill(ref: Ref, engine: EngineDep) -> None:
     await engine.sandboxes.delete(ref)
 
 
-@router.post("/sandboxes/{ref}/connect", response_model_exclude_unset=True, summary="Resume it if it is paused")
+@router.post(
+    "/sandboxes/{ref}/connect", response_model_exclude_unset=True, summary="Resume the sandbox if it is paused"
+)
 @router.post("/v2/sandboxes/{ref}/connect", response_model_exclude_unset=True, include_in_schema=False)
 async def connect(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.Resume | None = None
 ) -> shapes.SandboxShape:
-    """A timeout moves the end of a running sandbox later, never earlier."""
+    """A timeout can only extend the life of a running sandbox."""
     body = body or requests.Resume()
     timeout, sandbox = body.given("timeout"), engine.sandboxes.get(ref)
     if timeout == 0:
-        raise Invalid("timeout: a connection needs a sandbox that lives: more than 0 seconds, or -1 for never")
+        raise Invalid(
+            "the timeout must be more than 0 seconds, or -1 for never, because a connection needs a running sandbox"
+        )
     if sandbox.state is SandboxState.PAUSED:
         work = engine.sandboxes.resume(sandbox.id, timeout=timeout, cold_start=body.memory is False)
         return view.sandbox(await cancel_on_disconnect(request, work))
@@ -129,17 +133,19 @@ async def resume(
     return view.sandbox(await cancel_on_disconnect(request, work))
 
 
-@router.post("/sandboxes/{ref}/pause", status_code=204, summary="Pause: keep it, with its memory, on the disk")
+@router.post(
+    "/sandboxes/{ref}/pause", status_code=204, summary="Pause a sandbox: save its memory on the disk, and stop it"
+)
 async def pause(request: Request, ref: Ref, engine: EngineDep, body: requests.Pause | None = None) -> None:
     await cancel_on_disconnect(request, engine.sandboxes.pause(ref, memory=(body or requests.Pause()).memory))
 
 
-@router.post("/sandboxes/{ref}/timeout", status_code=204, summary="Set the time it has left")
+@router.post("/sandboxes/{ref}/timeout", status_code=204, summary="Set a sandbox's remaining lifetime")
 async def set_timeout(ref: Ref, body: requests.SetTimeout, engine: EngineDep) -> None:
     await engine.sandboxes.set_timeout(ref, body.timeout)
 
 
-@router.put("/sandboxes/{ref}/network", status_code=204, summary="Replace its network policy")
+@router.put("/sandboxes/{ref}/network", status_code=204, summary="Replace a sandbox's network policy")
 async def set_network(ref: Ref, body: requests.Network, engine: EngineDep) -> None:
     await engine.sandboxes.set_network(ref, body.policy(public=engine.sandboxes.get(ref).network.allow_public_traffic))
 
@@ -166,7 +172,7 @@ async def execute(request: Request, ref: Ref, body: requests.Exec, engine: Engin
     "/sandboxes/{ref}/snapshots",
     status_code=201,
     response_model_exclude_unset=True,
-    summary="Capture it while it runs",
+    summary="Capture a sandbox while it runs",
 )
 async def snapshot(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.CreateSnapshot | None = None
@@ -186,7 +192,7 @@ async def snapshot(
     return view.snapshot(taken)
 
 
-@router.post("/sandboxes/{ref}/rollback", summary="Roll it back to a snapshot, under the same id")
+@router.post("/sandboxes/{ref}/rollback", summary="Roll a sandbox back to a snapshot, under the same id")
 async def rollback(
     request: Request, ref: Ref, body: requests.Rollback, engine: EngineDep, operation: Operation = ""
 ) -> shapes.RollbackShape:
@@ -200,7 +206,7 @@ async def rollback(
 @router.post(
     "/sandboxes/{ref}/promote",
     response_model_exclude_unset=True,
-    summary="Replace the state of the sandbox it was forked from by its own",
+    summary="Replace the state of a fork's source with the state of the fork",
 )
 async def promote(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.Promote | None = None
@@ -232,7 +238,7 @@ async def clone(
     "/sandboxes/{ref}/fork",
     status_code=201,
     response_model_exclude_unset=True,
-    summary="Like clone; answers a sandbox or an error for each",
+    summary="Fork a running sandbox; return a sandbox or an error for each fork",
 )
 async def fork(
     request: Request,
@@ -276,7 +282,9 @@ def _state_filter(states: str) -> list[Test]:
     try:
         wanted = {SandboxState(word.strip()) for word in states.split(",")}
     except ValueError:
-        raise Invalid(f"state: running, paused, or both with a comma between (got {states[:80]!r})") from None
+        raise Invalid(
+            f"the parameter state must be running, paused, or both, separated by a comma (got {states[:80]!r})"
+        ) from None
     return [lambda sandbox: sandbox.state in wanted]
 
 
@@ -284,7 +292,7 @@ def _metadata_filter(query: str) -> list[Test]:
     """Parse the metadata filter. Pairs may be URL-encoded once or, as one client does, twice."""
     pairs = parse_qsl(query, keep_blank_values=True)
     if query and not pairs:
-        raise Invalid(f"metadata: key=value pairs with & between (got {query[:80]!r})")
+        raise Invalid(f"the parameter metadata must be key=value pairs, separated by & (got {query[:80]!r})")
 
     def matching(key: str, value: str) -> Test:
         again = unquote(key), unquote(value)
@@ -324,4 +332,4 @@ def _decode_stdin(stdin: str) -> bytes | None:
     try:
         return base64.b64decode(stdin, validate=True) if stdin else None
     except ValueError:
-        raise Invalid("stdin: this is not base64") from None
+        raise Invalid("the field stdin is not base64") from None

@@ -18,7 +18,8 @@ from sandbox_gateway.records import Snapshot
 
 router = APIRouter(tags=["snapshots"])
 When = Annotated[
-    Literal["unused"] | None, Query(description="unused: hide it now, remove it with the last sandbox made from it")
+    Literal["unused"] | None,
+    Query(description="unused: hide the snapshot now, and remove it with the last sandbox made from it"),
 ]
 
 
@@ -30,8 +31,10 @@ async def index(
     limit: Limit = 100,
     next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
     name: str = "",
-    sandbox: Annotated[str, Query(alias="sandboxID", description="Taken of this sandbox (id or name)")] = "",
-    template: Annotated[str, Query(alias="templateID", description="Descending from this template (id or name)")] = "",
+    sandbox: Annotated[str, Query(alias="sandboxID", description="Only snapshots of this sandbox (id or name)")] = "",
+    template: Annotated[
+        str, Query(alias="templateID", description="Only snapshots that descend from this template (id or name)")
+    ] = "",
 ) -> list[shapes.SnapshotShape]:
     sources, templates = _sandbox_ids(sandbox, engine), ids_of(template, engine)
     found = [
@@ -45,7 +48,9 @@ async def index(
     return [view.snapshot(snapshot) for snapshot in shown]
 
 
-@router.get("/snapshots/{ref}", response_model_exclude_unset=True, summary="Show a snapshot (or a template as one)")
+@router.get(
+    "/snapshots/{ref}", response_model_exclude_unset=True, summary="Show a snapshot, or a template as a snapshot"
+)
 async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SnapshotShape:
     return view.snapshot(engine.snapshots.get(ref))
 
@@ -64,7 +69,7 @@ async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
     "/snapshots/{ref}/fork",
     status_code=201,
     response_model_exclude_unset=True,
-    summary="Make one sandbox from a snapshot, or with `count` or `names` several",
+    summary="Create one sandbox from a snapshot, or several with `count` or `names`",
 )
 async def fork(
     request: Request,
@@ -82,9 +87,10 @@ async def fork(
     return forks_shape(await cancel_on_disconnect(request, engine.forks.fork(ref, spec)), spec.names, view)
 
 
-@router.get("/lineage", summary="The tree: templates, sandboxes, snapshots, forks", tags=["gateway"])
+@router.get("/lineage", summary="Show the lineage of templates, sandboxes, snapshots and forks", tags=["gateway"])
 async def lineage(
-    engine: EngineDep, root: Annotated[str, Query(max_length=MAX_REF_LENGTH, description="Only below this")] = ""
+    engine: EngineDep,
+    root: Annotated[str, Query(max_length=MAX_REF_LENGTH, description="Only descendants of this object")] = "",
 ) -> list[dict[str, Any]]:
     return engine.snapshots.lineage(root or None)
 

@@ -25,8 +25,8 @@ router = APIRouter(tags=["templates"])
 @router.post(
     "/templates",
     status_code=202,
-    summary="Build a template in the background, or find the one of the same recipe",
-    responses={200: {"model": shapes.BuildStarted, "description": "It exists already"}},
+    summary="Build a template in the background, or find an existing one with the same recipe",
+    responses={200: {"model": shapes.BuildStarted, "description": "The template already exists"}},
 )
 async def create(body: requests.CreateTemplate, engine: EngineDep, response: Response) -> shapes.BuildStarted:
     build = await engine.templates.build(body.name, body.recipe(), description=body.description)
@@ -43,7 +43,7 @@ async def index(
     next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
     name: str = "",
 ) -> list[shapes.TemplateShape]:
-    """Those that are ready, being built, or whose build failed since the gateway started."""
+    """List the templates that are ready, being built, or whose build failed since the gateway started."""
     guest = await engine.templates.guest_digest()
     ready = engine.snapshots.list([SnapshotKind.TEMPLATE])
     there = {template.id for template in ready}
@@ -72,12 +72,12 @@ async def show(ref: Ref, engine: EngineDep) -> shapes.TemplateShape:
         return shapes.building_shape(build)
 
 
-@router.get("/templates/aliases/{ref}", summary="Find the template of this name")
+@router.get("/templates/aliases/{ref}", summary="Find a template by name")
 async def by_alias(ref: Ref, engine: EngineDep) -> shapes.AliasShape:
     return shapes.AliasShape(template_id=engine.templates.get(ref).id, public=False)
 
 
-@router.put("/templates/{ref}/alias", response_model_exclude_unset=True, summary="Give it one more name")
+@router.put("/templates/{ref}/alias", response_model_exclude_unset=True, summary="Give a template an additional name")
 async def set_alias(ref: Ref, body: requests.SetAlias, engine: EngineDep) -> shapes.TemplateShape:
     guest = await engine.templates.guest_digest()
     return _ready(engine, await engine.templates.set_alias(ref, body.alias), guest)
@@ -89,22 +89,22 @@ async def build_status(
     build: Ref,
     engine: EngineDep,
     offset: Annotated[int, Query(alias="logsOffset", ge=0, description="Skip this many lines")] = 0,
-    limit: Annotated[int | None, Query(ge=0, le=100_000, description="Lines at most")] = None,
+    limit: Annotated[int | None, Query(ge=0, le=100_000, description="Maximum number of lines")] = None,
 ) -> shapes.BuildShape:
     return shapes.build_shape(engine.templates.get_build(ref, build), offset, limit)
 
 
 @router.get(
     "/templates/{ref}/builds/{build}/logs",
-    summary="A build's log",
+    summary="Show the log of a build",
     response_model=shapes.LogShape,
-    responses={200: {"content": {"text/plain": {}}, "description": "With `follow`: lines of text, as they come"}},
+    responses={200: {"content": {"text/plain": {}}, "description": "With `follow`: lines of text as they are written"}},
 )
 async def build_logs(
     ref: Ref,
     build: Ref,
     engine: EngineDep,
-    follow: Annotated[bool, Query(description="Until it ends, as text")] = False,
+    follow: Annotated[bool, Query(description="Stream the log as text until the build ends")] = False,
 ) -> Response:
     found = engine.templates.get_build(ref, build)
     if follow:

@@ -1,4 +1,4 @@
-"""Converts the engine's records to shapes, with fields that depend on the host and on the caller."""
+"""Convert the engine's records to shapes, with fields that depend on the host and on the caller."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class View:
         return self.engine.host.kind
 
     def sandbox(self, sandbox: Sandbox, *, secret: bool = True, **known: Any) -> shapes.SandboxShape:
-        """Describe a sandbox. Without access tokens if not ``secret``, or for a read-only caller."""
+        """Describe a sandbox. The access tokens are left out if not ``secret``, or for a read-only caller."""
         known |= self._reach(sandbox, secret and self.permission >= Permission.EXEC)
         if alias := self._alias(sandbox.template_id):
             known["alias"] = alias
@@ -58,7 +58,7 @@ class View:
         )
 
     async def volume(self, volume: Volume, *, secret: bool = False) -> shapes.VolumeShape:
-        """Describe a volume. ``secret``: with its token, which is empty for a read-only caller."""
+        """Describe a volume. ``secret``: include its token, which is empty for a read-only caller."""
         known = {"dataset": name} if (name := volume.host.get("dataset")) else {}
         if secret:
             known["token"] = self._volume_token(volume) if self.permission >= Permission.EXEC else ""

@@ -15,10 +15,10 @@ from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.records import new_id
 
 router = APIRouter(tags=["volumes"])
-OfVolume = Annotated[str, Path(max_length=MAX_REF_LENGTH, description="An id or a name, within the volume.")]
+OfVolume = Annotated[str, Path(max_length=MAX_REF_LENGTH, description="Id or name of a snapshot of the volume.")]
 
 
-@router.post("/volumes", status_code=201, response_model_exclude_unset=True, summary="Make a volume")
+@router.post("/volumes", status_code=201, response_model_exclude_unset=True, summary="Create a volume")
 async def create(request: Request, body: requests.CreateVolume, engine: EngineDep, view: ViewDep) -> shapes.VolumeShape:
     work = engine.volumes.create(body.name or new_id(), body.size_mb, body.from_snapshot)
     return await view.volume(await cancel_on_disconnect(request, work), secret=True)
@@ -55,7 +55,9 @@ async def grow(
 async def delete(
     ref: Ref,
     engine: EngineDep,
-    with_snapshots: Annotated[bool, Query(alias="withSnapshots", description="And the snapshots of it")] = False,
+    with_snapshots: Annotated[
+        bool, Query(alias="withSnapshots", description="Also remove the snapshots of the volume")
+    ] = False,
 ) -> None:
     await engine.volumes.delete(ref, with_snapshots=with_snapshots)
 

@@ -1,4 +1,4 @@
-"""Runs FreeBSD's commands from coroutines. Each runs to completion, so that its result is known."""
+"""Run FreeBSD's commands from coroutines. Each command runs to completion, so that its result is known."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS = 60.0
 
 
 class CommandRunner:
-    """A runner of commands with ``environment`` added to ``child_environment``."""
+    """Runs commands with ``environment`` added to ``child_environment``."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._environment = dict(environment or {})
@@ -29,7 +29,10 @@ class CommandRunner:
         return done.stdout
 
     async def run_unless_absent(self, *argv: str, absent: tuple[str, ...]) -> bool:
-        """Run a command that removes something; returns False if its message, one of ``absent``, says it is missing."""
+        """Run a command that removes something.
+
+        Returns False if its message contains one of ``absent``: nothing was there.
+        """
         done = await self._run(argv, input=None, check=False)
         if done.returncode == 0:
             return True

@@ -1,4 +1,4 @@
-"""The file systems of sandboxes on the host: clone, mount, capture, and remove when no longer in use."""
+"""Clone, mount and capture the file systems of sandboxes, and remove them when they are no longer in use."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Disks:
         self._mounts = mounts
         self._background = background
         self._instances: set[str] = set()
-        """Instances that have a dataset."""
+        """The instances that have a dataset."""
         self._snapshots: dict[str, Snapshot] = {}
 
     @property
     def directory(self) -> Path:
-        """The directory in which instances are mounted, without symbolic links, as `jls` reports it."""
+        """Return the directory in which instances are mounted, without symbolic links, as `jls` reports it."""
         return Path(os.path.realpath(self._storage.root.mountpoint)) / SANDBOXES
 
     def path(self, instance: str) -> Path:
@@ -75,7 +75,7 @@ class Disks:
         except Busy:
             raise Busy(
                 f"the file system of the sandbox ({self._storage.instances.dataset(instance)}) cannot be mounted: "
-                f"{await self._describe_holders(instance)}. End what holds it, then try again"
+                f"{await self._describe_holders(instance)}. End these users, then try again"
             ) from None
 
     async def _describe_holders(self, instance: str) -> str:
@@ -93,14 +93,22 @@ class Disks:
         await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.forget, sandbox.instance))
 
     async def discard(self, instance: str) -> None:
-        """Remove or retire the dataset; in the background if it is still in use, for example by a dying jail."""
+        """Remove or retire the dataset.
+
+        Continues in the background if it is still in use, for example by a dying jail.
+        """
         try:
             if self._mounts.stuck(self._is_in(instance)):
-                raise Busy("a mount in it is stuck")
+                raise Busy("a mount in the sandbox's file system is stuck")
             await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.discard, instance))
         except Busy as error:
             holders = await self._describe_holders(instance)
-            log.warning("still in use, removed later", instance=instance, reason=error.message, holders=holders)
+            log.warning(
+                "a sandbox's file system is still in use and will be removed later",
+                instance=instance,
+                reason=error.message,
+                holders=holders,
+            )
             self._background.start(self._discard_later(instance))
             return
         self._note_discarded(instance)
@@ -119,7 +127,11 @@ class Disks:
             self._note_discarded(instance)
             return
         holders = await self._describe_holders(instance)
-        log.error("not removed, the next start of the gateway tries again", instance=instance, holders=holders)
+        log.error(
+            "a sandbox's file system could not be removed, the next start of the gateway tries again",
+            instance=instance,
+            holders=holders,
+        )
 
     def _note_discarded(self, instance: str) -> None:
         self._instances.discard(instance)
@@ -140,7 +152,7 @@ class Disks:
         self.add_snapshot(snapshot)
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
-        with contextlib.suppress(NotFound):  # destroyed by someone with `zfs destroy`
+        with contextlib.suppress(NotFound):  # an administrator may have used `zfs destroy`
             await finish_despite_cancellation(asyncio.to_thread(self._storage.snapshots.destroy, snapshot.id))
         self._snapshots.pop(snapshot.id, None)
 

@@ -102,14 +102,16 @@ class JailZfsHost:
         try:
             root.mkdir(mode=0o711, parents=True, exist_ok=True)
         except OSError as error:
-            raise BackendFailed(f"the state root {root} cannot be created: {error.strerror}; run as root") from None
+            raise BackendFailed(
+                f"the state root {root} cannot be created ({error.strerror}): run the gateway as root"
+            ) from None
         for note in await asyncio.to_thread(self._storage.open):
             log.warning("storage", what=note)
         try:
             for path in (root, self._storage.root.mountpoint):
                 if len(str(path).split()) != 1:
                     raise Invalid(
-                        f"the path {str(path)!r} has blanks, which mounts of jails cannot have: choose another"
+                        f"the path {str(path)!r} contains white space, which jails cannot mount: choose another path"
                     )
             await self._limits.open()
             await self._bridge.open()
@@ -131,7 +133,7 @@ class JailZfsHost:
                 await self._pf.close()
                 await self._bridge.close()
         except GatewayError as error:
-            log.warning("bridge or packet filter not removed", reason=error.message)
+            log.warning("the bridge or the packet filter's rules could not be removed", reason=error.message)
         self._machines.clear()
         await asyncio.to_thread(self._storage.close)
 
@@ -170,7 +172,7 @@ class JailZfsHost:
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
         if with_memory:
-            raise Unsupported("a jail host captures files, not memory: fork the snapshot without memory")
+            raise Unsupported("a jail host captures only files, not memory: fork the snapshot without memory")
         machine = self._runner.reserve(sandbox, self._runner.jail_name(sandbox))
         try:
             disk = self._disks.clone(snapshot.id, sandbox)
@@ -208,7 +210,7 @@ class JailZfsHost:
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:
         if memory:
-            raise Unsupported("a jail host captures files, not memory: ask for memory 'none'")
+            raise Unsupported("a jail host captures only files, not memory: set memory to 'none'")
         self._machines.require_running(sandbox)
         snapshot.memory = Memory.NONE
         snapshot.resources = sandbox.resources

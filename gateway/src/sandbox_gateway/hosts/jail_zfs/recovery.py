@@ -1,4 +1,4 @@
-"""Recovery at start-up: adopts running jails and removes orphaned resources."""
+"""Adopt running jails and remove orphaned resources at start-up."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ class JailRecovery:
         swept += [f"the mount {name}" for name in mounts]
         notes = [f"removed {name}, which belonged to no running sandbox" for name in swept]
         return notes + [
-            f"the mount {name}, which belongs to no running sandbox, is stuck; it is tried again" for name in stuck
+            f"the mount {name}, which belongs to no running sandbox, cannot be unmounted; the gateway retries"
+            for name in stuck
         ]
 
     def _is_of_machine(self, node: str) -> bool:

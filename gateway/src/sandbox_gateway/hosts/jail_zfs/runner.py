@@ -1,4 +1,4 @@
-"""Starts and stops the jail of a sandbox, with its network, limits and rules."""
+"""Start and stop the jail of a sandbox, with its network, limits and rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ log = Logger("jail_zfs")
 
 
 class JailRunner:
-    """Runs jails. ``prefix``: of their names. ``dying_seconds``: how long to wait for a name that a dying jail has."""
+    """Runs jails. ``prefix``: prefix of their names.
+
+    ``dying_seconds``: how long to wait for the name of a dying jail.
+    """
 
     def __init__(
         self,
@@ -62,11 +65,11 @@ class JailRunner:
     # -- start ------------------------------------------------------------------------------------------------------
 
     def reserve(self, sandbox: Sandbox, jail: str) -> Machine:
-        """Reserve an address for a jail that is about to start. Raises Busy if all are in use."""
+        """Reserve an address for a jail that is about to start. Raises Busy if all addresses are in use."""
         return self._machines.create(sandbox.instance, jail, self._disks.path(sandbox.instance))
 
     async def start(self, machine: Machine, sandbox: Sandbox, disk: Awaitable[None], dns: Sequence[str]) -> None:
-        """Start a jail; ``disk`` mounts its file system meanwhile. The caller stops the sandbox on failure."""
+        """Start a jail while ``disk`` mounts its file system. The caller stops the sandbox on failure."""
         await finish_despite_cancellation(wait_for_all(disk, self._prepare(machine, sandbox, dns)))
         await self._launch(machine, sandbox)
 
@@ -74,7 +77,10 @@ class JailRunner:
         return f"{self._prefix}-{sandbox.instance}"
 
     async def free_jail_name(self, sandbox: Sandbox) -> str:
-        """Return an unused jail name; an alternative name if a dying jail does not release the usual one in time."""
+        """Return an unused jail name.
+
+        It is an alternative name if a dying jail does not release the usual name in time.
+        """
         name = self.jail_name(sandbox)
         deadline = asyncio.get_running_loop().time() + self._dying_seconds
         while True:
@@ -134,7 +140,7 @@ class JailRunner:
         await self._pf.apply(machine.jail, machine.epair, sandbox.network, dns)
 
     async def change_policy(self, sandbox: Sandbox, policy: NetworkPolicy, dns: Sequence[str]) -> None:
-        """Load new rules, also for open connections, and give the jail its name servers."""
+        """Load new rules, which also apply to open connections, and update the jail's name servers."""
         machine = self._machines.require_running(sandbox)
         await self._pf.apply(machine.jail, machine.epair, policy, dns)
         await self._pf.forget_connections(machine.epair)
@@ -149,7 +155,7 @@ class JailRunner:
             await finish_despite_cancellation(self.clean_up(machine, sandbox.instance))
 
     async def clean_up(self, machine: Machine, instance: str) -> None:
-        """Remove all resources of a machine, in an order that takes nothing away from a running process."""
+        """Remove all resources of a machine, in an order that removes no resource of a running process."""
         if await self._attempt(machine, self._jails.remove(machine.jail, machine.epair.inner)):
             machine.is_running = False
         is_disconnected, *_ = await asyncio.gather(
@@ -163,7 +169,7 @@ class JailRunner:
             self._machines.free_number(machine)
 
     async def sweep(self) -> list[str]:
-        """Remove epairs, limits and rules that belong to no machine; returns a description of each."""
+        """Remove epairs, limits and rules that belong to no machine. Returns a description of each."""
         jails = {machine.jail for machine in self._machines}
         epairs = await self._bridge.sweep({machine.epair.number for machine in self._machines})
         limits = await self._limits.sweep(f"{self._prefix}-", jails)
@@ -182,7 +188,11 @@ class JailRunner:
         try:
             await step
         except GatewayError as error:
-            log.warning("left behind until the next start", jail=machine.jail, reason=error.message)
+            log.warning(
+                "a resource of a jail could not be removed and remains until the next start of the gateway",
+                jail=machine.jail,
+                reason=error.message,
+            )
             return False
         return True
 

@@ -20,7 +20,7 @@ class Machine:
     root: Path
     is_running: bool = False
     has_answered: bool = False
-    """A probe has found the agent listening, so the machine is no longer starting."""
+    """Whether a probe has reached the agent, so the machine is no longer starting."""
     has_ended: bool = False
 
 
@@ -56,14 +56,14 @@ class RunningMachines:
         return machine
 
     def create(self, instance: str, jail: str, root: Path) -> Machine:
-        """Reserve a number for a jail that is about to start. Raises Busy if all are in use."""
+        """Reserve a number for a jail that is about to start. Raises Busy if all numbers are in use."""
         machine = Machine(jail, self._bridge.epair(self._free_number()), root)
         self._numbers.add(machine.epair.number)
         self._machines[instance] = machine
         return machine
 
     def _free_number(self) -> int:
-        """Return the number that has been unused for longest, so that no peer still remembers its address."""
+        """Return the number that has been unused longest, so that no peer has its address cached."""
         for step in range(self._bridge.capacity):
             number = (self._next + step) % self._bridge.capacity + 2
             if number not in self._numbers:
@@ -71,11 +71,14 @@ class RunningMachines:
                 return number
         raise Busy(
             f"all {self._bridge.capacity} addresses of {self._bridge.subnet} are in use: "
-            "remove sandboxes, or give the gateway a wider [network] subnet"
+            "remove sandboxes, or configure a larger [network] subnet"
         )
 
     def adopt(self, instance: str, jail: str, number: object, root: Path) -> bool:
-        """Take over a running jail of an earlier gateway. Returns False if its number cannot be used."""
+        """Take over a running jail that an earlier gateway process started.
+
+        Returns False if its number cannot be used.
+        """
         if not isinstance(number, int) or not 2 <= number <= self._bridge.capacity + 1 or number in self._numbers:
             return False
         self._numbers.add(number)
@@ -84,7 +87,7 @@ class RunningMachines:
         return True
 
     def pop(self, instance: str) -> Machine | None:
-        """Remove a machine; its number stays reserved until ``free_number``."""
+        """Remove a machine. Its number stays reserved until ``free_number``."""
         return self._machines.pop(instance, None)
 
     def free_number(self, machine: Machine) -> None:

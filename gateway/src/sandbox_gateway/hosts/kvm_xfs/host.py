@@ -82,7 +82,9 @@ class KvmXfsHost:
         try:
             root.mkdir(mode=0o711, parents=True, exist_ok=True)
         except OSError as error:
-            raise BackendFailed(f"the state root {root} cannot be created: {error.strerror}") from None
+            raise BackendFailed(
+                f"the state root {root} cannot be created ({error.strerror}): run the gateway as root"
+            ) from None
         self._ownership.take()
         try:
             reflink.require_reflinks(root)
@@ -109,7 +111,7 @@ class KvmXfsHost:
     async def scan(self) -> Scan:
         scan = Scan()
         for parent in (self._layout.templates, self._layout.snapshots, self._layout.sandboxes):
-            scan.repaired += [f"removed {name}, which was never finished" for name in directory_records.sweep(parent)]
+            scan.repaired += [f"removed {name}, which was never committed" for name in directory_records.sweep(parent)]
         scan.snapshots = self._snapshots.scan(scan.repaired)
         for directory in directory_records.directories(self._layout.sandboxes):
             if not directory_records.has_record(directory):
@@ -124,16 +126,16 @@ class KvmXfsHost:
         return scan
 
     def _remove_strays(self, scan: Scan) -> None:
-        """Remove the files of sandboxes that were never committed; their machines have ended."""
+        """Remove the files of sandboxes that were never committed. Their machines have already ended."""
         wanted = {sandbox.instance for sandbox in scan.sandboxes}
         for directory in self._layout.instances():
             if directory.name not in wanted:
                 shutil.rmtree(directory)
-                scan.repaired.append(f"removed the disk {directory.name}, which belonged to nothing")
+                scan.repaired.append(f"removed the disk {directory.name}, which belonged to no sandbox")
         for directory in directory_records.directories(self._layout.sandboxes):
             if not directory_records.has_record(directory):
                 shutil.rmtree(directory)
-                scan.repaired.append(f"removed the sandbox {directory.name}, which was never finished")
+                scan.repaired.append(f"removed the sandbox {directory.name}, which was never committed")
 
     def name_servers(self) -> list[str]:
         return name_servers(self._config.network)
@@ -329,8 +331,8 @@ def _boot_check(sandbox: Sandbox) -> ImageCheck | None:
 
 @contextlib.contextmanager
 def _expecting_removal(sandbox: Sandbox) -> Iterator[None]:
-    """Raise Conflict if files vanish inside this context: readers hold no lock."""
+    """Raise Conflict if files disappear inside this context, because readers hold no lock."""
     try:
         yield
     except FileNotFoundError:
-        raise Conflict(f"sandbox {sandbox.id} is just being paused, rolled back or removed: look again") from None
+        raise Conflict(f"sandbox {sandbox.id} is being paused, rolled back or removed: try again") from None

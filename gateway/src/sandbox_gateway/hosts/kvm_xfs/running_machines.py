@@ -1,4 +1,4 @@
-"""The running machines of a gateway: starts, limits and ends them, and finds them again after a restart."""
+"""Start, limit and end the machines of a gateway, and find them again after a restart."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = Logger("kvm_xfs")
 
 
 class RunningMachines:
-    """The running machines. Each has a network slot, its sandbox's volumes, and limits."""
+    """Manages the running machines. Each has a network slot, its sandbox's volumes, and limits."""
 
     def __init__(self, config: Config, layout: Layout, slots: SlotPool, volumes: KvmVolumes) -> None:
         self._config = config
@@ -45,7 +45,7 @@ class RunningMachines:
         self._old_logs: asyncio.Task[None] | None = None
         self._platform: Platform | None = None
         self.on_exit: Callable[[str], None] = lambda instance: None
-        """Called with the instance of a machine that ended by itself."""
+        """A function that is called with the instance of a machine that ended by itself."""
 
     @property
     def platform(self) -> Platform:
@@ -57,7 +57,7 @@ class RunningMachines:
         self._platform = platform
 
     async def close(self) -> None:
-        """Stop watching; machines keep running."""
+        """Stop watching machines, which keep running."""
         if self._old_logs is not None:
             self._old_logs.cancel()
         if self._placing:
@@ -70,7 +70,7 @@ class RunningMachines:
     # -- running machines -------------------------------------------------------------------------------------------
 
     def find(self, sandbox: Sandbox) -> tuple[Machine, Slot] | None:
-        """Return the machine of ``sandbox.instance``; it may have ended. None if none was started."""
+        """Return the machine of ``sandbox.instance``, which may have ended; None if no machine was started."""
         return self._running.get(sandbox.instance)
 
     def require_running(self, sandbox: Sandbox) -> tuple[Machine, Slot]:
@@ -85,14 +85,14 @@ class RunningMachines:
         return {instance: slot.host_address for instance, (_, slot) in self._running.items()}
 
     async def adopt(self, scan: Scan) -> None:
-        """Take over the running machines of the sandboxes in ``scan``; end all others."""
+        """Take over the running machines of the sandboxes in ``scan``. End all others."""
         wanted = {sandbox.instance: sandbox for sandbox in scan.sandboxes}
         found = list(list_running(str(self._layout.sandboxes)))
         keep = {path.parent.name: (pid, label) for pid, label, path in found if path.parent.name in wanted}
         for pid, _, path in found:
             if path.parent.name not in keep:
                 await _end_stray(Machine(pid, Instance(path.parent)))
-                scan.repaired.append(f"ended the machine {path.parent.name}, which belonged to nothing")
+                scan.repaired.append(f"ended the machine {path.parent.name}, which belonged to no sandbox")
         await self._slots.open({_slot_of(label) for _, label in keep.values()})
         self._cgroups.sweep(set(keep))
         for instance, (pid, label) in keep.items():
@@ -100,13 +100,13 @@ class RunningMachines:
             self._watch(instance, machine, self._slots.adopt(_slot_of(label)))
             if bounded_log.has_old_log(machine.files.directory):
                 scan.repaired.append(
-                    f"the machine {instance} is of an older release, and its log has no limit: it is emptied now "
-                    "and then; pause and resume its sandbox"
+                    f"an older release started the machine {instance}, whose log has no limit and is "
+                    "emptied regularly: pause and resume its sandbox to fix this"
                 )
             # The gateway that started it may have died before setting limits, or during a capture.
             self._limit(wanted[instance], pid)
             if await machine.continue_if_stopped():
-                scan.repaired.append(f"the machine {instance} was stopped: it goes on")
+                scan.repaired.append(f"the machine {instance} was stopped and has been resumed")
             scan.alive.add(instance)
         if old := {each for each in scan.alive if bounded_log.has_old_log(self._running[each][0].files.directory)}:
             self._old_logs = asyncio.create_task(self._empty_old_logs(old))
@@ -114,7 +114,7 @@ class RunningMachines:
     # -- starting and ending ----------------------------------------------------------------------------------------
 
     async def launch(self, sandbox: Sandbox, files: Instance, state: Path | None) -> None:
-        """Start ``sandbox.instance`` from its files; fills ``sandbox.host``. Without ``state`` it boots."""
+        """Start ``sandbox.instance`` from its files and fill ``sandbox.host``. Without ``state`` the machine boots."""
         slot = await self._slots.take(sandbox.network)
         try:
             if mounts := self._volumes.present_mounts(sandbox):
@@ -150,8 +150,9 @@ class RunningMachines:
         for key, now in asdict(self.platform).items():
             if recorded.get(key) != now:
                 raise Unsupported(
-                    f"snapshot {snapshot.id} was captured with {key.replace('_', ' ')} {recorded.get(key)!r}, "
-                    f"this host has {now!r}: its memory cannot be restored here; ask for a cold start (coldStart)"
+                    f"snapshot {snapshot.id} was captured with {key.replace('_', ' ')} "
+                    f"{recorded.get(key)!r}, but this host has {now!r}, so its memory cannot be restored "
+                    "here: use a cold start (coldStart)"
                 )
 
     async def _release(self, instance: str, slot: Slot) -> None:
@@ -160,7 +161,7 @@ class RunningMachines:
             await self._slots.release(slot)
 
     def _limit(self, sandbox: Sandbox, pid: int) -> None:
-        """Apply a machine's limits in the background: moving a process between groups takes the kernel a while."""
+        """Apply a machine's limits in the background, because the kernel is slow to move a process between groups."""
         self._placing[sandbox.instance] = asyncio.create_task(asyncio.to_thread(self._place, sandbox, pid))
 
     def _place(self, sandbox: Sandbox, pid: int) -> None:
@@ -191,7 +192,9 @@ class RunningMachines:
             self.on_exit(instance)
 
     async def _empty_old_logs(self, instances: set[str]) -> None:
-        """Limit the logs of machines started by an older release, which guests can make grow without bound."""
+        """Empty the logs of machines that an older release started, because guests can make these logs grow without
+        limit.
+        """
         while running := instances & self._running.keys():
             for instance in running:
                 with contextlib.suppress(OSError):
@@ -206,4 +209,6 @@ def _slot_of(label: str) -> int:
 async def _end_stray(machine: Machine) -> None:
     started = time.monotonic()
     await machine.kill()
-    log.info("ended a stray machine", pid=machine.pid, ms=round((time.monotonic() - started) * 1000))
+    log.info(
+        "ended a machine that belonged to no sandbox", pid=machine.pid, ms=round((time.monotonic() - started) * 1000)
+    )

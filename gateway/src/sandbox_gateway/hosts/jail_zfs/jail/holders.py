@@ -1,4 +1,4 @@
-"""Finds the jails, mounts and processes that keep a file system from being mounted or unmounted."""
+"""Find the jails, mounts and processes that prevent mounting or unmounting a file system."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = Logger("jail_zfs")
 
 
 async def describe_holders(run: CommandRunner, jails: Jails, mounts: MountTable, dataset: str, root: Path) -> str:
-    """Name the holders of ``dataset``, which is mounted at ``root``, as the end of an error message."""
+    """Return the holders of ``dataset``, which is mounted at ``root``, as the end of an error message."""
     found = [
         *await _list_or_log(_list_jails(jails, root)),
         *await _list_or_log(_list_mounts(mounts, dataset, root)),

@@ -1,4 +1,4 @@
-"""Creates, lists and removes jails.
+"""Create, list and remove jails.
 
 A jail exists only while its agent runs: it is created without `persist`, so it lasts as long as a process runs in it,
 and when the agent ends, all other processes are killed.
@@ -63,9 +63,9 @@ class Jails:
         return found
 
     async def create(self, name: str, root: Path, *, hostname: str, identity: Path | None, interface: str) -> None:
-        """Create a jail on the file system ``root`` and start its agent; nothing is left on failure.
+        """Create a jail on the file system ``root`` and start its agent. On failure nothing remains.
 
-        ``identity`` is the directory to mount at IDENTITY, ``interface`` moves into the jail.
+        ``identity``: the directory to mount at IDENTITY; ``interface``: moves into the jail.
         """
         mounts = [f"mount={identity} {root}{IDENTITY} nullfs ro,nosuid 0 0"] if identity else []
         await self._run(

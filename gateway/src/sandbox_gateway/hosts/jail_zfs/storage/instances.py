@@ -26,7 +26,7 @@ from sandbox_gateway.records import Sandbox
 
 @dataclass(frozen=True)
 class SpaceUsage:
-    """Bytes. ``referenced``: reachable in the instance; ``unique``: freed by destroying it."""
+    """The disk usage of an instance, in bytes. ``referenced``: reachable in it; ``unique``: freed by destroying it."""
 
     referenced: int
     unique: int
@@ -34,7 +34,7 @@ class SpaceUsage:
 
 
 class InstanceStorage:
-    """The datasets of instances. Methods block, are thread-safe, and raise GatewayError."""
+    """Manages the datasets of instances. Methods block, are thread-safe, and raise GatewayError."""
 
     def __init__(self, root: RootDataset, ballast: Ballast, records: PropertyStore, names: SnapshotNames) -> None:
         self._root = root
@@ -71,25 +71,28 @@ class InstanceStorage:
 
     @translate_errors
     def mount(self, instance: str) -> Path:
-        """Mount an instance's file system, if a restart of the host has unmounted it; returns its path."""
+        """Mount an instance's file system, if a restart of the host has unmounted it. Returns its path."""
         zfs.mount(self.dataset(instance))
         return self.path(instance)
 
     @translate_errors
     def set_disk(self, instance: str, disk_mb: int) -> None:
-        """Change the limit of an instance's referenced data, in MiB. Raises OverQuota if it holds more."""
+        """Change the limit of an instance's referenced data, in MiB.
+
+        Raises OverQuota if it already contains more.
+        """
         zfs.lzc_set_prop(self.dataset(instance), "refquota", disk_mb << 20)
 
     @translate_errors
     def save(self, record: Sandbox) -> None:
-        """Commit a sandbox's record on the dataset of its instance; it supersedes older records on other instances."""
+        """Commit a sandbox's record on the dataset of its instance. It replaces older records on other instances."""
         self._records.write(self.dataset(record.instance), record)
 
     # ---- queries ----
 
     @translate_errors
     def has_diverged(self, instance: str, snapshot_id: str) -> bool:
-        """Return whether anything was written to the instance since a snapshot, its own or an ancestor's.
+        """Return whether the instance has changed since a snapshot of itself or of an ancestor.
 
         Also True if the instance does not descend from the snapshot. Waits for pending writes. Raises NotFound.
         """
@@ -111,7 +114,7 @@ class InstanceStorage:
 
     @staticmethod
     def identify(clone: str) -> tuple[str, str]:
-        """Return ``(sandbox id, name)`` of a clone for an error message; the dataset twice if it has no sandbox."""
+        """Return ``(sandbox id, name)`` of a clone for error messages; ``(dataset, dataset)`` if it has no sandbox."""
         try:
             record = decode(zfs.local_props(clone), "sandbox").record
         except (ValueError, zfs.exceptions.DatasetNotFound):
@@ -131,7 +134,7 @@ class InstanceStorage:
     def discard(self, instance: str) -> bool:
         """Remove an instance. Returns False if it is retired instead, because its snapshots must stay.
 
-        Raises Busy if its files are in use; the instance then stays (without its record, if it has snapshots). A
+        Raises Busy if its files are in use; the instance then remains (without its record, if it has snapshots). A
         missing instance counts as removed.
         """
         with self._root.tree_lock:
@@ -148,9 +151,10 @@ class InstanceStorage:
         return True
 
     def _retire(self, dataset: str) -> None:
-        """Retire a dataset. Without a record and with ``canmount=noauto`` it is retired, even before it is renamed.
+        """Retire a dataset. A dataset without a record and with ``canmount=noauto`` counts as retired, even before it
+        is renamed.
 
-        zfs-fuse cannot rename it while clones of its snapshots are mounted; the next scan then retries.
+        zfs-fuse cannot rename a dataset while clones of its snapshots are mounted. The next scan then retries.
         """
         self._records.remove(dataset)
         zfs.unmount(dataset)
@@ -182,7 +186,8 @@ class InstanceStorage:
                 self.path(dataset.rpartition("/")[2]).rmdir()
 
     def destroy_if_unused(self, dataset: str) -> None:
-        """Destroy a retired dataset, or a template's, if it has no snapshots; then do the same for its origin's.
+        """Destroy a retired dataset or a template's dataset without snapshots, then its origin's dataset in the same
+        way.
 
         Ignores failures: the caller's work is done, and the next scan retries.
         """
@@ -194,20 +199,20 @@ class InstanceStorage:
     # ---- after a scan ----
 
     def sweep(self, found: SandboxFindings, teardown: Callable[[str], None]) -> list[str]:
-        """Remove uncommitted instances; returns a sentence for each. The caller holds ``tree_lock``.
+        """Remove uncommitted instances. Returns a sentence for each. The caller holds ``tree_lock``.
 
         ``teardown(instance)`` is called before an instance is removed, to end processes in it.
         """
         notes = [self._remove(instance, reason, teardown) for instance, reason in found.superseded.items()]
         # query again, for each dataset alone, so that no value on another dataset can hide a record
         notes += [
-            self._remove(instance, "it was never committed, or was being removed", teardown)
+            self._remove(instance, "it was never committed, or its removal was interrupted", teardown)
             for instance in found.uncommitted
             if HEAD not in zfs.local_props(self.dataset(instance))
         ]
         for name in found.empty:
             self.destroy_if_unused(name)
-            notes.append(f"{name}: removed, it had no snapshots any more")
+            notes.append(f"{name}: removed, because it no longer had snapshots")
         return notes + [note for name in found.to_move if (note := self._retry_move(name))]
 
     def _remove(self, instance: str, reason: str, teardown: Callable[[str], None]) -> str:
@@ -216,13 +221,13 @@ class InstanceStorage:
             teardown(instance)
             gone = self._discard(dataset)
         except (GatewayError, zfs.exceptions.ZFSError) as error:
-            return f"{dataset}: {reason}; it could not be removed yet: {error}"
-        return f"{dataset}: {'removed' if gone else 'retired'}, {reason}"
+            return f"{dataset}: {reason}, but it could not be removed yet: {error}"
+        return f"{dataset}: {'removed' if gone else 'retired'}, because {reason}"
 
     def _retry_move(self, dataset: str) -> str:
         """Retry moving a retired dataset. Returns a sentence on failure, so that the gateway can start."""
         try:
             self._move_to_retired(dataset)
         except zfs.exceptions.ZFSError as error:
-            return f"{dataset}: retired; it could not be moved to {self._root.dataset}/{RETIRED} yet: {error}"
+            return f"{dataset}: retired, but it could not be moved to {self._root.dataset}/{RETIRED} yet: {error}"
         return ""

@@ -1,4 +1,4 @@
-"""Records, stored as user properties of the datasets or snapshots that they describe.
+"""Encode and decode records as user properties of the datasets or snapshots that they describe.
 
 The property ``sandbox:record`` holds one line of JSON: ``{"v": 1, "kind", "generation", "record": {…}}``. The value of
 a property has at most 8191 bytes, so a longer record is split into ``sandbox:record.<generation>.<n>``, and
@@ -22,7 +22,7 @@ from sandbox_gateway.records import Record, Sandbox, Snapshot, Volume, VolumeSna
 
 HEAD = "sandbox:record"
 QUARANTINE = "sandbox:quarantine"
-"""The reason why the gateway does not touch a dataset or snapshot."""
+"""The property with the reason why the gateway does not touch a dataset or snapshot."""
 
 _PART = re.compile(r"sandbox:record\.(\d+)\.(\d+)")
 _INLINE_MAX = 7900
@@ -51,7 +51,7 @@ def encode(record: Record, generation: int) -> dict[str, str]:
     text = _json(record.model_dump(mode="json"))
     if len(text) > _RECORD_MAX:
         raise Invalid(
-            f"the record of {kind} {record.id} has {len(text)} bytes, the limit is {_RECORD_MAX}: "
+            f"the record of {kind} {record.id} has {len(text)} bytes, but the limit is {_RECORD_MAX}: "
             "shorten its metadata, its environment or its recipe"
         )
     head: dict[str, Any] = {"v": 1, "kind": kind, "generation": generation}
@@ -71,7 +71,7 @@ def decode(props: Mapping[str, str], kind: Kind) -> Stored:
     if head.get("v") != 1 or not isinstance(generation, int) or isinstance(generation, bool) or generation < 0:
         raise ValueError(f"the property {HEAD} has an unknown version")
     if head.get("kind") != kind:
-        raise ValueError(f"expected the record of a {kind}, found that of a {str(head.get('kind'))[:20]}")
+        raise ValueError(f"expected the record of a {kind}, but found the record of a {str(head.get('kind'))[:20]}")
     data = (
         head.get("record") if "parts" not in head else _parse_object(_join_parts(props, head, generation), "its parts")
     )
@@ -90,7 +90,7 @@ def volume_snapshot_head(snapshot_id: str) -> str:
 
 
 def stale_parts(props: Mapping[str, str]) -> list[str]:
-    """Return the parts of records that are no longer committed, or never were."""
+    """Return the parts of uncommitted records."""
     try:
         generation = _parse_object(props[HEAD], HEAD).get("generation")
     except (KeyError, ValueError):
@@ -107,7 +107,7 @@ def _join_parts(props: Mapping[str, str], head: Mapping[str, Any], generation: i
         raise ValueError(f"the property {missing[0]} is missing")
     text = "".join(props[name] for name in names)
     if hashlib.sha256(text.encode(errors="replace")).hexdigest() != head.get("sha256"):
-        raise ValueError("its parts do not match its checksum")
+        raise ValueError("the parts of the record do not match its checksum")
     return text
 
 

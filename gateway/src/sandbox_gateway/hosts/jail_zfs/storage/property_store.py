@@ -1,4 +1,4 @@
-"""Writes records to the datasets and snapshots that they describe."""
+"""Write records to the datasets and snapshots that they describe."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PropertyStore:
             self._ballast.run_even_if_full(lambda: zfs.lzc_inherit_prop(dataset, HEAD))
 
     def mark(self, found: Marks) -> None:
-        """Write the findings of a scan to datasets and snapshots; a failure (a full pool) has no other effect."""
+        """Write the findings of a scan to datasets and snapshots. Ignores failures, such as a full pool."""
         with suppress(zfs.exceptions.ZFSError):
             for name, reason in found.to_mark.items():
                 zfs.lzc_set_prop(name, QUARANTINE, reason)

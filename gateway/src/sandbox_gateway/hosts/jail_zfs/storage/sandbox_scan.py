@@ -1,4 +1,4 @@
-"""Interprets the datasets of sandboxes and their snapshots, without changing anything."""
+"""Interpret the datasets of sandboxes and their snapshots, without changing anything."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class SandboxFindings(Marks):
 
 
 class _Claim(NamedTuple):
-    """An instance with the record of a sandbox. If several instances have one, the highest claim wins."""
+    """An instance with the record of a sandbox.
+
+    If several instances have a record of one sandbox, the highest claim wins.
+    """
 
     generation: int
     createtxg: int
@@ -79,7 +82,7 @@ class _Reader:
             return
         if record.id in self.findings.snapshot_names:
             other = self.findings.snapshot_names[record.id]
-            self._quarantine(name, f"{other} has the record of the snapshot {record.id} too")
+            self._quarantine(name, f"{other} also has the record of the snapshot {record.id}")
             return
         self.findings.snapshot_names[record.id] = name
         self.findings.generations[record.id] = stored.generation
@@ -120,7 +123,7 @@ class _Reader:
             self.findings.sandboxes.append(newest.record)
             for claim in older:
                 self.findings.superseded[claim.instance] = (
-                    f"the instance of sandbox {sandbox_id} is {newest.instance} now"
+                    f"the instance of sandbox {sandbox_id} is now {newest.instance}"
                 )
         self.findings.sandboxes.sort(key=lambda sandbox: sandbox.created_at.isoformat())
 
@@ -138,7 +141,7 @@ class _Reader:
         self.findings.confirm(name, self._props(name))
 
     def _find_parts(self) -> None:
-        """Keep the parts of quarantined records: they may help to repair them."""
+        """Find parts of records. Parts of quarantined records are kept, because they may help with a repair."""
         readable = {
             *self.findings.snapshot_names.values(),
             *(f"{self._root}/{SANDBOXES}/{s.instance}" for s in self.findings.sandboxes),

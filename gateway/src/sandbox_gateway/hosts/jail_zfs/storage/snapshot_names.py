@@ -1,4 +1,4 @@
-"""Full names of the snapshots of sandboxes and templates, by id."""
+"""Find the full names of the snapshots of sandboxes and templates, by id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots of sandboxes, and the templates that they descend from."""
+"""Manage snapshots of sandboxes, and the templates from which they descend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BASE = "base"
 
 
 class SnapshotStorage:
-    """The snapshots in ZFS. Methods block, are thread-safe, and raise GatewayError."""
+    """Manages the snapshots in ZFS. Methods block, are thread-safe, and raise GatewayError."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class SnapshotStorage:
     def create_base(self, record: Snapshot, fill: Callable[[Path], None]) -> Snapshot:
         """Create a dataset, let ``fill`` write a file system into the given directory, and commit it as ``@base``.
 
-        Nothing is left if ``fill`` raises.
+        Nothing remains if ``fill`` raises.
         """
         dataset = f"{self._root.dataset}/{TEMPLATE}{record.id}"
         zfs.lzc_create(dataset, props={"canmount": "noauto", "atime": "off", "com.sun:auto-snapshot": "false"})
@@ -62,7 +62,7 @@ class SnapshotStorage:
 
     @translate_errors
     def capture(self, instance: str, record: Snapshot, volumes: Sequence[VolumeSnapshot] = ()) -> Snapshot:
-        """Snapshot an instance's file system, and volumes with it: all or none.
+        """Snapshot an instance's file system and volumes at once, all or none.
 
         The snapshot contains everything that programs have written; memory-mapped data only if it was synced.
         """
@@ -72,7 +72,7 @@ class SnapshotStorage:
     def _capture(self, name: str, record: Snapshot, volumes: Sequence[VolumeSnapshot] = ()) -> None:
         props = encode(record, 1)
         volume_names, volume_props = self._volume_snapshots.describe(volumes)
-        # in this order, if not atomic: snapshots of volumes are ignored without the sandbox's snapshot
+        # Without atomicity, volumes must come first: their snapshots are ignored without the sandbox's snapshot.
         zfs.lzc_snapshot([*volume_names.values(), name], volume_props | props)
         with self._root.index_lock:
             self._volume_snapshots.add(volume_names)
@@ -83,7 +83,7 @@ class SnapshotStorage:
 
     @translate_errors
     def save(self, record: Snapshot) -> None:
-        """Commit a new version of a snapshot's record. Raises NotFound if the snapshot is gone."""
+        """Commit a new version of a snapshot's record. Raises NotFound if the snapshot does not exist."""
         self._names.use(record.id, lambda name: self._records.write(name, record))
 
     @translate_errors

@@ -88,14 +88,14 @@ class ZfsStorage:
         return notes
 
     def close(self) -> None:
-        """Release the root dataset; everything stays mounted. Errors of ZFS are ignored."""
+        """Release the root dataset. Everything stays mounted, and errors of ZFS are ignored."""
         self._ownership.release()
 
     @translate_errors
     def scan(self, teardown: Callable[[str], None] = lambda instance: None) -> StorageScan:
         """Find all objects and remove uncommitted ones. Damaged objects are reported, and do not stop the scan.
 
-        Leftovers of volumes are only found: ``volumes.sweep`` removes them when no jail uses them any more.
+        Leftovers of volumes are found but not removed: ``volumes.sweep`` removes them when no jail uses them any more.
         ``teardown(instance)`` is called before an instance is removed, to end processes in it. If it raises, the
         error is reported and the instance stays until the next scan.
         """

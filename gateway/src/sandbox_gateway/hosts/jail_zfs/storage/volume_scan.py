@@ -1,4 +1,4 @@
-"""Interprets the datasets of volumes and their snapshots, without changing anything."""
+"""Interpret the datasets of volumes and their snapshots, without changing anything."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES
 from sandbox_gateway.records import Volume, VolumeSnapshot
 
 VOLUME_FACTS = (*FACTS, "mounted", "refquota")
-"""Native properties that ``interpret_volumes`` needs of every dataset and snapshot."""
+"""Native properties of every dataset and snapshot that ``interpret_volumes`` needs."""
 DOOMED = "sandbox:doomed"
-"""User property on the datasets of a volume whose removal is committed."""
+"""User property that marks the datasets of a volume whose removal is committed."""
 
 _KEY = re.compile(r"([0-9a-f]{12})(?:\.([1-9][0-9]*))?")
 
@@ -47,7 +47,10 @@ class VolumeFindings(Marks):
 
 
 class _Claim(NamedTuple):
-    """A dataset with the record of a volume. If several datasets have one, the highest claim wins."""
+    """A dataset with the record of a volume.
+
+    If several datasets have a record of one volume, the highest claim wins.
+    """
 
     generation: int
     number: int
@@ -89,7 +92,7 @@ class _Reader:
     def _read(self, name: str, claims: dict[str, list[_Claim]], bare: dict[str, list[str]]) -> None:
         key, props = volume_key(name.removeprefix(self._prefix)), self._local.get(name, {})
         if key is None:
-            self.findings.quarantine(name, props, "its name is not that of a volume")
+            self.findings.quarantine(name, props, "its name is not the name of a volume")
         elif DOOMED in props:
             self.findings.doomed.add(key[0])
         elif HEAD in props:
@@ -136,7 +139,8 @@ class _Reader:
             elif id in self.findings.unreadable:
                 continue
             elif kept:
-                # Not marked: it belongs to its volume again if that is restored (`zfs rename`, `zfs receive`).
+                # Do not mark the dataset: it belongs to its volume again if the volume is restored (`zfs rename`, `zfs
+                # receive`).
                 self.findings.quarantined[name] = f"it has snapshots of the volume {id}, which does not exist"
             else:
                 self.findings.uncommitted.append(name)

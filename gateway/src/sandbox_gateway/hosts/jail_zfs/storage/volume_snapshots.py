@@ -1,4 +1,4 @@
-"""Snapshots of volumes.
+"""Manage snapshots of volumes.
 
 A snapshot from which another volume was made cannot be removed, and neither can its volume: the other volume shares its
 blocks, so hiding it would free nothing, and ``promote`` would move snapshots from one volume to another.
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class VolumeSnapshots:
-    """Snapshots of volumes in ZFS. Methods block, are thread-safe, and raise GatewayError or ZFSError."""
+    """Manages snapshots of volumes in ZFS. Methods block, are thread-safe, and raise GatewayError or ZFSError."""
 
     def __init__(self, root: RootDataset, datasets: VolumeDatasets) -> None:
         self._root = root
@@ -59,7 +59,7 @@ class VolumeSnapshots:
 
     @translate_errors
     def capture(self, record: VolumeSnapshot) -> None:
-        """Snapshot a volume, together with the record."""
+        """Snapshot a volume and save the record with it."""
         names, props = self.describe([record])
         zfs.lzc_snapshot(names.values(), props)
         self.add(names)
@@ -76,7 +76,7 @@ class VolumeSnapshots:
         """Remove a volume's snapshot.
 
         Unless ``deferred``, raises UsedOutside, with all names, if volumes were made from it. A rollback of its own
-        volume does not count: the snapshot is then hidden, and ZFS removes it with its last clone.
+        volume is not an obstacle: the snapshot is then hidden, and ZFS removes it with its last clone.
         """
         with self._root.tree_lock:
             self.use(snapshot_id, lambda name: self._destroy(name, deferred))
@@ -100,7 +100,7 @@ class VolumeSnapshots:
             zfs.lzc_destroy_snaps([name], True)
 
     def check_no_volumes_made(self, names: Sequence[str]) -> None:
-        """Raise UsedOutside if a dataset of another volume is a clone of one of the snapshots ``names``."""
+        """Raise UsedOutside if a dataset of another volume is a clone of a snapshot in ``names``."""
         if not names:
             return
         clones: dict[str, str] = {}
@@ -113,7 +113,7 @@ class VolumeSnapshots:
             raise UsedOutside({"ZFS clone": clones}, "Remove them first.")
 
     def check_all_ours(self, names: Sequence[str]) -> None:
-        """Raise UsedOutside if one of the snapshots ``names`` is held, or was taken by another tool."""
+        """Raise UsedOutside if a snapshot in ``names`` is held, or was taken by another tool."""
         if not names:
             return
         held = {name for name, facts in zfs.get_props(names, ["userrefs"]).items() if facts["userrefs"].number}

@@ -1,9 +1,9 @@
-"""Volumes in ZFS.
+"""Manage volumes in ZFS.
 
 ::
 
-    <root>/volumes/<id>         a volume, mounted; refquota is its size; it exists once its record is written
-    <root>/volumes/<id>@<sid>   a snapshot of it, with its record (volume_snapshots.py)
+    <root>/volumes/<id>         a mounted volume; refquota is its size; it exists once its record is written
+    <root>/volumes/<id>@<sid>   a snapshot of the volume, with its record (volume_snapshots.py)
     <root>/volumes/<id>.<n>     the volume since its nth rollback: a clone of the snapshot. Its former dataset is kept
                                 unmounted, without a record, until its last snapshot is removed
 
@@ -32,7 +32,7 @@ from sandbox_gateway.records import Volume
 
 
 class VolumeStorage:
-    """Volumes in ZFS. Methods block, are thread-safe, and raise GatewayError."""
+    """Manages volumes in ZFS. Methods block, are thread-safe, and raise GatewayError."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class VolumeStorage:
 
     @property
     def directory(self) -> Path:
-        """The directory on the host in which volumes are mounted."""
+        """Return the directory on the host in which volumes are mounted."""
         return self._datasets.directory
 
     def path(self, dataset: str) -> Path:
@@ -64,13 +64,13 @@ class VolumeStorage:
         return self._datasets.current(volume_id)
 
     def id_at(self, path: str) -> str:
-        """Return the id of the volume whose dataset, present or former, is mounted at ``path``; empty if none is."""
+        """Return the id of the volume whose current or former dataset is mounted at ``path``; "" if there is none."""
         parent, _, name = path.rpartition("/")
         key = volume_key(name)
         return key[0] if key is not None and parent == str(self.directory) else ""
 
     def is_known(self, volume_id: str) -> bool | None:
-        """Return whether a volume exists; None if it does but its record cannot be read."""
+        """Return whether a volume exists; None if its record cannot be read."""
         with self._root.index_lock:
             return None if volume_id in self._findings.unreadable else self._datasets.is_known(volume_id)
 
@@ -99,7 +99,7 @@ class VolumeStorage:
     def create(self, record: Volume, source: str | None = None) -> None:
         """Create a volume, empty and writable by every user, or as a copy of the snapshot ``source``.
 
-        Raises NotFound, NoSpace, OverQuota (the snapshot holds more).
+        Raises NotFound, NoSpace, or OverQuota if the snapshot contains more.
         """
         dataset = self._root.child(VOLUMES, record.id)
         record.host = {"dataset": dataset}
@@ -144,7 +144,7 @@ class VolumeStorage:
 
     @translate_errors
     def begin_rollback(self, record: Volume, snapshot_id: str) -> str:
-        """Create the volume's future dataset, a mounted clone. The next scan removes it unless it is committed."""
+        """Create the volume's future dataset, a mounted clone. The next scan removes it if it is not committed."""
         with self._root.tree_lock:
             own = self._datasets.all_of(record.id)
             numbers = [key[1] for name in own if (key := volume_key(name.rpartition("/")[2]))]
@@ -154,14 +154,14 @@ class VolumeStorage:
 
     @translate_errors
     def commit_rollback(self, record: Volume, dataset: str) -> None:
-        """Make ``dataset`` the volume; ``settle`` then retires its former dataset."""
+        """Make ``dataset`` the current dataset of the volume. ``settle`` then retires the former dataset."""
         self._records.write(dataset, record.model_copy(update={"host": {"dataset": dataset}}))
         record.host = {"dataset": dataset}
         self._datasets.set(record.id, dataset)
 
     @translate_errors
     def settle(self, volume_id: str) -> list[str]:
-        """Retire or destroy the other datasets of a volume, and return their names. Busy: try again."""
+        """Retire or destroy the former datasets of a volume, and return their names. After Busy, call it again."""
         with self._root.tree_lock:
             current, settled = self.dataset(volume_id), []
             for dataset in self._datasets.all_of(volume_id):
@@ -174,7 +174,7 @@ class VolumeStorage:
 
     @translate_errors
     def doom(self, volume_id: str) -> None:
-        """Commit the removal of a volume and its snapshots: later scans do not return it.
+        """Commit the removal of a volume and its snapshots, so that later scans do not return it.
 
         Raises UsedOutside, with all names, if volumes were made from its snapshots, or other tools took or hold
         snapshots.
@@ -192,10 +192,10 @@ class VolumeStorage:
 
     @translate_errors
     def finish_removal(self, volume_id: str) -> None:
-        """Destroy all datasets of a doomed volume. Busy: try again."""
+        """Destroy all datasets of a doomed volume. After Busy, call it again."""
         with self._root.tree_lock:
             own = self._datasets.all_of(volume_id)
-            # the newest depends on the others, which must be marked before it is destroyed
+            # The newest dataset depends on the others, so these must be marked before it is destroyed.
             for dataset in reversed(own):
                 if DOOMED not in zfs.local_props(dataset):
                     self._ballast.run_even_if_full(partial(zfs.lzc_set_prop, dataset, DOOMED, "yes"))
@@ -206,7 +206,7 @@ class VolumeStorage:
     # ---- after a scan ----
 
     def load(self, found: VolumeFindings) -> list[str]:
-        """Load the result of a scan, set sizes and mount volumes; returns a sentence for each repair."""
+        """Load the result of a scan, set sizes and mount volumes. Returns a sentence for each repair."""
         with self._root.index_lock:
             self._datasets.load(found.datasets)
             self._snapshots.load(found.snapshot_names)
@@ -216,7 +216,7 @@ class VolumeStorage:
         notes = found.notes()
         for dataset, size in found.sizes.items():
             set_size = partial(zfs.lzc_set_prop, dataset, "refquota", size)
-            notes.append(_attempt(dataset, "its size is that of its record again", set_size))
+            notes.append(_attempt(dataset, "reset its size to the size in its record", set_size))
         mounts = [_attempt(dataset, "", partial(zfs.mount, dataset)) for dataset in found.unmounted]
         return [note for note in notes + mounts if note]
 
@@ -226,25 +226,25 @@ class VolumeStorage:
         notes = []
         for snapshot_id in found.orphaned:
             destroy = partial(self._snapshots.destroy, snapshot_id, deferred=True)
-            reason = "removed, the sandbox's snapshot that it belonged to does not exist"
+            reason = "removed, because the sandbox's snapshot that it belonged to does not exist"
             notes.append(_attempt(found.snapshot_names[snapshot_id], reason, destroy))
         with self._root.tree_lock:
             for dataset in found.leftover:
-                reason = "retired, it is not the volume since a rollback, or did not become it"
+                reason = "retired, because a rollback replaced it or was not completed"
                 notes.append(_attempt(dataset, reason, partial(self._datasets.retire, dataset)))
             for dataset in found.uncommitted:
-                reason = "removed, it was never committed"
+                reason = "removed, because it was never committed"
                 notes.append(_attempt(dataset, reason, partial(self._datasets.destroy, dataset)))
         for volume_id in found.doomed:
             place = self._root.child(VOLUMES, volume_id)
-            notes.append(_attempt(place, "removed, as was requested", partial(self.finish_removal, volume_id)))
+            notes.append(_attempt(place, "removed, as requested", partial(self.finish_removal, volume_id)))
         return notes
 
 
 def _attempt(name: str, result: str, change: Callable[[], object]) -> str:
-    """Make a change; returns a sentence on its result or its failure."""
+    """Make a change. Returns a sentence about its result or its failure."""
     try:
         change()
     except (GatewayError, zfs.exceptions.ZFSError) as error:
-        return f"{name}: {result or 'mounted'}; that could not be done yet: {error}"
+        return f"{name}: {result or 'mounted'}, but this could not be done yet: {error}"
     return result and f"{name}: {result}"

@@ -38,8 +38,10 @@ class Layout:
             directory.mkdir(mode=0o711, parents=True, exist_ok=True)
 
     def restrict_access(self, cache: Path) -> None:
-        """Make files private that an older release left readable: below the state root, and the root file systems in
-        ``cache``. Directories stay searchable, because QEMU runs as another user."""
+        """Make files private that an older release left readable, below the state root and in ``cache``.
+
+        Directories stay searchable, because QEMU runs as another user.
+        """
         parents = (self.templates, self.snapshots, self.sandboxes, self.volumes)
         found = [*self.root.glob("*.json"), *cache.glob("rootfs-*.tar")]
         found += [Path(place, name) for parent in parents for place, _, names in os.walk(parent) for name in names]

@@ -1,4 +1,4 @@
-"""Snapshots and templates on disk: finds, commits and removes them."""
+"""Find, commit and remove snapshots and templates on the disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Snapshots:
         self._quarantine = quarantine
 
     def scan(self, repaired: list[str]) -> list[Snapshot]:
-        """Return the intact ones; damaged ones are moved away and reported in ``repaired``."""
+        """Return the intact snapshots. Damaged snapshots are moved away and reported in ``repaired``."""
         found = []
         for parent in (self._layout.templates, self._layout.snapshots):
             for directory in directory_records.directories(parent):
@@ -107,7 +107,7 @@ def _is_lost(directory: Path) -> bool:
 def _check_whole(directory: Path, snapshot: Snapshot) -> Snapshot:
     """Check that a snapshot's images exist and have the right length. Raises ValueError with the reason."""
     if snapshot.id != directory.name:
-        raise ValueError(f"its manifest is of {snapshot.id}")
+        raise ValueError(f"its manifest belongs to {snapshot.id}")
     needed = {"rootfs.img": 1, "kernel": 1, "initrd": 1}
     if snapshot.memory is not Memory.NONE:
         needed |= {"memory.img": snapshot.resources.memory_mb << 20, "device.state": 1}

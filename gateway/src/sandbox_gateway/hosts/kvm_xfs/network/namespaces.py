@@ -1,4 +1,4 @@
-"""Network namespaces: creates, enters and removes them.
+"""Create, enter and remove network namespaces.
 
 A thread changes only its own network namespace. Longer work in a namespace runs in a new thread, which then ends.
 """
@@ -24,7 +24,7 @@ _CLONE_NEWNET = 0x40000000
 _MS_BIND, _MS_REC, _MS_SHARED, _MNT_DETACH = 0x1000, 0x4000, 0x100000, 2
 
 HOST_NAMESPACE = Path("/proc/self/ns/net")
-"""The process's own network namespace, whatever the thread's."""
+"""The network namespace of the process, even if the thread is in another one."""
 
 _T = TypeVar("_T")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -41,7 +41,8 @@ async def run_in_thread(work: Callable[..., _T], *arguments: Any) -> _T:
             return work(*arguments)
         except (OSError, NetlinkError) as error:
             raise BackendFailed(
-                f"network: {error}; the gateway needs root and the kernel's veth, tun and nf_tables"
+                f"the network could not be set up ({error}): run the gateway as root, on a kernel with "
+                "veth, tun and nf_tables"
             ) from None
 
     return await asyncio.shield(start_thread(explained, name="netns"))
@@ -66,7 +67,7 @@ def remove_namespace(path: Path) -> None:
 
 @contextlib.contextmanager
 def entered(namespace: Path) -> Iterator[None]:
-    """Run the context's body in ``namespace``, then return to this thread's own. Raises BackendFailed."""
+    """Run the context's body in ``namespace``, then return to the thread's former namespace. Raises BackendFailed."""
     with Path("/proc/thread-self/ns/net").open("rb") as home, namespace.open("rb") as target:
         _enter(target.fileno())
         try:
@@ -95,7 +96,7 @@ def _mount(source: str | Path, target: Path, flags: int) -> None:
 
 
 def mounted_names() -> list[str]:
-    """Return the names in /run/netns that are namespaces; a crash may leave plain files among them."""
+    """Return the names in /run/netns that are namespaces. A crash may leave plain files there."""
     names = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split()
@@ -105,7 +106,10 @@ def mounted_names() -> list[str]:
 
 
 def set_sysctl(name: str, value: str, *, required: bool = True) -> None:
-    """Set a sysctl of this thread's network namespace; ``required=False``: ignore it if the kernel lacks it."""
+    """Set a sysctl of this thread's network namespace.
+
+    ``required=False``: do nothing if the kernel lacks the sysctl.
+    """
     try:
         Path("/proc/sys", name).write_text(value)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Chooses the accelerator for this host, by booting a stock kernel on KVM.
+"""Choose the accelerator for this host by booting a stock kernel on KVM.
 
 A `/dev/kvm` that can be opened is not sufficient: nested KVM may open, run the first instructions of a boot loader, and
 then never boot a kernel.
@@ -26,10 +26,10 @@ from sandbox_gateway.log import Logger
 _KVM = Path("/dev/kvm")
 _QMP_SECONDS = 30.0
 _SILENT_SECONDS = 8.0
-"""A booting kernel writes output all the time: after this many seconds of silence it has hung."""
+"""Seconds without output after which a booting kernel counts as hung, because it normally prints all the time."""
 _CAPTURE_COMMAND = "xen-save-devices-state"
 _PROOF = re.compile(rb"not syncing: (VFS|No working init)|Unable to mount root|Run /(sbin/)?init as init process")
-"""A kernel without a root file system prints this if timers, interrupts and all CPUs work."""
+"""Text that a kernel without a root file system prints if timers, interrupts and all CPUs work."""
 
 log = Logger("accel")
 
@@ -53,11 +53,13 @@ async def probe(config: KvmXfs, cache: Path, kernel: Path | None = None) -> Acce
     """
     version = await _check_qemu(config)
     if config.accelerator == "tcg":
-        return Accel("tcg", "max", version, "the configuration says so")
+        return Accel("tcg", "max", version, "the configuration requires it")
     if config.accelerator == "kvm":
         if unusable := _find_kvm_problem():
-            raise BackendFailed(f"[kvm_xfs] accelerator is kvm, but {unusable}: mend that, or set it to auto or tcg")
-        return Accel("kvm", "host", version, "the configuration says so")
+            raise BackendFailed(
+                f"[kvm_xfs] accelerator is kvm, but {unusable}: fix that, or set accelerator to auto or tcg"
+            )
+        return Accel("kvm", "host", version, "the configuration requires it")
     if unusable := _find_kvm_problem():
         return Accel("tcg", "max", version, unusable)
     remembered = await asyncio.to_thread(_load_result, cache)
@@ -65,8 +67,8 @@ async def probe(config: KvmXfs, cache: Path, kernel: Path | None = None) -> Acce
     kernel = kernel or await asyncio.to_thread(_host_kernel)
     if kernel is None:
         if any(booted for key, booted in remembered.items() if key.startswith(here)):
-            return Accel("kvm", "host", version, "a kernel booted on KVM before")
-        return Accel("tcg", "max", version, "there is no kernel yet to try KVM with")
+            return Accel("kvm", "host", version, "a kernel has booted on KVM before")
+        return Accel("tcg", "max", version, "there is no kernel yet to test KVM with")
     key = here + await asyncio.to_thread(_digest, kernel)
     if key not in remembered:
         log.info("trying KVM", kernel=str(kernel), seconds=config.probe_seconds)
@@ -80,7 +82,7 @@ async def probe(config: KvmXfs, cache: Path, kernel: Path | None = None) -> Acce
 
 
 async def can_boot(config: KvmXfs, kernel: Path, *, accelerator: str, cpu_model: str) -> bool:
-    """Return whether ``kernel``, without a disk, looks for its root file system within ``probe_seconds``."""
+    """Return whether ``kernel``, started without a disk, looks for its root file system within ``probe_seconds``."""
     argv = [
         *(config.qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
         *("-M", config.machine, "-accel", accelerator, "-cpu", cpu_model, "-m", "256", "-serial", "stdio"),
@@ -111,7 +113,7 @@ async def can_boot(config: KvmXfs, kernel: Path, *, accelerator: str, cpu_model:
 
 
 def _find_kvm_problem() -> str:
-    """Return why KVM cannot be used, as far as is known without starting a guest; empty if it may work."""
+    """Return why KVM cannot be used, without starting a guest; "" if it may work."""
     try:
         os.close(os.open(_KVM, os.O_RDWR | os.O_CLOEXEC))
     except FileNotFoundError:
@@ -132,17 +134,17 @@ async def _check_qemu(config: KvmXfs) -> str:
     text = (await run_async([config.qemu, "--version"], timeout=_QMP_SECONDS)).stdout
     match = re.search(r"version (\d+(?:\.\d+)+)", text)
     if match is None:
-        raise BackendFailed(f"{config.qemu} --version answered {text[:100]!r}: is that QEMU?")
+        raise BackendFailed(f"{config.qemu} --version printed {text[:100]!r}: set [kvm_xfs] qemu to the path of QEMU")
     commands, machines = await _list_features(config.qemu)
     if _CAPTURE_COMMAND not in commands:
         raise BackendFailed(
-            f"QEMU {match[1]} ({config.qemu}) has no {_CAPTURE_COMMAND}, which captures are made with: "
-            "install a build that has it (Debian's and Ubuntu's do)"
+            f"QEMU {match[1]} ({config.qemu}) has no command {_CAPTURE_COMMAND}, which captures need: "
+            "install a build that has it, such as Debian's or Ubuntu's"
         )
     if config.machine not in machines:
         near = sorted(name for name in machines if name.startswith("pc-q35-"))
         raise BackendFailed(
-            f"QEMU {match[1]} has no machine {config.machine!r}: set [kvm_xfs] machine to one it has"
+            f"QEMU {match[1]} has no machine type {config.machine!r}: set [kvm_xfs] machine to a supported type"
             + (f" ({', '.join(near[-4:])})" if near else "")
         )
     return match[1]
@@ -164,7 +166,7 @@ async def _list_features(qemu: str) -> tuple[set[str], set[str]]:
         machines = {name for item in answers["query-machines"] for name in (item["name"], item.get("alias")) if name}
     except (KeyError, TypeError):
         raise BackendFailed(
-            f"{qemu} did not answer on QMP: {done.stderr.strip()[-300:] or 'it said nothing'}"
+            f"{qemu} did not answer on QMP: {done.stderr.strip()[-300:] or 'it printed nothing'}"
         ) from None
     return commands, machines
 

@@ -31,18 +31,18 @@ def open_log_of(pid: int) -> int:
 
 
 def read_log(log: int) -> str:
-    """Return the log's text: the last ``LOG_BYTES`` bytes if it is a file of an older release."""
+    """Return the log's text; only the last ``LOG_BYTES`` bytes of a file from an older release."""
     start = max(0, os.fstat(log).st_size - LOG_BYTES)
     return os.pread(log, LOG_BYTES, start).rstrip(b"\0").decode(errors="replace")
 
 
 def has_old_log(directory: Path) -> bool:
-    """Return whether an older release started the machine, with a log on disk."""
+    """Return whether an older release started the machine, with a log on the disk."""
     return (directory / _OLD_LOG).exists()
 
 
 def empty_old_log(directory: Path) -> None:
-    """Empty a log on disk if it has grown. Raises OSError."""
+    """Empty a log on the disk if it has grown. Raises OSError."""
     log = directory / _OLD_LOG
     if log.stat().st_size > LOG_BYTES:
         os.truncate(log, 0)

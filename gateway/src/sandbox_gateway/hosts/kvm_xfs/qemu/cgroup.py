@@ -1,8 +1,9 @@
 """Control groups: limits of machines and volume servers, enforced by the host's kernel.
 
 One group per machine, `<prefix>-sandboxes/<instance>`, and per server, `<prefix>-volumes/<volume>`, at the top of each
-hierarchy. Not below the gateway's own service: systemd empties that group when the service ends, but machines keep
-running. Versions 1, 2 and mixtures of both are supported; a missing controller is logged once, and its limits are not
+hierarchy. The groups are not below the gateway's own service, because systemd empties its group when the service ends,
+but machines keep running. Versions 1, 2 and mixtures of both are supported; a missing controller is logged once, and
+its limits are not
 applied.
 """
 
@@ -18,7 +19,7 @@ from sandbox_gateway.log import Logger
 CONTROLLERS = ("memory", "cpu", "pids")
 _PERIOD_US = 50_000
 _OWN_CPU = 0.5
-"""For QEMU's own threads besides the virtual CPUs: if a busy guest delayed them, captures would take longer."""
+"""CPUs for QEMU's own threads besides the virtual CPUs: if a busy guest delayed them, captures would take longer."""
 _OWN_PIDS = 512
 _REMOVE_SECONDS = 0.05
 
@@ -27,7 +28,7 @@ log = Logger("cgroup")
 
 @dataclass(frozen=True)
 class _Hierarchy:
-    """The hierarchy of one controller; several may share a mount."""
+    """The hierarchy of one controller. Several controllers may share a mount."""
 
     mount: Path
     version: int
@@ -73,7 +74,7 @@ class Cgroups:
         self._remove_empty_roots()
 
     def sweep(self, keep: set[str]) -> None:
-        """Remove the groups of machines that are not in ``keep``; groups with processes stay."""
+        """Remove the groups of machines that are not in ``keep``. Groups with processes remain."""
         found = {
             group.name
             for root in self._roots()
@@ -98,7 +99,7 @@ class Cgroups:
             return None
 
     def _prepare(self, controller: str, hierarchy: _Hierarchy) -> None:
-        """Create the root group; on version 2, also enable the controller in it and for its children."""
+        """Create the root group. On version 2, also enable the controller in it and for its children."""
         root = hierarchy.mount / self._name
         root.mkdir(exist_ok=True)
         if hierarchy.version == 2:
@@ -119,7 +120,10 @@ class Cgroups:
         self._left = {instance for instance in self._left if not self._try_remove(instance, time.monotonic())}
 
     def _try_remove(self, instance: str, until: float) -> bool:
-        """Remove the groups of ``instance``, retrying ``until`` then: a process leaves its group after its end."""
+        """Remove the groups of ``instance``.
+
+        Retries until the time ``until``, because a process leaves its group after its end.
+        """
         waiting = {root / instance for root in self._roots()}
         while True:
             waiting = {group for group in waiting if not _remove_group(group)}
@@ -130,7 +134,7 @@ class Cgroups:
     def _warn_once(self, controller: str, reason: str) -> None:
         if controller not in self._warned:
             self._warned.add(controller)
-            log.warning(f"{self._kind} run without a limit of {controller}", reason=reason)
+            log.warning(f"{self._kind} run without the limits of the controller {controller}", reason=reason)
 
 
 def _remove_group(group: Path) -> bool:

@@ -1,4 +1,4 @@
-"""QEMU's command line, which determines everything about a machine except its files."""
+"""Build QEMU's command line, which determines everything about a machine except its files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
 
 KERNEL_ARGUMENTS = "root=/dev/vda rw rootflags=noatime,noinit_itable console=ttyS0 quiet panic=-1 net.ifnames=0"
 TCG_KERNEL_ARGUMENTS = "tsc=reliable"
-"""The emulated counter is correct. But the kernel compares it with other clocks, which are slow to read under TCG, and
-would consider it unstable: twice a second, with warnings, and right at the start of each fork."""
+"""The emulated counter is correct.
+
+But the kernel compares it with other clocks, which are slow to read under TCG, and would consider it unstable, twice a
+second, with warnings, and at the start of each fork.
+"""
 LINE = "sandbox.agent"
 _TB_SIZE_MB = 64
 
@@ -30,7 +33,7 @@ class Shape:
     """Everything that determines a machine's command line, except its files."""
 
     label: str
-    """Name of the process, made of network slot and instance; a restarted gateway finds it in the command line."""
+    """Name of the process, made of network slot and instance. A restarted gateway finds the process by it."""
     qemu: str
     platform: Platform
     cpus: int

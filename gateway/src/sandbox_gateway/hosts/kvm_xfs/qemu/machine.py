@@ -36,8 +36,10 @@ class Machine:
         self.pid = pid
         self.files = files
         self.line = line
-        """Our end of the serial line to the agent; ``forget`` closes it, which the agent notices.
-        None for a machine that an earlier gateway started."""
+        """The gateway's end of the serial line to the agent; ``forget`` closes it, which the agent notices.
+
+        None for a machine that an earlier gateway started.
+        """
         self._log = log
         if log < 0:
             with contextlib.suppress(OSError):
@@ -53,7 +55,7 @@ class Machine:
 
     @classmethod
     async def spawn(cls, shape: Shape, files: Instance, *, state: Path | None) -> Machine:
-        """Start QEMU in its network namespace; it outlives the gateway. Raises BackendFailed on failure.
+        """Start QEMU in its network namespace. QEMU outlives the gateway. Raises BackendFailed on failure.
 
         If the caller is cancelled, no process remains.
         """
@@ -116,7 +118,7 @@ class Machine:
         await self.execute("cont")
 
     async def continue_if_stopped(self) -> bool:
-        """Resume the machine if it is stopped; return whether it was."""
+        """Resume the machine if it is stopped. Returns whether it was stopped."""
         status = cast("dict[str, str]", await self.execute("query-status"))["status"]
         stopped = status in ("paused", "io-error")  # io-error: no space was left for its disk
         if stopped:
@@ -124,13 +126,13 @@ class Machine:
         return stopped
 
     async def save_devices(self, filename: str) -> None:
-        """Write the device state (not RAM) of the stopped machine to ``filename``, a name from ``lent``."""
-        # live=False: QEMU keeps the disk; with live=True it would release it, as for a migration.
+        """Write the device state (not RAM) of the stopped machine to ``filename``, a name that ``lent`` yields."""
+        # live=False: QEMU keeps the disk. With live=True it would release the disk, as for a migration.
         await self.execute("xen-save-devices-state", {"filename": filename, "live": False})
 
     @contextlib.asynccontextmanager
     async def lent(self, descriptor: int) -> AsyncIterator[str]:
-        """Lend an open file to QEMU, which may lack permission to open it; yields its name in QEMU."""
+        """Lend an open file to QEMU, which may lack permission to open it. Yields the file's name in QEMU."""
         client = await self._client()
         client.send_fd_scm(descriptor)
         lent = cast("dict[str, int]", await self.execute("add-fd"))
@@ -147,7 +149,7 @@ class Machine:
         return ""
 
     def memory_bytes(self) -> int:
-        """Return the memory of the process in bytes, with its share of shared pages."""
+        """Return the memory of the process in bytes, including its share of shared pages."""
         for line in Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
@@ -176,7 +178,7 @@ class Machine:
             raise Timeout(f"QEMU process {self.pid} did not end within {seconds:g} s of SIGKILL") from None
 
     async def detach(self) -> None:
-        """Close the monitor; the machine keeps running."""
+        """Close the monitor. The machine keeps running."""
         client, self._qmp = self._qmp, None
         if client is not None:
             # If the machine has ended and closed the connection, disconnect() raises one of these.
@@ -184,7 +186,7 @@ class Machine:
                 await asyncio.wait_for(client.disconnect(), 2)
 
     def forget(self) -> None:
-        """Stop watching the process; the tail of its log stays."""
+        """Stop watching the process. The tail of its log is kept."""
         if self._pidfd >= 0:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -200,7 +202,7 @@ class Machine:
         async with self._qmp_lock:
             if self._qmp is None:
                 client = QMPClient(self.files.directory.name)
-                # The client keeps every event forever, and a guest can cause events, for example by setting its clock.
+                # The client would keep every event, and a guest can cause events, for example by setting its clock.
                 client.events.event_filter = _reject
                 # connect() takes a path of at most 107 bytes, or a connected socket.
                 await client.connect(connect_to(self.files.qmp))

@@ -1,4 +1,4 @@
-"""QEMU processes: starts one in a network namespace, and finds running ones."""
+"""Start QEMU processes in network namespaces, and find running ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def list_running(root: str) -> Iterator[tuple[int, str, Path]]:
 
 
 def start_in(namespace: Path, argv: list[str], pass_fds: list[int], output: int) -> int:
-    """Start a process in a network namespace and return its pid. The calling thread enters it."""
+    """Start a process in a network namespace and return its pid. The calling thread enters the namespace."""
     with entered(namespace):
         try:
             process = subprocess.Popen(

@@ -1,4 +1,7 @@
-"""Unix sockets at paths of any length: an address has at most 107 bytes, paths below the state root may be longer."""
+"""Use Unix sockets at paths of any length.
+
+An address has at most 107 bytes, but paths below the state root may be longer.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def listen_at(listener: socket.socket, path: Path) -> None:
 
 
 def connect_to(path: Path) -> socket.socket:
-    """Connect to the socket at ``path``; the connection is non-blocking. Raises OSError."""
+    """Connect to the socket at ``path`` and return the non-blocking connection. Raises OSError."""
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         with _shortened(path.parent) as parent:

@@ -1,4 +1,4 @@
-"""The host's own APT configuration, used to download the packages of templates."""
+"""Read the host's own APT configuration, which is used to download the packages of templates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sandbox_gateway.command import run_async
 
 
 def host_sources(suite: str, etc_apt: Path = Path("/etc/apt")) -> str:
-    """Return the host's own APT sources of the distribution's ``suite``, in deb822 format; empty if it has none.
+    """Return the host's own APT sources of the distribution's ``suite``, in deb822 format; "" if there are none.
 
     Only entries with component `main` count: a vendor's repository may have a suite of the same name. The files are
     parsed here because `apt-get indextargets` omits Signed-By.

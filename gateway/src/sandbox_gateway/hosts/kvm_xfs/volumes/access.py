@@ -1,4 +1,4 @@
-"""Access to volume servers: elements of the host's nftables set, and aliases of sandboxes' addresses."""
+"""Control access to volume servers with elements of the host's nftables set, and aliases of sandboxes' addresses."""
 
 from __future__ import annotations
 

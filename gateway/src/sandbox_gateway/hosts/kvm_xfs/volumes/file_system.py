@@ -1,4 +1,4 @@
-"""The file system in a volume's image: format, freeze, flush, grow and unmount it, with and without a server.
+"""Format, freeze, flush, grow and unmount the file system in a volume's image, with and without a server.
 
 All functions may block in the kernel. Run those without ``async`` in a thread (`threads.run_with_timeout`).
 """
@@ -62,7 +62,7 @@ def _make_sparse(image: Path, size: int) -> None:
 
 
 async def end_server(server: ServerProcess, seconds: float) -> None:
-    """Kill a server; return when all its data is in the image and the image is not mounted any more."""
+    """Kill a server. Returns when all its data is in the image and the image is no longer mounted."""
     pidfd = os.dup(server.pidfd) if server.pidfd >= 0 else -1  # A copy, because the server may be forgotten meanwhile.
     what = f"the server of volume {server.volume} did not end"
     await run_with_timeout(lambda: _finish(server, pidfd, seconds), seconds, what)
@@ -157,14 +157,14 @@ def grow(server: ServerProcess) -> None:
 
 
 async def fit(image: Path) -> None:
-    """Grow the file system to the size of the image before it is mounted, if the kernel forbids growing it later."""
+    """Grow the file system to the size of the image before it is mounted, if the kernel forbids this later."""
     if may_resize():
         return
     with image.open("rb") as file:
         if block_counts(file.fileno())[0] >= os.fstat(file.fileno()).st_size // BLOCK:
             return
     deadline = time.monotonic() + _END_SECONDS
-    await run_with_timeout(lambda: wait_for_image(image, deadline), _END_SECONDS, f"{image} was not released")
+    await run_with_timeout(lambda: wait_for_image(image, deadline), _END_SECONDS, f"the image {image} was not released")
     checked = await run_async(["e2fsck", "-f", "-p", str(image)], timeout=_RESIZE_SECONDS, check=False)
     if checked.returncode > 1:
         raise BackendFailed(f"the file system in {image} is damaged: {checked.stdout.strip()[-500:]}")

@@ -1,4 +1,4 @@
-"""The volumes of a KVM/XFS host: their clients, and capture, rollback and growth while they are mounted.
+"""Manage the volumes of a KVM/XFS host: their clients, and capture, rollback and growth while they are mounted.
 
 The records of sandboxes are the only list of attachments; the servers' clients are derived from them. Revoking
 access to a volume never blocks a caller: it is retried in the background until it succeeds, and the machine's address
@@ -48,7 +48,7 @@ class _Share:
 
 
 class KvmVolumes:
-    """The volumes of one gateway: their images, their servers, and the machines that mount them."""
+    """Manages the volumes of one gateway: their images, their servers, and the machines that mount them."""
 
     def __init__(self, layout: Layout, quarantine: Quarantine, servers: ServerPool) -> None:
         self._store = VolumeStore(layout, quarantine)
@@ -60,7 +60,7 @@ class KvmVolumes:
     # -- start and stop ---------------------------------------------------------------------------------------------
 
     async def find(self, scan: Scan) -> None:
-        """Find the volumes. Call this first. ``scan`` already has the sandboxes and their snapshots."""
+        """Find the volumes. Call this method first. ``scan`` already has the sandboxes and their snapshots."""
         self._ports = await asyncio.to_thread(self._store.scan, scan)
         self._shares = {volume.id: _Share(volume.id, volume.host["port"]) for volume in scan.volumes}
 
@@ -69,7 +69,7 @@ class KvmVolumes:
         try:
             scan.repaired += await self._servers.open(set(self._shares))
         except GatewayError as error:
-            scan.repaired.append(f"the volume servers could not be found again: {error.message}")
+            scan.repaired.append(f"the volume servers could not be adopted: {error.message}")
         for sandbox in scan.sandboxes:
             for mount in sandbox.mounts if sandbox.instance in addresses else []:
                 if share := self._shares.get(mount.volume):
@@ -77,18 +77,18 @@ class KvmVolumes:
         shares = list(self._shares.values())
         for share, failed in zip(shares, await self._update_all(shares), strict=True):
             if failed is not None:
-                scan.repaired.append(f"volume {share.volume} is not served: {failed}; it is tried again")
+                scan.repaired.append(f"volume {share.volume} cannot be served: {failed}; the gateway retries")
                 self._background.start(self._keep_updating(share))
         for volume in self._store.growing:
             try:
                 await self._servers.grow(volume.id)
-                # This is last: if it fails, the next start repeats everything.
+                # This step is the last: if it fails, the next start repeats everything.
                 await asyncio.to_thread(self._store.save, volume)
             except (GatewayError, OSError) as error:
-                scan.repaired.append(f"volume {volume.id} could not be grown to its end: {error}")
+                scan.repaired.append(f"the interrupted growth of volume {volume.id} could not be completed: {error}")
 
     async def close(self) -> None:
-        """Stop watching; servers keep running. The next gateway completes pending revocations."""
+        """Stop watching servers, which keep running. The next gateway completes pending revocations."""
         await self._background.wait(_CLOSE_SECONDS)
         await self._background.cancel()
         await self._servers.close()
@@ -167,7 +167,7 @@ class KvmVolumes:
         """Bring back the old image and its clients after a failed rollback."""
         share.served = None
         try:
-            # If the server cannot be stopped, keep the image: its clients' writes would be lost.
+            # If the server cannot be stopped, keep the image, because otherwise its clients' writes would be lost.
             await self._servers.stop(share.volume)
             await asyncio.to_thread(self._store.swap_back, share.volume)
         except (GatewayError, OSError) as error:
@@ -215,10 +215,10 @@ class KvmVolumes:
             await asyncio.wait([self._background.start(self._keep_updating(share))], timeout=_DETACH_SECONDS)
 
     def present_mounts(self, sandbox: Sandbox) -> list[Mount]:
-        """Return a sandbox's mounts of existing volumes: it starts without missing ones."""
+        """Return a sandbox's mounts of existing volumes. It starts without missing volumes."""
         for mount in sandbox.mounts:
             if mount.volume not in self._shares:
-                log.warning("not mounted: the volume is missing", sandbox=sandbox.id, volume=mount.volume)
+                log.warning("a volume was not mounted because it is missing", sandbox=sandbox.id, volume=mount.volume)
         return [mount for mount in sandbox.mounts if mount.volume in self._shares]
 
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
@@ -241,7 +241,7 @@ class KvmVolumes:
     def revoke_all(self, instance: str, then: Callable[[], Awaitable[None]]) -> bool:
         """Revoke the access of an instance whose machine has ended, in the background, and then call ``then``.
 
-        Returns immediately; False: the instance had no volumes, and ``then`` is not called.
+        Returns immediately. Returns False if the instance had no volumes; ``then`` is not called in this case.
         """
         shares = [share for share in self._shares.values() if share.clients.pop(instance, None)]
         if shares:
@@ -253,7 +253,7 @@ class KvmVolumes:
         await then()
 
     async def _update_all(self, shares: Sequence[_Share]) -> list[BaseException | None]:
-        """Update the clients of servers; return the error of each, or None."""
+        """Update the clients of servers. Returns the error of each server, or None."""
         return await asyncio.gather(*(self._update(share) for share in shares), return_exceptions=True)
 
     async def _keep_updating(self, share: _Share) -> None:
@@ -265,8 +265,8 @@ class KvmVolumes:
                 await work()
                 break
             except Exception as error:
-                share.stuck = f"the clients of volume {share.volume} cannot be changed: {error}; it is tried again"
-                log.warning("clients of a volume not updated", volume=share.volume, reason=str(error))
+                share.stuck = f"the clients of volume {share.volume} cannot be changed: {error}; the gateway retries"
+                log.warning("the clients of a volume could not be updated", volume=share.volume, reason=str(error))
             await asyncio.sleep(delay)
 
     async def _update(self, share: _Share) -> None:

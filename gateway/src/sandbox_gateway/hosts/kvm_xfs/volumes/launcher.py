@@ -1,11 +1,11 @@
-"""Starts the server of one volume in isolation. Runs as a program, as root, with only the standard library:
+"""Start the server of one volume in isolation. This program runs as root, with only the standard library:
 
     launcher.py IMAGE DIRECTORY VOLUME PROGRAM NETWORK FILTER
 
 The server gets a mount namespace with the file system of IMAGE at /VOLUME on a small, read-only root in memory; a
 process namespace, of which it is the first process; the network namespace whose file is NETWORK; the seccomp filter
 FILTER (hexadecimal); and few capabilities. All of this ends with the process: its mounts are visible nowhere else, and
-the loop device clears itself. The network namespace stays.
+the loop device detaches itself. The network namespace remains.
 
 nfs-ganesha resolves names with slashes as the kernel does: a guest may request `/usr` or `../x`. It also serves every
 file system it knows to any handle that names it. So the server must not see anything else: the parts of the host that
@@ -22,7 +22,7 @@ start, until the server is registered and standard input has ended, which means 
 when the host's file systems are unmounted from the server's namespace.
 """
 
-# Importing pathlib takes longer than running all of this, and a fork waits for it.
+# Importing pathlib takes longer than running this program, and a fork waits for it.
 # ruff: noqa: PTH102, PTH112, PTH114, PTH115, PTH123, PTH211
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def _exec_server(
     resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, _OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
     for descriptor in (0, 1):
-        os.dup2(2, descriptor)  # Memory that the caller reads. A file of the host would give access to all its files.
+        # Memory that the caller reads: an open file of the host would give access to the host's other files.
+        os.dup2(2, descriptor)
     _drop_privileges(seccomp_filter)
     os.execv(program, [f"{directory}/{SERVER}", *("-F", "-L", "STDERR", "-p", "/run/ganesha.pid", "-f", f"/{CONFIG}")])
 
@@ -236,11 +237,11 @@ class _Program(ctypes.Structure):
 
 
 def _register(registrar: socket.socket, server: int) -> bool:
-    """Act as rpcbind until the server is registered and standard input has ended. False: the server ended."""
+    """Act as rpcbind until the server is registered and standard input has ended. Returns False if the server ended."""
     callers: dict[int, socket.socket] = {}
     registered: dict[int, set[bytes]] = {_NFS: set(), _MOUNT: set()}
     wanted = [0, registrar.fileno()]
-    # It registers both over the same transports, NFS before MOUNT.
+    # The server registers NFS before MOUNT, both over the same transports.
     while 0 in wanted or not registered[_NFS] or registered[_MOUNT] != registered[_NFS]:
         ready, _, _ = select.select([*wanted, *callers], [], [], 0.2)
         if os.waitpid(server, os.WNOHANG)[0]:
@@ -258,7 +259,10 @@ def _register(registrar: socket.socket, server: int) -> bool:
 
 
 def _confirm(caller: socket.socket, registered: dict[int, set[bytes]]) -> bool:
-    """Answer one call of RPCBIND (RFC 5531, RFC 1833) with success and true; False at the end of the connection."""
+    """Answer one call of RPCBIND (RFC 5531, RFC 1833) with success and true.
+
+    Returns False at the end of the connection.
+    """
     with contextlib.suppress(OSError, struct.error):
         (mark,) = struct.unpack(">I", caller.recv(4, socket.MSG_WAITALL))
         call = caller.recv(mark & 0x7FFFFFFF, socket.MSG_WAITALL)

@@ -1,4 +1,4 @@
-"""Takes snapshots of volumes: single ones, or several at one instant."""
+"""Take snapshots of volumes: single snapshots, or several at one instant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IMAGE = "volume.img"
 
 
 class PendingSnapshot:
-    """An uncommitted snapshot: ``prepare``, ``clone_image`` (the quick step), then ``commit``; or else ``undo``."""
+    """An uncommitted snapshot. Call ``prepare``, ``clone_image`` (the quick step), then ``commit`` or ``undo``."""
 
     def __init__(self, image: Path, final: Path, snapshot: VolumeSnapshot) -> None:
         self.volume = snapshot.volume
@@ -68,7 +68,7 @@ class PendingSnapshots:
         self._snapshots = snapshots
 
     async def prepare(self) -> None:
-        """Write back in advance, to keep ``clone_images`` short."""
+        """Write data back in advance, to keep ``clone_images`` short."""
         await wait_for_all(*(self._prepare(each) for each in self._snapshots))
 
     async def _prepare(self, snapshot: PendingSnapshot) -> None:

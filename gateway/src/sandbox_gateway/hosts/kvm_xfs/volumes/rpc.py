@@ -1,4 +1,4 @@
-"""Calls to a server with ONC RPC (RFC 5531), without credentials."""
+"""Call a server with ONC RPC (RFC 5531), without credentials."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MAX_ANSWER_BYTES = 4 << 20
 
 
 async def call(address: str, port: int, program: int, procedure: int) -> bytes:
-    """Call a procedure of version 3 without arguments; return its result. Raises OSError, EOFError."""
+    """Call a procedure of version 3 without arguments, and return its result. Raises OSError, EOFError."""
     reader, writer = await open_connection(address, port)
     try:
         request = struct.pack(">10I", 1, 0, 2, program, 3, procedure, 0, 0, 0, 0)
@@ -21,7 +21,7 @@ async def call(address: str, port: int, program: int, procedure: int) -> bytes:
             last = bool(mark >> 31)
             reply += await reader.readexactly(mark & 0x7FFFFFFF)
             if len(reply) > _MAX_ANSWER_BYTES:
-                raise EOFError("it does not end")
+                raise EOFError("the answer of the RPC server has too many fragments")
     finally:
         writer.close()
     if reply[4:24] != struct.pack(">5I", 1, 0, 0, 0, 0):

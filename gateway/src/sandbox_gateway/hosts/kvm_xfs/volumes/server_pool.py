@@ -1,4 +1,4 @@
-"""Serves volumes to guests: one nfs-ganesha process (NFSv3) for each mounted volume.
+"""Serve volumes to guests: one nfs-ganesha process (NFSv3) for each mounted volume.
 
 A server runs in a mount namespace that contains only its volume's file system (`launcher`): no name or handle forged by
 a guest leads elsewhere, and nothing stays mounted when the server ends. Servers have a separate network namespace, from
@@ -61,7 +61,7 @@ log = Logger("volumes")
 
 
 class ServerPool:
-    """The servers of one gateway. ``volume`` is a volume's id everywhere, ``port`` one of ``VOLUME_PORTS``.
+    """Manages the servers of one gateway. ``volume`` is always a volume's id, ``port`` one of ``VOLUME_PORTS``.
 
     ``VOLUME_PORTS`` is a range with step 2: a volume permanently has ``port`` (NFS) and ``port + 1`` (MOUNT), which
     must be unique in a gateway. All methods return, or raise BackendFailed or Timeout, within bounded time.
@@ -79,7 +79,7 @@ class ServerPool:
     # -- start and stop ---------------------------------------------------------------------------------------------
 
     async def open(self, known: set[str]) -> list[str]:
-        """Adopt the servers of ``run_root`` that still run and whose volume is ``known``; end the others.
+        """Adopt the servers of ``run_root`` that still run and whose volume is ``known``. End the others.
 
         Call it after ``SlotPool.open``, which recreates the address and the rules. Returns sentences for
         ``Scan.repaired``. An adopted server keeps its clients until ``serve`` is called.
@@ -101,14 +101,14 @@ class ServerPool:
                 and volume not in self._servers
                 and server.is_isolated(self._starter.space)
             ):
-                server.signal(signal.SIGCONT)  # A server stays frozen if a gateway dies during a capture.
+                server.signal(signal.SIGCONT)  # The server is still frozen if a gateway died during a capture.
                 with contextlib.suppress(OSError):
                     server.log = open_log_of(pid)
                 self._watch(server)
                 self._starter.limit(server)
                 await self._access.allow(volume, settings.access())
                 continue
-            said.append(f"ended the server of volume {volume}, which belonged to nothing")
+            said.append(f"ended the server of volume {volume}, which belonged to no volume")
             try:
                 await file_system.end_server(server, _END_SECONDS)
             except GatewayError as error:
@@ -136,14 +136,14 @@ class ServerPool:
     # -- serving ----------------------------------------------------------------------------------------------------
 
     async def serve(self, volume: str, image: Path, port: int, clients: Mapping[str, bool]) -> None:
-        """Serve the volume to exactly ``clients`` (``Slot.host_address`` → read-only); without clients, end the server.
+        """Serve the volume to exactly ``clients`` (``Slot.host_address`` → read-only). Without clients, end the server.
 
-        Starts the server if none runs. On return, the server answers only these clients, even on open connections.
-        Idempotent, and fast if nothing changes. Call it before a fork with the volume mounted resumes: a guest whose
-        connection is refused retries only after seconds.
+        Starts the server if necessary. On return, the server answers only these clients, even on open connections.
+        Idempotent, and fast if nothing changes. Call this method before a fork with the volume mounted resumes: a guest
+        whose connection is refused retries only after seconds.
 
-        Clients that are no longer listed are cut off first, whatever the server does; a server that does not apply the
-        change within seconds is replaced. So removing clients takes bounded time.
+        Clients that are no longer listed are disconnected first. A server that does not apply the change within seconds
+        is replaced, so that removing clients takes bounded time.
         """
         settings = ServerSettings(str(image), port, dict(clients))
         async with self._lock(volume):
@@ -176,7 +176,8 @@ class ServerPool:
         After one sandbox has written and closed a file, others that open it see the changes (close-to-open). Names
         and attributes are cached for a second (``actimeo``), missing files never (``lookupcache``): new files are found
         immediately. ``nolock``: locks are local to a sandbox. ``hard``: guests wait while a server is replaced.
-        ``noresvport``: the server does not require a low port, and a new connection need not wait for the last one's.
+        ``noresvport``: the server does not require a low port, and a new connection need not wait for the port of the
+        last one.
         """
         options = (
             f"addr={GATEWAY_ADDRESS},vers=3,proto=tcp,port={port},mountproto=tcp,mountport={port + 1},"
@@ -187,9 +188,10 @@ class ServerPool:
     # -- the file system --------------------------------------------------------------------------------------------
 
     def frozen(self, volume: str) -> AbstractAsyncContextManager[None]:
-        """Freeze the server inside this context: all earlier writes are in the image file, which can be cloned.
+        """Freeze the server inside this context. All earlier writes are in the image file, which can then be cloned.
 
-        The clone's journal is replayed when it is first served, in milliseconds, as after a power cut. Does nothing
+        The clone's journal is replayed when the clone is first served, in milliseconds, as after a power failure. Does
+        nothing
         without a server, because the image is then consistent. If the gateway dies inside, the next ``open`` resumes
         the server; a frozen server can be killed.
         """
@@ -197,7 +199,7 @@ class ServerPool:
 
     @contextlib.asynccontextmanager
     async def _frozen(self, volume: str) -> AsyncIterator[None]:
-        # Not fsfreeze(8): if gateway and server died meanwhile, the kernel would keep the file system forever.
+        # Do not use fsfreeze(8): if gateway and server died meanwhile, the kernel would never release the file system.
         async with self._lock(volume):
             server = self._servers.get(volume)
             if server is None or server.has_ended():
@@ -215,9 +217,9 @@ class ServerPool:
                 server.signal(signal.SIGCONT)
 
     async def flush(self, volume: str) -> None:
-        """Write everything back before ``frozen``, to keep that short. Does nothing without a server."""
+        """Write all data back before ``frozen``, to keep the freeze short. Does nothing without a server."""
         if server := self._servers.get(volume):
-            with contextlib.suppress(BackendFailed):  # The server has just ended: everything is written.
+            with contextlib.suppress(BackendFailed):  # If the server has just ended, all data is already written.
                 await run_with_timeout(
                     lambda: file_system.sync(server), _SYNC_SECONDS, f"volume {volume} could not be written back"
                 )
@@ -225,7 +227,7 @@ class ServerPool:
     async def grow(self, volume: str) -> None:
         """Grow the mounted file system to the new size of its image.
 
-        Does nothing without a server: the next one grows the file system when it starts.
+        Does nothing without a server, because the next server grows the file system when it starts.
         """
         async with self._lock(volume):
             server = self._servers.get(volume)
@@ -258,7 +260,7 @@ class ServerPool:
         self._watch(await self._starter.start(volume, settings))
 
     async def _reconfigure(self, server: ServerProcess, settings: ServerSettings) -> None:
-        """Configure a running server's clients; replace the server if it does not apply the change."""
+        """Configure a running server's clients. Replaces the server if it does not apply the change."""
         await self._starter.reconfigure(server, settings)
         if server.is_current:
             await self._access.allow(server.volume, server.settings.access())
@@ -267,7 +269,7 @@ class ServerPool:
             await self._start(server.volume, server.settings)
 
     async def _restart(self, server: ServerProcess) -> None:
-        """End a server and start another; on failure, this is retried later."""
+        """End a server and start another. On failure, this is retried later."""
         await self._end(server.volume)
         try:
             await self._start(server.volume, server.settings)
@@ -277,7 +279,7 @@ class ServerPool:
             raise
 
     async def _end(self, volume: str, seconds: float = _SYNC_SECONDS) -> None:
-        """End a server, if there is one; its image is then consistent."""
+        """End a server, if there is one. Its image is then consistent."""
         # Do this first: a client whose packets are dropped retries within a second, a refused one waits longer.
         await self._access.revoke(volume, set())
         server = self._servers.pop(volume, None)
@@ -300,7 +302,10 @@ class ServerPool:
             self._replacements.start(self._replace(server))
 
     async def _replace(self, server: ServerProcess) -> None:
-        """Replace a server that ended by itself, because guests wait for it. Gives up once it is no longer needed."""
+        """Replace a server that ended by itself, because guests wait for it.
+
+        Stops when no sandbox needs the server any more.
+        """
         early = time.monotonic() - server.started < _STEADY_SECONDS
         await asyncio.sleep(server.backoff_seconds())
         while True:
@@ -308,14 +313,18 @@ class ServerPool:
                 if self._servers.get(server.volume) is not server:
                     return
                 said = server.log_tail().removeprefix(": ")
-                log.warning("a volume server ended: starting it anew", volume=server.volume, said=said)
+                log.warning("a volume server ended, starting another", volume=server.volume, said=said)
                 try:
                     await file_system.end_server(
                         server, _SYNC_SECONDS
                     )  # The server has ended; its image may not be complete yet.
                     await self._start(server.volume, server.settings)
                 except (GatewayError, OSError) as error:
-                    log.error("a volume cannot be served", volume=server.volume, reason=str(error))
+                    log.error(
+                        "a volume cannot be served, retrying in the background, retrying in the background",
+                        volume=server.volume,
+                        reason=str(error),
+                    )
                 else:
                     self._servers[server.volume].early_ends = server.early_ends + 1 if early else 0
                     server.stop_watching()

@@ -42,13 +42,13 @@ class ServerProcess:
     pid: int
     settings: ServerSettings
     is_current: bool = False
-    """The server is known to have applied its configuration. False for an adopted server."""
+    """Whether the server is known to have applied its configuration. False for an adopted server."""
     pidfd: int = -1
     log: int = -1
     """Descriptor of the memory that contains its log."""
     started: float = field(default_factory=time.monotonic)
     early_ends: int = 0
-    """Number of consecutive servers of this volume before this one that ended soon after their start."""
+    """Number of directly preceding servers of this volume that ended soon after their start."""
 
     def backoff_seconds(self) -> float:
         """Return the seconds to wait before starting a successor: a guest may crash each server on purpose."""
@@ -69,7 +69,10 @@ class ServerProcess:
         return self._descriptor(f"root/{self.volume}")
 
     def configure(self, text: str) -> None:
-        """Replace its configuration, which it reads on SIGHUP. Raises BackendFailed if the server has ended."""
+        """Replace the server's configuration, which it reads on SIGHUP.
+
+        Raises BackendFailed if the server has ended.
+        """
         root = self._descriptor(f"fd/{ROOT}")
         try:
             replace_file(Path(f"/proc/self/fd/{root}", CONFIG), text)
@@ -77,7 +80,7 @@ class ServerProcess:
             os.close(root)
 
     def is_isolated(self, space: Path) -> bool:
-        """Return whether it has no access to the host's file systems, and its network namespace is ``space``."""
+        """Return whether the server has no access to the host's files and runs in the network namespace ``space``."""
         with contextlib.suppress(OSError):
             mounts = Path(f"/proc/{self.pid}/mountinfo").read_text().splitlines()
             alone = {line.split()[4] for line in mounts} == {"/", f"/{self.volume}"}
@@ -85,7 +88,7 @@ class ServerProcess:
         return False
 
     def log_tail(self) -> str:
-        """Return the tail of its log, as the end of a sentence."""
+        """Return the tail of the server's log, as the end of a sentence."""
         try:
             lines = read_log(self.log).splitlines()
         except OSError:
@@ -99,10 +102,10 @@ class ServerProcess:
         try:
             found = os.open(f"/proc/{self.pid}/{what}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise BackendFailed(f"the server of volume {self.volume} is gone: {error.strerror}") from None
+            raise BackendFailed(f"the server of volume {self.volume} has ended ({error.strerror}): try again") from None
         if self.has_ended():  # The pid may belong to another process by now.
             os.close(found)
-            raise BackendFailed(f"the server of volume {self.volume} has ended")
+            raise BackendFailed(f"the server of volume {self.volume} has ended: try again: try again")
         return found
 
     def stop_watching(self) -> None:
@@ -116,14 +119,14 @@ class ServerProcess:
 
 
 def wait_until_ended(pidfd: int, seconds: float) -> bool:
-    """Wait at most ``seconds`` for a process to end; return whether it has ended."""
+    """Wait at most ``seconds`` for a process to end. Returns whether it has ended."""
     waiting = select.poll()
     waiting.register(pidfd, select.POLLIN)
     return bool(waiting.poll(seconds * 1000))
 
 
 def list_processes(root: Path) -> Iterator[tuple[int, str, bool]]:
-    """Yield the processes of servers below ``root``: (pid, volume, whether it serves; otherwise it is launching)."""
+    """Yield the processes of servers below ``root``: (pid, volume, whether it serves or is still being launched)."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -153,7 +156,7 @@ def load_settings(directory: Path) -> ServerSettings | None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file atomically: readers see either the old text or the new one."""
+    """Write a file atomically: readers see either the old text or the new text."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(text)
     new.rename(path)

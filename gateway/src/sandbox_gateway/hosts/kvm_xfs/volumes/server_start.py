@@ -1,4 +1,4 @@
-"""Starts volume servers, and configures the clients of running ones."""
+"""Start volume servers, and configure the clients of running servers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ASK_SECONDS = 2.0
 _ASK_INTERVAL = 0.005
 
 _MEMORY_MB, _CPUS = 1024, 1.5
-"""Limits of a server. Its cache of the volume counts, but is released as needed."""
+"""Limits of a server. Its cache of the volume counts towards them, but is released as needed."""
 
 _NFS, _MOUNT, _MOUNT_EXPORT = 100003, 100005, 5
 
@@ -44,7 +44,7 @@ log = Logger("volumes")
 
 
 class ServerStarter:
-    """A factory for servers below the directory ``root``."""
+    """Starts servers below the directory ``root``."""
 
     def __init__(self, network: Network, root: Path, ganesha: str, access: VolumeAccess) -> None:
         self._address = volume_address(network)
@@ -60,10 +60,10 @@ class ServerStarter:
         self.cgroups.place(server.volume, server.pid, memory_mb=_MEMORY_MB, cpus=_CPUS)
 
     async def start(self, volume: str, settings: ServerSettings) -> ServerProcess:
-        """Start a server if none runs, and allow its clients to connect; nothing of it remains on failure."""
+        """Start a server if none runs, and allow its clients to connect. On failure nothing of the server remains."""
         program = _find_program(self._ganesha)
         started = time.monotonic()
-        await self._access.revoke(volume, set())  # No request may reach it before it is isolated.
+        await self._access.revoke(volume, set())  # No request may reach the server before it is isolated.
         directory = self._root / volume
         (directory / "root").mkdir(mode=0o700, parents=True, exist_ok=True)
         await file_system.fit(Path(settings.image))
@@ -87,7 +87,9 @@ class ServerStarter:
             await self._access.allow(volume, settings.access())
         except BaseException as error:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # The whole session: the server's pid may be unknown.
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # Kill the whole session, because the server's pid may be unknown.
             await process.wait()
             said = server.log_tail()
             server.stop_watching()
@@ -114,7 +116,10 @@ class ServerStarter:
             raise BackendFailed(f"volume {server.volume} cannot be served{server.log_tail() or ': it ended'}")
 
     async def reconfigure(self, server: ServerProcess, settings: ServerSettings) -> None:
-        """Configure a running server's clients; afterwards, ``server.is_current`` tells whether it applied them."""
+        """Configure a running server's clients.
+
+        Afterwards, ``server.is_current`` shows whether the server applied the change.
+        """
         # Keep the mounted image: to serve a different one, the server must be ended first.
         server.settings = ServerSettings(server.settings.image, settings.port, settings.clients)
         server.is_current = False
@@ -127,7 +132,7 @@ class ServerStarter:
                 await self._wait_until_applied(server, marker)
                 server.is_current = not server.has_ended()
         except (TimeoutError, BackendFailed):
-            log.warning("a volume server did not reload its configuration: another replaces it", volume=server.volume)
+            log.warning("a volume server did not reload its configuration and will be replaced", volume=server.volume)
 
     async def _wait_until_applied(self, server: ServerProcess, marker: str) -> None:
         """Wait until the server answers with the configuration that has the marker, or has ended."""

@@ -1,10 +1,10 @@
-"""Volumes on disk: an image for each, with its snapshots beside it.
+"""Store volumes on the disk: an image for each volume, with its snapshots beside it.
 
 An image is sparse and contains a file system; its length is the volume's size. Renaming a directory commits a volume or
 a snapshot, renaming a file commits a rollback, and the image's new length commits growth: if a record has a smaller
 size, growth was interrupted, and the next start corrects the record.
 
-This module does not know whether a volume is in use; the caller freezes its server while an image is cloned.
+This module does not know whether a volume is in use. The caller freezes its server while an image is cloned.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _OLD = f"{PARTIAL}old.img"
 
 
 class VolumeStore:
-    """The volumes under one state root. Methods raise OSError for errors of the file system, and GatewayError."""
+    """Manages the volumes under one state root.
+
+    Methods raise OSError for errors of the file system, and GatewayError.
+    """
 
     def __init__(self, layout: Layout, quarantine: Quarantine) -> None:
         self._quarantine = quarantine
@@ -50,13 +53,15 @@ class VolumeStore:
     def require_image(self, volume: str) -> Path:
         """Return the image's path. Raises Conflict if a damaged image was moved away and only snapshots remain."""
         if not (image := self.image(volume)).exists():
-            raise Conflict(f"volume {volume} has lost its image: roll it back to one of its snapshots")
+            raise Conflict(
+                f"the image of volume {volume} was damaged and moved away: roll the volume back to one of its snapshots"
+            )
         return image
 
     # -- creating, growing, removing --------------------------------------------------------------------------------
 
     async def create(self, volume: Volume, source: VolumeSnapshot | None) -> None:
-        """Create a volume, empty or from ``source``, of at least ``volume.size_mb`` MiB; nothing remains on failure."""
+        """Create a volume, empty or from ``source``, of at least ``volume.size_mb`` MiB. On failure nothing remains."""
         final = self._root / volume.id
         with _created(final) as partial:
             (partial / _SNAPSHOTS).mkdir(mode=0o700)
@@ -67,7 +72,7 @@ class VolumeStore:
             await asyncio.to_thread(_finish_volume, partial, final, volume)
 
     def grow(self, volume: str, size_mb: int) -> None:
-        """Commit the new length of an image; the caller then writes the record with ``save``."""
+        """Commit the new length of an image. The caller then writes the record with ``save``."""
         image = self.require_image(volume)
         _extend(image, size_mb)
         directory_records.sync_file(image)
@@ -76,7 +81,7 @@ class VolumeStore:
         directory_records.write_record(self._root / volume.id, volume)
 
     def remove(self, volume: str) -> None:
-        """Remove a volume and its snapshots with one rename; remaining files are swept at the next start."""
+        """Remove a volume and its snapshots with one rename. The next start sweeps remaining files."""
         directory_records.remove_durably(self._root / volume)
 
     def remove_snapshot(self, snapshot: VolumeSnapshot) -> None:
@@ -100,7 +105,7 @@ class VolumeStore:
             raise
 
     def swap(self, volume: str) -> None:
-        """Replace the image with the staged copy; the old image is kept until ``settle``."""
+        """Replace the image with the staged copy. The old image is kept until ``settle``."""
         directory = self._root / volume
         (directory / _OLD).unlink(missing_ok=True)
         if (directory / IMAGE).exists():
@@ -109,7 +114,7 @@ class VolumeStore:
         directory_records.sync_directory(directory)
 
     def swap_back(self, volume: str) -> None:
-        """Undo ``swap``, if it has happened; this removes the staged copy."""
+        """Undo ``swap``, if it has happened, and remove the staged copy."""
         directory = self._root / volume
         if (directory / _OLD).exists():
             (directory / _OLD).replace(directory / IMAGE)
@@ -117,7 +122,7 @@ class VolumeStore:
 
     def settle(self, volume: str) -> None:
         """Remove the files that ``stage`` and ``swap`` left beside the image."""
-        with contextlib.suppress(OSError):  # The next start removes them.
+        with contextlib.suppress(OSError):  # If this fails, the next start removes the files.
             for name in (_NEW, _OLD):
                 (self._root / volume / name).unlink(missing_ok=True)
 
@@ -129,7 +134,7 @@ class VolumeStore:
     def scan(self, scan: Scan) -> Ports:
         """Sweep, quarantine and repair, then add the volumes to ``scan``, which already has the sandboxes' snapshots.
 
-        Each volume then has a port; returns the unused ports.
+        Each volume then has a port. Returns the unused ports.
         """
         kept = {"", *(snapshot.id for snapshot in scan.snapshots)}
         swept = directory_records.sweep(self._root)
@@ -140,7 +145,7 @@ class VolumeStore:
             with self._quarantine.guarding(directory, scan.repaired):
                 scan.volumes.append(self._scan_volume(directory, snapshots, scan.repaired))
                 scan.volume_snapshots += snapshots
-        scan.repaired += [f"removed {name}, which was never finished" for name in swept]
+        scan.repaired += [f"removed {name}, which was never committed" for name in swept]
         return self._settle_ports(scan)
 
     def _scan_snapshots(self, directory: Path, kept: Collection[str], repaired: list[str]) -> list[VolumeSnapshot]:
@@ -154,7 +159,9 @@ class VolumeStore:
                     raise ValueError(f"it belongs to snapshot {snapshot.sandbox_snapshot}, which is damaged")
                 else:
                     directory_records.remove_durably(place)
-                    repaired.append(f"removed {place.name} of volume {directory.name}, whose snapshot was not finished")
+                    repaired.append(
+                        f"removed {place.name} of volume {directory.name}, whose snapshot was never committed"
+                    )
         return found
 
     def _scan_volume(self, directory: Path, snapshots: list[VolumeSnapshot], repaired: list[str]) -> Volume:
@@ -163,7 +170,7 @@ class VolumeStore:
         try:
             volume = directory_records.read_record(directory, Volume)
             if volume.id != directory.name:
-                raise ValueError(f"its manifest is of {volume.id}")
+                raise ValueError(f"its manifest belongs to {volume.id}")
         except ValueError as error:
             volume = self._without_record(directory, length_mb, snapshots, str(error), repaired)
         if length_mb < volume.size_mb:
@@ -171,13 +178,13 @@ class VolumeStore:
                 raise ValueError(f"{IMAGE} is missing or too short")
             moved = self._move_to_quarantine(directory / IMAGE)
             repaired.append(
-                f"the image of volume {volume.id} is missing or too short{moved}: its snapshots stay, roll it back to "
-                "one of them"
+                f"the image of volume {volume.id} is missing or too short{moved}: roll it back to one of "
+                "its snapshots, which are intact"
             )
         elif length_mb > volume.size_mb:
             volume.size_mb = length_mb
             self.growing.append(volume)
-            repaired.append(f"volume {volume.id} was growing: it has {length_mb} MiB now")
+            repaired.append(f"completed the interrupted growth of volume {volume.id}, which now has {length_mb} MiB")
         return volume
 
     def _without_record(
@@ -191,15 +198,15 @@ class VolumeStore:
             raise ValueError(reason) from None
         moved = self._move_to_quarantine(directory / MANIFEST)
         self._save_if_possible(volume)
-        repaired.append(f"the record of volume {volume.id} is damaged ({reason}){moved}: it goes by its id")
+        repaired.append(f"the record of volume {volume.id} is damaged ({reason}){moved}: use its id {volume.id}")
         return volume
 
     def _move_to_quarantine(self, path: Path) -> str:
-        """Move a damaged file away, if it exists; return text for the middle of a sentence."""
+        """Move a damaged file away, if it exists. Returns text for the middle of a sentence."""
         return f" and was moved to {self._quarantine.move(path)}" if path.exists() else ""
 
     def _settle_ports(self, scan: Scan) -> Ports:
-        """Give each volume a unique port: if two have the same one, the older volume keeps it."""
+        """Give each volume a unique port. If two volumes have the same port, the older volume keeps it."""
         taken: set[int] = set()
         without: list[Volume] = []
         for volume in sorted(scan.volumes, key=lambda each: each.created_at):
@@ -212,7 +219,7 @@ class VolumeStore:
         for volume in without:
             volume.host["port"] = ports.take()
             self._save_if_possible(volume)
-            scan.repaired.append(f"volume {volume.id} has port {volume.host['port']} now: it is mounted anew")
+            scan.repaired.append(f"volume {volume.id} now has port {volume.host['port']} and is mounted again")
         return ports
 
     def _save_if_possible(self, volume: Volume) -> None:
@@ -226,13 +233,13 @@ async def _format(image: Path, volume: Volume) -> None:
         await format_image(image, volume.id, volume.size_mb)
     except BackendFailed as error:
         if (full := os.strerror(errno.ENOSPC)) in error.message:
-            raise OSError(errno.ENOSPC, full) from None  # Like the other methods.
+            raise OSError(errno.ENOSPC, full) from None  # Raise the same error as the other methods.
         raise
 
 
 @contextlib.contextmanager
 def _created(final: Path) -> Iterator[Path]:
-    """Yield the directory in which ``final`` is created; on failure nothing remains of either."""
+    """Yield the directory in which ``final`` is created. On failure neither remains."""
     partial = directory_records.partial_of(final)
     partial.mkdir(mode=0o700)
     try:
@@ -266,7 +273,7 @@ def _whole_snapshot(directory: Path, volume: str) -> VolumeSnapshot:
     """Read a snapshot's record and check it and its image. Raises ValueError with the reason."""
     snapshot = directory_records.read_record(directory, VolumeSnapshot)
     if (snapshot.id, snapshot.volume) != (directory.name, volume):
-        raise ValueError(f"its manifest is of {snapshot.id} of volume {snapshot.volume}")
+        raise ValueError(f"its manifest belongs to {snapshot.id} of volume {snapshot.volume}")
     if _length_mb(directory / IMAGE) < snapshot.size_mb:
         raise ValueError(f"{IMAGE} is missing or too short")
     return snapshot
