@@ -141,7 +141,7 @@ async def test_a_cancelled_build_leaves_no_process_mount_or_file(tmp_path: Path,
 
 
 def leftovers(place: Path) -> list[str]:
-    """What a build left in its directory, mounted below it, and running with it."""
+    """The files, mounts and processes that a build left behind."""
     found = [path.name for path in place.iterdir() if path.name != "cache"]
     found += [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(place) in line]
     listed = subprocess.run(["pgrep", "-f", str(place)], capture_output=True, text=True, check=False)
