@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.attachments import Attachments
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.record_changes import save_sandbox
+from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, SandboxState, Snapshot
 from sandbox_gateway.tasks import clean_up
@@ -63,7 +66,16 @@ class MachineLifecycle:
         reason = remove_control_characters(reason)
         log.warning("sandbox stopped", sandbox=sandbox.id, reason=reason)
         await self._host.stop(sandbox)
-        await save_sandbox(self._context, sandbox.id, state=SandboxState.PAUSED, state_reason=reason)
+        changes: dict[str, Any] = {"state": SandboxState.PAUSED, "state_reason": reason}
+        try:
+            await save_sandbox(self._context, sandbox.id, **changes)
+        except NotFound:
+            raise
+        except GatewayError as error:
+            # It has stopped, saved or not. The next save of its record includes this; a restart finds it out again.
+            log.error("stop not saved", sandbox=sandbox.id, reason=error.message)
+            index = self._context.index
+            index.put(index.sandbox(sandbox.id).model_copy(update=changes, deep=True))
         self._context.events.publish("sandbox.stopped", sandboxID=sandbox.id, reason=reason)
 
     def notice_end(self, sandbox: Sandbox) -> None:

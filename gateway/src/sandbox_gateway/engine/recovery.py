@@ -42,7 +42,10 @@ class Recovery:
     async def settle(self, alive: set[str]) -> None:
         """Update the states of sandboxes to the running machines, ``alive``, and remove unused objects."""
         for sandbox in self._sandboxes.list():
-            await self._settle_sandbox(sandbox, running=sandbox.instance in alive)
+            try:
+                await self._settle_sandbox(sandbox, running=sandbox.instance in alive)
+            except GatewayError as error:
+                log.error("sandbox not settled", sandbox=sandbox.id, reason=error.message)
         await self._remove_orphans()
         await self._collector.collect()
 
@@ -71,4 +74,7 @@ class Recovery:
         for snapshot in list(self._index.snapshots.values()):
             unowned = snapshot.kind is SnapshotKind.PAUSE and snapshot.id not in owned
             if snapshot.kind is SnapshotKind.BASE or (unowned and not self._context.unreadable_sandboxes):
-                await self._collector.remove_snapshot(snapshot)
+                try:
+                    await self._collector.remove_snapshot(snapshot)
+                except GatewayError as error:
+                    log.error("snapshot not removed", snapshot=snapshot.id, reason=error.message)

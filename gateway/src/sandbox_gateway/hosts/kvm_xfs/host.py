@@ -209,7 +209,8 @@ class KvmXfsHost:
             await asyncio.to_thread(self._snapshots.save, snapshot)
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
-        await asyncio.to_thread(self._snapshots.remove, snapshot)
+        with explaining_os_errors():
+            await asyncio.to_thread(self._snapshots.remove, snapshot)
 
     def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         return self._snapshots.files_of(snapshot)
@@ -252,13 +253,15 @@ class KvmXfsHost:
 
     async def discard(self, sandbox: Sandbox) -> None:
         await self._machines.end(sandbox)
-        await asyncio.to_thread(instances.remove, self._layout.instance(sandbox))
+        with explaining_os_errors():
+            await asyncio.to_thread(instances.remove, self._layout.instance(sandbox))
 
     async def remove(self, sandbox: Sandbox) -> None:
         directory = self._layout.sandbox(sandbox)
-        await asyncio.to_thread(directory_records.unlink_record, directory)
-        await self._machines.end(sandbox)
-        await asyncio.to_thread(directory_records.remove, directory)
+        with explaining_os_errors():
+            await asyncio.to_thread(directory_records.unlink_record, directory)
+            await self._machines.end(sandbox)
+            await asyncio.to_thread(directory_records.remove, directory)
 
     async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         disk, then = self._layout.instance(sandbox).disk, self._snapshots.path(head) / "rootfs.img"
