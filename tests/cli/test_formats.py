@@ -33,7 +33,7 @@ def test_invalid_sizes(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "-4", "soon", "1w", "1h30m"])
 def test_invalid_times(text: str) -> None:
-    with pytest.raises(Failure, match="is not a time"):
+    with pytest.raises(Failure, match="is not a duration"):
         formats.parse_duration(text)
 
 

@@ -25,7 +25,7 @@ def test_the_life_cycle_of_a_volume(run: Run) -> None:
     assert re.search(rf"copy +3 GiB +0 B +- +{taken['snapshotID']}", copy)
     assert "one has copy:/srv/copy:ro" in check_succeeded(run("volume", "attach", "one", "copy:/srv/copy:ro")).out
     check_succeeded(run("volume", "detach", "one", "copy", "data"))
-    assert "data is back at monday" in check_succeeded(run("volume", "rollback", "data", "monday")).out
+    assert "data was rolled back to monday" in check_succeeded(run("volume", "rollback", "data", "monday")).out
     check_succeeded(run("volume", "delete", "copy", "data@monday", "data"))
     assert check_succeeded(run("volume", "list", "--json")).json == []
 

@@ -81,7 +81,7 @@ def test_invalid_options(in_memory: Target, faulty: FaultyGateway, way: Any) -> 
     check_failed(count, "invalid", "count must be at least 0, not -1")
     check_failed(name, "invalid", "1 to 64 letters")
     assert len(name["msg"]) < 300
-    check_failed(twice, "invalid", "given twice")
+    check_failed(twice, "invalid", "listed twice")
     check_failed(size, "invalid", "memory_mb")
     check_failed(life, "invalid", "timeout")
     check_failed(both, "invalid", "mutually exclusive")
@@ -156,7 +156,7 @@ def test_dead_siblings_are_replaced_and_foreign_ones_refused(in_memory: Target, 
     assert dead not in [box["sandboxID"] for box in faulty.list_objects("sandboxes")]
     task = {"grove.sandbox.sandbox_fork": {"snapshot": "s", "names": ["ci-1", "x"]}}
     (foreign,) = in_memory.play(task)
-    check_failed(foreign, "conflict", "'ci-1' exists and is no fork of snapshot 's'", "recreate: true")
+    check_failed(foreign, "conflict", "'ci-1' exists but is not a fork of snapshot 's'", "recreate: true")
     assert not foreign["changed"]
     task["grove.sandbox.sandbox_fork"]["recreate"] = True
     (replaced,) = in_memory.verify(task)

@@ -202,7 +202,7 @@ def test_fork_and_test_with_variants_as_text(player: Player, gateway: Served, tm
     lines = f"\none: sh -c 'echo 1 : > {tmp_path}/one'\n  two : cp /dev/null {tmp_path}/two\n"
     test = f"stat -c %s {tmp_path}/{{{{ fork_variant.name }}}}"
     run = player.run("fork_and_test", fork_source="web", fork_variants=lines, fork_test=test, fork_best="most")
-    assert "web goes on as web-try-one" in check_success(run) and (tmp_path / "one").read_text() == "1 :\n"
+    assert "web continues from web-try-one" in check_success(run) and (tmp_path / "one").read_text() == "1 :\n"
 
 
 # --- on machines -----------------------------------------------------------------------------------------------------

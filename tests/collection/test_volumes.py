@@ -237,7 +237,7 @@ def test_invalid_volume_options(target: Target) -> None:
         (
             sandbox_task(name=box, volumes=[mount_at("/srv/a", data), mount_at("/srv/b", data)]),
             "invalid",
-            "given twice",
+            "listed twice",
         ),
         (snapshot_task(name=target.name("s"), sandbox=box, volumes=[data]), "invalid", "not mounted"),
         (fork_task(sandbox=box, names=["x"], volumes=[mount_at("/srv/a", data, clone=True)]), "invalid", "not mounted"),
@@ -283,7 +283,7 @@ def test_a_fork_whose_inherited_volume_is_gone_fails(in_memory: Target, faulty: 
     )
     assert not faulty.list_objects("volumes")
     (refused,) = in_memory.play(fork_task(snapshot="golden", names=["x"]))
-    check_failed(refused, "conflict", "there no more", "[] is nothing")
+    check_failed(refused, "conflict", "no longer exist", "[] for none")
     assert refused["failure"]["status"] is None
     (made,) = in_memory.verify(fork_task(snapshot="golden", names=["x"], volumes=[]))
     assert made["sandbox"]["volumes"] == []
