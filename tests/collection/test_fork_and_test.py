@@ -74,7 +74,7 @@ def test_the_best_variant_is_promoted_and_nothing_is_left(
             asked["fork_variants"][5] = {"name": "v5", "tasks": str(failing)}
             run = fork_and_test(tmp_path, gateway.unix_url, fork_best=best, **asked)
             assert run.returncode == 0, run.stdout + run.stderr
-            assert f"web goes on as web-try-{winner}" in run.stdout
+            assert f"web continues from web-try-{winner}" in run.stdout
             for out in ("v3 is out at Run its command", "v4 is out at Test what became of it", "v5 is out at Fail"):
                 assert out in run.stdout
             (left,) = api.get("/sandboxes").json()
@@ -107,7 +107,7 @@ def test_the_default_variants(gateway: Served, web: str, tmp_path: Path) -> None
         assert len(scores) == 10 and [int(score) for score in scores.values()] == sorted(map(int, scores.values()))
         for name, score in scores.items():
             assert (tmp_path / f"web-try-{name}").stat().st_size == int(score)
-        assert f"web goes on as web-try-{next(iter(scores))}" in run.stdout
+        assert f"web continues from web-try-{next(iter(scores))}" in run.stdout
         assert [each["name"] for each in api.get("/sandboxes").json()] == ["web"]
 
 

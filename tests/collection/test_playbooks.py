@@ -65,7 +65,7 @@ def test_build_template(in_memory: Target) -> None:
     player = Player(in_memory.scratch, in_memory.url)
     assert "web would be built" in check_success(player.page("build_template", "--check"), 1)
     assert "web was built" in check_success(player.page("build_template"), 1)
-    assert "web is built from this recipe already" in check_success(player.page("build_template"), 0)
+    assert "web already exists with this recipe" in check_success(player.page("build_template"), 0)
     recipe = in_memory.client.get("/templates/web")["recipe"]
     assert recipe["packages"] == ["curl", "nginx-light"]
     assert recipe["readyProbe"] == "curl -fs http://localhost/"
@@ -76,7 +76,7 @@ def test_build_template(in_memory: Target) -> None:
         player.page("build_template", build_setup="true\n\nfalse\n"), "command 'false' failed with exit code 1"
     )
     assert in_memory.client.get("/templates/web")["recipe"] == recipe
-    check_refusal(player.run("build_template"), "Give build_name")
+    check_refusal(player.run("build_template"), "Set build_name")
 
 
 # --- nightly_snapshots -----------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_nightly_snapshots_with_failures(player: Player, gateway: Served) -> Non
 
 def test_nightly_snapshots_with_missing_variables(player: Player) -> None:
     assert "No running sandbox has the metadata" in check_success(player.page("nightly_snapshots"), 0)
-    check_refusal(player.run("nightly_snapshots", nightly_metadata="team blue"), "(team, blue is not)")
+    check_refusal(player.run("nightly_snapshots", nightly_metadata="team blue"), "(team, blue is not valid)")
 
 
 # --- roll_back -------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_roll_back(player: Player, gateway: Served, tmp_path: Path) -> None:
     web = create_sandbox(gateway, "web")
     create_snapshot(gateway, web, "web-2026-11-21")
     options = {"rollback_probe": "", "rollback_backup_name": "kept"}
-    assert "web is left as it is: it is what the snapshot holds" in check_success(
+    assert "web is not rolled back, because it is in the state of the snapshot" in check_success(
         player.page("roll_back", **options), 0
     )
     change_sandbox(gateway, web)
@@ -167,7 +167,7 @@ def test_roll_back_with_a_probe(player: Player, gateway: Served, tmp_path: Path)
 
     works.unlink()
     check_refusal(
-        player.page("roll_back", rollback_probe=f"test -e {works}", rollback_tries=1), "its probe fails all the same"
+        player.page("roll_back", rollback_probe=f"test -e {works}", rollback_tries=1), "but its probe still fails"
     )
     (kept,) = set(list_snapshots(gateway)) - {"web-2026-11-21"}
     assert re.fullmatch(r"web-broken-\d{8}-\d{6}", kept)
