@@ -22,7 +22,7 @@ from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
 
 POINTS = os.environ.get("GROVE_CRASH_POINTS", "3")
-QMP_VERBS = {"capture", "capture-with-volumes", "pause"}
+QMP_VERBS = {"capture", "clone", "capture-with-volumes", "pause"}
 """They stop a machine whose memory a snapshot holds."""
 
 

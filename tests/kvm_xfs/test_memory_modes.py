@@ -204,3 +204,80 @@ def test_failed_capture_loses_no_mark(live: Live, source: str, memories: Memorie
     snapshot = take(live)
     assert snapshot.memory is Memory.WRITTEN
     assert memories.differences(image_of(live, snapshot)) == []
+
+
+def machine_directory(live: Live) -> Path:
+    sandbox = live.sandbox("source")
+    return live.config.host.state_root / "sandboxes" / sandbox.id / sandbox.instance
+
+
+def cut_off(image: Path) -> None:
+    image.unlink()
+    image.write_bytes(b"short")
+
+
+def overwrite(image: Path) -> None:
+    content = bytearray(image.read_bytes())
+    image.unlink()
+    image.write_bytes(bytes(255 - byte for byte in content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"), [(cut_off, "wrong size"), (overwrite, "has changed"), (Path.unlink, "No such file")]
+)
+def test_damaged_base_is_not_used(
+    live: Live,
+    source: str,
+    memories: Memories,
+    damage: Callable[[Path], None],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(capture, "LIVE_BYTES", 1 << 40)
+    start_writer(live)
+    take(live)
+    damage(machine_directory(live) / "memory.last")
+    snapshot = take(live)
+    assert reason in snapshot.host["degraded"]
+    assert memories.differences(image_of(live, snapshot)) == []
+    again = take(live)
+    assert (again.memory, "degraded" in again.host) == (Memory.WRITTEN, False)
+    assert memories.differences(image_of(live, again)) == []
+
+
+def test_successor_of_a_gateway_that_ended_in_a_capture_does_not_trust_the_marks(
+    kvm_xfs_world: KvmXfsWorld, memories: Memories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "LIVE_BYTES", 1 << 40)
+    config = kvm_xfs_world.config()
+    live = Live(kvm_xfs_world.host(config), config)
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    start_writer(live)
+    take(live)
+    with pytest.MonkeyPatch.context() as broken:
+        fail_to_write(broken)
+        with pytest.raises(GatewayError):
+            take(live)
+    live.close()
+    live = Live(kvm_xfs_world.host(config), config)
+    first, second = take(live), take(live)
+    assert (first.memory, first.host["degraded"]) == (Memory.COMPARE, "an earlier capture was interrupted")
+    assert (second.memory, "degraded" in second.host) == (Memory.WRITTEN, False)
+    assert memories.differences(image_of(live, second)) == []
+    live.remove_all()
+    live.close()
+    kvm_xfs_world.forget(config)
+
+
+def test_capture_without_a_tracker_uses_the_next_mode(
+    live: Live, source: str, memories: Memories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(1, "the page tracker failed: Operation not permitted")
+
+    monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.tracker_client.TrackerClient.track", refuse)
+    take(live)
+    snapshot = take(live)
+    assert snapshot.memory in (Memory.SOFT_DIRTY, Memory.COMPARE)
+    assert "not permitted" in snapshot.host["degraded"]
+    assert memories.differences(image_of(live, snapshot)) == []

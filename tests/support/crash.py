@@ -50,6 +50,7 @@ VERBS: dict[str, Any] = {
     "create": lambda engine: engine.forks.create("plain", ForkSpec(names=["new"])),
     "fork": lambda engine: engine.forks.fork("mark", ForkSpec(names=["new", "new2"])),
     "capture": lambda engine: engine.snapshots.create("source", name="new"),
+    "clone": lambda engine: engine.forks.clone("source", ForkSpec(names=["new"])),
     "rollback": lambda engine: engine.sandboxes.rollback("source", "mark"),
     "pause": lambda engine: engine.sandboxes.pause("source"),
     "resume": lambda engine: engine.sandboxes.resume("sleeper"),
