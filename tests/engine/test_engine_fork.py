@@ -148,7 +148,7 @@ def test_an_idempotency_key_creates_one_sandbox(live: Live) -> None:
 def test_the_number_of_sandboxes_is_limited(fresh: Any) -> None:
     live = fresh(limits={"sandboxes": 2})
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(count=2)))
-    with pytest.raises(OverQuota, match="at most 2"):
+    with pytest.raises(OverQuota, match="the limit of 2"):
         live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
 
 

@@ -107,6 +107,31 @@ def test_a_snapshot_whose_expiry_fails_is_tried_again_after_a_while(tmp_path: Pa
     asyncio.run(story())
 
 
+def test_a_hidden_snapshot_that_cannot_be_removed_is_tried_again_after_a_while(tmp_path: Path) -> None:
+    async def story() -> None:
+        host = _Host()
+        async with open_engine(tmp_path, host) as engine:
+            await create(engine, "a")
+            await engine.snapshots.create("a", name="held")
+            await engine.snapshots.create("a", name="child")
+            await create(engine, "b", "held")
+            await engine.snapshots.delete("held", when_unused=True)
+            host.held = True
+            await engine.sandboxes.delete("b")
+            await until(lambda: host.attempts)
+            written = host.written
+            for _ in range(5):  # each deletion collects
+                await create(engine, "c")
+                written += 1
+                await engine.sandboxes.delete("c")
+            assert host.attempts == 1 and host.written == written, "the lineage is not written again"
+            host.held = False
+            await until(lambda: len(engine.index.snapshots) == 2)
+            assert engine.collector._backoff.due() == []
+
+    asyncio.run(story())
+
+
 def test_each_failure_doubles_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     at = 0.0
     monkeypatch.setattr("time.monotonic", lambda: at)

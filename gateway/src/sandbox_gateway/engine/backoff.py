@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 _FIRST_SECONDS = 1.0
 _LONGEST_SECONDS = 60.0
@@ -24,7 +24,14 @@ class Backoff:
         seconds = min(2 * self._waits[id][0], _LONGEST_SECONDS) if id in self._waits else _FIRST_SECONDS
         self._waits[id] = seconds, time.monotonic() + seconds
 
+    def due(self) -> list[str]:
+        """Return the objects whose wait is over."""
+        return [id for id in self._waits if self.is_due(id)]
+
     def keep(self, ids: Container[str]) -> None:
         """Forget all other objects."""
-        for id in [each for each in self._waits if each not in ids]:
-            del self._waits[id]
+        self.forget([each for each in self._waits if each not in ids])
+
+    def forget(self, ids: Iterable[str]) -> None:
+        for id in ids:
+            self._waits.pop(id, None)

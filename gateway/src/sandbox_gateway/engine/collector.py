@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+from sandbox_gateway.engine.backoff import Backoff
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.record_changes import record_locked, save_sandbox, save_snapshot
 from sandbox_gateway.engine.references import References, named_outside_users
@@ -24,6 +25,8 @@ class Collector:
         self._index = context.index
         self._references = references
         self._lineage = asyncio.Lock()
+        self._backoff = Backoff()
+        """Of removals that failed: each attempt writes the records of all descendants twice."""
         self._removing: dict[str, Snapshot] = {}
         """Snapshots that are still on the host but no longer in the index, with their current parents."""
 
@@ -133,6 +136,13 @@ class Collector:
             raise
         self._context.events.publish("volume.deleted", volumeID=volume.name)
 
+    async def retry(self) -> None:
+        """Collect again if the wait after a failure is over."""
+        if due := self._backoff.due():
+            await self.collect()
+            # Those that are due even now are gone, or in use again.
+            self._backoff.forget({*due}.intersection(self._backoff.due()))
+
     async def collect(self) -> None:
         """Remove hidden snapshots without users, and clones of volumes whose last sandbox is gone."""
         await self._collect_volumes()
@@ -156,7 +166,7 @@ class Collector:
         for id in list(self._index.snapshots):
             # Read the record late, because removing one snapshot changes the records of others.
             snapshot = self._index.snapshots.get(id)
-            if snapshot is None or not _is_collected(snapshot):
+            if snapshot is None or not _is_collected(snapshot) or not self._backoff.is_due(id):
                 continue
             heads = (sandbox.head for sandbox in self._index.sandboxes.values())
             if self._index.sandboxes_using(snapshot) or (not snapshot.doomed and snapshot.id in heads):
@@ -168,6 +178,7 @@ class Collector:
                 await self.remove_snapshot(snapshot)
             except GatewayError as error:
                 log.warning("an unused snapshot could not be removed", snapshot=snapshot.id, reason=error.message)
+                self._backoff.delay(id)
 
     async def _collect_volume_snapshots(self) -> None:
         """Remove unused volume snapshots of clones' snapshots.
@@ -190,7 +201,7 @@ class Collector:
         if self._context.unreadable_sandboxes:
             return
         for volume in list(self._index.volumes.values()):
-            if not volume.owner or self._context.locks.is_held(volume.id):
+            if not volume.owner or self._context.locks.is_held(volume.id) or not self._backoff.is_due(volume.id):
                 continue
             if self._references.volume_refusal(volume, with_snapshots=False):
                 continue
@@ -198,6 +209,7 @@ class Collector:
                 await finish_despite_cancellation(self.remove_volume(volume))
             except GatewayError as error:
                 log.warning("an unused volume could not be removed", volume=volume.id, reason=error.message)
+                self._backoff.delay(volume.id)
 
 
 def _is_collected(snapshot: Snapshot) -> bool:

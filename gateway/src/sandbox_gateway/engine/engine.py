@@ -71,7 +71,7 @@ class Engine:
         # Work that no request triggers.
         self._machines = machines
         self._recovery = Recovery(context, collector, attachments, machines, sandboxes)
-        self._expiry = Expiry(context, references, snapshots, sandboxes)
+        self._expiry = Expiry(context, references, collector, snapshots, sandboxes)
 
     async def open(self) -> None:
         """Lock the host, scan it, and complete or undo operations that a crash interrupted."""

@@ -6,6 +6,7 @@ import asyncio
 from datetime import datetime
 
 from sandbox_gateway.engine.backoff import Backoff
+from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.engine.retention import find_surplus
@@ -22,10 +23,18 @@ log = Logger("engine")
 
 
 class Expiry:
-    def __init__(self, context: Context, references: References, snapshots: Snapshots, sandboxes: Sandboxes) -> None:
+    def __init__(
+        self,
+        context: Context,
+        references: References,
+        collector: Collector,
+        snapshots: Snapshots,
+        sandboxes: Sandboxes,
+    ) -> None:
         self._index = context.index
         self._events = context.events
         self._references = references
+        self._collector = collector
         self._snapshots = snapshots
         self._sandboxes = sandboxes
         self._backoff = Backoff()
@@ -38,6 +47,7 @@ class Expiry:
             self._backoff.keep(self._index.sandboxes.keys() | self._index.snapshots.keys())
             await self._expire_sandboxes(at)
             await self._expire_snapshots(at)
+            await self._collector.retry()
 
     async def _expire_sandboxes(self, at: datetime) -> None:
         for id in [each.id for each in self._sandboxes.list() if has_expired(each, at)]:
