@@ -14,6 +14,12 @@ from tests.api.memory_host import MemoryHost
 from tests.support.memory_engine import create, open_engine, until
 
 
+@pytest.fixture(autouse=True)
+def long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a slow machine from reaching the second attempt too early."""
+    monkeypatch.setattr("sandbox_gateway.engine.backoff._FIRST_SECONDS", 2.0)
+
+
 class _Host(MemoryHost):
     full = False
     held = False
@@ -83,7 +89,7 @@ def test_an_expiry_that_fails_is_repeated_after_a_while(tmp_path: Path) -> None:
             before = set(engine.index.snapshots)
             host.full = True
             await until(lambda: host.attempts)
-            await asyncio.sleep(0.9)
+            await asyncio.sleep(0.7)
             assert host.attempts == 1 and set(engine.index.snapshots) == before
             host.full = False
             await until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
@@ -99,7 +105,7 @@ def test_a_snapshot_whose_expiry_fails_is_tried_again_after_a_while(tmp_path: Pa
             host.held = True
             await engine.snapshots.create("a", name="held", expires_in=0)
             await until(lambda: host.attempts)
-            await asyncio.sleep(0.9)
+            await asyncio.sleep(0.7)
             assert host.attempts == 1
             host.held = False
             await until(lambda: not engine.snapshots.list())
@@ -120,7 +126,7 @@ def test_a_hidden_snapshot_that_cannot_be_removed_is_tried_again_after_a_while(t
             await engine.sandboxes.delete("b")
             await until(lambda: host.attempts)
             written = host.written
-            for _ in range(5):  # each deletion collects
+            for _ in range(2):  # each deletion collects
                 await create(engine, "c")
                 written += 1
                 await engine.sandboxes.delete("c")
@@ -134,6 +140,7 @@ def test_a_hidden_snapshot_that_cannot_be_removed_is_tried_again_after_a_while(t
 
 def test_each_failure_doubles_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     at = 0.0
+    monkeypatch.setattr("sandbox_gateway.engine.backoff._FIRST_SECONDS", 1.0)
     monkeypatch.setattr("time.monotonic", lambda: at)
     backoff = Backoff()
     waits = []

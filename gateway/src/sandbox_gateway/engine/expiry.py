@@ -47,7 +47,13 @@ class Expiry:
             self._backoff.keep(self._index.sandboxes.keys() | self._index.snapshots.keys())
             await self._expire_sandboxes(at)
             await self._expire_snapshots(at)
+            await self._retry_collection()
+
+    async def _retry_collection(self) -> None:
+        try:
             await self._collector.retry()
+        except Exception as error:
+            _log_failure(error)
 
     async def _expire_sandboxes(self, at: datetime) -> None:
         for id in [each.id for each in self._sandboxes.list() if has_expired(each, at)]:
