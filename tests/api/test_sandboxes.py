@@ -119,6 +119,20 @@ def test_an_idempotency_key_creates_one_sandbox(api: httpx.Client) -> None:
     assert len(api.get("/sandboxes").json()) == 1
 
 
+@pytest.mark.parametrize("route", ["/sandboxes/one/clone", "/sandboxes/one/fork", "/snapshots/base/fork"])
+def test_an_idempotency_key_creates_siblings_once(api: httpx.Client, route: str) -> None:
+    create_sandbox(api, name="one")
+    body, headers = {"names": ["a", "b"]}, {"Idempotency-Key": f"k {route}"}
+    for gone in ("", "b"):
+        if gone:
+            api.delete(f"/sandboxes/{gone}").raise_for_status()
+        answer = api.post(route, json=body, headers=headers)
+        assert answer.status_code == 201, answer.text
+        assert len(answer.json() if route.endswith("one/fork") else answer.json()["sandboxes"]) == (1 if gone else 2)
+    assert api.post(route, json=body, headers=headers).status_code == 201
+    assert len(api.get("/sandboxes").json()) == 2
+
+
 def test_list_filters(api: httpx.Client) -> None:
     one = create_sandbox(api, name="one", metadata={"team": "red", "odd": "a b&c"})
     create_sandbox(api, name="two", metadata={"team": "blue"}, paused=True)

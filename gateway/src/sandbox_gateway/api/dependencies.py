@@ -21,7 +21,7 @@ Ref = Annotated[str, Path(max_length=MAX_REF_LENGTH, description="An id or a nam
 IdempotencyKey = Annotated[
     str,
     Header(
-        alias="Idempotency-Key", max_length=256, description="A request with the same key returns the same sandbox."
+        alias="Idempotency-Key", max_length=256, description="A request with the same key returns the same sandboxes."
     ),
 ]
 Operation = Annotated[

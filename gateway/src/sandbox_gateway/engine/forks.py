@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from sandbox_gateway.engine.captures import Captures
@@ -47,24 +47,38 @@ class Forks:
 
     async def create(self, ref: str, spec: ForkSpec) -> Sandbox:
         """Create one sandbox from a snapshot or template, or return the existing one with ``spec.idempotency_key``."""
-        if spec.idempotency_key:
-            for sandbox in self._index.sandboxes.values():
-                if sandbox.idempotency_key == spec.idempotency_key:
-                    return sandbox
-        (created,) = await self.fork(ref, spec)
+        created = (await self.fork(ref, spec))[0]
         if isinstance(created, GatewayError):
             raise created
         return created
 
     async def fork(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         """Create ``spec.count`` sandboxes from a snapshot or template: all, or none and the first error."""
-        return await self._fork(self._index.snapshot(ref), spec)
+        async with self._first_with_key(spec) as existing:
+            return existing or await self._fork(self._index.snapshot(ref), spec)
 
     async def clone(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         """Capture a sandbox and fork the capture ``count`` times; the capture is removed with its last user.
 
         The capture includes the volumes of which each fork gets a clone.
         """
+        async with self._first_with_key(spec) as existing:
+            return existing or await self._capture_and_fork(ref, spec)
+
+    @contextlib.asynccontextmanager
+    async def _first_with_key(self, spec: ForkSpec) -> AsyncIterator[list[Sandbox | GatewayError]]:
+        """Yield the sandboxes that an earlier request with the idempotency key of ``spec`` created, if they exist.
+
+        Requests with the same key take turns.
+        """
+        if not (key := spec.idempotency_key):
+            yield []
+            return
+        async with self._context.locks.hold(f"idempotency key {key}", "the request with this idempotency key"):
+            found = [each for each in self._index.sandboxes.values() if each.idempotency_key == key]
+            yield [*sorted(found, key=lambda each: (each.created_at, each.id))]
+
+    async def _capture_and_fork(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         self._mounts.resolve_volumes(spec.mounts or [])
         with self._index.reserved(name for name in requested_names(spec) if name):
             pass  # detect a taken name before the source is paused

@@ -491,8 +491,11 @@ def fork_error_shape(error: GatewayError, name: str) -> ForkErrorShape:
 
 
 def names_for(results: Sequence[object], names: Sequence[str] | None) -> list[str]:
-    """Return the requested name of each result; "" if none was given."""
-    return list(names) if names else [""] * len(results)
+    """Return the requested name of each result; "" if none was given.
+
+    A repeated request may have fewer results than names: those of its sandboxes that still exist.
+    """
+    return list(names) if names and len(names) == len(results) else [""] * len(results)
 
 
 def _retention(rule: Retention | None) -> RetentionShape | None:
