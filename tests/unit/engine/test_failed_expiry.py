@@ -133,7 +133,7 @@ def test_a_hidden_snapshot_that_cannot_be_removed_is_tried_again_after_a_while(t
             assert host.attempts == 1 and host.written == written, "the lineage is not written again"
             host.held = False
             await until(lambda: len(engine.index.snapshots) == 2)
-            assert engine.collector._backoff.due() == []
+            await until(lambda: engine.collector._backoff.due() == [])
 
     asyncio.run(story())
 
