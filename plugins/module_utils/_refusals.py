@@ -10,7 +10,7 @@ whereas the gateway's messages name fields of its API.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
@@ -34,21 +34,16 @@ def name_taken(name: str, kind: str) -> Failure:
     )
 
 
-def in_use(what: str, name: str, users: Sequence[str]) -> Failure:
-    """Return the error for a resource in use.
-
-    ``users``: names of sandboxes; empty if the gateway does not list them.
-    """
-    shown = (
-        ", ".join(users[:_SHOWN]) + (", …" if len(users) > _SHOWN else "")
-        if users
-        else "the gateway does not list them"
+def in_use(what: str, name: str, users: Mapping[str, Sequence[str]]) -> Failure:
+    """Return the error for a snapshot or template in use. ``users``: names by kind of object."""
+    shown = " and ".join(
+        f"{kind}s ({', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''})" for kind, names in users.items()
     )
     return Failure(
-        f"{what} {name!r} is in use by sandboxes ({shown}): remove them first, or set when_unused: true to hide it now "
+        f"{what} {name!r} is in use by {shown}: remove them first, or set when_unused: true to hide it now "
         "and have it removed with the last of them",
         "in_use",
-        blockers=users,
+        blockers=[name for names in users.values() for name in names],
     )
 
 

@@ -32,6 +32,9 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
+    Users = Mapping[str, tuple[str, ...]]
+    """Names by kind of object: "sandbox" or "volume"."""
+
 SINGULAR, PLURAL = "snapshot", "snapshots"
 SHOWN = {PLURAL: SNAPSHOT_KEYS}
 
@@ -79,7 +82,7 @@ class Current:
     sandboxes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     heads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     taken: Mapping[str, str] = field(default_factory=dict)
-    users: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    users: Mapping[str, Users] = field(default_factory=dict)
 
 
 def desired(params: Mapping[str, Any]) -> Desired:
@@ -153,13 +156,21 @@ def find_snapshots(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
     return found
 
 
-def users_of(client: Client, snapshots: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the sandboxes that prevent the removal of ``snapshots``: snapshot id → names."""
-    return {
-        shape["id"]: tuple(entry["name"] for entry in client.pages("/sandboxes", snapshotID=shape["id"]))
-        for shape in snapshots
-        if shape["forks"]
-    }
+def users_of(client: Client, snapshots: Iterable[Mapping[str, Any]]) -> dict[str, Users]:
+    """Return what prevents the removal of ``snapshots`` or templates: snapshot id → kind of object → names.
+
+    The gateway decides, because that depends on its host: it also names cloned volumes, and sandboxes that were rolled
+    back to the snapshot.
+    """
+    found = {}
+    for shape in snapshots:
+        detail = client.find(f"/snapshots/{segment(shape['id'])}") or {}
+        users: dict[str, tuple[str, ...]] = {}
+        for each in detail.get("users") or ():
+            users[each["kind"]] = (*users.get(each["kind"], ()), each["name"])
+        if users:
+            found[shape["id"]] = users
+    return found
 
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,7 +273,7 @@ def _remove(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> 
     return Action("remove", (Change(name, view(now), None, SNAPSHOT),), request)
 
 
-def check_unused(what: str, name: str, users: tuple[str, ...] | None) -> None:
+def check_unused(what: str, name: str, users: Users | None) -> None:
     """Raise Failure for a resource in use; ``users`` is None if it is unused."""
     if users is not None:
         raise _refusals.in_use(what, name, users)

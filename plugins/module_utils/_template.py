@@ -77,7 +77,7 @@ class Desired:
 class Current:
     things: Mapping[str, Mapping[str, Any]]
     taken: Mapping[str, str] = field(default_factory=dict)
-    users: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    users: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
 
 
 def desired(params: Mapping[str, Any]) -> Desired:

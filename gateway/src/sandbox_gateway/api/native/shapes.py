@@ -101,6 +101,14 @@ class RetentionShape(Shape):
     max_age: float | None = Field(description="In seconds.")
 
 
+class SnapshotUserShape(Shape):
+    """An object that keeps a snapshot from being deleted."""
+
+    kind: Literal["sandbox", "volume"]
+    id: str
+    name: str
+
+
 class SnapshotShape(Shape):
     snapshot_id: str
     kind: Literal["snapshot", "template"]
@@ -128,6 +136,9 @@ class SnapshotShape(Shape):
     volume_mounts: list[VolumeMountShape] = Field(description="The mounts of its source; forks get the same.")
     volumes: list[VolumeCaptureShape] = Field(description="Volumes that were captured in the same pause.")
     backend: str
+    users: list[SnapshotUserShape] | None = Field(
+        None, description="What keeps it from being deleted; only in the answer for one snapshot."
+    )
     zfs_snapshot: str | None = Field(None, description="The snapshot's name in ZFS, on hosts with ZFS.")
 
 
@@ -325,7 +336,7 @@ def snapshot_shape(
     volumes: list[VolumeCaptureShape],
     **known: Any,
 ) -> SnapshotShape:
-    """Describe a snapshot. ``known``: zfs_snapshot, if the host has one."""
+    """Describe a snapshot. ``known``: users, and zfs_snapshot, if the host has one."""
     sizes = snapshot.resources
     return SnapshotShape(
         snapshot_id=snapshot.id,

@@ -52,7 +52,7 @@ async def index(
     "/snapshots/{ref}", response_model_exclude_unset=True, summary="Show a snapshot, or a template as a snapshot"
 )
 async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SnapshotShape:
-    return view.snapshot(engine.snapshots.get(ref))
+    return view.snapshot(engine.snapshots.get(ref), with_users=True)
 
 
 @router.delete(

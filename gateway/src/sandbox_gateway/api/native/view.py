@@ -43,8 +43,15 @@ class View:
             **known,
         )
 
-    def snapshot(self, snapshot: Snapshot) -> shapes.SnapshotShape:
-        known = {"zfs_snapshot": name} if (name := snapshot.host.get("zfsSnapshot")) else {}
+    def snapshot(self, snapshot: Snapshot, *, with_users: bool = False) -> shapes.SnapshotShape:
+        known: dict[str, Any] = {"zfs_snapshot": name} if (name := snapshot.host.get("zfsSnapshot")) else {}
+        if with_users:
+            known["users"] = [
+                shapes.SnapshotUserShape(
+                    kind="sandbox" if isinstance(each, Sandbox) else "volume", id=each.id, name=each.name
+                )
+                for each in self.engine.references.blockers(snapshot)
+            ]
         return shapes.snapshot_shape(
             snapshot,
             backend=self.backend,
