@@ -132,7 +132,7 @@ def test_pause_and_resume(live: Live, source: str, world: World) -> None:
     assert live.shell(source, "cat /root/kept").strip() == "kept"
     if world.abilities.memory:
         assert read_counter(live, source) > 0
-    with pytest.raises(Conflict, match="running already"):
+    with pytest.raises(Conflict, match="already running"):
         live.do(live.engine.sandboxes.resume(source))
 
 

@@ -195,7 +195,7 @@ def test_two_gateways_cannot_share_a_dataset(source: JailGateway, tmp_path: Path
     elsewhere = source.settings.host.model_copy(update={"state_root": tmp_path / "elsewhere"})
     for settings, reason in (
         (source.settings, "another gateway on this machine uses"),
-        (source.settings.model_copy(update={"host": elsewhere}), "belongs to a gateway that still runs"),
+        (source.settings.model_copy(update={"host": elsewhere}), "belongs to a gateway that is still running"),
     ):
         rival = JailGateway(tmp_path, settings)
         with pytest.raises(RuntimeError, match=reason):

@@ -64,7 +64,7 @@ def test_invalid_paths(tmp_path: Path, path: str) -> None:
 
 
 def test_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(BackendFailed, match="are not at"):
+    with pytest.raises(BackendFailed, match="is not mounted at"):
         prepare(tmp_path / "none", "/data")
 
 

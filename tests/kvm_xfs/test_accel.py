@@ -49,7 +49,7 @@ def test_the_probe_reports_its_choice_and_the_reason(cache: Path, name: str) -> 
     ("settings", "sentence"),
     [
         ({"qemu": "qemu-system-nowhere"}, r"is not installed: install it .*kvm_xfs_host role"),
-        ({"qemu": "/bin/echo"}, "is that QEMU"),
+        ({"qemu": "/bin/echo"}, r"printed .*: set \[kvm_xfs\] qemu to the path of QEMU"),
         (
             {"machine": "pc-q35-99.9"},
             r"has no machine type 'pc-q35-99.9': set \[kvm_xfs\] machine to a supported type \(pc-q35-",
@@ -64,7 +64,7 @@ def test_an_unsuitable_qemu_is_refused(cache: Path, settings: dict[str, str], se
 def test_a_qemu_without_the_capture_command_is_refused(cache: Path, tmp_path: Path) -> None:
     real = KvmXfs().qemu
     reduced = write_script(tmp_path / "qemu", f'{real} "$@" | sed s/xen-save-devices-state/something-else/g')
-    with pytest.raises(BackendFailed, match="has no xen-save-devices-state, which captures are made with"):
+    with pytest.raises(BackendFailed, match="has no command xen-save-devices-state, which captures need"):
         probe(cache, qemu=reduced)
 
 

@@ -110,7 +110,7 @@ def test_a_second_debian_build_downloads_nothing(debian: Built, tmp_path: Path) 
     from tests.support import session
 
     again = build(Recipe(), tmp_path, session.cache_dir())
-    assert again.lines[0].startswith("using the root file system built earlier")
+    assert again.lines[0].startswith("using the cached root file system")
     assert read_file(again, "/etc/machine-id") != read_file(debian, "/etc/machine-id")
 
 
@@ -121,7 +121,7 @@ def test_errors_of_apt_reach_the_caller() -> None:
 
 
 def test_an_invalid_mirror_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match="give a URI"):
+    with pytest.raises(Invalid, match="use a URI"):
         build(Recipe(mirror="--setup-hook=reboot"), tmp_path)
     with pytest.raises(BackendFailed, match="mmdebstrap failed"):
         build(Recipe(mirror="http://127.0.0.1:9/debian"), tmp_path)

@@ -522,7 +522,7 @@ async def test_a_volume_that_lost_its_image_keeps_its_snapshots(
     host.addresses[runs.instance] = "10.0.0.6"
     again, scan = await reopen(host, runs)
     assert only_volume(scan) == volume and scan.volume_snapshots == [snapshot]
-    assert any("its snapshots stay" in sentence for sentence in scan.repaired)
+    assert any("its snapshots, which are intact" in sentence for sentence in scan.repaired)
     assert not image(host, volume).exists() and ("stop", volume.id) in again.doors.told
 
     sandbox = new_sandbox(Mount(volume=volume.id, path="/data"))
@@ -759,7 +759,7 @@ async def test_a_server_that_stays_down_does_not_block_the_gateway(host: VolumeH
 
     again.doors.refuse = {("serve", one.id)}
     scan = await again.scan(sandbox)
-    assert any(f"volume {one.id} is not served" in sentence for sentence in scan.repaired)
+    assert any(f"volume {one.id} cannot be served" in sentence for sentence in scan.repaired)
     assert again.doors.clients == {two.id: {"10.0.0.2": False}}
     again.doors.refuse.clear()
     await again.wait_for_background()

@@ -154,7 +154,7 @@ def test_branches_contain_files(served, controller, spawn):
 
 def test_invalid_branches_are_refused(served, controller, spawn):
     (source,) = spawn()
-    assert "stands still" in check_refused(400, controller.branch_sandbox, source, mode="live")
+    assert "mode live is not supported" in check_refused(400, controller.branch_sandbox, source, mode="live")
     assert "1 to 64" in check_refused(400, controller.branch_sandbox, source, tag="a b")
     for options in ({"diff": True, "measure_diff": True}, {"mode": "diff", "measure_diff": True}):
         assert "measure_diff" in check_refused(400, controller.branch_sandbox, source, **options)

@@ -321,7 +321,7 @@ class ServerPool:
                     await self._start(server.volume, server.settings)
                 except (GatewayError, OSError) as error:
                     log.error(
-                        "a volume cannot be served, retrying in the background, retrying in the background",
+                        "a volume cannot be served, retrying in the background",
                         volume=server.volume,
                         reason=str(error),
                     )
