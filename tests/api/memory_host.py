@@ -281,12 +281,12 @@ class MemoryHost:
         if sandbox.name in self.failing:
             raise BackendFailed(f"no machine for {sandbox.name}")
         self.disks[sandbox.instance] = self.disks[snapshot.id]
-        await self.start(sandbox)
+        await self.boot(sandbox)
         if with_memory:
             self.machines[sandbox.instance].mounted = dict(self.mounted.get(snapshot.id, {}))
             self.machines[sandbox.instance].names = dict(self.names.get(snapshot.id, {}))
 
-    async def start(self, sandbox: Sandbox) -> None:
+    async def boot(self, sandbox: Sandbox) -> None:
         machine = self.machine_type(self.disks[sandbox.instance], self.files)
         machine.allowed = {mount.volume: mount.read_only for mount in sandbox.mounts}
         await machine.start()
@@ -317,9 +317,9 @@ class MemoryHost:
             self.disks[sandbox.instance] = machine.state
             await machine.stop()
 
-    async def discard(self, instance: Sandbox) -> None:
-        await self.stop(instance)
-        self.disks.pop(instance.instance, None)
+    async def discard(self, sandbox: Sandbox) -> None:
+        await self.stop(sandbox)
+        self.disks.pop(sandbox.instance, None)
 
     async def remove(self, sandbox: Sandbox) -> None:
         self.saved.pop(sandbox.id, None)

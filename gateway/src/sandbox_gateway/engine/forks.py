@@ -151,7 +151,7 @@ class Forks:
             async with gate:
                 if sandbox.id in clones:
                     await self._mounts.create_clones(clones[sandbox.id])
-                await self._machines.start(snapshot, sandbox, with_memory=with_memory)
+                await self._machines.fork(snapshot, sandbox, with_memory=with_memory)
             done += 1
             self._report_progress(spec, done, len(sandboxes), sandbox.id)
             return sandbox

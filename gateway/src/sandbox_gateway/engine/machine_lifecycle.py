@@ -1,4 +1,4 @@
-"""Start, boot and stop the machines of sandboxes, and handle unexpected ends."""
+"""Fork, boot and stop the machines of sandboxes, and handle unexpected ends."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class MachineLifecycle:
         self._agents = agents
         self._attachments = attachments
 
-    async def start(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
-        """Start a machine from ``snapshot`` and send it its identity. On failure nothing of the machine remains.
+    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
+        """Fork a machine from ``snapshot`` and send it its identity. On failure nothing of the machine remains.
 
         A sandbox whose state is paused gets no machine.
         """
@@ -45,7 +45,7 @@ class MachineLifecycle:
 
     async def boot(self, sandbox: Sandbox) -> None:
         """Boot a stopped sandbox from its own disk. On failure, stop it again."""
-        await self._host.start(sandbox)
+        await self._host.boot(sandbox)
         try:
             await self._agents.identify(sandbox, booted=True)
             if sandbox.mounts:

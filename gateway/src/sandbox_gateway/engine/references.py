@@ -115,8 +115,7 @@ def in_use_error(
     """Return the error that counts and names all ``users``, by noun; None if there are none and it is not ``busy``.
 
     ``busy``: a current request uses the object. ``volume``: the name of a snapshot's volume. ``overrides``: parameters
-    of the
-    request that remove an obstacle.
+    of the request that remove an obstacle.
     """
     subject = what, resource = _describe(record, volume)
     named = {noun: [(each.id, names_of([each])) for each in records] for noun, records in users.items()}

@@ -35,7 +35,7 @@ class Replacement:
         new.state, new.state_reason, new.pause_snapshot = SandboxState.RUNNING, "", ""
         async with self._collector.pinned(snapshot), self._locking.shared_mounts(new):
             with_memory = not from_disk and snapshot.memory is not Memory.NONE
-            await self._machines.start(snapshot, new, with_memory=with_memory)
+            await self._machines.fork(snapshot, new, with_memory=with_memory)
             return await finish_despite_cancellation(self._take_over(old, new))
 
     async def _take_over(self, old: Sandbox, new: Sandbox) -> Sandbox:

@@ -39,7 +39,7 @@ class TemplateBuilder:
         try:
             sandbox = self._new_sandbox_record(build, base, recipe)
             build.log("booting it")
-            await self._machines.start(base, sandbox, with_memory=False)
+            await self._machines.fork(base, sandbox, with_memory=False)
             try:
                 await self._set_up(build, sandbox, recipe)
                 return await self._capture(build, sandbox, description)

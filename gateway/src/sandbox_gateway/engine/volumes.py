@@ -78,9 +78,7 @@ class Volumes:
             if size_mb < volume.size_mb:
                 raise Invalid(
                     f"volume {volume.name} has {volume.size_mb} MiB and cannot shrink to {size_mb} MiB: "
-                    "request a larger size: "
-                    "request a larger size: request "
-                    "a larger size"
+                    "request a larger size"
                 )
             if size_mb > volume.size_mb:
                 await finish_despite_cancellation(self._host.grow_volume(volume, size_mb))

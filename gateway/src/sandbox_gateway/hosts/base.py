@@ -120,7 +120,7 @@ class Host(Protocol):
         With memory it resumes exactly where it was captured; without, it boots from the disk. Cleans up on failure.
         """
 
-    async def start(self, sandbox: Sandbox) -> None:
+    async def boot(self, sandbox: Sandbox) -> None:
         """Boot the stopped instance from its own disk."""
 
     async def capture(
@@ -142,7 +142,7 @@ class Host(Protocol):
     async def stop(self, sandbox: Sandbox) -> None:
         """End the instance's machine and release its network. The disk remains."""
 
-    async def discard(self, instance: Sandbox) -> None:
+    async def discard(self, sandbox: Sandbox) -> None:
         """End the machine of ``sandbox.instance`` and remove its files. The sandbox's record remains."""
 
     async def remove(self, sandbox: Sandbox) -> None:

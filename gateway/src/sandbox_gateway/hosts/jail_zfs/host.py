@@ -181,7 +181,7 @@ class JailZfsHost:
             await finish_despite_cancellation(self.discard(sandbox))
             raise
 
-    async def start(self, sandbox: Sandbox) -> None:
+    async def boot(self, sandbox: Sandbox) -> None:
         machine = self._runner.reserve(sandbox, await self._runner.free_jail_name(sandbox))
         try:
             disk = self._disks.mount(sandbox.instance)

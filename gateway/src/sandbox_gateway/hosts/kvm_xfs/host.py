@@ -1,7 +1,7 @@
 """The KVM/XFS host: virtual machines on reflinks, with the interface of hosts.base.
 
-Each method delegates to a part: `machine` runs QEMU, `memory` captures, `network` provides slots, `image` stores disks,
-`template` builds them from recipes, `volumes` serves volumes.
+Each method delegates to a part: `running_machines` and `qemu` run machines, `memory` captures them, `network` provides
+slots, `image` stores disks, `template` builds them from recipes, `volumes` serves volumes.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class KvmXfsHost:
                 await clean_up(logger, self.discard(sandbox))
                 raise
 
-    async def start(self, sandbox: Sandbox) -> None:
+    async def boot(self, sandbox: Sandbox) -> None:
         files = self._layout.instance(sandbox)
         await finish_despite_cancellation(
             asyncio.to_thread(instances.create_memory_file, files, sandbox.resources.memory_mb)
