@@ -244,7 +244,7 @@ def test_a_source_that_dies_during_a_capture_leaves_a_valid_snapshot(
     with monkeypatch.context() as broken:
         broken.setattr(served.host, "end_reason", lambda _: "" if not list_tags_of(served) else "it did not go on")
         sentence = refusal_message(api.post(f"/v1/sandboxes/{one}/branch", json={"tag": "cp"}), 500)
-    assert "valid" in sentence and "source died" in sentence
+    assert "valid" in sentence and "source sandbox stopped" in sentence
     spawn_sandbox(api, "cp")
 
 
@@ -396,7 +396,7 @@ def test_a_root_file_system_that_cannot_be_built(
 
     monkeypatch.setattr(served.host, "build_base", fail)
     answer = api.post("/v1/snapshots", json={"tag": "py", "rootfs": str(tmp_path)})
-    assert "not built: it is empty" in refusal_message(answer, 500)
+    assert "could not be built: it is empty" in refusal_message(answer, 500)
     assert list_tags(api) == {"base"}
 
 

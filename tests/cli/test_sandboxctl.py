@@ -113,7 +113,7 @@ def test_templates_are_built_with_their_log(served: Served, run: Run, tmp_path: 
     other.write_text('{"setup": ["touch /z"]}')
     assert check_succeeded(run("template", "build", "named", "-f", str(other), "--json")).json["names"] == ["named"]
     failed = run("template", "build", "bad", "--setup", "fail")
-    assert failed.code == 1 and "exit code 1" in failed.err and "mend the recipe" in failed.err
+    assert failed.code == 1 and "exit code 1" in failed.err and "fix the recipe" in failed.err
     check_succeeded(run("template", "delete", "web", "filed", "named"))
     assert run("template", "show", "web").code == 3
 
@@ -136,7 +136,7 @@ def test_bad_recipe_files(run: Run, tmp_path: Path, text: str, name: str) -> Non
         (("snapshot", "show", "nothing"), 3, "snapshot list"),
         (("kill", "nothing", "nobody"), 3, "'nobody' not found"),
         (("create", "base", "--name", "one"), 4, "choose another name"),
-        (("resume", "one"), 4, "running already"),
+        (("resume", "one"), 4, "already running"),
         (("create", "base", "--memory", "-4"), 2, "not a size"),
         (("create", "base", "--memory", "1M"), 2, "memoryMB"),
         (("create", "base", "--timeout", "soon"), 2, "not a duration"),

@@ -23,7 +23,8 @@ def test_the_life_cycle_of_a_volume(run: Run) -> None:
     )
     copy = check_succeeded(run("volume", "create", "copy", "--from", "data@monday", "--size", "3G")).out
     assert re.search(rf"copy +3 GiB +0 B +- +{taken['snapshotID']}", copy)
-    assert "one has copy:/srv/copy:ro" in check_succeeded(run("volume", "attach", "one", "copy:/srv/copy:ro")).out
+    attached = check_succeeded(run("volume", "attach", "one", "copy:/srv/copy:ro"))
+    assert "mounted in one: copy:/srv/copy:ro" in attached.out
     check_succeeded(run("volume", "detach", "one", "copy", "data"))
     assert "data was rolled back to monday" in check_succeeded(run("volume", "rollback", "data", "monday")).out
     check_succeeded(run("volume", "delete", "copy", "data@monday", "data"))
@@ -102,9 +103,9 @@ def test_volumes_are_captured_and_forked(run: Run) -> None:
         (("volume", "grow", "data", "much"), 2, "not a size"),
         (("volume", "create", "tiny", "--size", "1M"), 2, "sizeMB"),
         (("volume", "attach", "two", "data"), 2, "write NAME:/PATH"),
-        (("volume", "attach", "two", "data:/srv/data:clone"), 2, "make one from a snapshot of it"),
+        (("volume", "attach", "two", "data:/srv/data:clone"), 2, "create a volume from a snapshot first"),
         (("create", "base", "--volume", "data:relative"), 2, "write NAME:/PATH"),
-        (("create", "base", "--volume", "data:/srv/data:clone"), 2, "holds no capture of volume data"),
+        (("create", "base", "--volume", "data:/srv/data:clone"), 2, "does not include volume data"),
         (("create", "base", "--volume", "data:/proc"), 2, "/proc"),
         (("clone", "one", "--volume", "data:/x", "--no-volumes"), 2, "leave one of them out"),
     ],
