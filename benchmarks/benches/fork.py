@@ -21,7 +21,7 @@ from sandbox_gateway.records import Sandbox, Snapshot
 
 _BETWEEN_SECONDS = 0.3
 _WATCHED: dict[str, Stop] = {
-    "files": (instances, "lay_out"),
+    "files": (instances, "create_files"),
     "slot": (SlotPool, "take"),
     "spawn": (Machine, "spawn"),
     "limits": (Cgroups, "place"),
