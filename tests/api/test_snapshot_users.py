@@ -1,5 +1,4 @@
-"""What keeps a snapshot from being deleted on a host whose snapshots depend on each other, and what check mode makes
-of it."""
+"""The users of snapshots on a host whose snapshots depend on each other, and the plans of check mode from them."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class SnapshotShape(Shape):
     volumes: list[VolumeCaptureShape] = Field(description="Volumes that were captured in the same pause.")
     backend: str
     users: list[SnapshotUserShape] | None = Field(
-        None, description="What keeps it from being deleted; only in the answer for one snapshot."
+        None, description="Sandboxes and volumes that keep it from being deleted; only in the answer for one snapshot."
     )
     zfs_snapshot: str | None = Field(None, description="The snapshot's name in ZFS, on hosts with ZFS.")
 
