@@ -18,7 +18,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import leaks
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 from tests.support import jail_world, session, templates
 from tests.support.gateway import TEMPLATE, Gateway, build_template
 from tests.support.jail_world import JailZfsWorld
@@ -223,51 +223,53 @@ def _gateway_factory(xfs_root: Path, seed: Callable[[Path], None] | None) -> Ite
 
 
 @pytest.fixture(scope="session")
-def _served_by_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
-    made: dict[str, Served] = {}
+def _gateway_by_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], MemoryGateway]]:
+    made: dict[str, MemoryGateway] = {}
 
-    def start(folder: str) -> Served:
+    def start(folder: str) -> MemoryGateway:
         if folder not in made:
-            made[folder] = Served(tmp_path_factory.mktemp("memory"))
+            made[folder] = MemoryGateway(tmp_path_factory.mktemp("memory"))
             made[folder].build_template("base", packages=["python3"], description="the template of the tests")
         return made[folder]
 
     try:
         yield start
     finally:
-        for served in made.values():
-            served.end()
+        for gateway in made.values():
+            gateway.end()
 
 
 @pytest.fixture(scope="module")
-def _served(_served_by_folder: Callable[[str], Served], request: pytest.FixtureRequest) -> Served:
+def _memory_gateway(
+    _gateway_by_folder: Callable[[str], MemoryGateway], request: pytest.FixtureRequest
+) -> MemoryGateway:
     """One gateway for each folder of tests, which may change the template `base`."""
-    return _served_by_folder(_folder(request.node.nodeid))
+    return _gateway_by_folder(_folder(request.node.nodeid))
 
 
 @pytest.fixture
-def served(_served: Served) -> Iterator[Served]:
+def memory_gateway(_memory_gateway: MemoryGateway) -> Iterator[MemoryGateway]:
     """A gateway over a host in memory, with the template `base` and nothing else."""
-    yield _served
-    _served.clear()
+    yield _memory_gateway
+    _memory_gateway.clear()
 
 
 @pytest.fixture
-def api(served: Served) -> Iterator[httpx.Client]:
-    """Its HTTP API, as an administrator."""
-    with served.client() as client:
+def api(memory_gateway: MemoryGateway) -> Iterator[httpx.Client]:
+    """A client of the gateway's HTTP API with administrator rights."""
+    with memory_gateway.client() as client:
         yield client
 
 
 @pytest.fixture
-def anyone(served: Served) -> Iterator[httpx.Client]:
-    """A client over TCP that sends no key."""
-    with served.client("") as client:
+def keyless_client(memory_gateway: MemoryGateway) -> Iterator[httpx.Client]:
+    """A client that connects over TCP and sends no key."""
+    with memory_gateway.client("") as client:
         yield client
 
 
 @pytest.fixture
-def one(api: httpx.Client) -> dict[str, Any]:
+def sandbox(api: httpx.Client) -> dict[str, Any]:
     """A sandbox named `one`, as the API returned it."""
     answer = api.post("/sandboxes", json={"templateID": "base", "name": "one"})
     assert answer.status_code == 201, answer.text

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.context import Context
 from benchmarks.measure import Result, Target
 from benchmarks.plays import Plays
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 from tests.support import session
 
 _FORKS = 100
@@ -56,11 +56,11 @@ class Tasks:
 
 
 @contextlib.contextmanager
-def _gateway() -> Iterator[Served]:
+def _gateway() -> Iterator[MemoryGateway]:
     """Run a gateway with a snapshot and a hundred forks of it."""
     root = session.run_dir() / "tasks"
     root.mkdir()
-    gateway, before = Served(root, log={"level": "warning"}), _more_files()
+    gateway, before = MemoryGateway(root, log={"level": "warning"}), _more_files()
     try:
         gateway.build_template()
         with gateway.client() as client:
@@ -87,7 +87,7 @@ def _more_files() -> tuple[int, int]:
     return before
 
 
-def _play(gateway: Served) -> dict[str, list[float]]:
+def _play(gateway: MemoryGateway) -> dict[str, list[float]]:
     """Run the play once. Returns the milliseconds of each kind of task."""
     scratch = session.run_dir() / "tasks"
     same = scratch / "same.json"
@@ -112,7 +112,7 @@ def _play(gateway: Served) -> dict[str, list[float]]:
     return found
 
 
-def _calls(gateway: Served) -> list[float]:
+def _calls(gateway: MemoryGateway) -> list[float]:
     argv = [sys.executable, "-m", "benchmarks.call", str(gateway.socket), "/sandboxes?snapshotID=golden&limit=1000"]
     done = subprocess.run(
         [*argv, str(_ROUNDS)], cwd=session.REPOSITORY, capture_output=True, text=True, timeout=60, check=True

@@ -183,7 +183,7 @@ def agent(unmanaged: list[str]) -> Iterator[Agent]:
 
 
 @pytest.fixture
-def fresh(unmanaged: list[str]) -> Iterator[Agent]:
+def fresh_agent(unmanaged: list[str]) -> Iterator[Agent]:
     """An agent for one test."""
     with running(unmanaged) as found:
         yield found

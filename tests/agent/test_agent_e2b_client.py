@@ -117,11 +117,11 @@ def test_file_urls(sandbox, tmp_path):
     assert httpx.get(sandbox.download_url(f"{tmp_path}/up")).text == "sent"
 
 
-def test_a_wrong_token(fresh, tmp_path):
-    fresh.post_ok("/identity", {"accessToken": "right"})
-    sandbox = connect(e2b.Sandbox, fresh, "right")
+def test_a_wrong_token(fresh_agent, tmp_path):
+    fresh_agent.post_ok("/identity", {"accessToken": "right"})
+    sandbox = connect(e2b.Sandbox, fresh_agent, "right")
     assert sandbox.files.write(f"{tmp_path}/f", "x").name == "f" and sandbox.files.exists(f"{tmp_path}/f")
-    stranger = connect(e2b.Sandbox, fresh, "wrong")
+    stranger = connect(e2b.Sandbox, fresh_agent, "wrong")
     for refused in (
         lambda: stranger.files.read(f"{tmp_path}/f"),
         lambda: stranger.files.write(f"{tmp_path}/f", ""),

@@ -35,17 +35,17 @@ FULL = {
 CAP_SYS_TIME = 25
 
 
-def test_an_unmanaged_agent_reports_what_it_skipped(fresh):
+def test_an_unmanaged_agent_reports_what_it_skipped(fresh_agent):
     before = socket.gethostname(), Path("/etc/hostname").exists() and Path("/etc/hostname").read_text()
-    answer = fresh.post_ok("/identity", {**FULL, "accessToken": "", "time": time.time() + 999, "growDisk": True})
+    answer = fresh_agent.post_ok("/identity", {**FULL, "accessToken": "", "time": time.time() + 999, "growDisk": True})
     skipped = {reason.partition(":")[0] for reason in answer["skipped"]}
     assert skipped == {"entropy", "time", "hostname", "hostname file", "machine-id", "resolv.conf", "growDisk"}
     assert answer["hostname"] == socket.gethostname() and answer["bootID"]
     assert before == (socket.gethostname(), Path("/etc/hostname").exists() and Path("/etc/hostname").read_text())
 
 
-def test_every_route_except_health_needs_the_token(fresh):
-    fresh.post_ok("/identity", {"accessToken": "one"})
+def test_every_route_except_health_needs_the_token(fresh_agent):
+    fresh_agent.post_ok("/identity", {"accessToken": "one"})
     for method, path in (
         ("POST", "/exec"),
         ("POST", "/identity"),
@@ -58,47 +58,47 @@ def test_every_route_except_health_needs_the_token(fresh):
         ("GET", "/nowhere"),
     ):
         for headers in ({}, {"X-Access-Token": ""}, {"X-Access-Token": "two"}, {"X-Access-Token": "ön"}):
-            status, data = fresh.request(method, path, b"{}" if method == "POST" else None, headers)
+            status, data = fresh_agent.request(method, path, b"{}" if method == "POST" else None, headers)
             assert status == 401 and b"X-Access-Token" in data, (path, headers)
-    assert fresh.request("GET", "/health") == (204, b"")
-    fresh.headers = {"X-Access-Token": "one"}
-    fresh.post_ok("/exec", {"args": ["true"]})
+    assert fresh_agent.request("GET", "/health") == (204, b"")
+    fresh_agent.headers = {"X-Access-Token": "one"}
+    fresh_agent.post_ok("/exec", {"args": ["true"]})
     # A caller with the token can replace it and remove it.
-    fresh.post_ok("/identity", {"accessToken": "two"})
-    assert fresh.post("/exec", {"args": ["true"]})[0] == 401
-    fresh.headers = {"X-Access-Token": "two"}
-    fresh.post_ok("/identity", {"env": {}})
-    assert fresh.request("POST", "/exec", b"{}", {"X-Access-Token": ""})[0] == 401
-    fresh.post_ok("/identity", {"accessToken": ""})
-    fresh.headers = {}
-    fresh.post_ok("/exec", {"args": ["true"]})
+    fresh_agent.post_ok("/identity", {"accessToken": "two"})
+    assert fresh_agent.post("/exec", {"args": ["true"]})[0] == 401
+    fresh_agent.headers = {"X-Access-Token": "two"}
+    fresh_agent.post_ok("/identity", {"env": {}})
+    assert fresh_agent.request("POST", "/exec", b"{}", {"X-Access-Token": ""})[0] == 401
+    fresh_agent.post_ok("/identity", {"accessToken": ""})
+    fresh_agent.headers = {}
+    fresh_agent.post_ok("/exec", {"args": ["true"]})
 
 
-def test_promised_actions_run_even_if_the_client_hangs_up(fresh):
+def test_promised_actions_run_even_if_the_client_hangs_up(fresh_agent):
     for round in range(20):
         body = {"env": {"ROUND": str(round)}, "accessToken": f"token-{round}", "wait": False}
-        assert fresh.post_ok("/identity", body) == {"accepted": True}
-        fresh.headers = {"X-Access-Token": f"token-{round}"}
-        answer = fresh.post_ok("/exec", {"args": ["/bin/sh", "-c", "echo $ROUND"]})
+        assert fresh_agent.post_ok("/identity", body) == {"accepted": True}
+        fresh_agent.headers = {"X-Access-Token": f"token-{round}"}
+        answer = fresh_agent.post_ok("/exec", {"args": ["/bin/sh", "-c", "echo $ROUND"]})
         assert base64.b64decode(answer["stdout"]).decode().strip() == str(round)
 
 
-def test_every_process_gets_the_environment(fresh):
+def test_every_process_gets_the_environment(fresh_agent):
     def read_environment() -> list[str]:
         script = 'echo "$GREETING $E2B_SANDBOX_ID"'
-        one = base64.b64decode(fresh.post_ok("/exec", {"args": ["sh", "-c", script]})["stdout"])
-        two = fresh.start("sh", "-c", script).read_to_end()[0]
+        one = base64.b64decode(fresh_agent.post_ok("/exec", {"args": ["sh", "-c", script]})["stdout"])
+        two = fresh_agent.start("sh", "-c", script).read_to_end()[0]
         assert one == two
         return one.decode().rstrip("\n").split(" ")
 
     assert read_environment() == ["", ""]
-    fresh.post_ok("/identity", {"sandboxID": "0123456789ab", "env": {"GREETING": "hello"}})
+    fresh_agent.post_ok("/identity", {"sandboxID": "0123456789ab", "env": {"GREETING": "hello"}})
     assert read_environment() == ["hello", "0123456789ab"]
-    fresh.post_ok("/identity", {"dns": []})
+    fresh_agent.post_ok("/identity", {"dns": []})
     assert read_environment() == ["hello", "0123456789ab"]
-    fresh.post_ok("/identity", {"env": {}})
+    fresh_agent.post_ok("/identity", {"env": {}})
     assert read_environment() == ["", "0123456789ab"]
-    assert fresh.start("sh", "-c", "echo $GREETING", envs={"GREETING": "mine"}).read_to_end()[0] == b"mine\n"
+    assert fresh_agent.start("sh", "-c", "echo $GREETING", envs={"GREETING": "mine"}).read_to_end()[0] == b"mine\n"
 
 
 @pytest.mark.parametrize(

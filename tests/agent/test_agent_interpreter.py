@@ -430,26 +430,26 @@ def test_invalid_requests_are_refused(code):
     assert code.request_refused("POST", "/contexts/")[0] == code.request_refused("POST", "/contexts/a/b/c")[0] == 404
 
 
-def test_the_number_of_contexts_is_limited(fresh):
-    code = Code(fresh)
+def test_the_number_of_contexts_is_limited(fresh_agent):
+    code = Code(fresh_agent)
     for _ in range(64):
         code.create_context()
     status, message = code.request_refused("POST", "/contexts", {})
     assert status == 429 and "remove one first" in message
 
 
-def test_the_token_is_required(fresh):
-    code = Code(fresh)
+def test_the_token_is_required(fresh_agent):
+    code = Code(fresh_agent)
     assert code.request("GET", "/health").status == 200
-    fresh.post_ok("/identity", {"accessToken": "secret"})
+    fresh_agent.post_ok("/identity", {"accessToken": "secret"})
     for method, path in (("POST", "/execute"), ("GET", "/contexts"), ("POST", "/contexts/default/restart")):
         assert code.request(method, path, {"code": "1"}).status == 401
     assert code.request("GET", "/health").status == 200
     made_of_it = hashlib.sha256(b"code secret").hexdigest()
     for token in ("secret", made_of_it):
         assert code.request("POST", "/execute", {"code": "1"}, {"X-Access-Token": token}).status == 200
-    assert fresh.request("POST", "/eval", '{"code": "1"}', {"X-Access-Token": made_of_it})[0] == 401
-    assert fresh.request("POST", "/eval", '{"code": "1"}')[0] == 401
+    assert fresh_agent.request("POST", "/eval", '{"code": "1"}', {"X-Access-Token": made_of_it})[0] == 401
+    assert fresh_agent.request("POST", "/eval", '{"code": "1"}')[0] == 401
 
 
 def test_eval(code):

@@ -225,10 +225,10 @@ def test_a_restarted_agent_knows_its_mounts(machine):
         second.wait()
 
 
-def test_an_unmanaged_agent_mounts_nothing(fresh):
-    fresh.post_ok("/identity", {"accessToken": "s3cret"})
-    fresh.headers = {"X-Access-Token": "s3cret"}
-    status, answer = fresh.post("/mounts", {"mounts": [volume_request("a", "/nonexistent/a")]})
+def test_an_unmanaged_agent_mounts_nothing(fresh_agent):
+    fresh_agent.post_ok("/identity", {"accessToken": "s3cret"})
+    fresh_agent.headers = {"X-Access-Token": "s3cret"}
+    status, answer = fresh_agent.post("/mounts", {"mounts": [volume_request("a", "/nonexistent/a")]})
     assert status == 400 and "does not manage" in answer["message"]
     assert not Path("/nonexistent").exists()
 

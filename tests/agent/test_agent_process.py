@@ -295,22 +295,22 @@ def test_a_background_child_does_not_delay_the_end(agent):
     os.kill(int(out), signal.SIGKILL)
 
 
-def test_descriptors_and_threads_are_released(fresh, eventually):
+def test_descriptors_and_threads_are_released(fresh_agent, eventually):
     def count_entries(what: str) -> int:
-        return len(list(Path(f"/proc/{fresh.process.pid}/{what}").iterdir()))
+        return len(list(Path(f"/proc/{fresh_agent.process.pid}/{what}").iterdir()))
 
     threads = count_entries("task")
-    fresh.start("true").read_to_end()
+    fresh_agent.start("true").read_to_end()
     eventually(lambda: count_entries("task") == threads)
     before = count_entries("fd")
     for _ in range(5):
-        fresh.start("true", stdin=True).read_to_end()
-        fresh.start("true", pty={"size": {}}).read_to_end()
-        fresh.post_ok("/exec", {"args": ["true"]})
-        fresh.stream("Start", {"process": {"cmd": "no-such"}, "pty": {"size": {}}}).read_to_end()
-        fresh.stream("Start", {"process": {"cmd": "no-such"}}).read_to_end()
+        fresh_agent.start("true", stdin=True).read_to_end()
+        fresh_agent.start("true", pty={"size": {}}).read_to_end()
+        fresh_agent.post_ok("/exec", {"args": ["true"]})
+        fresh_agent.stream("Start", {"process": {"cmd": "no-such"}, "pty": {"size": {}}}).read_to_end()
+        fresh_agent.stream("Start", {"process": {"cmd": "no-such"}}).read_to_end()
     eventually(lambda: (count_entries("task"), count_entries("fd")) == (threads, before))
-    assert Path(f"/proc/{fresh.process.pid}/task/{fresh.process.pid}/children").read_text() == ""
+    assert Path(f"/proc/{fresh_agent.process.pid}/task/{fresh_agent.process.pid}/children").read_text() == ""
 
 
 def test_arguments_that_are_not_utf_8(agent):

@@ -243,7 +243,7 @@ def test_too_many_pending_events(running, tmp_path):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="inotify is Linux's")
 def test_dropped_events_are_reported(running, tmp_path):
     """The client does not read, so the kernel drops events. Both kinds of watchers report this."""
-    most = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
+    queue_limit = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
     hold, tmp_path = tmp_path / "hold", tmp_path / "watched"
     tmp_path.mkdir()
     hold.touch()
@@ -260,11 +260,11 @@ watch.Watch.wait = slow
         watcher = Watcher(agent, tmp_path)
         events = agent.stream("WatchDir", {"path": str(tmp_path)}, service=SERVICE)
         assert events.next() == {"start": {}}
-        for number in range(most):
+        for number in range(queue_limit):
             (tmp_path / str(number % 2)).touch()
             (tmp_path / str(number % 2)).unlink()
         hold.unlink()
-        assert sum(1 for _ in events) <= most and events.error["code"] == "data_loss"
+        assert sum(1 for _ in events) <= queue_limit and events.error["code"] == "data_loss"
         deadline = time.monotonic() + 30
         status = 200
         while status == 200 and time.monotonic() < deadline:
@@ -366,9 +366,9 @@ def test_network_file_systems_are_scanned(running, tmp_path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="inotify is Linux's")
-def test_a_rapidly_changing_tree_is_reported_correctly(fresh, tmp_path):
+def test_a_rapidly_changing_tree_is_reported_correctly(fresh_agent, tmp_path):
     """Directories are made, moved and removed as fast as possible. None of them is watched under a wrong name."""
-    watcher = Watcher(fresh, tmp_path, recursive=True)
+    watcher = Watcher(fresh_agent, tmp_path, recursive=True)
     script = (
         "for i in $(seq 60); do mkdir -p a/b/c x/y; mv a x/y/a$i; mv x/y z$i; mv z$i/a$i n$i; mkdir n$i/b/c/d;"
         " rm -r z$i x; done"

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 from tests.support import waiting
 
 AGENT_PORT = 49983
@@ -149,29 +149,29 @@ def make_reply(status: str = "200 OK", body: bytes = b"ok", *fields: str) -> byt
     return f"HTTP/1.1 {status}\r\n{head}\r\n".encode("latin-1") + body
 
 
-def machine_address(served: Served, sandbox: dict[str, Any]) -> str:
-    return served.machine(sandbox["sandboxID"]).address
+def machine_address(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> str:
+    return memory_gateway.machine(sandbox["sandboxID"]).address
 
 
 @contextlib.contextmanager
 def raw_service(
-    served: Served, sandbox: dict[str, Any], *answers: bytes, port: int = PORT, **more: Any
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], *answers: bytes, port: int = PORT, **more: Any
 ) -> Iterator[RawService]:
     """Run a ``RawService`` on a port of the sandbox's machine."""
     if port == AGENT_PORT:
-        agent = served.machine(sandbox["sandboxID"])._server
+        agent = memory_gateway.machine(sandbox["sandboxID"])._server
         assert agent is not None
-        served.loop.call_soon_threadsafe(agent.close)
+        memory_gateway.loop.call_soon_threadsafe(agent.close)
         eventually(lambda: not agent.sockets)
     service = RawService(*answers, **more)
-    with Service(machine_address(served, sandbox), port, service.listen):
+    with Service(machine_address(memory_gateway, sandbox), port, service.listen):
         yield service
 
 
 @contextlib.contextmanager
-def raw_connection(served: Served, *pieces: bytes) -> Iterator[socket.socket]:
+def raw_connection(memory_gateway: MemoryGateway, *pieces: bytes) -> Iterator[socket.socket]:
     """A connection to the gateway on which ``pieces`` were sent unchanged."""
-    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=30) as connection:
         for piece in pieces:
             connection.sendall(piece)
         yield connection

@@ -9,7 +9,7 @@ import pytest
 
 from sandbox_gateway.api.access.auth import Keys, Permission, required_permission
 from sandbox_gateway.errors import Invalid
-from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
 KEY = "0123456789abcdef"
@@ -71,8 +71,8 @@ def test_required_scopes() -> None:
     assert required_permission("POST", "/templates/x/exec") is Permission.ADMIN
 
 
-def test_requests_without_a_key(served: Served) -> None:
-    with served.client("") as nobody:
+def test_requests_without_a_key(memory_gateway: MemoryGateway) -> None:
+    with memory_gateway.client("") as nobody:
         assert nobody.get("/health").status_code == 200
         for route in ("/sandboxes", "/openapi.json", "/metrics", "/nowhere", "/events"):
             answer = nobody.get(route)
@@ -85,14 +85,18 @@ def test_requests_without_a_key(served: Served) -> None:
         assert nobody.get("/sandboxes", headers={"Authorization": f"Basic {READ_KEY}"}).status_code == 401
 
 
-def test_headers_cannot_make_a_caller_local(served: Served) -> None:
+def test_headers_cannot_make_a_caller_local(memory_gateway: MemoryGateway) -> None:
     spoofs = {"X-Forwarded-For": "unix", "X-Real-Ip": "", "Forwarded": "for=unix", "Host": "gateway", "X-Local": "1"}
-    with served.client("") as nobody:
+    with memory_gateway.client("") as nobody:
         assert nobody.get("/sandboxes", headers=spoofs).status_code == 401
 
 
-def test_scopes(served: Served) -> None:
-    with served.client(ADMIN_KEY) as admin, served.client(EXEC_KEY) as runner, served.client(READ_KEY) as reader:
+def test_scopes(memory_gateway: MemoryGateway) -> None:
+    with (
+        memory_gateway.client(ADMIN_KEY) as admin,
+        memory_gateway.client(EXEC_KEY) as runner,
+        memory_gateway.client(READ_KEY) as reader,
+    ):
         create_sandbox(admin, name="one")
         assert reader.get("/sandboxes/one").status_code == runner.get("/sandboxes/one").status_code == 200
         body = {"args": ["exit", "0"]}
@@ -105,5 +109,5 @@ def test_scopes(served: Served) -> None:
             assert caller.post("/sandboxes", json={"templateID": "base"}).status_code == 403
 
 
-def test_only_the_group_may_use_the_socket(served: Served) -> None:
-    assert served.socket.stat().st_mode & 0o777 == 0o600
+def test_only_the_group_may_use_the_socket(memory_gateway: MemoryGateway) -> None:
+    assert memory_gateway.socket.stat().st_mode & 0o777 == 0o600

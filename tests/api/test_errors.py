@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.served import ADMIN_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 
 SHAPE = {"code", "message", "error", "kind", "blockers"}
 
@@ -105,24 +105,26 @@ def test_large_bodies(api: httpx.Client, chunked: bool) -> None:
     assert "4 MiB" in check_refused(answer, 413, "invalid")
 
 
-def test_an_internal_error_has_an_incident_id_and_no_traceback(served: Served, api: httpx.Client) -> None:
+def test_an_internal_error_has_an_incident_id_and_no_traceback(
+    memory_gateway: MemoryGateway, api: httpx.Client
+) -> None:
     def fail_unexpectedly() -> list[Any]:
         raise ZeroDivisionError("secret detail")
 
-    honest = served.engine.sandboxes.list
-    served.engine.sandboxes.list = fail_unexpectedly  # type: ignore[method-assign]
+    honest = memory_gateway.engine.sandboxes.list
+    memory_gateway.engine.sandboxes.list = fail_unexpectedly  # type: ignore[method-assign]
     try:
         message = check_refused(api.get("/sandboxes"), 500, "internal")
     finally:
-        served.engine.sandboxes.list = honest  # type: ignore[method-assign]
+        memory_gateway.engine.sandboxes.list = honest  # type: ignore[method-assign]
     assert "incident" in message and "secret" not in message and "Zero" not in message
 
 
-def test_garbage_on_the_wire_affects_nobody(served: Served, api: httpx.Client) -> None:
+def test_garbage_on_the_wire_affects_nobody(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     for data in (b"\x00\xff\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /" + b"x" * 100_000, b"POST / HTTP/1.1\r\nHo"):
-        with socket.create_connection(("127.0.0.1", served.port), timeout=5) as raw:
+        with socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=5) as raw:
             raw.sendall(data)
-    with served.client(ADMIN_KEY) as client:
+    with memory_gateway.client(ADMIN_KEY) as client:
         assert client.get("/sandboxes").status_code == 200
 
 

@@ -19,7 +19,7 @@ import forkd
 import httpx
 import pytest
 
-from tests.api.served import ADMIN_KEY, READ_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
 from tests.support import forkd_command, session
 from tests.support.waiting import eventually
 
@@ -28,12 +28,12 @@ _SECONDS = 20
 
 
 @pytest.fixture
-def target(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def target(memory_gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The address of the future port; the command is on PATH and configured for the gateway."""
     address = f"127.0.0.1:{session.free_port()}"
     forkd_command.install(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("FORKD_URL", served.url)
+    monkeypatch.setenv("FORKD_URL", memory_gateway.url)
     monkeypatch.setenv("FORKD_TOKEN", ADMIN_KEY)
     monkeypatch.setenv("FORKD_TARGET", address)
     monkeypatch.delenv("FORKD_REMOTE", raising=False)
@@ -139,9 +139,9 @@ def test_a_failure_reaches_the_clients_user(api: httpx.Client, target: str) -> N
 
 
 def test_several_sandboxes_over_the_unix_socket(
-    served: Served, api: httpx.Client, start: Start, target: str, monkeypatch: pytest.MonkeyPatch
+    memory_gateway: MemoryGateway, api: httpx.Client, start: Start, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FORKD_URL", served.unix_url)
+    monkeypatch.setenv("FORKD_URL", memory_gateway.unix_url)
     monkeypatch.delenv("FORKD_TOKEN")
     process = start("fork", "--tag", "base", "-n", "3", "--settle-secs", "3600")
     assert process.stdout is not None
@@ -149,7 +149,7 @@ def test_several_sandboxes_over_the_unix_socket(
     assert sorted(made) == sorted(list_sandboxes(api))
     sandbox = forkd.Sandbox(target=target, spawn=False)
     sandbox.commands.run(["write", "k", "v"])
-    assert [served.machine(each).state for each in made] == [{"k": "v"}, {}, {}], "the first is served"
+    assert [memory_gateway.machine(each).state for each in made] == [{"k": "v"}, {}, {}], "the first is served"
     process.send_signal(signal.SIGINT)
     assert process.wait(_SECONDS) == 0 and list_sandboxes(api) == []
     with pytest.raises(ConnectionRefusedError):
@@ -162,7 +162,9 @@ def test_the_command_ends_at_the_timeout(api: httpx.Client, target: str) -> None
     assert len(done.stdout.split()) == 1 and list_sandboxes(api) == []
 
 
-def test_the_sandbox_of_a_killed_command_expires(served: Served, api: httpx.Client, start: Start) -> None:
+def test_the_sandbox_of_a_killed_command_expires(
+    memory_gateway: MemoryGateway, api: httpx.Client, start: Start
+) -> None:
     process = start("fork", "--tag", "base", "-n", "2", settings=("command.LEASE_SECONDS = 2",))
     time.sleep(2.2)
     assert len(list_sandboxes(api)) == 2, "their lives are prolonged"
@@ -179,7 +181,7 @@ def test_the_command_ends_with_its_sandbox(api: httpx.Client, start: Start) -> N
     assert process.returncode == 1 and "not found" in errors and list_sandboxes(api) == []
 
 
-def test_attach(served: Served, api: httpx.Client, start: Start, target: str) -> None:
+def test_attach(memory_gateway: MemoryGateway, api: httpx.Client, start: Start, target: str) -> None:
     made = api.post("/v1/sandboxes", json={"snapshot_tag": "base"}).json()[0]["id"]
     process = start("attach", made)
     sandbox = forkd.Sandbox(target=target, spawn=False)
@@ -189,7 +191,11 @@ def test_attach(served: Served, api: httpx.Client, start: Start, target: str) ->
 
 
 def test_startup_errors(
-    served: Served, api: httpx.Client, target: str, failing: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    memory_gateway: MemoryGateway,
+    api: httpx.Client,
+    target: str,
+    failing: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fork = ("fork", "--tag", "base")
     assert "'gone' not found" in failing("attach", "gone")

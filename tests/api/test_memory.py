@@ -9,7 +9,7 @@ from collections import Counter
 
 from benchmarks.mixed_use import MixedUse
 from tests.api.inside import eventually
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 
 ROUNDS = 40
 KEPT = 25
@@ -18,8 +18,8 @@ and three sandboxes; a leak in any of these leaves several objects.
 """
 
 
-def test_repeated_use_leaks_nothing(served: Served) -> None:
-    use = MixedUse(served.client, "base", clients=2)
+def test_repeated_use_leaks_nothing(memory_gateway: MemoryGateway) -> None:
+    use = MixedUse(memory_gateway.client, "base", clients=2)
     use.rounds(15)
     before, blocks = _count_objects()
     use.rounds(ROUNDS)

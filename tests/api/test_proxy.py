@@ -32,96 +32,107 @@ from tests.api.inside import (
     read_status,
     request_head,
 )
-from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
 
 @pytest.mark.parametrize("addressed", [port_headers, port_headers_with_host])
-def test_a_request_is_forwarded_unchanged(api: httpx.Client, one: dict[str, Any], addressed: Any) -> None:
+def test_a_request_is_forwarded_unchanged(api: httpx.Client, sandbox: dict[str, Any], addressed: Any) -> None:
     own = {"X-Own": "1", "Keep-Alive": "timeout=3"}
-    answer = api.post("/echo/a%2Fb//c?x=1&y=%20z", content=b"hello", headers=addressed(one, **own))
+    answer = api.post("/echo/a%2Fb//c?x=1&y=%20z", content=b"hello", headers=addressed(sandbox, **own))
     assert answer.status_code == 201 and answer.headers["x-inside"] == "yes"
     assert "keep-alive" not in answer.headers
     told = answer.json()
     assert told["target"] == "/echo/a%2Fb//c?x=1&y=%20z" and told["body"] == "hello"
     headers = told["headers"]
     assert headers["x-own"] == "1" and headers["content-length"] == "5" and "keep-alive" not in headers
-    assert headers["x-access-token"] == one["envdAccessToken"]
-    assert headers["host"] == (host(one) if addressed is port_headers_with_host else f"localhost:{AGENT_PORT}")
+    assert headers["x-access-token"] == sandbox["envdAccessToken"]
+    assert headers["host"] == (host(sandbox) if addressed is port_headers_with_host else f"localhost:{AGENT_PORT}")
 
 
-def test_hosts_with_ports_and_capitals(api: httpx.Client, one: dict[str, Any]) -> None:
-    name = one["sandboxID"]
+def test_hosts_with_ports_and_capitals(api: httpx.Client, sandbox: dict[str, Any]) -> None:
+    name = sandbox["sandboxID"]
     for asked in (f"{AGENT_PORT}-{name}.SANDBOX.local:8443", f"{AGENT_PORT}-{name.upper()}.sandbox.local"):
         assert api.get("/echo", headers={"Host": asked}).status_code == 201
     assert api.get("/echo", headers={"Host": f"{AGENT_PORT}-{name}.elsewhere.example"}).status_code == 404
 
 
-def test_keys_are_not_forwarded(served: Served, one: dict[str, Any]) -> None:
-    with served.client("") as client:
+def test_keys_are_not_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
+    with memory_gateway.client("") as client:
         for header in ({"X-API-Key": EXEC_KEY}, {"Authorization": f"Bearer {EXEC_KEY}"}):
-            told = client.get("/echo", headers=port_headers(one, **header)).json()
+            told = client.get("/echo", headers=port_headers(sandbox, **header)).json()
             assert EXEC_KEY not in str(told)
         both = {"X-API-Key": EXEC_KEY, "Authorization": "Bearer the-services-own"}
-        passed = client.get("/echo", headers=port_headers(one, **both)).json()["headers"]
-        twice = [*port_headers(one).items(), ("Authorization", "Bearer other"), ("Authorization", f"Bearer {EXEC_KEY}")]
+        passed = client.get("/echo", headers=port_headers(sandbox, **both)).json()["headers"]
+        twice = [
+            *port_headers(sandbox).items(),
+            ("Authorization", "Bearer other"),
+            ("Authorization", f"Bearer {EXEC_KEY}"),
+        ]
         assert EXEC_KEY not in client.get("/echo", headers=[*twice, ("X-API-Key", EXEC_KEY)]).text
         assert passed["authorization"] == "Bearer the-services-own" and "x-api-key" not in passed
         basic = {"X-API-Key": EXEC_KEY, "Authorization": "Basic dXNlcjo="}
         assert (
-            client.get("/echo", headers=port_headers(one, **basic)).json()["headers"]["authorization"]
+            client.get("/echo", headers=port_headers(sandbox, **basic)).json()["headers"]["authorization"]
             == "Basic dXNlcjo="
         )
 
 
-def test_access_to_ports(api: httpx.Client, anyone: httpx.Client, one: dict[str, Any]) -> None:
-    token = {"X-Access-Token": one["envdAccessToken"]}
-    assert anyone.get("/echo", headers=port_headers(one, **token)).status_code == 201
+def test_access_to_ports(api: httpx.Client, keyless_client: httpx.Client, sandbox: dict[str, Any]) -> None:
+    token = {"X-Access-Token": sandbox["envdAccessToken"]}
+    assert keyless_client.get("/echo", headers=port_headers(sandbox, **token)).status_code == 201
     other = create_sandbox(api)
     for headers in (
-        port_headers(one),
+        port_headers(sandbox),
         port_headers(other, **token),
-        port_headers(one, **{"X-Access-Token": "wrong"}),
+        port_headers(sandbox, **{"X-Access-Token": "wrong"}),
         port_headers({"sandboxID": "0" * 12}, **token),
-        port_headers(one, **{"X-API-Key": "wrong-key-0123456789"}),
+        port_headers(sandbox, **{"X-API-Key": "wrong-key-0123456789"}),
     ):
-        answer = anyone.get("/echo", headers=headers)
+        answer = keyless_client.get("/echo", headers=headers)
         assert answer.status_code == 401 and answer.json()["kind"] == "unauthorized", headers
-    assert anyone.get("/echo", headers=port_headers(one, **{"X-API-Key": READ_KEY})).status_code == 403
-    assert anyone.get("/echo", headers=port_headers(one, **{"X-API-Key": READ_KEY}, **token)).status_code == 201
+    assert keyless_client.get("/echo", headers=port_headers(sandbox, **{"X-API-Key": READ_KEY})).status_code == 403
     assert (
-        anyone.get("/echo", headers=port_headers({"sandboxID": "0" * 12}, **{"X-API-Key": ADMIN_KEY})).status_code
+        keyless_client.get("/echo", headers=port_headers(sandbox, **{"X-API-Key": READ_KEY}, **token)).status_code
+        == 201
+    )
+    assert (
+        keyless_client.get(
+            "/echo", headers=port_headers({"sandboxID": "0" * 12}, **{"X-API-Key": ADMIN_KEY})
+        ).status_code
         == 502
     )
-    assert anyone.get("/sandboxes", headers=token).status_code == 401, "a token opens no control plane"
+    assert keyless_client.get("/sandboxes", headers=token).status_code == 401, "a token opens no control plane"
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "999999", "-1", "x", ""])
-def test_impossible_ports(api: httpx.Client, one: dict[str, Any], port: str) -> None:
-    answer = api.get("/echo", headers=port_headers(one, port))
+def test_impossible_ports(api: httpx.Client, sandbox: dict[str, Any], port: str) -> None:
+    answer = api.get("/echo", headers=port_headers(sandbox, port))
     assert answer.status_code == 400 and "1 to 65535" in answer.json()["message"]
 
 
-def test_a_port_where_nothing_listens(api: httpx.Client, one: dict[str, Any]) -> None:
-    answer = api.get("/", headers=port_headers(one, PORT))
+def test_a_port_where_nothing_listens(api: httpx.Client, sandbox: dict[str, Any]) -> None:
+    answer = api.get("/", headers=port_headers(sandbox, PORT))
     assert answer.status_code == 502 and answer.json()["kind"] == "backend_failed"
     assert "nothing listens on port 3000" in answer.json()["message"] and "port is not open" in answer.json()["message"]
 
 
-def test_a_large_body_is_forwarded(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+def test_a_large_body_is_forwarded(memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]) -> None:
     def chunks() -> Iterator[bytes]:
         for _ in range(80):
             yield b"x" * 100_000
 
-    told = api.post("/echo", content=chunks(), headers=port_headers(one)).json()
+    told = api.post("/echo", content=chunks(), headers=port_headers(sandbox)).json()
     assert told["length"] == 8_000_000 and told["headers"]["transfer-encoding"] == "chunked"
 
 
-def test_an_answer_is_streamed_until_its_reader_leaves(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
-    with served.client() as client, client.stream("GET", "/stream", headers=port_headers(one)) as answer:
+def test_an_answer_is_streamed_until_its_reader_leaves(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
+) -> None:
+    with memory_gateway.client() as client, client.stream("GET", "/stream", headers=port_headers(sandbox)) as answer:
         lines = answer.iter_lines()
         assert [next(lines), next(lines)] == ["tick 0", "tick 1"]
-    machine = served.machine(one["sandboxID"])
+    machine = memory_gateway.machine(sandbox["sandboxID"])
     eventually(lambda: not machine.connections)
 
 
@@ -136,24 +147,24 @@ def test_a_paused_sandbox(api: httpx.Client) -> None:
     assert api.get(f"/sandboxes/{wakes['sandboxID']}").json()["state"] == "running"
 
 
-def test_hop_by_hop_headers_named_by_the_caller(api: httpx.Client, one: dict[str, Any]) -> None:
+def test_hop_by_hop_headers_named_by_the_caller(api: httpx.Client, sandbox: dict[str, Any]) -> None:
     sent = {"Connection": "keep-alive, X-Private", "X-Private": "1", "TE": "trailers", "Proxy-Authorization": "x"}
-    headers = api.get("/echo", headers=port_headers(one, **sent)).json()["headers"]
+    headers = api.get("/echo", headers=port_headers(sandbox, **sent)).json()["headers"]
     assert not {"x-private", "te", "proxy-authorization"} & set(headers)
 
 
-def test_concurrent_requests_wait_for_one_resume(served: Served, api: httpx.Client) -> None:
+def test_concurrent_requests_wait_for_one_resume(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     wakes = create_sandbox(api, autoPause=True, autoResume={"enabled": True})
     api.post(f"/sandboxes/{wakes['sandboxID']}/pause")
-    before, served.host.slow = served.host.forked, 0.3
+    before, memory_gateway.host.slow = memory_gateway.host.forked, 0.3
 
     def ask(_: int) -> int:
-        with served.client() as client:
+        with memory_gateway.client() as client:
             return client.get("/echo", headers=port_headers(wakes)).status_code
 
     with ThreadPoolExecutor(6) as many:
         assert set(many.map(ask, range(6))) == {201}
-    assert served.host.forked == before + 1
+    assert memory_gateway.host.forked == before + 1
 
 
 # --- ambiguous requests, and harmful answers -------------------------------------------------------------------------
@@ -161,10 +172,10 @@ def test_concurrent_requests_wait_for_one_resume(served: Served, api: httpx.Clie
 KEY = f"X-API-Key: {EXEC_KEY}"
 
 
-def test_ambiguous_requests_are_refused(served: Served, one: dict[str, Any]) -> None:
+def test_ambiguous_requests_are_refused(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     chunk = b"5\r\nhello\r\n0\r\n\r\n"
-    mine = f"Host: {host(one, PORT)}"
-    with raw_service(served, one) as service:
+    mine = f"Host: {host(sandbox, PORT)}"
+    with raw_service(memory_gateway, sandbox) as service:
         for request, status in (
             (request_head("POST /", mine, KEY, "Content-Length: 5", "Transfer-Encoding: chunked") + chunk, 400),
             (request_head("POST /", mine, KEY, "Transfer-Encoding: chunked", "Content-Length: 15") + chunk, 400),
@@ -178,17 +189,17 @@ def test_ambiguous_requests_are_refused(served: Served, one: dict[str, Any]) -> 
             (request_head("CONNECT localhost:22", mine, KEY), 501),
             (request_head("GET /", mine, KEY, "Connection: upgrade", "Upgrade: tcp"), 501),
         ):
-            with raw_connection(served, request) as connection:
+            with raw_connection(memory_gateway, request) as connection:
                 assert read_status(connection)[0] == status, request
         hidden = chunk + request_head("GET /hidden", mine, KEY)
         for whose in (mine, "Host: gateway"):
             both = request_head("POST /", whose, KEY, f"Content-Length: {len(hidden)}", "Transfer-Encoding: chunked")
-            with raw_connection(served, both + hidden) as connection:
+            with raw_connection(memory_gateway, both + hidden) as connection:
                 assert read_status(connection)[0] == 400
                 assert connection.recv(4096) == b"", "what follows is not read"
         assert not service.heads
         h2c = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk")
-        with raw_connection(served, request_head("GET /", mine, KEY, *h2c)) as connection:
+        with raw_connection(memory_gateway, request_head("GET /", mine, KEY, *h2c)) as connection:
             assert read_status(connection)[0] == 200, "who offers HTTP/2 takes an answer of HTTP/1.1"
         assert not {"upgrade", "http2-settings"} & set(service.request_headers())
 
@@ -205,33 +216,35 @@ def test_ambiguous_requests_are_refused(served: Served, one: dict[str, Any]) -> 
         b"",
     ],
 )
-def test_invalid_answers(served: Served, api: httpx.Client, one: dict[str, Any], answer: bytes) -> None:
-    with raw_service(served, one, answer) as service:
-        told = api.post("/", content=b"x", headers=port_headers(one, PORT))
+def test_invalid_answers(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], answer: bytes
+) -> None:
+    with raw_service(memory_gateway, sandbox, answer) as service:
+        told = api.post("/", content=b"x", headers=port_headers(sandbox, PORT))
         assert told.status_code == 502 and "port 3000" in told.json()["message"], told.text
         eventually(lambda: not service.open)
 
 
-def test_an_answer_with_two_lengths(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+def test_an_answer_with_two_lengths(memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]) -> None:
     both = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
-    with raw_service(served, one, both + b"0\r\nX-Trailer: 1\r\n\r\n"):
-        answer = api.get("/", headers=port_headers(one, PORT))
+    with raw_service(memory_gateway, sandbox, both + b"0\r\nX-Trailer: 1\r\n\r\n"):
+        answer = api.get("/", headers=port_headers(sandbox, PORT))
         assert answer.text == "hello" and "content-length" not in answer.headers
         assert "x-trailer" not in answer.headers
 
 
 def test_answer_headers_that_affect_other_sandboxes_are_removed(
-    served: Served, api: httpx.Client, one: dict[str, Any]
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    mine = host(one, PORT)
+    mine = host(sandbox, PORT)
     kept = ("a=1; Path=/", f"b=1; Domain={mine}", f"c=1; domain=.{mine.upper()}")
     wide = ("d=1; Domain=sandbox.local", "e=1;domain=.sandbox.local; Secure", f"f=1; Domain={mine}; Domain=local")
     fields = [f"Set-Cookie: {cookie}" for cookie in (*kept, *wide)]
     fields += ["Strict-Transport-Security: max-age=1", 'Alt-Svc: h3=":443"', "Proxy-Authenticate: Basic", "X-Own: 1"]
-    with raw_service(served, one, make_reply("200 OK", b"ok", *fields)):
-        by_host = api.get("/", headers=port_headers_with_host(one, PORT)).headers
+    with raw_service(memory_gateway, sandbox, make_reply("200 OK", b"ok", *fields)):
+        by_host = api.get("/", headers=port_headers_with_host(sandbox, PORT)).headers
         assert by_host.get_list("set-cookie") == list(kept) and "strict-transport-security" in by_host
-        by_header = api.get("/", headers=port_headers(one, PORT)).headers
+        by_header = api.get("/", headers=port_headers(sandbox, PORT)).headers
         assert not {"set-cookie", "strict-transport-security"} & set(by_header)
         for headers in (by_host, by_header):
             assert headers["x-own"] == "1" and not {"alt-svc", "proxy-authenticate"} & set(headers)
@@ -240,19 +253,21 @@ def test_answer_headers_that_affect_other_sandboxes_are_removed(
 # --- bodies ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_body_is_requested_only_from_authorized_callers(served: Served, one: dict[str, Any]) -> None:
-    waits = (f"Host: {host(one, PORT)}", "Content-Length: 5", "Expect: 100-continue")
-    with raw_service(served, one) as service:
-        with raw_connection(served, request_head("POST /", *waits)) as connection:
+def test_a_body_is_requested_only_from_authorized_callers(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any]
+) -> None:
+    waits = (f"Host: {host(sandbox, PORT)}", "Content-Length: 5", "Expect: 100-continue")
+    with raw_service(memory_gateway, sandbox) as service:
+        with raw_connection(memory_gateway, request_head("POST /", *waits)) as connection:
             assert read_status(connection)[0] == 401
-        with raw_connection(served, request_head("POST /", *waits, KEY)) as connection:
+        with raw_connection(memory_gateway, request_head("POST /", *waits, KEY)) as connection:
             assert connection.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
             connection.sendall(b"hello")
             assert read_status(connection)[0] == 200
         assert service.bodies == [b"hello"] and "expect" not in service.request_headers()
 
 
-def test_chunks_are_forwarded_as_they_arrive(served: Served, one: dict[str, Any]) -> None:
+def test_chunks_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     begun = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     rest = threading.Event()
 
@@ -260,10 +275,12 @@ def test_chunks_are_forwarded_as_they_arrive(served: Served, one: dict[str, Any]
         await asyncio.to_thread(rest.wait, 10)
         writer.write(b"3\r\ntwo\r\n0\r\nX-Trailer: 1\r\n\r\n")
 
-    chunked = request_head("POST /", f"Host: {host(one, PORT)}", KEY, "Transfer-Encoding: chunked", "Trailer: X-Sum")
+    chunked = request_head(
+        "POST /", f"Host: {host(sandbox, PORT)}", KEY, "Transfer-Encoding: chunked", "Trailer: X-Sum"
+    )
     with (
-        raw_service(served, one, begun + b"3\r\none\r\n", then=send_later) as service,
-        raw_connection(served, chunked) as connection,
+        raw_service(memory_gateway, sandbox, begun + b"3\r\none\r\n", then=send_later) as service,
+        raw_connection(memory_gateway, chunked) as connection,
     ):
         for piece in (b"4\r\nsent\r\n", b"5\r\nlater\r\n"):
             connection.sendall(piece)
@@ -280,7 +297,7 @@ def test_chunks_are_forwarded_as_they_arrive(served: Served, one: dict[str, Any]
         assert b"two" in got and b"Trailer" not in got
 
 
-def test_a_slow_reader_slows_the_service(served: Served, one: dict[str, Any]) -> None:
+def test_a_slow_reader_slows_the_service(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     piece, sent = b"x" * 65536, 0
 
     async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -291,8 +308,8 @@ def test_a_slow_reader_slows_the_service(served: Served, one: dict[str, Any]) ->
             sent += len(piece)
 
     endless = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
-    with raw_service(served, one, endless, then=flood) as service:
-        with raw_connection(served, request_head("GET /", f"Host: {host(one, PORT)}", KEY)) as connection:
+    with raw_service(memory_gateway, sandbox, endless, then=flood) as service:
+        with raw_connection(memory_gateway, request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)) as connection:
             before = -1
             while sent != before:
                 before = sent
@@ -318,11 +335,11 @@ async def _listen_without_reading(address: str, port: int) -> asyncio.Server:
     return await asyncio.start_server(_accept_and_stop_reading, address, port)
 
 
-def test_a_slow_service_slows_the_client(served: Served, one: dict[str, Any]) -> None:
-    request = request_head("PUT /", f"Host: {host(one, PORT)}", KEY, "Content-Length: 1000000000")
+def test_a_slow_service_slows_the_client(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
+    request = request_head("PUT /", f"Host: {host(sandbox, PORT)}", KEY, "Content-Length: 1000000000")
     with (
-        Service(machine_address(served, one), PORT, _listen_without_reading),
-        raw_connection(served, request) as connection,
+        Service(machine_address(memory_gateway, sandbox), PORT, _listen_without_reading),
+        raw_connection(memory_gateway, request) as connection,
     ):
         connection.settimeout(0.5)
         sent = 0
@@ -332,7 +349,7 @@ def test_a_slow_service_slows_the_client(served: Served, one: dict[str, Any]) ->
         assert 0 < sent < 32 << 20
 
 
-def test_an_answer_before_the_end_of_the_body(served: Served, one: dict[str, Any]) -> None:
+def test_an_answer_before_the_end_of_the_body(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(make_reply("413 Too Large", b"enough"))
@@ -343,13 +360,15 @@ def test_an_answer_before_the_end_of_the_body(served: Served, one: dict[str, Any
     async def listen(address: str, port: int) -> asyncio.Server:
         return await asyncio.start_server(refuse, address, port)
 
-    with Service(machine_address(served, one), PORT, listen), served.client(EXEC_KEY) as client:
-        answer = client.post("/", content=(b"x" * 65536 for _ in range(100)), headers=port_headers(one, PORT))
+    with Service(machine_address(memory_gateway, sandbox), PORT, listen), memory_gateway.client(EXEC_KEY) as client:
+        answer = client.post("/", content=(b"x" * 65536 for _ in range(100)), headers=port_headers(sandbox, PORT))
         assert answer.status_code == 413 and answer.text == "enough"
 
 
 @pytest.mark.parametrize("half", [True, False])
-def test_a_client_that_closes_its_side_has_disconnected(served: Served, one: dict[str, Any], half: bool) -> None:
+def test_a_client_that_closes_its_side_has_disconnected(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], half: bool
+) -> None:
     ended = threading.Event()
 
     async def listen(address: str, port: int) -> asyncio.Server:
@@ -360,8 +379,8 @@ def test_a_client_that_closes_its_side_has_disconnected(served: Served, one: dic
 
         return await asyncio.start_server(wait, address, port)
 
-    with Service(machine_address(served, one), PORT, listen):
-        with raw_connection(served, request_head("GET /", f"Host: {host(one, PORT)}", KEY)) as connection:
+    with Service(machine_address(memory_gateway, sandbox), PORT, listen):
+        with raw_connection(memory_gateway, request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)) as connection:
             time.sleep(0.1)
             assert not ended.is_set()
             if half:
@@ -373,27 +392,29 @@ def test_a_client_that_closes_its_side_has_disconnected(served: Served, one: dic
 # --- connections -----------------------------------------------------------------------------------------------------
 
 
-def test_a_closed_idle_connection_is_replaced(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+def test_a_closed_idle_connection_is_replaced(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
+) -> None:
     # The connection for the second request is closed when the request arrives.
-    with raw_service(served, one, make_reply(), b"", make_reply(body=b"anew")) as service:
-        assert api.get("/", headers=port_headers(one, PORT)).text == "ok"
-        assert api.get("/", headers=port_headers(one, PORT)).text == "anew"
+    with raw_service(memory_gateway, sandbox, make_reply(), b"", make_reply(body=b"anew")) as service:
+        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
+        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "anew"
         assert service.accepted == 2 and len(service.heads) == 3
-    with raw_service(served, one, make_reply(), b"", make_reply()) as service:
-        assert api.get("/", headers=port_headers(one, PORT)).text == "ok"
+    with raw_service(memory_gateway, sandbox, make_reply(), b"", make_reply()) as service:
+        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
         for method, content in (("POST", b"x"), ("POST", b""), ("DELETE", b"")):
             service.heads.clear()
-            assert api.get("/", headers=port_headers(one, PORT)).text == "ok"
-            answer = api.request(method, "/", content=content, headers=port_headers(one, PORT))
+            assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
+            answer = api.request(method, "/", content=content, headers=port_headers(sandbox, PORT))
             assert answer.status_code == 502, "it may have been done: nobody but its sender may say it again"
             assert len(service.heads) == 2
 
 
 def test_the_number_of_open_requests_is_limited(tmp_path: Path) -> None:
-    served = Served(tmp_path, limits={"connections": 2})
+    gateway = MemoryGateway(tmp_path, limits={"connections": 2})
     try:
-        served.build_template("base", packages=["python3"])
-        with served.client() as api:
+        gateway.build_template("base", packages=["python3"])
+        with gateway.client() as api:
             one, other = create_sandbox(api), create_sandbox(api)
             streams = [api.stream("GET", "/stream", headers=port_headers(one)) for _ in range(2)]
             for stream in streams:
@@ -406,7 +427,7 @@ def test_the_number_of_open_requests_is_limited(tmp_path: Path) -> None:
             eventually(lambda: api.get("/echo", headers=port_headers(one)).status_code == 201)
             streams[1].__exit__(None, None, None)
     finally:
-        served.end()
+        gateway.end()
 
 
 _ENDINGS = {
@@ -418,23 +439,25 @@ _ENDINGS = {
 
 @pytest.mark.parametrize("ending", _ENDINGS)
 def test_all_connections_end_with_the_machine(
-    served: Served, api: httpx.Client, one: dict[str, Any], ending: str
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], ending: str
 ) -> None:
     """The service outlives the machine and closes nothing, like one in a virtual machine that was killed."""
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
     begun = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n"
-    mine = f"Host: {host(one, PORT)}"
+    mine = f"Host: {host(sandbox, PORT)}"
 
     async def hold(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         if len(service.heads) > 1:
             await reader.read(1)
 
     with (
-        raw_service(served, one, make_reply(), begun, b"HTTP/1.1 100 Continue\r\n\r\n", then=hold) as service,
-        served.client(EXEC_KEY) as client,
-        raw_connection(served, request_head("GET /", mine, KEY)) as streaming,
-        raw_connection(served) as waiting,
-        raw_connection(served) as uploading,
+        raw_service(
+            memory_gateway, sandbox, make_reply(), begun, b"HTTP/1.1 100 Continue\r\n\r\n", then=hold
+        ) as service,
+        memory_gateway.client(EXEC_KEY) as client,
+        raw_connection(memory_gateway, request_head("GET /", mine, KEY)) as streaming,
+        raw_connection(memory_gateway) as waiting,
+        raw_connection(memory_gateway) as uploading,
     ):
         eventually(lambda: len(service.heads) == 1)
         assert read_status(streaming)[0] == 200
@@ -457,23 +480,25 @@ def test_all_connections_end_with_the_machine(
         assert data.endswith(b"5\r\nfirst\r\n"), "it ends without its last piece"
         eventually(lambda: not service.open)
         asked = len(service.heads)
-        answer = client.get("/", headers=port_headers(one, PORT))
+        answer = client.get("/", headers=port_headers(sandbox, PORT))
         assert answer.status_code == 502 and len(service.heads) == asked, "nothing goes to the old machine"
         if ending == "rollback":
             assert "port is not open" in answer.json()["message"]
-            assert client.get("/echo", headers=port_headers(one)).status_code == 201
+            assert client.get("/echo", headers=port_headers(sandbox)).status_code == 201
         else:
             assert "was not found" in answer.json()["message"]
 
 
-def test_idle_connections_end_with_the_machine(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+def test_idle_connections_end_with_the_machine(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
+) -> None:
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
-    with raw_service(served, one) as old:
-        assert api.get("/", headers=port_headers(one, PORT)).text == "ok" and old.open == 1
+    with raw_service(memory_gateway, sandbox) as old:
+        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok" and old.open == 1
         assert api.post("/sandboxes/one/rollback", json={"snapshotID": "s1"}).status_code == 200
         eventually(lambda: not old.open)
-        with raw_service(served, one, make_reply(body=b"new")) as new:
-            assert api.get("/", headers=port_headers(one, PORT)).text == "new"
+        with raw_service(memory_gateway, sandbox, make_reply(body=b"new")) as new:
+            assert api.get("/", headers=port_headers(sandbox, PORT)).text == "new"
             assert len(old.heads) == len(new.heads) == 1
 
 

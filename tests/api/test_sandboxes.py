@@ -13,7 +13,7 @@ import pytest
 
 from sandbox_gateway.api.native.shapes import ENVD_VERSION
 from tests.api.inside import eventually
-from tests.api.served import READ_KEY, Served
+from tests.api.memory_gateway import READ_KEY, MemoryGateway
 
 
 def create_sandbox(api: httpx.Client, **body: Any) -> dict[str, Any]:
@@ -94,16 +94,16 @@ def test_unsupported_options_are_refused(api: httpx.Client, body: dict[str, Any]
 
 
 def test_a_failed_removal_does_not_block_others(
-    served: Served, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expire = served.engine.sandboxes.expire
+    expire = memory_gateway.engine.sandboxes.expire
 
     async def fail_for_one(ref: str) -> None:
-        if served.engine.sandboxes.get(ref).name == "stuck":
+        if memory_gateway.engine.sandboxes.get(ref).name == "stuck":
             raise ValueError(ref)
         await expire(ref)
 
-    monkeypatch.setattr(served.engine.sandboxes, "expire", fail_for_one)
+    monkeypatch.setattr(memory_gateway.engine.sandboxes, "expire", fail_for_one)
     create_sandbox(api, name="stuck", timeout=0, autoPause=True)
     create_sandbox(api, name="mortal", timeout=0)
     eventually(lambda: [each["name"] for each in api.get("/sandboxes").json()] == ["stuck"])
@@ -153,10 +153,10 @@ def test_list_filters(api: httpx.Client) -> None:
     assert api.get("/sandboxes", params={"state": "dead"}).status_code == 400
 
 
-def test_tokens_are_hidden_in_lists_and_from_readers(served: Served, api: httpx.Client) -> None:
+def test_tokens_are_hidden_in_lists_and_from_readers(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     create_sandbox(api, name="one")
     assert "envdAccessToken" not in api.get("/sandboxes").json()[0]
-    with served.client(READ_KEY) as reader:
+    with memory_gateway.client(READ_KEY) as reader:
         assert "envdAccessToken" not in reader.get("/sandboxes/one").json()
     assert "envdAccessToken" in api.get("/sandboxes/one").json()
 
@@ -252,7 +252,7 @@ def test_memory_options_in_both_spellings(api: httpx.Client) -> None:
     assert api.post("/sandboxes/one/snapshots", json={"memory": "some"}).status_code == 400
 
 
-def test_clone_and_fork_of_a_running_sandbox(served: Served, api: httpx.Client) -> None:
+def test_clone_and_fork_of_a_running_sandbox(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     create_sandbox(api, name="one")
     run_command(api, "one", "write", "k", "v")
     made = api.post("/sandboxes/one/clone", json={"names": ["a", "b"]})
@@ -260,7 +260,7 @@ def test_clone_and_fork_of_a_running_sandbox(served: Served, api: httpx.Client) 
     assert [run_command(api, name, "read", "k")["stdout"] for name in ("a", "b")] == ["v", "v"]
     forked = api.post("/sandboxes/one/fork", json={"count": 2, "timeout": 300})
     assert forked.status_code == 201 and [set(each) for each in forked.json()] == [{"sandbox"}, {"sandbox"}]
-    served.host.failing = {"d"}
+    memory_gateway.host.failing = {"d"}
     mixed = api.post("/sandboxes/one/fork", json={"names": ["c", "d"], "atomic": False}).json()
     assert mixed[0]["sandbox"]["name"] == "c"
     assert mixed[1]["error"] == {
@@ -306,19 +306,19 @@ def test_usage(api: httpx.Client) -> None:
 )
 @pytest.mark.parametrize("path", ["/sandboxes/box/exec", "/v1/sandboxes/box/exec"])
 def test_a_command_in_a_removed_sandbox_fails_with_a_reason(
-    served: Served, api: httpx.Client, end: Any, status: int, kind: str, what: str, path: str
+    memory_gateway: MemoryGateway, api: httpx.Client, end: Any, status: int, kind: str, what: str, path: str
 ) -> None:
     api.post("/sandboxes", json={"templateID": "base", "name": "box"}).raise_for_status()
     api.post("/sandboxes/box/snapshots", json={"name": "mark"}).raise_for_status()
     answers: list[httpx.Response] = []
 
     def run_command() -> None:
-        with served.client() as own:
+        with memory_gateway.client() as own:
             answers.append(own.post(path, json={"args": ["sleep", "30"]}))
 
     thread = threading.Thread(target=run_command)
     thread.start()
-    machine = served.machine("box")
+    machine = memory_gateway.machine("box")
     deadline = time.monotonic() + 30
     while not machine.connections:
         assert time.monotonic() < deadline

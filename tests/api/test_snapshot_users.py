@@ -12,8 +12,8 @@ from ansible_collections.grove.sandbox.plugins.module_utils import _snapshot
 from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
 from sandbox_gateway.hosts.base import Abilities
+from tests.api.memory_gateway import MemoryGateway
 from tests.api.memory_host import MemoryHost
-from tests.api.served import Served
 
 
 class _Host(MemoryHost):
@@ -21,13 +21,13 @@ class _Host(MemoryHost):
 
 
 @pytest.fixture
-def dependent(tmp_path: Path) -> Iterator[Served]:
-    served = Served(tmp_path, _Host())
+def dependent(tmp_path: Path) -> Iterator[MemoryGateway]:
+    gateway = MemoryGateway(tmp_path, _Host())
     try:
-        served.build_template()
-        yield served
+        gateway.build_template()
+        yield gateway
     finally:
-        served.end()
+        gateway.end()
 
 
 def _post(api: httpx.Client, route: str, body: dict[str, Any]) -> Any:
@@ -36,7 +36,7 @@ def _post(api: httpx.Client, route: str, body: dict[str, Any]) -> Any:
     return answer.json()
 
 
-def test_users_are_named_and_planned_from(dependent: Served) -> None:
+def test_users_are_named_and_planned_from(dependent: MemoryGateway) -> None:
     with dependent.client() as api:
         _post(api, "/sandboxes", {"templateID": "base", "name": "a"})
         _post(api, "/sandboxes/a/snapshots", {"name": "rolled-back-to"})

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 
 
 def test_a_ready_template(api: httpx.Client) -> None:
@@ -28,8 +28,8 @@ def test_a_returned_recipe_can_be_posted_again(api: httpx.Client) -> None:
     assert again.json()["buildStatus"] == "ready" and again.json()["templateID"] == shown["templateID"]
 
 
-def test_a_build_can_be_followed_to_its_end(served: Served, api: httpx.Client) -> None:
-    served.host.build_seconds = 0.2
+def test_a_build_can_be_followed_to_its_end(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    memory_gateway.host.build_seconds = 0.2
     started = api.post("/templates", json={"name": "made", "setup": ["touch /made"], "memoryMB": 512})
     assert started.status_code == 202 and started.json()["buildStatus"] == "building"
     assert api.get("/templates/made").json()["buildStatus"] == "building"
@@ -88,12 +88,12 @@ def test_missing_templates_and_builds(api: httpx.Client) -> None:
 
 
 def test_a_template_of_another_guest_is_outdated_until_it_is_built_again(
-    served: Served, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"name": "mine", "packages": ["curl"]}
     first = build(api, body)
     assert first["outdated"] is False
-    monkeypatch.setattr(served.host, "guest_digest", lambda: "a newer guest")
+    monkeypatch.setattr(memory_gateway.host, "guest_digest", lambda: "a newer guest")
     assert api.get("/templates/mine").json()["outdated"] is True
     assert [each["outdated"] for each in api.get("/templates?name=mine").json()] == [True]
     again = build(api, body)
@@ -101,8 +101,10 @@ def test_a_template_of_another_guest_is_outdated_until_it_is_built_again(
     assert api.post("/templates", json=body).status_code == 200
 
 
-def test_a_template_being_built_and_a_failed_one_are_not_outdated(served: Served, api: httpx.Client) -> None:
-    served.host.build_seconds = 0.2
+def test_a_template_being_built_and_a_failed_one_are_not_outdated(
+    memory_gateway: MemoryGateway, api: httpx.Client
+) -> None:
+    memory_gateway.host.build_seconds = 0.2
     started = api.post("/templates", json={"name": "made", "setup": ["fail"]}).json()
     assert api.get("/templates/made").json()["outdated"] is False
     api.get(f"/templates/{started['templateID']}/builds/{started['buildID']}/logs", params={"follow": "true"})
@@ -111,7 +113,7 @@ def test_a_template_being_built_and_a_failed_one_are_not_outdated(served: Served
 
 
 def test_new_files_at_the_path_do_not_make_a_template_outdated(
-    served: Served, api: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory_gateway: MemoryGateway, api: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tarball = tmp_path / "rootfs.tar"
     tarball.write_bytes(b"one")
@@ -120,21 +122,21 @@ def test_new_files_at_the_path_do_not_make_a_template_outdated(
     assert api.get("/templates/mine").json()["outdated"] is False
     tarball.write_bytes(b"two")
     assert api.get("/templates/mine").json()["outdated"] is False
-    monkeypatch.setattr(served.host, "guest_digest", lambda: "a newer guest")
+    monkeypatch.setattr(memory_gateway.host, "guest_digest", lambda: "a newer guest")
     assert api.get("/templates/mine").json()["outdated"] is True
 
 
 def test_a_template_of_an_older_gateway_is_outdated_as_far_as_its_record_tells(
-    served: Served, api: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory_gateway: MemoryGateway, api: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Older records do not have the digest of the files at the path."""
     tarball = tmp_path / "rootfs.tar"
     tarball.write_bytes(b"one")
     build(api, {"name": "mine", "from": "rootfs", "path": str(tarball)})
     for name in ("base", "mine"):
-        served.engine.templates.get(name).source_digest = ""
+        memory_gateway.engine.templates.get(name).source_digest = ""
     assert [api.get(f"/templates/{name}").json()["outdated"] for name in ("base", "mine")] == [False, None]
-    monkeypatch.setattr(served.host, "guest_digest", lambda: "a newer guest")
+    monkeypatch.setattr(memory_gateway.host, "guest_digest", lambda: "a newer guest")
     assert [api.get(f"/templates/{name}").json()["outdated"] for name in ("base", "mine")] == [True, None]
 
 

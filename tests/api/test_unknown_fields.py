@@ -18,7 +18,7 @@ from sandbox_gateway.api.forkd import shapes as forkd
 from sandbox_gateway.api.native import requests
 from sandbox_gateway.api.unknown_fields import find_unknown
 from sandbox_gateway.cli.client import Client as CommandClient
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 from tests.api.test_errors import check_refused
 
 
@@ -57,7 +57,7 @@ def paths(model: type[Body], data: Any) -> list[str]:
     ],
 )
 def test_an_unknown_field_causes_a_warning_or_an_error(
-    api: httpx.Client, one: dict[str, Any], method: str, route: str, body: dict[str, Any], path: str, close: str
+    api: httpx.Client, sandbox: dict[str, Any], method: str, route: str, body: dict[str, Any], path: str, close: str
 ) -> None:
     api.post("/volumes", json={"name": "vol"}).raise_for_status()
     message = check_refused(api.request(method, route, params={"strict": True}, json=body), 400, "invalid")
@@ -162,7 +162,7 @@ def test_python_field_names_are_known() -> None:
 
 
 @pytest.mark.parametrize("client", [Client, CommandClient])
-def test_our_clients_use_strict_mode(served: Served, client: Any) -> None:
+def test_our_clients_use_strict_mode(memory_gateway: MemoryGateway, client: Any) -> None:
     with pytest.raises(Exception, match=r"unknown field: nmae \(did you mean name\?\)"):
-        client(served.unix_url).call("POST", "/sandboxes", body={"templateID": "base", "nmae": "one"})
-    assert client(served.unix_url).call("POST", "/sandboxes", body={"templateID": "base"})
+        client(memory_gateway.unix_url).call("POST", "/sandboxes", body={"templateID": "base", "nmae": "one"})
+    assert client(memory_gateway.unix_url).call("POST", "/sandboxes", body={"templateID": "base"})

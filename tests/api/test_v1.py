@@ -13,18 +13,18 @@ import pytest
 from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.records import Memory, Sandbox, Snapshot
-from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 
 Json = dict[str, Any]
 
 
 @pytest.fixture
-def client(served: Served) -> forkd.Controller:
-    return forkd.Controller(base_url=served.url, token=ADMIN_KEY)
+def client(memory_gateway: MemoryGateway) -> forkd.Controller:
+    return forkd.Controller(base_url=memory_gateway.url, token=ADMIN_KEY)
 
 
 @pytest.fixture
-def one(api: httpx.Client) -> str:
+def sandbox_id(api: httpx.Client) -> str:
     """The id of a sandbox made from the template `base`."""
     return spawn_sandbox(api)[0]["id"]
 
@@ -54,22 +54,22 @@ def list_tags(api: httpx.Client) -> set[str]:
     return {snapshot["tag"] for snapshot in api.get("/v1/snapshots").json()}
 
 
-def test_health_needs_no_key_and_version_does(served: Served) -> None:
-    with served.client("") as nobody, served.client(READ_KEY) as reader:
+def test_health_needs_no_key_and_version_does(memory_gateway: MemoryGateway) -> None:
+    with memory_gateway.client("") as nobody, memory_gateway.client(READ_KEY) as reader:
         assert nobody.get("/healthz").json() == {"ok": True}
         assert "API key" in refusal_message(nobody.get("/version"), 401)
         assert reader.get("/version").json() == {"version": reader.get("/health").json()["version"], "api": "v1"}
 
 
-def test_scopes(served: Served, one: str) -> None:
-    with served.client(READ_KEY) as reader, served.client(EXEC_KEY) as runner:
+def test_scopes(memory_gateway: MemoryGateway, sandbox_id: str) -> None:
+    with memory_gateway.client(READ_KEY) as reader, memory_gateway.client(EXEC_KEY) as runner:
         for verb, body in (("exec", {"args": ["exit", "0"]}), ("eval", {"code": "1"}), ("ping", {})):
-            assert runner.post(f"/v1/sandboxes/{one}/{verb}", json=body).status_code == 200
-            assert reader.post(f"/v1/sandboxes/{one}/{verb}", json=body).status_code == 403
+            assert runner.post(f"/v1/sandboxes/{sandbox_id}/{verb}", json=body).status_code == 200
+            assert reader.post(f"/v1/sandboxes/{sandbox_id}/{verb}", json=body).status_code == 403
         for caller in (reader, runner):
-            assert caller.get(f"/v1/sandboxes/{one}").status_code == 200
-            assert caller.post(f"/v1/sandboxes/{one}/branch").status_code == 403
-            assert caller.delete(f"/v1/sandboxes/{one}").status_code == 403
+            assert caller.get(f"/v1/sandboxes/{sandbox_id}").status_code == 200
+            assert caller.post(f"/v1/sandboxes/{sandbox_id}/branch").status_code == 403
+            assert caller.delete(f"/v1/sandboxes/{sandbox_id}").status_code == 403
             assert caller.post("/v1/sandboxes", json={"snapshot_tag": "base"}).status_code == 403
 
 
@@ -102,15 +102,15 @@ def test_the_published_client(client: forkd.Controller) -> None:
     assert caught.value.status == 404 and "not found" in caught.value.body["error"]
 
 
-def test_a_branch_returns_its_snapshot(served: Served, api: httpx.Client, one: str) -> None:
-    taken = create_branch(api, one, tag="cp_1")
-    id = served.engine.snapshots.get("cp_1").id
+def test_a_branch_returns_its_snapshot(memory_gateway: MemoryGateway, api: httpx.Client, sandbox_id: str) -> None:
+    taken = create_branch(api, sandbox_id, tag="cp_1")
+    id = memory_gateway.engine.snapshots.get("cp_1").id
     assert taken.pop("created_at_unix") > 1_700_000_000
     assert taken == {
         "tag": "cp_1",
         "id": id,
         "dir": f"/memory/{id}",
-        "branched_from": one,
+        "branched_from": sandbox_id,
         "pause_ms": 7,
         "diff_physical_bytes": 4096,
         "diff_logical_bytes": 256 << 20,
@@ -121,7 +121,7 @@ def test_a_branch_returns_its_snapshot(served: Served, api: httpx.Client, one: s
     detail = api.get("/v1/snapshots/cp_1/info").json()
     assert detail["memory_logical_bytes"] == 256 << 20 and detail["memory_physical_bytes"] == 4096
     assert detail["chain_depth"] == 0 and detail["ancestors"] == detail["dependents"] == []
-    assert detail["sandboxes"] == [each["id"] for each in api.get("/v1/sandboxes").json() if each["id"] != one]
+    assert detail["sandboxes"] == [each["id"] for each in api.get("/v1/sandboxes").json() if each["id"] != sandbox_id]
 
 
 def test_a_template_is_a_snapshot_without_a_sandbox(api: httpx.Client) -> None:
@@ -130,67 +130,67 @@ def test_a_template_is_a_snapshot_without_a_sandbox(api: httpx.Client) -> None:
     assert "branched_from" not in template and "pause_ms" not in template
 
 
-def test_a_snapshot_with_an_invalid_tag_is_listed_by_id(api: httpx.Client, one: str) -> None:
-    named = api.post(f"/sandboxes/{one}/snapshots", json={"name": "v1.0"}).json()["snapshotID"]
-    nameless = api.post(f"/sandboxes/{one}/snapshots", json={}).json()["snapshotID"]
+def test_a_snapshot_with_an_invalid_tag_is_listed_by_id(api: httpx.Client, sandbox_id: str) -> None:
+    named = api.post(f"/sandboxes/{sandbox_id}/snapshots", json={"name": "v1.0"}).json()["snapshotID"]
+    nameless = api.post(f"/sandboxes/{sandbox_id}/snapshots", json={}).json()["snapshotID"]
     assert list_tags(api) == {"base", named, nameless}
     assert spawn_sandbox(api, "v1.0")[0]["snapshot_tag"] == spawn_sandbox(api, named)[0]["snapshot_tag"] == named
 
 
-def test_branch_numbers_are_not_reused(served: Served, api: httpx.Client, one: str) -> None:
-    first, second = create_branch(api, one), create_branch(api, one)
-    assert [first["tag"], second["tag"]] == [f"branch-{one}-1", f"branch-{one}-2"]
-    create_branch(api, one, tag=f"branch-{one}-3")
+def test_branch_numbers_are_not_reused(memory_gateway: MemoryGateway, api: httpx.Client, sandbox_id: str) -> None:
+    first, second = create_branch(api, sandbox_id), create_branch(api, sandbox_id)
+    assert [first["tag"], second["tag"]] == [f"branch-{sandbox_id}-1", f"branch-{sandbox_id}-2"]
+    create_branch(api, sandbox_id, tag=f"branch-{sandbox_id}-3")
     assert api.delete(f"/v1/snapshots/{second['tag']}").status_code == 204
-    assert create_branch(api, one)["tag"] == f"branch-{one}-4", "the third is taken, the second was"
-    api.delete(f"/v1/snapshots/branch-{one}-4")
-    restarted = Sandbox.model_validate_json(served.host.saved[one].model_dump_json())
+    assert create_branch(api, sandbox_id)["tag"] == f"branch-{sandbox_id}-4", "the third is taken, the second was"
+    api.delete(f"/v1/snapshots/branch-{sandbox_id}-4")
+    restarted = Sandbox.model_validate_json(memory_gateway.host.saved[sandbox_id].model_dump_json())
     assert restarted.branches == 4, "it is in the record, which a restarted gateway reads"
-    api.post(f"/sandboxes/{one}/pause").raise_for_status()
-    assert "paused" in refusal_message(api.post(f"/v1/sandboxes/{one}/branch"), 409)
-    api.post(f"/sandboxes/{one}/resume").raise_for_status()
-    assert create_branch(api, one)["tag"] == f"branch-{one}-5"
+    api.post(f"/sandboxes/{sandbox_id}/pause").raise_for_status()
+    assert "paused" in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch"), 409)
+    api.post(f"/sandboxes/{sandbox_id}/resume").raise_for_status()
+    assert create_branch(api, sandbox_id)["tag"] == f"branch-{sandbox_id}-5"
 
 
-def test_invalid_tags(api: httpx.Client, one: str) -> None:
+def test_invalid_tags(api: httpx.Client, sandbox_id: str) -> None:
     for tag in ("", "a" * 65, "a b", "../etc", "v1.0", "ä", "-x", "_x", "x\n"):
-        sentence = refusal_message(api.post(f"/v1/sandboxes/{one}/branch", json={"tag": tag}), 400)
+        sentence = refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": tag}), 400)
         assert "1 to 64 letters, digits" in sentence, tag
     assert list_tags(api) == {"base"}
 
 
-def test_a_tag_in_use_is_refused_without_changes(api: httpx.Client, one: str) -> None:
-    create_branch(api, one, tag="cp")
-    before = api.get(f"/sandboxes/{one}").json()
-    for taken in ("cp", "base", one):
-        assert taken in refusal_message(api.post(f"/v1/sandboxes/{one}/branch", json={"tag": taken}), 409)
-    assert api.get(f"/sandboxes/{one}").json() == before
+def test_a_tag_in_use_is_refused_without_changes(api: httpx.Client, sandbox_id: str) -> None:
+    create_branch(api, sandbox_id, tag="cp")
+    before = api.get(f"/sandboxes/{sandbox_id}").json()
+    for taken in ("cp", "base", sandbox_id):
+        assert taken in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": taken}), 409)
+    assert api.get(f"/sandboxes/{sandbox_id}").json() == before
     assert list_tags(api) == {"base", "cp"}
 
 
-def test_concurrent_branches_with_one_tag(served: Served, api: httpx.Client) -> None:
+def test_concurrent_branches_with_one_tag(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     sandboxes = [each["id"] for each in spawn_sandbox(api, n=4)]
 
     def try_branch(sandbox: str) -> int:
-        with served.client(ADMIN_KEY) as own:
+        with memory_gateway.client(ADMIN_KEY) as own:
             return own.post(f"/v1/sandboxes/{sandbox}/branch", json={"tag": "cp"}).status_code
 
     with ThreadPoolExecutor() as pool:
         assert sorted(pool.map(try_branch, sandboxes)) == [201, 409, 409, 409]
-    assert len(served.engine.snapshots.list()) == 1
+    assert len(memory_gateway.engine.snapshots.list()) == 1
 
 
-def test_concurrent_branches_get_distinct_numbers(served: Served, one: str) -> None:
+def test_concurrent_branches_get_distinct_numbers(memory_gateway: MemoryGateway, sandbox_id: str) -> None:
     def try_branch(_: int) -> str:
-        with served.client(ADMIN_KEY) as own:
-            tag: str = own.post(f"/v1/sandboxes/{one}/branch", json={}).json()["tag"]
+        with memory_gateway.client(ADMIN_KEY) as own:
+            tag: str = own.post(f"/v1/sandboxes/{sandbox_id}/branch", json={}).json()["tag"]
             return tag
 
     with ThreadPoolExecutor() as pool:
-        assert sorted(pool.map(try_branch, range(5))) == [f"branch-{one}-{number}" for number in range(1, 6)]
+        assert sorted(pool.map(try_branch, range(5))) == [f"branch-{sandbox_id}-{number}" for number in range(1, 6)]
 
 
-def test_unsupported_branch_options(api: httpx.Client, one: str) -> None:
+def test_unsupported_branch_options(api: httpx.Client, sandbox_id: str) -> None:
     create_branch(api, spawn_sandbox(api)[0]["id"], tag="other")
     for body, words in (
         ({"mode": "live"}, "is paused"),
@@ -203,17 +203,17 @@ def test_unsupported_branch_options(api: httpx.Client, one: str) -> None:
         ({"parent_tag": "base"}, "valid only with mode diff"),
         ({"mode": "diff", "parent_tag": "other"}, "was made from base"),
     ):
-        assert words in refusal_message(api.post(f"/v1/sandboxes/{one}/branch", json=body), 400)
+        assert words in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json=body), 400)
     assert list_tags(api) == {"base", "other"}
 
 
-def test_supported_branch_options(api: httpx.Client, one: str) -> None:
-    api.post(f"/v1/sandboxes/{one}/branch").raise_for_status()
-    create_branch(api, one, mode="full", measure_diff=True, wait=False)
-    create_branch(api, one, mode="diff", parent_tag="base", tag="cp")
-    create_branch(api, one, diff=True, parent_tag="cp")
+def test_supported_branch_options(api: httpx.Client, sandbox_id: str) -> None:
+    api.post(f"/v1/sandboxes/{sandbox_id}/branch").raise_for_status()
+    create_branch(api, sandbox_id, mode="full", measure_diff=True, wait=False)
+    create_branch(api, sandbox_id, mode="diff", parent_tag="base", tag="cp")
+    create_branch(api, sandbox_id, diff=True, parent_tag="cp")
     assert "not found" in refusal_message(
-        api.post(f"/v1/sandboxes/{one}/branch", json={"diff": True, "parent_tag": "x"}), 404
+        api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"diff": True, "parent_tag": "x"}), 404
     )
 
 
@@ -224,36 +224,47 @@ def test_a_branch_of_a_missing_sandbox(api: httpx.Client) -> None:
 
 @pytest.mark.parametrize(("failure", "status"), [(BackendFailed("no pause"), 500), (NoSpace("the disk is full"), 507)])
 def test_a_failed_capture_leaves_nothing(
-    served: Served, api: httpx.Client, one: str, monkeypatch: pytest.MonkeyPatch, failure: Exception, status: int
+    memory_gateway: MemoryGateway,
+    api: httpx.Client,
+    sandbox_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: Exception,
+    status: int,
 ) -> None:
     async def fail(*_: object, **__: object) -> Snapshot:
         raise failure
 
     with monkeypatch.context() as broken:
-        broken.setattr(served.host, "capture", fail)
-        assert str(failure) in refusal_message(api.post(f"/v1/sandboxes/{one}/branch", json={"tag": "cp"}), status)
-        refusal_message(api.post(f"/v1/sandboxes/{one}/branch"), status)
-    assert list_tags(api) == {"base"} and api.post(f"/v1/sandboxes/{one}/ping").status_code == 200
-    create_branch(api, one, tag="cp")
-    assert create_branch(api, one)["tag"] == f"branch-{one}-2", "a number that was tried is not tried again"
+        broken.setattr(memory_gateway.host, "capture", fail)
+        assert str(failure) in refusal_message(
+            api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": "cp"}), status
+        )
+        refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch"), status)
+    assert list_tags(api) == {"base"} and api.post(f"/v1/sandboxes/{sandbox_id}/ping").status_code == 200
+    create_branch(api, sandbox_id, tag="cp")
+    assert create_branch(api, sandbox_id)["tag"] == f"branch-{sandbox_id}-2", (
+        "a number that was tried is not tried again"
+    )
 
 
 def test_a_source_that_dies_during_a_capture_leaves_a_valid_snapshot(
-    served: Served, api: httpx.Client, one: str, monkeypatch: pytest.MonkeyPatch
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr(served.host, "end_reason", lambda _: "" if not list_tags_of(served) else "it did not go on")
-        sentence = refusal_message(api.post(f"/v1/sandboxes/{one}/branch", json={"tag": "cp"}), 500)
+        broken.setattr(
+            memory_gateway.host, "end_reason", lambda _: "" if not list_tags_of(memory_gateway) else "it did not go on"
+        )
+        sentence = refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/branch", json={"tag": "cp"}), 500)
     assert "valid" in sentence and "source sandbox stopped" in sentence
     spawn_sandbox(api, "cp")
 
 
-def list_tags_of(served: Served) -> list[str]:
-    return [name for snapshot in served.engine.snapshots.list() for name in snapshot.names]
+def list_tags_of(memory_gateway: MemoryGateway) -> list[str]:
+    return [name for snapshot in memory_gateway.engine.snapshots.list() for name in snapshot.names]
 
 
 def test_several_sandboxes_are_created_all_or_none(
-    served: Served, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = spawn_sandbox(api, n=5)
     assert len({each["id"] for each in made}) == len({each["guest_addr"] for each in made}) == 5
@@ -261,14 +272,14 @@ def test_several_sandboxes_are_created_all_or_none(
         assert "n: " in refusal_message(api.post("/v1/sandboxes", json={"snapshot_tag": "base", "n": n}), 400)
     assert "not found" in refusal_message(api.post("/v1/sandboxes", json={"snapshot_tag": "gone"}), 404)
     assert "snapshot_tag" in refusal_message(api.post("/v1/sandboxes", json={}), 400)
-    fork, count = served.host.fork, iter(range(10))
+    fork, count = memory_gateway.host.fork, iter(range(10))
 
     async def fail_second(*args: Any, **more: Any) -> None:
         if next(count) == 1:
             raise BackendFailed("no machine")
         await fork(*args, **more)
 
-    monkeypatch.setattr(served.host, "fork", fail_second)
+    monkeypatch.setattr(memory_gateway.host, "fork", fail_second)
     assert "no machine" in refusal_message(api.post("/v1/sandboxes", json={"snapshot_tag": "base", "n": 3}), 500)
     assert len(api.get("/v1/sandboxes").json()) == 5
 
@@ -280,23 +291,23 @@ def test_unsupported_options(api: httpx.Client) -> None:
     assert len(api.get("/v1/sandboxes").json()) == 1
 
 
-def test_a_sandbox_lives_until_its_timeout(served: Served, api: httpx.Client) -> None:
+def test_a_sandbox_lives_until_its_timeout(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     (forever,), (mortal,) = spawn_sandbox(api), spawn_sandbox(api, timeout=60)
-    assert served.engine.sandboxes.get(forever["id"]).end_at is None
-    assert served.engine.sandboxes.get(mortal["id"]).end_at is not None
+    assert memory_gateway.engine.sandboxes.get(forever["id"]).end_at is None
+    assert memory_gateway.engine.sandboxes.get(mortal["id"]).end_at is not None
 
 
-def test_paused_sandboxes_have_no_address(api: httpx.Client, one: str) -> None:
-    api.post(f"/sandboxes/{one}/pause").raise_for_status()
-    shown = api.get(f"/v1/sandboxes/{one}").json()
+def test_paused_sandboxes_have_no_address(api: httpx.Client, sandbox_id: str) -> None:
+    api.post(f"/sandboxes/{sandbox_id}/pause").raise_for_status()
+    shown = api.get(f"/v1/sandboxes/{sandbox_id}").json()
     assert shown["state"] == "paused" and shown["guest_addr"] == "" and shown["snapshot_tag"] == "base"
     for verb, body in (("exec", {"args": ["exit", "0"]}), ("eval", {"code": "1"}), ("ping", {})):
-        assert "paused" in refusal_message(api.post(f"/v1/sandboxes/{one}/{verb}", json=body), 409)
+        assert "paused" in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/{verb}", json=body), 409)
 
 
-def test_exec(api: httpx.Client, one: str) -> None:
+def test_exec(api: httpx.Client, sandbox_id: str) -> None:
     def run(*args: str, **more: Any) -> Json:
-        answer = api.post(f"/v1/sandboxes/{one}/exec", json={"args": args, **more})
+        answer = api.post(f"/v1/sandboxes/{sandbox_id}/exec", json={"args": args, **more})
         assert answer.status_code == 200, answer.text
         told: Json = answer.json()
         return told
@@ -308,13 +319,13 @@ def test_exec(api: httpx.Client, one: str) -> None:
     late = run("sleep", "5", timeout_secs=0.2)
     assert late["exit_code"] == 137 and "did not end within 0.2 s" in late["stderr"]
     for body in ({"args": []}, {"args": "ls"}, {}, {"args": ["x"], "timeout_secs": 0}):
-        refusal_message(api.post(f"/v1/sandboxes/{one}/exec", json=body), 400)
+        refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/exec", json=body), 400)
     assert "not found" in refusal_message(api.post("/v1/sandboxes/nothing/exec", json={"args": ["x"]}), 404)
 
 
-def test_eval(api: httpx.Client, one: str) -> None:
+def test_eval(api: httpx.Client, sandbox_id: str) -> None:
     def evaluate(code: str) -> Json:
-        answer = api.post(f"/v1/sandboxes/{one}/eval", json={"code": code})
+        answer = api.post(f"/v1/sandboxes/{sandbox_id}/eval", json={"code": code})
         assert answer.status_code == 200, answer.text
         told: Json = answer.json()
         return told
@@ -322,7 +333,7 @@ def test_eval(api: httpx.Client, one: str) -> None:
     assert evaluate("x = 'ä'") == {"result": "None", "error": None, "exit_code": 0}
     assert evaluate("x * 2") == {"result": "'ää'", "error": None, "exit_code": 0}
     assert evaluate("1 / 0") == {"result": None, "error": "ZeroDivisionError: division by zero", "exit_code": 1}
-    refusal_message(api.post(f"/v1/sandboxes/{one}/eval", json={}), 400)
+    refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/eval", json={}), 400)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +345,7 @@ def test_eval(api: httpx.Client, one: str) -> None:
     ],
 )
 def test_an_agent_without_eval(
-    api: httpx.Client, one: str, monkeypatch: pytest.MonkeyPatch, answer: Json | Invalid, status: int, words: str
+    api: httpx.Client, sandbox_id: str, monkeypatch: pytest.MonkeyPatch, answer: Json | Invalid, status: int, words: str
 ) -> None:
     async def call(*_: object, **__: object) -> Json:
         if isinstance(answer, Invalid):
@@ -343,17 +354,17 @@ def test_an_agent_without_eval(
 
     with monkeypatch.context() as other:
         other.setattr(AgentClient, "call", call)
-        assert words in refusal_message(api.post(f"/v1/sandboxes/{one}/eval", json={"code": "1"}), status)
+        assert words in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/eval", json={"code": "1"}), status)
 
 
-def test_ping_reaches_the_agent(served: Served, api: httpx.Client, one: str) -> None:
-    assert api.post(f"/v1/sandboxes/{one}/ping").json() == {"pong": True, "numpy_version": None}
-    served.loop.call_soon_threadsafe(served.machine(one)._server.close)  # type: ignore[union-attr]
-    assert "cannot be reached" in refusal_message(api.post(f"/v1/sandboxes/{one}/ping"), 500)
+def test_ping_reaches_the_agent(memory_gateway: MemoryGateway, api: httpx.Client, sandbox_id: str) -> None:
+    assert api.post(f"/v1/sandboxes/{sandbox_id}/ping").json() == {"pong": True, "numpy_version": None}
+    memory_gateway.loop.call_soon_threadsafe(memory_gateway.machine(sandbox_id)._server.close)  # type: ignore[union-attr]
+    assert "cannot be reached" in refusal_message(api.post(f"/v1/sandboxes/{sandbox_id}/ping"), 500)
 
 
-def test_a_snapshot_in_use_is_removed_only_with_force(api: httpx.Client, one: str) -> None:
-    create_branch(api, one, tag="cp")
+def test_a_snapshot_in_use_is_removed_only_with_force(api: httpx.Client, sandbox_id: str) -> None:
+    create_branch(api, sandbox_id, tag="cp")
     (user,) = spawn_sandbox(api, "cp")
     assert user["id"] in refusal_message(api.delete("/v1/snapshots/cp"), 409)
     for query in ("cascade=true", "cascade=true&force=true"):
@@ -362,11 +373,11 @@ def test_a_snapshot_in_use_is_removed_only_with_force(api: httpx.Client, one: st
     assert api.delete("/v1/snapshots/cp?force=true").status_code == 204
     assert list_tags(api) == {"base"} and "not found" in refusal_message(api.delete("/v1/snapshots/cp"), 404)
     assert api.get(f"/v1/sandboxes/{user['id']}").json()["snapshot_tag"] not in ("cp", "")
-    create_branch(api, one, tag="cp")
+    create_branch(api, sandbox_id, tag="cp")
 
 
-def test_compact_has_nothing_to_do(api: httpx.Client, one: str) -> None:
-    create_branch(api, one, tag="cp")
+def test_compact_has_nothing_to_do(api: httpx.Client, sandbox_id: str) -> None:
+    create_branch(api, sandbox_id, tag="cp")
     assert "is complete" in refusal_message(api.post("/v1/snapshots/cp/compact", json={"to": "flat"}), 400)
     assert "not found" in refusal_message(api.post("/v1/snapshots/gone/compact", json={"to": "flat"}), 404)
     assert "1 to 64" in refusal_message(api.post("/v1/snapshots/cp/compact", json={"to": "a b"}), 400)
@@ -389,25 +400,27 @@ def test_a_snapshot_from_a_root_file_system(api: httpx.Client, tmp_path: Path) -
 
 
 def test_a_root_file_system_that_cannot_be_built(
-    served: Served, api: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory_gateway: MemoryGateway, api: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(*_: object) -> Snapshot:
         raise BackendFailed("it is empty")
 
-    monkeypatch.setattr(served.host, "build_base", fail)
+    monkeypatch.setattr(memory_gateway.host, "build_base", fail)
     answer = api.post("/v1/snapshots", json={"tag": "py", "rootfs": str(tmp_path)})
     assert "could not be built: it is empty" in refusal_message(answer, 500)
     assert list_tags(api) == {"base"}
 
 
-def test_no_diff_without_memory(served: Served, api: httpx.Client, one: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    capture = served.host.capture
+def test_no_diff_without_memory(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture = memory_gateway.host.capture
 
     async def report_files_only(*args: Any, **more: Any) -> Snapshot:
         taken = await capture(*args, **more)
         return taken.model_copy(update={"memory": Memory.NONE, "memory_bytes_written": 0})
 
-    monkeypatch.setattr(served.host, "capture", report_files_only)
-    taken = create_branch(api, one, tag="cp", mode="diff")
+    monkeypatch.setattr(memory_gateway.host, "capture", report_files_only)
+    taken = create_branch(api, sandbox_id, tag="cp", mode="diff")
     assert "diff_physical_bytes" not in taken and "memory" not in taken and taken["bootable"]
     assert api.get("/v1/snapshots/cp/info").json()["memory_logical_bytes"] == 0

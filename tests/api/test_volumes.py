@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox, run_command
 
 e2b = pytest.importorskip("e2b", reason="needs the e2b client: pip install e2b==2.63.0")
@@ -50,13 +50,13 @@ def test_a_name_is_generated(api: httpx.Client, body: dict[str, Any]) -> None:
     assert api.get(f"/volumes/{made.json()['name']}").status_code == 200
 
 
-def test_the_volume_token_is_unique_stable_and_restricted(served: Served, api: httpx.Client) -> None:
+def test_the_volume_token_is_unique_stable_and_restricted(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     made, other = create_volume(api), create_volume(api, "other")
     assert made["token"] != other["token"]
     assert api.get("/volumes/data").json()["token"] == made["token"]
     assert all("token" not in item for item in api.get("/volumes").json())
     assert "token" not in api.patch("/volumes/data", json={"sizeMB": 2048}).json()
-    with served.client(READ_KEY) as reader, served.client(EXEC_KEY) as runner:
+    with memory_gateway.client(READ_KEY) as reader, memory_gateway.client(EXEC_KEY) as runner:
         assert reader.get("/volumes/data").json()["token"] == ""
         assert runner.get("/volumes/data").json()["token"] == made["token"]
         assert reader.get("/volumes").status_code == reader.get("/volumes/data/snapshots").status_code == 200
@@ -286,8 +286,8 @@ def test_a_fork_whose_volume_is_missing(api: httpx.Client) -> None:
     assert api.post("/snapshots/s1/fork", json={"volumeMounts": []}).status_code == 201
 
 
-def test_the_published_client_reads_volumes(served: Served, api: httpx.Client) -> None:
-    access = {"api_key": ADMIN_KEY, "api_url": served.url, "validate_api_key": False}
+def test_the_published_client_reads_volumes(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    access = {"api_key": ADMIN_KEY, "api_url": memory_gateway.url, "validate_api_key": False}
     made = e2b.Volume.create("data", **access)
     assert (made.volume_id, made.name) == ("data", "data") and made.token
     assert e2b.Volume.connect("data", **access).token == made.token

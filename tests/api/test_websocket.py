@@ -29,7 +29,7 @@ from tests.api.inside import (
     read_status,
     request_head,
 )
-from tests.api.served import EXEC_KEY, READ_KEY, Served
+from tests.api.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
 KEY = {"X-API-Key": EXEC_KEY}
@@ -70,23 +70,23 @@ async def echo(connection: ServerConnection) -> None:
 
 @contextlib.contextmanager
 def recording_service(
-    served: Served, sandbox: dict[str, Any], talk: Handler = echo, **settings: Any
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], talk: Handler = echo, **settings: Any
 ) -> Iterator[RecordingService]:
     service = RecordingService(talk, **settings)
-    with Service(machine_address(served, sandbox), PORT, service.listen):
+    with Service(machine_address(memory_gateway, sandbox), PORT, service.listen):
         yield service
 
 
 def open_websocket(
-    served: Served, sandbox: dict[str, Any], path: str = "/", *, by_host: bool = True, **more: Any
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], path: str = "/", *, by_host: bool = True, **more: Any
 ) -> ClientConnection:
     headers = more.pop("headers", KEY)
     if not by_host:
         headers = headers | port_headers(sandbox, PORT)
-    name = host(sandbox, PORT) if by_host else f"127.0.0.1:{served.port}"
+    name = host(sandbox, PORT) if by_host else f"127.0.0.1:{memory_gateway.port}"
     return connect(
         f"ws://{name}{path}",
-        sock=socket.create_connection(("127.0.0.1", served.port), timeout=30),
+        sock=socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=30),
         additional_headers=headers,
         max_size=None,
         proxy=None,
@@ -95,10 +95,12 @@ def open_websocket(
 
 
 @pytest.mark.parametrize("by_host", [True, False])
-def test_messages_pass_both_ways(served: Served, one: dict[str, Any], by_host: bool) -> None:
+def test_messages_pass_both_ways(memory_gateway: MemoryGateway, sandbox: dict[str, Any], by_host: bool) -> None:
     own = {"Origin": "http://example.org", "Cookie": "a=1", "Authorization": "Bearer the-services-own"}
-    with recording_service(served, one) as service:
-        with open_websocket(served, one, "/a%2Fb;c=1/?x=%20y", by_host=by_host, headers=KEY | own) as client:
+    with recording_service(memory_gateway, sandbox) as service:
+        with open_websocket(
+            memory_gateway, sandbox, "/a%2Fb;c=1/?x=%20y", by_host=by_host, headers=KEY | own
+        ) as client:
             for message in ("text ü", b"\x00\xff", "", b""):
                 client.send(message)
                 assert client.recv(10) == message
@@ -107,62 +109,72 @@ def test_messages_pass_both_ways(served: Served, one: dict[str, Any], by_host: b
         seen = {name.lower(): value for name, value in service.headers}
         assert len(service.headers) == len(seen)
         assert {name.lower(): seen[name.lower()] for name in own} == {name.lower(): own[name] for name in own}
-        assert seen["host"] == (host(one, PORT) if by_host else f"localhost:{PORT}")
+        assert seen["host"] == (host(sandbox, PORT) if by_host else f"localhost:{PORT}")
         assert "sec-websocket-extensions" not in seen and EXEC_KEY not in str(seen)
         assert not {"x-api-key", "e2b-sandbox-id", "e2b-sandbox-port", "x-access-token"} & set(seen)
         eventually(lambda: service.codes == [1000])
 
 
-def test_subprotocols(served: Served, one: dict[str, Any]) -> None:
+def test_subprotocols(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     with (
-        recording_service(served, one, subprotocols=["v2", "v3"]),
-        open_websocket(served, one, subprotocols=["v1", "v2"]) as client,
+        recording_service(memory_gateway, sandbox, subprotocols=["v2", "v3"]),
+        open_websocket(memory_gateway, sandbox, subprotocols=["v1", "v2"]) as client,
     ):
         assert client.subprotocol == "v2"
-    with recording_service(served, one), open_websocket(served, one, subprotocols=["v1"]) as client:
+    with (
+        recording_service(memory_gateway, sandbox),
+        open_websocket(memory_gateway, sandbox, subprotocols=["v1"]) as client,
+    ):
         assert client.subprotocol is None
 
 
 @pytest.mark.parametrize(("code", "reason"), [(1000, ""), (1001, "away"), (1011, "ü"), (4321, "own")])
-def test_close_codes_pass_both_ways(served: Served, one: dict[str, Any], code: int, reason: str) -> None:
+def test_close_codes_pass_both_ways(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], code: int, reason: str
+) -> None:
     async def close(connection: ServerConnection) -> None:
         if connection.request is not None and connection.request.path == "/close":
             await connection.close(code, reason)
 
-    with recording_service(served, one, close) as service:
-        with open_websocket(served, one, "/close") as client, pytest.raises(ConnectionClosed) as closed:
+    with recording_service(memory_gateway, sandbox, close) as service:
+        with open_websocket(memory_gateway, sandbox, "/close") as client, pytest.raises(ConnectionClosed) as closed:
             client.recv(10)
         assert closed.value.rcvd is not None
         assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (code, reason)
-        with open_websocket(served, one) as client:
+        with open_websocket(memory_gateway, sandbox) as client:
             client.close(code, reason)
         eventually(lambda: service.codes == [code, code])
 
 
-def test_large_messages_in_fragments(served: Served, one: dict[str, Any]) -> None:
+def test_large_messages_in_fragments(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     large = bytes(range(256)) * (4 << 12)
-    with recording_service(served, one), open_websocket(served, one) as client:
+    with recording_service(memory_gateway, sandbox), open_websocket(memory_gateway, sandbox) as client:
         client.send(large[start : start + 100_000] for start in range(0, len(large), 100_000))
         assert client.recv(20) == large
 
 
-def test_oversized_messages_are_refused_in_both_directions(served: Served, one: dict[str, Any]) -> None:
+def test_oversized_messages_are_refused_in_both_directions(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any]
+) -> None:
     async def large(connection: ServerConnection) -> None:
         if connection.request is not None and connection.request.path == "/large":
             await connection.send(b"x" * (websocket.MAX_MESSAGE_BYTES + 1))
         await connection.wait_closed()
 
-    with recording_service(served, one, large) as service:
-        with open_websocket(served, one, "/large") as client, pytest.raises(ConnectionClosedError) as closed:
+    with recording_service(memory_gateway, sandbox, large) as service:
+        with (
+            open_websocket(memory_gateway, sandbox, "/large") as client,
+            pytest.raises(ConnectionClosedError) as closed,
+        ):
             client.recv(20)
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
-        with open_websocket(served, one) as client, pytest.raises(ConnectionClosedError) as closed:
+        with open_websocket(memory_gateway, sandbox) as client, pytest.raises(ConnectionClosedError) as closed:
             client.send(b"x" * (websocket.MAX_MESSAGE_BYTES + 1))
             client.recv(20)
         eventually(lambda: service.codes == [1009, 1009])
 
 
-def test_a_slow_reader_blocks_the_sender(served: Served, one: dict[str, Any]) -> None:
+def test_a_slow_reader_blocks_the_sender(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     sent = 0
 
     async def flood(connection: ServerConnection) -> None:
@@ -175,8 +187,8 @@ def test_a_slow_reader_blocks_the_sender(served: Served, one: dict[str, Any]) ->
         await connection.wait_closed()
 
     with (
-        recording_service(served, one, flood) as service,
-        open_websocket(served, one, max_queue=1, close_timeout=0.1) as client,
+        recording_service(memory_gateway, sandbox, flood) as service,
+        open_websocket(memory_gateway, sandbox, max_queue=1, close_timeout=0.1) as client,
     ):
         before = -1
         while sent != before:
@@ -186,7 +198,10 @@ def test_a_slow_reader_blocks_the_sender(served: Served, one: dict[str, Any]) ->
         client.recv(5)
         client.socket.close()
         eventually(lambda: service.codes)
-    with recording_service(served, one, never_read), open_websocket(served, one, close_timeout=0.1) as client:
+    with (
+        recording_service(memory_gateway, sandbox, never_read),
+        open_websocket(memory_gateway, sandbox, close_timeout=0.1) as client,
+    ):
         client.socket.settimeout(0.5)
         given = 0
         with pytest.raises((TimeoutError, ConnectionClosed)):
@@ -197,21 +212,24 @@ def test_a_slow_reader_blocks_the_sender(served: Served, one: dict[str, Any]) ->
         client.socket.close()
 
 
-def test_a_peer_that_vanishes_without_a_close_frame(served: Served, one: dict[str, Any]) -> None:
+def test_a_peer_that_vanishes_without_a_close_frame(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     async def leave(connection: ServerConnection) -> None:
         if connection.request is not None and connection.request.path == "/leave":
             connection.transport.abort()
 
-    with recording_service(served, one, leave) as service:
-        with open_websocket(served, one, "/leave") as client, pytest.raises(ConnectionClosedError) as closed:
+    with recording_service(memory_gateway, sandbox, leave) as service:
+        with (
+            open_websocket(memory_gateway, sandbox, "/leave") as client,
+            pytest.raises(ConnectionClosedError) as closed,
+        ):
             client.recv(10)
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1014
-        client = open_websocket(served, one)
+        client = open_websocket(memory_gateway, sandbox)
         client.socket.shutdown(socket.SHUT_RDWR)
         eventually(lambda: service.codes == [1006, 1006])
 
 
-def test_a_refused_handshake_is_passed_on(served: Served, one: dict[str, Any]) -> None:
+def test_a_refused_handshake_is_passed_on(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     chunked = (
         b"HTTP/1.1 403 Forbidden\r\nTransfer-Encoding: chunked\r\nX-Own: 1\r\nSet-Cookie: a=1; Domain=local\r\n\r\n"
     )
@@ -219,63 +237,63 @@ def test_a_refused_handshake_is_passed_on(served: Served, one: dict[str, Any]) -
         (make_reply("401 Unauthorized", b"who?", "WWW-Authenticate: Basic"), 401, b"who?"),
         (chunked + b"2\r\nno\r\n0\r\n\r\n", 403, b"no"),
     ):
-        with raw_service(served, one, answer) as service, pytest.raises(InvalidStatus) as refused:
-            open_websocket(served, one)
+        with raw_service(memory_gateway, sandbox, answer) as service, pytest.raises(InvalidStatus) as refused:
+            open_websocket(memory_gateway, sandbox)
         response = refused.value.response
         assert (response.status_code, response.body) == (status, body) and len(service.heads) == 1
         assert "set-cookie" not in response.headers
     elsewhere = make_reply("302 Found", b"", "Location: ws://127.0.0.1:1/")
     # It is the client that refuses the redirect.
     with (
-        raw_service(served, one, elsewhere) as service,
+        raw_service(memory_gateway, sandbox, elsewhere) as service,
         pytest.raises(ValueError, match=r"redirect to ws://127\.0\.0\.1:1/"),
     ):
-        open_websocket(served, one)
+        open_websocket(memory_gateway, sandbox)
     for answer in (make_reply(), b"SSH-2.0-OpenSSH_9.2\r\n\r\n", b"", b"HTTP/1.1 101 Switching Protocols\r\n\r\n"):
-        with raw_service(served, one, answer) as service, pytest.raises(InvalidStatus) as refused:
-            open_websocket(served, one)
+        with raw_service(memory_gateway, sandbox, answer) as service, pytest.raises(InvalidStatus) as refused:
+            open_websocket(memory_gateway, sandbox)
         assert refused.value.response.status_code == (200 if answer == make_reply() else 502), answer
         eventually(lambda: not service.open)
 
 
-def test_access_and_ports(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
-    def is_refused(sandbox: dict[str, Any], **headers: str) -> tuple[int, str]:
+def test_access_and_ports(memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]) -> None:
+    def is_refused(each: dict[str, Any], **headers: str) -> tuple[int, str]:
         with pytest.raises(InvalidStatus) as error:
-            open_websocket(served, sandbox, headers=headers)
+            open_websocket(memory_gateway, each, headers=headers)
         return error.value.response.status_code, error.value.response.body.decode()
 
-    assert is_refused(one)[0] == is_refused(one, **{"X-Access-Token": "wrong"})[0] == 401
-    assert is_refused(one, **{"X-API-Key": READ_KEY})[0] == 403
-    status, told = is_refused(one, **KEY)
+    assert is_refused(sandbox)[0] == is_refused(sandbox, **{"X-Access-Token": "wrong"})[0] == 401
+    assert is_refused(sandbox, **{"X-API-Key": READ_KEY})[0] == 403
+    status, told = is_refused(sandbox, **KEY)
     assert status == 502 and "port is not open" in told and '"kind":"backend_failed"' in told
     status, told = is_refused({"sandboxID": "0" * 12}, **KEY)
     assert status == 502 and "was not found" in told
-    with recording_service(served, one) as service:
+    with recording_service(memory_gateway, sandbox) as service:
         for let_in in (
-            {"X-Access-Token": one["envdAccessToken"]},
-            {"E2B-Traffic-Access-Token": one["trafficAccessToken"]},
+            {"X-Access-Token": sandbox["envdAccessToken"]},
+            {"E2B-Traffic-Access-Token": sandbox["trafficAccessToken"]},
             {"Authorization": f"Bearer {EXEC_KEY}"},
         ):
-            with open_websocket(served, one, headers=let_in) as client:
+            with open_websocket(memory_gateway, sandbox, headers=let_in) as client:
                 client.send("x")
                 assert client.recv(10) == "x"
             assert not {value for _, value in service.headers} & set(let_in.values())
     upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
     ours = request_head("GET /events", "Host: gateway", *upgrade, f"Sec-WebSocket-Key: {NONCE}")
-    with raw_connection(served, ours) as connection:
+    with raw_connection(memory_gateway, ours) as connection:
         status, body = read_status(connection)
         assert status == 400 and body["kind"] == "unsupported"
-    broken = request_head("GET /", f"Host: {host(one, PORT)}", f"X-API-Key: {EXEC_KEY}", *upgrade)
-    with raw_connection(served, broken) as connection:
+    broken = request_head("GET /", f"Host: {host(sandbox, PORT)}", f"X-API-Key: {EXEC_KEY}", *upgrade)
+    with raw_connection(memory_gateway, broken) as connection:
         assert read_status(connection)[0] == 400, "a handshake without its key"
 
 
 @pytest.mark.parametrize("ending", ["rollback", "pause", "kill"])
 def test_the_connection_ends_with_the_machine(
-    served: Served, api: httpx.Client, one: dict[str, Any], ending: str
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], ending: str
 ) -> None:
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
-    with recording_service(served, one) as service, open_websocket(served, one) as client:
+    with recording_service(memory_gateway, sandbox) as service, open_websocket(memory_gateway, sandbox) as client:
         client.send("x")
         assert client.recv(10) == "x"
         if ending == "rollback":
@@ -291,21 +309,21 @@ def test_the_connection_ends_with_the_machine(
         assert "rolled back, paused or ended" in closed.value.rcvd.reason
         eventually(lambda: service.codes == [1006])
     if ending == "rollback":
-        with recording_service(served, one), open_websocket(served, one) as client:
+        with recording_service(memory_gateway, sandbox), open_websocket(memory_gateway, sandbox) as client:
             client.send("new")
             assert client.recv(10) == "new"
 
 
-def test_a_connection_resumes_a_paused_sandbox(served: Served, api: httpx.Client) -> None:
+def test_a_connection_resumes_a_paused_sandbox(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     wakes = create_sandbox(api, name="wakes", autoPause=True, autoResume={"enabled": True})
     api.post("/sandboxes/wakes/pause")
     with pytest.raises(InvalidStatus) as refused:
-        open_websocket(served, wakes)
+        open_websocket(memory_gateway, wakes)
     assert refused.value.response.status_code == 502 and b"port is not open" in refused.value.response.body
     assert api.get("/sandboxes/wakes").json()["state"] == "running"
 
 
-def test_a_client_that_leaves_during_the_handshake(served: Served, one: dict[str, Any]) -> None:
+def test_a_client_that_leaves_during_the_handshake(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     left = threading.Event()
 
     async def listen(address: str, port: int) -> asyncio.Server:
@@ -320,10 +338,14 @@ def test_a_client_that_leaves_during_the_handshake(served: Served, one: dict[str
 
     fields = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
     shake = request_head(
-        "GET /", f"Host: {host(one, PORT)}", f"X-API-Key: {EXEC_KEY}", *fields, "Sec-WebSocket-Key: " + "A" * 22 + "=="
+        "GET /",
+        f"Host: {host(sandbox, PORT)}",
+        f"X-API-Key: {EXEC_KEY}",
+        *fields,
+        "Sec-WebSocket-Key: " + "A" * 22 + "==",
     )
-    with Service(machine_address(served, one), PORT, listen):
-        with raw_connection(served, shake):
+    with Service(machine_address(memory_gateway, sandbox), PORT, listen):
+        with raw_connection(memory_gateway, shake):
             assert not left.wait(0.2)
         assert left.wait(5)
 
@@ -341,18 +363,18 @@ async def _send_pings(connection: ServerConnection) -> None:
 
 
 def test_a_client_that_ignores_pongs_is_disconnected(
-    served: Served, one: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(websocket, "MAX_UNSENT_BYTES", 1 << 20)
     with (
-        recording_service(served, one, _send_pings),
-        open_websocket(served, one) as client,
+        recording_service(memory_gateway, sandbox, _send_pings),
+        open_websocket(memory_gateway, sandbox) as client,
         pytest.raises(ConnectionClosed),
     ):
         client.recv(timeout=30)
 
 
-def test_fragments_are_forwarded_as_they_arrive(served: Served, one: dict[str, Any]) -> None:
+def test_fragments_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     """The gateway forwards a large frame before all of it has arrived."""
     seen: list[str | bytes] = []
 
@@ -362,7 +384,7 @@ def test_fragments_are_forwarded_as_they_arrive(served: Served, one: dict[str, A
         await connection.send(["a", "b"])
         await connection.wait_closed()
 
-    with recording_service(served, one, stream), open_websocket(served, one) as client:
+    with recording_service(memory_gateway, sandbox, stream), open_websocket(memory_gateway, sandbox) as client:
         client.socket.sendall(b"\x01\x83" + b"\0" * 4 + b"one")
         eventually(lambda: seen == ["one"])
         client.socket.sendall(b"\x80\xff" + (1 << 20).to_bytes(8, "big") + b"\0" * 4 + b"x" * 100_000)
@@ -372,7 +394,7 @@ def test_fragments_are_forwarded_as_they_arrive(served: Served, one: dict[str, A
         assert "".join(map(str, seen)) == "one" + "x" * (1 << 20)
 
 
-def test_messages_sent_before_a_close_arrive(served: Served, one: dict[str, Any]) -> None:
+def test_messages_sent_before_a_close_arrive(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     """The gateway parses only one fragment at a time."""
     seen: list[str | bytes] = []
 
@@ -380,8 +402,8 @@ def test_messages_sent_before_a_close_arrive(served: Served, one: dict[str, Any]
         async for message in connection:
             seen.append(message)
 
-    with recording_service(served, one, keep) as service:
-        with open_websocket(served, one, close_timeout=0.1) as client:
+    with recording_service(memory_gateway, sandbox, keep) as service:
+        with open_websocket(memory_gateway, sandbox, close_timeout=0.1) as client:
             client.socket.sendall(b"".join(b"\x81\x81\0\0\0\0%d" % (number % 10) for number in range(500)))
             client.socket.sendall(b"\x88\x82\0\0\0\0\x03\xe8")
             eventually(lambda: service.codes == [1000], seconds=30)

@@ -20,7 +20,7 @@ import pytest
 from sandbox_gateway.config import Config, Server
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.server import config_docs, serving
-from tests.api.served import ADMIN_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 
 DAEMON = [sys.executable, "-m", "sandbox_gateway.server.daemon"]
 STAND_IN = """
@@ -142,8 +142,8 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> httpx.Client:
     raise AssertionError(f"it did not start: {process.stderr.read() if process.stderr else ''}")
 
 
-def test_sigterm_finishes_requests_and_ends_streams(tmp_path: Path, served: Served) -> None:
-    run = Path(served.run.name)
+def test_sigterm_finishes_requests_and_ends_streams(tmp_path: Path, memory_gateway: MemoryGateway) -> None:
+    run = Path(memory_gateway.run.name)
     path, notified = run / "daemon.sock", run / "notify.sock"
     config = tmp_path / "config.toml"
     config.write_text(f'[server]\nsocket = "{path}"\n[host]\nstate_root = "{tmp_path}"\n')
@@ -211,15 +211,15 @@ def test_tls(tmp_path: Path, keys: Path) -> None:
         timeout=60,
     )
     tls = {"tls_cert": str(cert), "tls_key": str(key)}
-    served = Served(tmp_path, server=tls)
+    gateway = MemoryGateway(tmp_path, server=tls)
     try:
         with httpx.Client(verify=ssl.create_default_context(cafile=str(cert))) as client:
-            answer = client.get(f"https://127.0.0.1:{served.port}/sandboxes", headers={"X-API-Key": ADMIN_KEY})
+            answer = client.get(f"https://127.0.0.1:{gateway.port}/sandboxes", headers={"X-API-Key": ADMIN_KEY})
             assert answer.status_code == 200
         with pytest.raises(httpx.TransportError):
-            httpx.get(f"http://127.0.0.1:{served.port}/health", timeout=5)
+            httpx.get(f"http://127.0.0.1:{gateway.port}/health", timeout=5)
     finally:
-        served.end()
+        gateway.end()
 
 
 def test_a_stop_during_startup() -> None:

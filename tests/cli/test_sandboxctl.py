@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.served import ADMIN_KEY, READ_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
 from tests.cli.running import SANDBOXCTL, Run, check_succeeded
 
 
@@ -96,7 +96,7 @@ def test_pause_resume_rename_promote(run: Run) -> None:
     assert run("exec", "uno", "read", "k").out == "won"
 
 
-def test_templates_are_built_with_their_log(served: Served, run: Run, tmp_path: Path) -> None:
+def test_templates_are_built_with_their_log(memory_gateway: MemoryGateway, run: Run, tmp_path: Path) -> None:
     built = check_succeeded(
         run("template", "build", "web", "-p", "nginx,curl", "--setup", "touch /x", "--memory", "1G")
     )
@@ -159,9 +159,9 @@ def test_wrong_usage(run: Run) -> None:
         assert run(*args).code == 2
 
 
-def test_best_effort(served: Served, run: Run) -> None:
+def test_best_effort(memory_gateway: MemoryGateway, run: Run) -> None:
     run("create", "base", "--name", "one")
-    served.host.failing = {"b"}
+    memory_gateway.host.failing = {"b"}
     some = run("clone", "one", "--names", "a,b", "--best-effort")
     assert some.code == 1 and "a" in some.out and "b was not created: no machine for b" in some.err
     none = run("clone", "one", "--names", "c,b")
@@ -170,15 +170,15 @@ def test_best_effort(served: Served, run: Run) -> None:
     assert run("kill", "--ignore-missing", "c", "a").code == 0
 
 
-def test_keys(served: Served, run: Run, tmp_path: Path) -> None:
-    nobody = run("list", url=served.url)
+def test_keys(memory_gateway: MemoryGateway, run: Run, tmp_path: Path) -> None:
+    nobody = run("list", url=memory_gateway.url)
     assert nobody.code == 5 and "SANDBOX_GATEWAY_TOKEN" in nobody.err
-    assert run("list", url=served.url, token=READ_KEY).code == 0
-    assert run("create", "base", url=served.url, token=READ_KEY).code == 5
+    assert run("list", url=memory_gateway.url, token=READ_KEY).code == 0
+    assert run("create", "base", url=memory_gateway.url, token=READ_KEY).code == 5
     file = tmp_path / "key"
     file.write_text(f"{ADMIN_KEY}\n")
-    assert run("--token-file", str(file), "create", "base", url=served.url).code == 0
-    assert run("--token-file", str(tmp_path / "none"), "list", url=served.url).code == 2
+    assert run("--token-file", str(file), "create", "base", url=memory_gateway.url).code == 0
+    assert run("--token-file", str(tmp_path / "none"), "list", url=memory_gateway.url).code == 2
 
 
 @pytest.mark.parametrize(
@@ -233,17 +233,17 @@ def test_help_loads_no_http() -> None:
     assert ended.stdout.splitlines()[-1] == "[]"
 
 
-def test_events_as_lines(served: Served, run: Run) -> None:
-    before = len(served.engine.events._queues)
+def test_events_as_lines(memory_gateway: MemoryGateway, run: Run) -> None:
+    before = len(memory_gateway.engine.events._queues)
     watcher = subprocess.Popen(
-        [*SANDBOXCTL, "--url", served.unix_url, "events", "--json"],
+        [*SANDBOXCTL, "--url", memory_gateway.unix_url, "events", "--json"],
         stdout=subprocess.PIPE,
         text=True,
     )
     assert watcher.stdout is not None
     try:
         deadline = time.monotonic() + 20
-        while len(served.engine.events._queues) == before and time.monotonic() < deadline:
+        while len(memory_gateway.engine.events._queues) == before and time.monotonic() < deadline:
             time.sleep(0.05)
         run("create", "base", "--name", "one")
         line = json.loads(watcher.stdout.readline())
@@ -254,17 +254,17 @@ def test_events_as_lines(served: Served, run: Run) -> None:
         watcher.stdout.close()
 
 
-def test_a_progress_bar_moves_on_a_terminal(served: Served, run: Run) -> None:
+def test_a_progress_bar_moves_on_a_terminal(memory_gateway: MemoryGateway, run: Run) -> None:
     """In a pseudo-terminal, progress goes to the terminal and JSON to standard output."""
     import os
     import pty
 
     run("create", "base", "--name", "one")
-    served.host.slow = 0.2
+    memory_gateway.host.slow = 0.2
     screen, terminal = pty.openpty()
     try:
         ended = subprocess.run(
-            [*SANDBOXCTL, "--url", served.unix_url, "clone", "one", "-n", "3", "--concurrency", "1", "--json"],
+            [*SANDBOXCTL, "--url", memory_gateway.unix_url, "clone", "one", "-n", "3", "--concurrency", "1", "--json"],
             stdout=subprocess.PIPE,
             stderr=terminal,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},

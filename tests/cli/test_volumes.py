@@ -9,7 +9,7 @@ import pytest
 
 from sandbox_gateway.cli import formats
 from sandbox_gateway.cli.failure import Failure, failure_from_answer
-from tests.api.served import READ_KEY, Served
+from tests.api.memory_gateway import READ_KEY, MemoryGateway
 from tests.cli.running import Run, check_succeeded
 
 
@@ -142,10 +142,10 @@ def test_force_and_snapshots_options(run: Run) -> None:
     check_succeeded(run("volume", "delete", "data", "--with-snapshots"))
 
 
-def test_a_read_only_key(served: Served, run: Run) -> None:
+def test_a_read_only_key(memory_gateway: MemoryGateway, run: Run) -> None:
     check_succeeded(run("volume", "create", "data"))
-    assert run("volume", "show", "data", url=served.url, token=READ_KEY).code == 0
-    forbidden = run("volume", "delete", "data", url=served.url, token=READ_KEY)
+    assert run("volume", "show", "data", url=memory_gateway.url, token=READ_KEY).code == 0
+    forbidden = run("volume", "delete", "data", url=memory_gateway.url, token=READ_KEY)
     assert forbidden.code == 5 and "wider scope" in forbidden.err
 
 

@@ -80,9 +80,9 @@ def check_answer(question: dict[str, Any], answer: Any) -> list[str]:
     if not isinstance(answer, TYPES[kind]) or isinstance(answer, bool):
         return [f"Value {answer!r} for '{name}' expected to be {kind}"]
     size = len(answer) if isinstance(answer, str) else answer
-    least, most = question.get("min"), question.get("max")
+    least, maximum = question.get("min"), question.get("max")
     too = [f"'{name}' is too small"] if least is not None and size < least else []
-    return too + ([f"'{name}' is too large"] if most is not None and size > most else [])
+    return too + ([f"'{name}' is too large"] if maximum is not None and size > maximum else [])
 
 
 def default_answers(survey: dict[str, Any]) -> dict[str, Any]:

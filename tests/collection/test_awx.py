@@ -18,7 +18,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.api.served import ADMIN_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.collection import agents, awx_collection, awx_survey
 from tests.collection.awx_server import HIDDEN, MODULES, TOKEN, Awx, Refused, serve
 from tests.collection.recipes import SECONDS, Player, check_refusal, check_success, plays_by_playbook, run_playbook
@@ -38,7 +38,7 @@ class Declared:
 
     awx: Awx
     url: str
-    gateway: Served
+    gateway: MemoryGateway
     scratch: Path
     said: str = ""
 

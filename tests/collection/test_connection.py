@@ -24,7 +24,7 @@ from unittest import mock
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.collection import agents
 from tests.collection.runner import Target, ansible_playbook
 from tests.support import session
@@ -35,13 +35,13 @@ PYTHON = "/usr/bin/python3"
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
     with agents.serve(tmp_path_factory.mktemp("agents")) as made:
         yield made
 
 
 @pytest.fixture
-def web(gateway: Served) -> Iterator[str]:
+def web(gateway: MemoryGateway) -> Iterator[str]:
     """The id of a running sandbox called web."""
     with gateway.client() as api:
         made = api.post("/sandboxes", json={"templateID": "base", "name": "web"})
@@ -67,7 +67,7 @@ def calls(*asked: list[Any], variables: dict[str, Any], **more: Any) -> dict[str
     return answer
 
 
-def wrong_connections(gateway: Served) -> dict[str, dict[str, str]]:
+def wrong_connections(gateway: MemoryGateway) -> dict[str, dict[str, str]]:
     return {
         "socket": {"ansible_host": "web", "ansible_sandbox_gateway_url": gateway.unix_url},
         "tcp": {
@@ -89,7 +89,7 @@ def encode(data: bytes) -> str:
 
 
 @pytest.mark.parametrize("way", ["socket", "tcp"])
-def test_commands(gateway: Served, web: str, way: str) -> None:
+def test_commands(gateway: MemoryGateway, web: str, way: str) -> None:
     odd = bytes(range(256)) * 8192
     answer = calls(
         ["exec_command", "printf 'a\\0b'; printf 'c\\377' >&2; exit 7"],
@@ -116,7 +116,7 @@ def test_commands(gateway: Served, web: str, way: str) -> None:
     assert missing[0] == 127 and b"/nowhere/to/be/found" in missing[2]
 
 
-def test_users(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_users(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     for above in tmp_path.parents[:3]:
         above.chmod(0o755)
@@ -141,7 +141,7 @@ def test_users(gateway: Served, web: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["plain", "a b  c", "qu'o\"te$HOME;`id`", "grün-日本", "per%20cent?x=1&y#z+", "-n\nline"]
 )
-def test_files_with_any_name_and_content(gateway: Served, web: str, tmp_path: Path, name: str) -> None:
+def test_files_with_any_name_and_content(gateway: MemoryGateway, web: str, tmp_path: Path, name: str) -> None:
     source, inside, back = tmp_path / "source", tmp_path / "in side" / name, tmp_path / "back"
     data = bytes(range(256)) * 300 + os.urandom(4097)
     source.write_bytes(data)
@@ -162,7 +162,7 @@ def test_files_with_any_name_and_content(gateway: Served, web: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("way", ["socket", "tcp"])
-def test_large_files_use_little_memory(gateway: Served, web: str, tmp_path: Path, way: str) -> None:
+def test_large_files_use_little_memory(gateway: MemoryGateway, web: str, tmp_path: Path, way: str) -> None:
     source, inside, back = tmp_path / "source", tmp_path / "inside", tmp_path / "back"
     block, digest = os.urandom(1 << 20), hashlib.sha256()
     with source.open("wb") as file:
@@ -181,7 +181,7 @@ def test_large_files_use_little_memory(gateway: Served, web: str, tmp_path: Path
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - here < 32 << 10, "the gateway held the file in memory"
 
 
-def peak_memory(gateway: Served, sandbox: str) -> int:
+def peak_memory(gateway: MemoryGateway, sandbox: str) -> int:
     machine = gateway.machine(sandbox)
     assert isinstance(machine, agents.AgentMachine)
     status = Path(f"/proc/{machine.pid}/status").read_text()
@@ -196,7 +196,7 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def test_impossible_transfers(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_impossible_transfers(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     (tmp_path / "there").write_text("x")
     answer = calls(
         ["put_file", str(tmp_path / "missing"), "/tmp/x"],
@@ -216,7 +216,7 @@ def test_impossible_transfers(gateway: Served, web: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("way", ["socket", "tcp"])
-def test_calls_share_one_connection(gateway: Served, web: str, tmp_path: Path, way: str) -> None:
+def test_calls_share_one_connection(gateway: MemoryGateway, web: str, tmp_path: Path, way: str) -> None:
     (tmp_path / "file").write_text("x")
     asked = [["exec_command", "true"], ["put_file", str(tmp_path / "file"), str(tmp_path / "copy")]] * 10
     made: list[bool] = []
@@ -270,7 +270,7 @@ def test_tls(tmp_path: Path) -> None:
         assert refused["error"] == "AnsibleConnectionFailure" and "was not accepted" in refused["message"]
 
 
-def test_users_and_keys(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_users_and_keys(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     keys = tmp_path / "key"
     keys.write_text(f"{EXEC_KEY}\n")
     tcp = {"ansible_host": web, "ansible_sandbox_gateway_url": gateway.url}
@@ -300,7 +300,7 @@ def test_users_and_keys(gateway: Served, web: str, tmp_path: Path) -> None:
         assert not key or key not in result["message"]
 
 
-def test_unreachable_sandboxes(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_unreachable_sandboxes(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(3 << 20))
     over = wrong_connections(gateway)["socket"]
     asked = [["exec_command", "true"], ["put_file", str(tmp_path / "file"), "/tmp/x"]]
@@ -321,7 +321,7 @@ def test_unreachable_sandboxes(gateway: Served, web: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("verb", ["pause", "rollback", "kill"])
-def test_a_machine_that_ends_during_a_command(gateway: Served, web: str, tmp_path: Path, verb: str) -> None:
+def test_a_machine_that_ends_during_a_command(gateway: MemoryGateway, web: str, tmp_path: Path, verb: str) -> None:
     begun = tmp_path / "begun"
 
     def end() -> None:
@@ -358,7 +358,7 @@ def test_a_machine_that_ends_during_a_command(gateway: Served, web: str, tmp_pat
         assert second["error"] == "AnsibleConnectionFailure", second
 
 
-def test_a_silent_gateway_times_out(gateway: Served, web: str) -> None:
+def test_a_silent_gateway_times_out(gateway: MemoryGateway, web: str) -> None:
     machine = gateway.machine(web)
     assert isinstance(machine, agents.AgentMachine)
     variables = {**wrong_connections(gateway)["socket"], "ansible_sandbox_gateway_timeout": 2}
@@ -395,7 +395,7 @@ exit 1
 """
 
 
-def test_become_with_a_password(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_become_with_a_password(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     sudo = tmp_path / "sudo"
     sudo.write_text(FAKE_SUDO)
     sudo.chmod(0o755)
@@ -416,7 +416,7 @@ def test_become_with_a_password(gateway: Served, web: str, tmp_path: Path) -> No
 # --- plays -----------------------------------------------------------------------------------------------------------
 
 
-def play(gateway: Served, scratch: Path, *tasks: dict[str, Any], **variables: Any) -> list[dict[str, Any]]:
+def play(gateway: MemoryGateway, scratch: Path, *tasks: dict[str, Any], **variables: Any) -> list[dict[str, Any]]:
     """Results of tasks that run in the sandbox web."""
     target = Target(gateway.unix_url, scratch)
     extra = {"ansible_connection": "grove.sandbox.sandbox", "ansible_host": "web", "ansible_remote_tmp": str(scratch)}
@@ -424,7 +424,7 @@ def play(gateway: Served, scratch: Path, *tasks: dict[str, Any], **variables: An
     return target.play(*tasks, options=("-e", json.dumps(extra)))
 
 
-def test_a_play(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_a_play(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     for name in ("a", "b c", "ü"):
         (tree / "deep").mkdir(parents=True, exist_ok=True)
@@ -455,14 +455,14 @@ def test_a_play(gateway: Served, web: str, tmp_path: Path) -> None:
     assert without[0]["ping"] == "pong"
 
 
-def test_each_loop_item_has_its_own_user(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_each_loop_item_has_its_own_user(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     users = ["root", "nobody", "root"]
     task = {"ansible.builtin.raw": "id -un", "vars": {"ansible_user": "{{ item }}"}, "loop": users}
     (result,) = play(gateway, tmp_path, task)
     assert [item["stdout"].strip() for item in result["results"]] == users
 
 
-def test_a_paused_sandbox_is_reported_as_unreachable(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_a_paused_sandbox_is_reported_as_unreachable(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     with gateway.client() as api:
         api.post("/sandboxes/web/pause").raise_for_status()
     (result,) = play(gateway, tmp_path, {"ansible.builtin.ping": None, "ignore_unreachable": True})

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 from tests.collection import agents
 from tests.collection.runner import ansible_playbook
 from tests.support import session
@@ -20,13 +20,13 @@ from tests.support.gateway import Gateway
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
     with agents.serve(tmp_path_factory.mktemp("agents")) as made:
         yield made
 
 
 @pytest.fixture
-def web(gateway: Served) -> Iterator[str]:
+def web(gateway: MemoryGateway) -> Iterator[str]:
     with gateway.client() as api:
         made = api.post("/sandboxes", json={"templateID": "base", "name": "web"})
         assert made.status_code == 201, made.text
@@ -63,7 +63,7 @@ def make_variants(scratch: Path, *commands: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("best", "winner"), [("least", "v1"), ("most", "v2")])
 def test_the_best_variant_is_promoted_and_nothing_is_left(
-    gateway: Served, web: str, tmp_path: Path, best: str, winner: str
+    gateway: MemoryGateway, web: str, tmp_path: Path, best: str, winner: str
 ) -> None:
     failing = tmp_path / "failing.yml"
     failing.write_text(json.dumps([{"name": "Fail", "ansible.builtin.command": "false"}]))
@@ -83,7 +83,7 @@ def test_the_best_variant_is_promoted_and_nothing_is_left(
             machine = gateway.machine(web)
 
 
-def test_no_variant_succeeds(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_no_variant_succeeds(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     with gateway.client() as api:
         before = gateway.machine(web)
         run = fork_and_test(tmp_path, gateway.unix_url, **make_variants(tmp_path, "exit 1", "exit 2"))
@@ -98,7 +98,7 @@ def test_missing_variables_are_reported(tmp_path: Path) -> None:
     assert run.returncode != 0 and "fork_best is least or most" in run.stdout + run.stderr
 
 
-def test_the_default_variants(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_the_default_variants(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     """The agents here share their files, so each variant needs its own directory."""
     with gateway.client() as api:
         run = fork_and_test(tmp_path, gateway.unix_url, fork_packed=f"{tmp_path}/{{{{ inventory_hostname }}}}")

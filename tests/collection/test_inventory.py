@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.api.served import EXEC_KEY, READ_KEY, Served
+from tests.api.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway
 from tests.collection import agents
 from tests.collection.runner import ansible_playbook
 from tests.support import session
@@ -23,30 +23,30 @@ PYTHON = "/usr/bin/python3"
 
 
 @pytest.fixture(scope="module")
-def _east(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def _east(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
     with agents.serve(tmp_path_factory.mktemp("east")) as made:
         yield made
 
 
 @pytest.fixture
-def east(_east: Served) -> Iterator[Served]:
+def east(_east: MemoryGateway) -> Iterator[MemoryGateway]:
     yield _east
     _east.clear()
 
 
 @pytest.fixture(scope="module")
-def _west(tmp_path_factory: pytest.TempPathFactory, _east: Served) -> Iterator[Served]:
+def _west(tmp_path_factory: pytest.TempPathFactory, _east: MemoryGateway) -> Iterator[MemoryGateway]:
     with agents.serve(tmp_path_factory.mktemp("west")) as made:
         yield made
 
 
 @pytest.fixture
-def west(_west: Served) -> Iterator[Served]:
+def west(_west: MemoryGateway) -> Iterator[MemoryGateway]:
     yield _west
     _west.clear()
 
 
-def create_sandbox(gateway: Served, name: str, template: str = "base", **more: Any) -> str:
+def create_sandbox(gateway: MemoryGateway, name: str, template: str = "base", **more: Any) -> str:
     with gateway.client() as api:
         made = api.post("/sandboxes", json={"templateID": template, "name": name, **more})
         assert made.status_code == 201, made.text
@@ -111,7 +111,7 @@ class Inventory:
         return run.stdout
 
 
-def test_hosts_groups_and_variables(east: Served, tmp_path: Path) -> None:
+def test_hosts_groups_and_variables(east: MemoryGateway, tmp_path: Path) -> None:
     ident = create_sandbox(east, "web", metadata={"team": "blue-green", "note": ""})
     with east.client() as api:
         golden = api.post("/sandboxes/web/snapshots", json={"name": "golden"}).json()["snapshotID"]
@@ -141,7 +141,7 @@ def test_hosts_groups_and_variables(east: Served, tmp_path: Path) -> None:
     assert only[0] == "web" and only[1]["groups"] == ["state_running"]
 
 
-def test_tasks_run_in_the_sandboxes(east: Served, tmp_path: Path) -> None:
+def test_tasks_run_in_the_sandboxes(east: MemoryGateway, tmp_path: Path) -> None:
     for name in ("a", "b"):
         create_sandbox(east, name, metadata={"side": name})
     inventory = Inventory(tmp_path, gateways=[{"url": east.unix_url}], python_interpreter=PYTHON)
@@ -154,7 +154,7 @@ def test_tasks_run_in_the_sandboxes(east: Served, tmp_path: Path) -> None:
         assert (tmp_path / f"said-{name}").read_text() == f"{name}\n"
 
 
-def test_composed_groups_and_variables(east: Served, tmp_path: Path) -> None:
+def test_composed_groups_and_variables(east: MemoryGateway, tmp_path: Path) -> None:
     create_sandbox(east, "web", metadata={"user": "nobody", "rank": "3"})
     inventory = Inventory(
         tmp_path,
@@ -174,7 +174,7 @@ def test_composed_groups_and_variables(east: Served, tmp_path: Path) -> None:
     assert "x" not in inventory.hosts()["web"]
 
 
-def test_text_from_a_gateway_is_not_a_template(east: Served, tmp_path: Path) -> None:
+def test_text_from_a_gateway_is_not_a_template(east: MemoryGateway, tmp_path: Path) -> None:
     evil = EVIL.replace("EVIL", str(tmp_path / "evil"))
     create_sandbox(east, "web", metadata={"team": evil, evil: "{% raw %}"})
     inventory = Inventory(
@@ -200,7 +200,7 @@ def test_text_from_a_gateway_is_not_a_template(east: Served, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["localhost", "all", "state_running", "high"])
-def test_a_sandbox_cannot_take_the_place_of_another_host(east: Served, tmp_path: Path, name: str) -> None:
+def test_a_sandbox_cannot_take_the_place_of_another_host(east: MemoryGateway, tmp_path: Path, name: str) -> None:
     ident = create_sandbox(east, name)
     inventory = Inventory(
         tmp_path, gateways=[{"url": east.unix_url}], groups={"high": "grove_sandbox.memory_mb > 1"}, strict=True
@@ -213,7 +213,7 @@ def test_a_sandbox_cannot_take_the_place_of_another_host(east: Served, tmp_path:
     )
 
 
-def test_several_gateways(east: Served, west: Served, tmp_path: Path) -> None:
+def test_several_gateways(east: MemoryGateway, west: MemoryGateway, tmp_path: Path) -> None:
     create_sandbox(east, "web"), create_sandbox(west, "web"), create_sandbox(west, "db")
     key = tmp_path / "west.key"
     key.write_text(EXEC_KEY + "\n")
@@ -249,7 +249,7 @@ def test_several_gateways(east: Served, west: Served, tmp_path: Path) -> None:
     assert inventory.run("ansible-inventory", "--list").returncode != 0 and "has no name" in inventory.output
 
 
-def test_unreachable_gateways(east: Served, tmp_path: Path) -> None:
+def test_unreachable_gateways(east: MemoryGateway, tmp_path: Path) -> None:
     create_sandbox(east, "web")
     good = {"name": "good", "url": east.url, "token": EXEC_KEY}
     bad: list[tuple[dict[str, Any], str]] = [
@@ -272,7 +272,7 @@ def test_unreachable_gateways(east: Served, tmp_path: Path) -> None:
     assert inventory.run("ansible-inventory", "--list").returncode != 0 and "unknown keys (tokn)" in inventory.output
 
 
-def test_the_cache(east: Served, tmp_path: Path) -> None:
+def test_the_cache(east: MemoryGateway, tmp_path: Path) -> None:
     create_sandbox(east, "web", metadata={"team": "{{ 1 }}"})
     cached = {
         "cache": True,
@@ -303,7 +303,7 @@ def test_the_cache(east: Served, tmp_path: Path) -> None:
     assert inventory.hosts().keys() == {"web", "late"}
 
 
-def test_the_gateway_of_the_environment(east: Served, tmp_path: Path) -> None:
+def test_the_gateway_of_the_environment(east: MemoryGateway, tmp_path: Path) -> None:
     create_sandbox(east, "web")
     inventory = Inventory(tmp_path, python_interpreter=PYTHON)
     environment = {"SANDBOX_GATEWAY_URL": east.url, "SANDBOX_GATEWAY_TOKEN": EXEC_KEY}
@@ -312,7 +312,7 @@ def test_the_gateway_of_the_environment(east: Served, tmp_path: Path) -> None:
     inventory.play({"ansible.builtin.ping": None}, **environment)
 
 
-def test_a_sandbox_cannot_redirect_its_tasks(east: Served, tmp_path: Path) -> None:
+def test_a_sandbox_cannot_redirect_its_tasks(east: MemoryGateway, tmp_path: Path) -> None:
     """Facts take precedence over an inventory's variables, and a hostile sandbox controls its facts."""
     create_sandbox(east, "web")
     victim = create_sandbox(east, "victim")
@@ -364,7 +364,7 @@ def documented_files() -> list[Any]:
 
 
 @pytest.mark.parametrize("content", documented_files())
-def test_the_documented_files(east: Served, tmp_path: Path, content: dict[str, Any]) -> None:
+def test_the_documented_files(east: MemoryGateway, tmp_path: Path, content: dict[str, Any]) -> None:
     """Unchanged, except for the addresses of gateways, keys and certificates."""
     create_sandbox(east, "web", metadata={"team": "blue", "user": "nobody"})
     for gateway in content.get("gateways", []):

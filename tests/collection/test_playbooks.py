@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 from tests.collection import agents
 from tests.collection.recipes import Player, check_refusal, check_success
 from tests.collection.runner import Target
@@ -18,23 +18,23 @@ from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def memory_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
     with agents.serve(tmp_path_factory.mktemp("agents")) as made:
         yield made
 
 
 @pytest.fixture
-def gateway(served: Served) -> Iterator[Served]:
-    yield served
-    served.clear()
+def gateway(memory_gateway: MemoryGateway) -> Iterator[MemoryGateway]:
+    yield memory_gateway
+    memory_gateway.clear()
 
 
 @pytest.fixture
-def player(gateway: Served, tmp_path: Path) -> Player:
+def player(gateway: MemoryGateway, tmp_path: Path) -> Player:
     return Player(tmp_path, gateway.unix_url)
 
 
-def create_sandbox(gateway: Served, name: str, **metadata: str) -> str:
+def create_sandbox(gateway: MemoryGateway, name: str, **metadata: str) -> str:
     with gateway.client() as api:
         made = api.post("/sandboxes", json={"templateID": "base", "name": name, "metadata": metadata})
     assert made.status_code == 201, made.text
@@ -42,17 +42,17 @@ def create_sandbox(gateway: Served, name: str, **metadata: str) -> str:
     return ident
 
 
-def change_sandbox(gateway: Served, sandbox: str) -> None:
+def change_sandbox(gateway: MemoryGateway, sandbox: str) -> None:
     """Change the sandbox's state in memory, as a write to its disk would."""
     gateway.machine(sandbox).state["written"] = secrets.token_hex(4)
 
 
-def create_snapshot(gateway: Served, sandbox: str, name: str) -> None:
+def create_snapshot(gateway: MemoryGateway, sandbox: str, name: str) -> None:
     with gateway.client() as api:
         assert api.post(f"/sandboxes/{sandbox}/snapshots", json={"name": name}).status_code == 201
 
 
-def list_snapshots(gateway: Served) -> list[str]:
+def list_snapshots(gateway: MemoryGateway) -> list[str]:
     with gateway.client() as api:
         return [name for each in api.get("/snapshots?limit=1000").json() for name in each["names"]]
 
@@ -82,7 +82,7 @@ def test_build_template(in_memory: Target) -> None:
 # --- nightly_snapshots -----------------------------------------------------------------------------------------------
 
 
-def test_nightly_snapshots(player: Player, gateway: Served) -> None:
+def test_nightly_snapshots(player: Player, gateway: MemoryGateway) -> None:
     boxes = [create_sandbox(gateway, name, team="blue") for name in ("web", "db", "x" * 64)]
     create_sandbox(gateway, "other", team="green")
     with gateway.client() as api:
@@ -113,7 +113,7 @@ def test_nightly_snapshots(player: Player, gateway: Served) -> None:
     eventually(lambda: sorted(list_snapshots(gateway))[:3] == ["db-2026-01-03", "other-2026-01-03", "web-2026-01-03"])
 
 
-def test_nightly_snapshots_with_failures(player: Player, gateway: Served) -> None:
+def test_nightly_snapshots_with_failures(player: Player, gateway: MemoryGateway) -> None:
     for name in ("web", "db"):
         change_sandbox(gateway, create_sandbox(gateway, name, team="blue"))
     create_sandbox(gateway, "web-2026-01-01")
@@ -131,7 +131,7 @@ def test_nightly_snapshots_with_missing_variables(player: Player) -> None:
 # --- roll_back -------------------------------------------------------------------------------------------------------
 
 
-def test_roll_back(player: Player, gateway: Served, tmp_path: Path) -> None:
+def test_roll_back(player: Player, gateway: MemoryGateway, tmp_path: Path) -> None:
     """Without a probe: any change since the snapshot counts as broken. The agents here share this machine's files."""
     web = create_sandbox(gateway, "web")
     create_snapshot(gateway, web, "web-2026-11-21")
@@ -155,7 +155,7 @@ def test_roll_back(player: Player, gateway: Served, tmp_path: Path) -> None:
     assert set(list_snapshots(gateway)) == {"web-2026-11-21", "kept"}
 
 
-def test_roll_back_with_a_probe(player: Player, gateway: Served, tmp_path: Path) -> None:
+def test_roll_back_with_a_probe(player: Player, gateway: MemoryGateway, tmp_path: Path) -> None:
     web = create_sandbox(gateway, "web")
     create_snapshot(gateway, web, "web-2026-11-21")
     change_sandbox(gateway, web)
@@ -189,7 +189,9 @@ def test_roll_back_with_a_probe(player: Player, gateway: Served, tmp_path: Path)
         ({"rollback_snapshot": "none"}, "snapshot 'none' not found"),
     ],
 )
-def test_roll_back_with_missing_variables(player: Player, gateway: Served, told: dict[str, str], sentence: str) -> None:
+def test_roll_back_with_missing_variables(
+    player: Player, gateway: MemoryGateway, told: dict[str, str], sentence: str
+) -> None:
     create_sandbox(gateway, "web")
     check_refusal(player.run("roll_back", **{"rollback_sandbox": "web", "rollback_snapshot": "base", **told}), sentence)
 
@@ -197,7 +199,7 @@ def test_roll_back_with_missing_variables(player: Player, gateway: Served, told:
 # --- fork_and_test ---------------------------------------------------------------------------------------------------
 
 
-def test_fork_and_test_with_variants_as_text(player: Player, gateway: Served, tmp_path: Path) -> None:
+def test_fork_and_test_with_variants_as_text(player: Player, gateway: MemoryGateway, tmp_path: Path) -> None:
     create_sandbox(gateway, "web")
     lines = f"\none: sh -c 'echo 1 : > {tmp_path}/one'\n  two : cp /dev/null {tmp_path}/two\n"
     test = f"stat -c %s {tmp_path}/{{{{ fork_variant.name }}}}"

@@ -22,7 +22,7 @@ import pytest
 from sandbox_gateway.errors import UsedOutside
 from sandbox_gateway.records import VolumeSnapshot
 from tests.api import memory_host
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 from tests.collection.predictions import CASES, THINGS, Case, task, with_prefix
 from tests.collection.runner import Result, Target, check_prediction
 from tests.support.session import REPOSITORY
@@ -48,7 +48,7 @@ class Outcome:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Outcome]]:
     """All cases in two plays: one sets them up, the other runs each task three times."""
     root = tmp_path_factory.mktemp("predictions")
-    gateway = Served(root, ShellHost(), log={"level": "warning"})
+    gateway = MemoryGateway(root, ShellHost(), log={"level": "warning"})
     try:
         gateway.build_template("base")
         scratch = root / "scratch"
@@ -87,7 +87,7 @@ class ShellHost(memory_host.MemoryHost):
     machine_type = ShellMachine
 
 
-def change_setup(gateway: Served, target: Target, what: str, whom: str) -> None:
+def change_setup(gateway: MemoryGateway, target: Target, what: str, whom: str) -> None:
     """``write`` a file in a sandbox; ``end`` its machine; ``outdate`` a template, as if another version of the gateway
     had built it; ``keep`` the snapshots of a volume as a jail host does."""
     if what == "write":
@@ -104,13 +104,13 @@ def change_setup(gateway: Served, target: Target, what: str, whom: str) -> None:
         keep_snapshots(gateway, whom)
 
 
-async def end_machine(gateway: Served, name: str) -> None:
+async def end_machine(gateway: MemoryGateway, name: str) -> None:
     instance = gateway.engine.sandboxes.get(name).instance
     await gateway.host.machines.pop(instance).stop()
     gateway.host._exit(instance)
 
 
-def keep_snapshots(gateway: Served, name: str) -> None:
+def keep_snapshots(gateway: MemoryGateway, name: str) -> None:
     """The error is that of ZfsStorage; tests/jail_zfs/test_volume_storage.py checks that it raises it."""
     kept, remove = gateway.engine.index.volume(name).id, gateway.host.remove_volume_snapshot
 

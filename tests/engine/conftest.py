@@ -37,10 +37,10 @@ def live(_shared: Live, world: World) -> Iterator[Live]:
 
 
 @pytest.fixture
-def fresh(world: World) -> Iterator[Callable[..., Live]]:
+def make_live(world: World) -> Iterator[Callable[..., Live]]:
     """Engines with their own state: see ``engines``."""
-    with engines(world) as fresh:
-        yield fresh
+    with engines(world) as make_live:
+        yield make_live
 
 
 @pytest.fixture

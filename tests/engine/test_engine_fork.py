@@ -145,8 +145,8 @@ def test_an_idempotency_key_creates_one_sandbox(live: Live) -> None:
     assert one.id == two.id
 
 
-def test_the_number_of_sandboxes_is_limited(fresh: Any) -> None:
-    live = fresh(limits={"sandboxes": 2})
+def test_the_number_of_sandboxes_is_limited(make_live: Any) -> None:
+    live = make_live(limits={"sandboxes": 2})
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(count=2)))
     with pytest.raises(OverQuota, match="the limit of 2"):
         live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))

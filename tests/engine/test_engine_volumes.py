@@ -826,39 +826,39 @@ def places_outside(volume_id: str, place: Path) -> list[str]:
 # -- restarts ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_restart_corrects_mounts_to_match_the_record(fresh: Any, world: World) -> None:
-    live: Live = fresh()
+def test_a_restart_corrects_mounts_to_match_the_record(make_live: Any, world: World) -> None:
+    live: Live = make_live()
     create_volume(live, "data")
     create_sandbox(live, "box", MountSpec("data", "/data"))
     live.shell("box", "echo kept >/data/file && sync")
     live.do(live.engine.sandboxes.pause(create_sandbox(live, "sleeps", MountSpec("data", "/data", read_only=True)).id))
     live.close()
-    again = fresh(config=live.config)
+    again = make_live(config=live.config)
     assert read_file(again, "box", "/data/file") == "kept"
     again.do(again.engine.sandboxes.resume("sleeps"))
     assert read_file(again, "sleeps", "/data/file") == "kept"
 
 
-def test_a_host_that_crashed_with_mounted_volumes(fresh: Any, world: World) -> None:
-    live: Live = fresh()
+def test_a_host_that_crashed_with_mounted_volumes(make_live: Any, world: World) -> None:
+    live: Live = make_live()
     create_volume(live, "data")
     create_sandbox(live, "box", MountSpec("data", "/data"))
     live.shell("box", "echo kept >/data/file && sync")
     live.close()
     world.power_cut(live.config)
-    again = fresh(config=live.config)
+    again = make_live(config=live.config)
     eventually(lambda: again.sandbox("box").state is SandboxState.RUNNING, 120)
     assert read_file(again, "box", "/data/file") == "kept"
     again.shell("box", "echo more >/data/file")
 
 
-def test_kill_9_with_five_volumes_in_ten_sandboxes(fresh: Any, world: World, tmp_path: Path) -> None:
-    live: Live = fresh()
+def test_kill_9_with_five_volumes_in_ten_sandboxes(make_live: Any, world: World, tmp_path: Path) -> None:
+    live: Live = make_live()
     live.close()
     with Daemon(live.config, world.factory, "ten-with-volumes", tmp_path / "config.json") as daemon:
         before = daemon.read_scene(300)
         daemon.kill()
-    again: Live = fresh(config=live.config)
+    again: Live = make_live(config=live.config)
     assert again.call(observable_state, again.engine) == before
     for n in range(10):
         assert again.shell(f"box{n}", "cat /mine/who /ours/who").split() == [f"v{n % 4}", "v4"]

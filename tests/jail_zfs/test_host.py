@@ -28,15 +28,15 @@ from tests.support.worlds import TEMPLATE
 
 
 @pytest.fixture
-def fresh(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
+def make_live(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
     """Engines with their own state: see ``engines``."""
-    with engines(jail_zfs_world) as fresh:
-        yield fresh
+    with engines(jail_zfs_world) as make_live:
+        yield make_live
 
 
 @pytest.fixture
-def live(fresh: Callable[..., Live]) -> Live:
-    return fresh()
+def live(make_live: Callable[..., Live]) -> Live:
+    return make_live()
 
 
 @pytest.fixture
@@ -92,10 +92,10 @@ def test_limits_hold_and_are_removed_with_the_sandbox(live: Live) -> None:
 
 
 def test_missing_racct_is_reported(
-    fresh: Callable[..., Live], knob: Callable[[str, str], None], capfd: pytest.CaptureFixture[str]
+    make_live: Callable[..., Live], knob: Callable[[str, str], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     knob("kern.racct.enable", "0")
-    live = fresh()
+    live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["free"])))
     assert live.do(live.engine.sandboxes.usage("free")).memory_bytes == 0
     live.do(live.engine.sandboxes.delete("free"))
@@ -109,8 +109,8 @@ def test_the_disk_size_is_a_quota_that_a_fork_may_raise(live: Live) -> None:
     assert zfs.get_props([dataset], ["refquota"])[dataset]["refquota"].number == (have + 512) << 20
 
 
-def test_a_snapshot_names_its_zfs_snapshot_and_outlives_its_sandbox(fresh: Callable[..., Live]) -> None:
-    live = fresh()
+def test_a_snapshot_names_its_zfs_snapshot_and_outlives_its_sandbox(make_live: Callable[..., Live]) -> None:
+    live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", "echo kept >/root/kept")
     snapshot = live.do(live.engine.snapshots.create("source", name="mark"))
@@ -118,14 +118,14 @@ def test_a_snapshot_names_its_zfs_snapshot_and_outlives_its_sandbox(fresh: Calla
     live.do(live.engine.sandboxes.delete("source"))
     assert zfs.lzc_exists(live.engine.snapshots.get("mark").host["zfsSnapshot"])
     live.close()
-    again = fresh(config=live.config)
+    again = make_live(config=live.config)
     assert zfs.lzc_exists(again.engine.snapshots.get("mark").host["zfsSnapshot"])
     fork = again.do(again.engine.forks.create("mark", ForkSpec()))
     assert again.shell(fork.id, "cat /root/kept").strip() == "kept"
 
 
-def test_a_snapshot_destroyed_by_hand_is_gone_after_a_restart(fresh: Callable[..., Live]) -> None:
-    live = fresh()
+def test_a_snapshot_destroyed_by_hand_is_gone_after_a_restart(make_live: Callable[..., Live]) -> None:
+    live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     for name in ("kept", "lost", "also-lost"):
         live.do(live.engine.snapshots.create("source", name=name))
@@ -135,15 +135,15 @@ def test_a_snapshot_destroyed_by_hand_is_gone_after_a_restart(fresh: Callable[..
     with pytest.raises(GatewayError, match="not found"):
         live.do(live.engine.forks.create("lost", ForkSpec()))
     live.close()
-    again = fresh(config=live.config)
+    again = make_live(config=live.config)
     assert [snapshot.names for snapshot in again.engine.snapshots.list()] == [["kept"]]
     assert again.shell("source", "echo alive").strip() == "alive"
 
 
 def test_a_failed_rollback_leaves_the_old_jail_running(
-    fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld
+    make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld
 ) -> None:
-    live = fresh()
+    live = make_live()
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["victim", "broken"])))
     live.shell("victim", "echo now >/root/now")
     live.shell("broken", "rm -r /opt/sandbox_agent")
@@ -194,9 +194,9 @@ def test_a_dying_jail_does_not_block_a_kill(
 
 
 def test_a_sandbox_with_a_dying_jail_starts_in_another(
-    fresh: Callable[..., Live], knob: Callable[[str, str], None]
+    make_live: Callable[..., Live], knob: Callable[[str, str], None]
 ) -> None:
-    live = fresh(jail_zfs={"dying_seconds": 0.3})
+    live = make_live(jail_zfs={"dying_seconds": 0.3})
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["slow"])))
     first = live.sandbox("slow").host["jail"]
     live.shell("slow", "echo kept >/root/kept")
@@ -206,16 +206,18 @@ def test_a_sandbox_with_a_dying_jail_starts_in_another(
     assert live.shell("slow", "cat /root/kept").strip() == "kept"
     assert live.sandbox("slow").host["jail"] == f"{first}-2"
     live.close()
-    again = fresh(config=live.config)
+    again = make_live(config=live.config)
     assert again.shell("slow", "cat /root/kept").strip() == "kept"
     knob("dying", "0")
 
 
-def test_a_restart_does_not_unmount_paused_sandboxes(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
+def test_a_restart_does_not_unmount_paused_sandboxes(
+    make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld
+) -> None:
     """Each start removes leftovers of rollbacks with `zfs rename`, which by itself unmounts the clones of the renamed
     dataset. While a foreign mount namespace holds them, they cannot be mounted again.
     """
-    live = fresh()
+    live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.do(live.engine.snapshots.create("source", name="mark"))
     live.do(live.engine.sandboxes.rollback("source", "mark"))
@@ -224,20 +226,20 @@ def test_a_restart_does_not_unmount_paused_sandboxes(fresh: Callable[..., Live],
     root = str(jail_zfs_world.place(live.config) / "sandboxes" / live.sandbox("source").instance)
     before = pools.mount_ids(jail_zfs_world.place(live.config))[root]
     with pools.pinned():
-        again = fresh(config=live.config)
+        again = make_live(config=live.config)
         assert pools.mount_ids(jail_zfs_world.place(live.config))[root] == before
         again.do(again.engine.sandboxes.resume("source"))
     assert again.shell("source", "hostname").strip() == "source"
 
 
 def test_a_mount_error_names_the_holder(
-    fresh: Callable[..., Live],
+    make_live: Callable[..., Live],
     jail_zfs_world: JailZfsWorld,
     knob: Callable[[str, str], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(zfs_run._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
-    live = fresh(jail_zfs={"dying_seconds": 0.3})
+    live = make_live(jail_zfs={"dying_seconds": 0.3})
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["held"])))
     sandbox = live.sandbox("held")
     dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{sandbox.instance}"
@@ -279,9 +281,9 @@ def test_a_removal_error_names_the_holder(
     eventually(lambda: jail_zfs_world.traces(live.config) == before, 20)
 
 
-def test_an_incomplete_jail_is_swept_at_startup(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
+def test_an_incomplete_jail_is_swept_at_startup(make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
     """A gateway that dies while it creates a jail leaves an epair, limits, rules, a clone and mounts."""
-    live = fresh()
+    live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["fine"])))
     before = jail_zfs_world.traces(live.config)
     live.close()
@@ -294,7 +296,7 @@ def test_an_incomplete_jail_is_swept_at_startup(fresh: Callable[..., Live], jail
     shim("mount", "-t", "devfs", "-oruleset=4", "devfs", str(place / "dev"))
     shim("jail", "-c", f"name={prefix}-0123456789ab", f"path={place}", "persist", "vnet=new")
     assert jail_zfs_world.traces(live.config) != before
-    again = fresh(config=live.config)
+    again = make_live(config=live.config)
     assert jail_zfs_world.traces(again.config) == before
     assert again.shell("fine", "echo alive").strip() == "alive"
 

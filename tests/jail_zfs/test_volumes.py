@@ -28,16 +28,16 @@ from tests.support.worlds import TEMPLATE
 
 
 @pytest.fixture
-def fresh(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
+def make_live(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
     """Engines with their own state: see ``engines``."""
-    with engines(jail_zfs_world) as fresh:
-        yield fresh
+    with engines(jail_zfs_world) as make_live:
+        yield make_live
         shim("freebsd-shim", "set", "busy", "")
 
 
 @pytest.fixture
-def live(fresh: Callable[..., Live]) -> Live:
-    return fresh()
+def live(make_live: Callable[..., Live]) -> Live:
+    return make_live()
 
 
 def jail_host(live: Live) -> JailZfsHost:
@@ -216,9 +216,9 @@ def test_a_rollback_that_cannot_be_mounted_changes_nothing(
 
 
 def test_a_restart_corrects_mounts_to_match_the_records(
-    fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld, caplog: pytest.LogCaptureFixture
+    make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    live = fresh()
+    live = make_live()
     for name in ("kept", "missing", "stray", "wrong"):
         create_volume(live, name)
     sandbox = create_box(live, "box", ("kept", "/kept"), ("missing", "/missing"), ("wrong", "/wrong"))
@@ -236,7 +236,7 @@ def test_a_restart_corrects_mounts_to_match_the_records(
     (live.config.host.state_root / "stopped" / sandbox.host["jail"]).touch()
     shim("pkill", "-STOP", "-j", sandbox.host["jail"])
     caplog.clear()
-    again = fresh(live.config)
+    again = make_live(live.config)
     log = startup_repairs(caplog)
     for words in (
         f"mounted /missing in sandbox {sandbox.id} again",
@@ -250,36 +250,36 @@ def test_a_restart_corrects_mounts_to_match_the_records(
     again.shell("box", "echo works >/wrong/file")
     again.close()
     caplog.clear()
-    third = fresh(live.config)
+    third = make_live(live.config)
     assert startup_repairs(caplog) == [], "the second time there is nothing to mend"
     third.do(third.engine.sandboxes.delete("box"))
     assert jail_zfs_world.volume_mounts(third.config) == set()
 
 
-def test_volumes_of_dead_jails_are_unmounted(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
-    live = fresh()
+def test_volumes_of_dead_jails_are_unmounted(make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
+    live = make_live()
     create_volume(live)
     create_box(live, "box", ("data", "/data"))
     live.shell("box", "echo kept >/data/file")
     live.close()
     shim("pkill", "-KILL", "-j", live.sandbox("box").host["jail"])
-    again = fresh(live.config)
+    again = make_live(live.config)
     eventually(lambda: again.sandbox("box").state is SandboxState.RUNNING, 60)
     assert again.shell("box", "cat /data/file").strip() == "kept"
     again.wait_for(jail_zfs_world.check_no_strays, again.engine, again.config, "after the resume")
 
 
 def test_a_sandbox_starts_without_a_volume_destroyed_by_hand(
-    fresh: Callable[..., Live], caplog: pytest.LogCaptureFixture
+    make_live: Callable[..., Live], caplog: pytest.LogCaptureFixture
 ) -> None:
-    live = fresh()
+    live = make_live()
     lost, kept = create_volume(live, "lost"), create_volume(live, "kept")
     sandbox = create_box(live, "box", ("lost", "/lost"), ("kept", "/kept"))
     live.do(live.engine.sandboxes.pause("box"))
     live.close()
     pools.destroy_all(lost.host["dataset"])
     caplog.clear()
-    again = fresh(live.config)
+    again = make_live(live.config)
     log = startup_repairs(caplog)
     assert (
         f"sandbox {sandbox.id} mounts volume {lost.id} at /lost, but the volume is missing: restore or detach it" in log
@@ -293,22 +293,22 @@ def test_a_sandbox_starts_without_a_volume_destroyed_by_hand(
 
 
 def test_damaged_volume_records_do_not_prevent_a_start(
-    fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld
+    make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld
 ) -> None:
-    live = fresh()
+    live = make_live()
     torn = create_volume(live, "torn")
     create_box(live, "box", ("torn", "/torn"))
     live.shell("box", "echo kept >/torn/file")
     record = zfs.local_props(torn.host["dataset"])[HEAD]
     live.close()
     zfs.lzc_set_prop(torn.host["dataset"], HEAD, record[:60])
-    again = fresh(live.config)
+    again = make_live(live.config)
     assert again.engine.volumes.list() == []
     assert again.shell("box", "cat /torn/file").strip() == "kept", "what is mounted stays until it is known better"
     again.do(again.engine.sandboxes.update("box", metadata={"saved": "anew"}))
     again.close()
     zfs.lzc_set_prop(torn.host["dataset"], HEAD, record)
-    third = fresh(live.config)
+    third = make_live(live.config)
     assert [each.name for each in third.engine.volumes.list()] == ["torn"]
     assert [each.path for each in third.sandbox("box").mounts] == ["/torn"]
     assert third.shell("box", "cat /torn/file").strip() == "kept"
@@ -340,8 +340,8 @@ def test_a_stuck_mount_does_not_block_a_kill_and_is_shown(live: Live, jail_zfs_w
     assert live.do(live.engine.volumes.state("data")).stuck == []
 
 
-def test_a_stuck_volume_is_removed_later(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
-    live = fresh()
+def test_a_stuck_volume_is_removed_later(make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
+    live = make_live()
     before = jail_zfs_world.traces(live.config)
     create_volume(live)
     create_box(live, "box", ("data", "/data"))
@@ -351,12 +351,12 @@ def test_a_stuck_volume_is_removed_later(fresh: Callable[..., Live], jail_zfs_wo
     live.do(live.engine.volumes.delete("data"))
     assert time.monotonic() - began < 5
     live.close()
-    again = fresh(live.config)
+    again = make_live(live.config)
     assert again.engine.volumes.list() == [], "it is none any more, though it is not gone yet"
     shim("freebsd-shim", "set", "busy", "")
     eventually(lambda: jail_zfs_world.volume_mounts(live.config) == set(), 40)
     again.close()
-    third = fresh(live.config)
+    third = make_live(live.config)
     assert jail_zfs_world.traces(third.config) == before
 
 

@@ -28,8 +28,8 @@ from tests.support.xfs import LoopXfs
 
 @pytest.fixture
 def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
-    with engines(kvm_xfs_world) as fresh:
-        yield fresh()
+    with engines(kvm_xfs_world) as make_live:
+        yield make_live()
 
 
 def qemu_pid(live: Live, ref: str) -> int:

@@ -15,8 +15,8 @@ from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
 @pytest.fixture(scope="module")
 def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
-    with engines(kvm_xfs_world) as fresh:
-        yield fresh()
+    with engines(kvm_xfs_world) as make_live:
+        yield make_live()
 
 
 @pytest.fixture

@@ -162,7 +162,7 @@ class Guest(Space):
         super().end()
 
 
-class Elsewhere(Space):
+class OutsideMachine(Space):
     """A machine beyond the host at ``address``, which also receives ``subnet``'s packets to metadata services."""
 
     def __init__(self, prefix: str, subnet: str) -> None:
@@ -214,8 +214,8 @@ class World:
         self._spaces.append(guest := Guest(slot))
         return guest
 
-    def elsewhere(self) -> Elsewhere:
-        self._spaces.append(elsewhere := Elsewhere(self.prefix, self.network.subnet))
+    def elsewhere(self) -> OutsideMachine:
+        self._spaces.append(elsewhere := OutsideMachine(self.prefix, self.network.subnet))
         return elsewhere
 
     def keep(self, endpoint: socket.socket) -> socket.socket:

@@ -296,10 +296,10 @@ async def test_used_bytes_are_known_with_and_without_a_server(xfs_root: Path) ->
         file = client.create(volume.mount_volume(guest), "file")
         for piece in range(32):
             client.write(file, os.urandom(1 << 17), piece << 17)
-        served = await s.servers.used_bytes(volume.id, volume.image)
-        assert 4 << 20 <= served < 5 << 20
+        used = await s.servers.used_bytes(volume.id, volume.image)
+        assert 4 << 20 <= used < 5 << 20
         await s.servers.stop(volume.id)
-        assert abs(await s.servers.used_bytes(volume.id, volume.image) - served) < 1 << 18
+        assert abs(await s.servers.used_bytes(volume.id, volume.image) - used) < 1 << 18
 
 
 @pytest.mark.parametrize("live", [True, False])

@@ -22,8 +22,8 @@ SOON = 60
 
 @pytest.fixture
 def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
-    with engines(kvm_xfs_world) as fresh:
-        live = fresh()
+    with engines(kvm_xfs_world) as make_live:
+        live = make_live()
         live.do(live.engine.volumes.create("data", SMALL))
         yield live
 

@@ -29,8 +29,8 @@ Rich()
 
 
 @pytest.fixture(scope="module")
-def sandbox(served) -> Iterator[Sandbox]:
-    made = Sandbox.create(served.template, api_key=served.key, api_url=served.url, sandbox_url=served.url)
+def sandbox(server) -> Iterator[Sandbox]:
+    made = Sandbox.create(server.template, api_key=server.key, api_url=server.url, sandbox_url=server.url)
     yield made
     made.kill()
 
@@ -61,11 +61,11 @@ def test_rich_results(sandbox):
         assert set(each.formats()) == {"text", "html", "markdown", "png", "application/vnd.custom"}
 
 
-def test_the_kernels_environment(sandbox, served):
+def test_the_kernels_environment(sandbox, server):
     code = "import os; os.environ.get('ONCE')"
     assert sandbox.run_code(code, envs={"ONCE": "now"}).text == "'now'"
     assert sandbox.run_code(code).text is None
-    mine = Sandbox.create(served.template, envs={"ALWAYS": "here"})
+    mine = Sandbox.create(server.template, envs={"ALWAYS": "here"})
     try:
         assert mine.run_code("import os; os.environ['ALWAYS']").text == "'here'"
     finally:
@@ -123,8 +123,8 @@ def test_large_output(sandbox):
 
 
 @pytest.mark.usefixtures("needs_memory")
-def test_memory_survives_snapshot_fork_and_pause(served):
-    sandbox = Sandbox.create(served.template)
+def test_memory_survives_snapshot_fork_and_pause(server):
+    sandbox = Sandbox.create(server.template)
     made = [sandbox]
     try:
         sandbox.run_code("counter = 41; import threading; lock = threading.Lock()")
@@ -161,8 +161,8 @@ async def _use_async_client(template: str) -> list[str | None]:
 
 
 @covers("AsyncSandbox", note="the same requests; a choice of them is tested")
-def test_async_contexts_run_in_parallel(served):
-    assert asyncio.run(_use_async_client(served.template)) == ["'a'", "'b'"]
+def test_async_contexts_run_in_parallel(server):
+    assert asyncio.run(_use_async_client(server.template)) == ["'a'", "'b'"]
 
 
 def test_results_as_json(sandbox):

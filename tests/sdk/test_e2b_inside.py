@@ -19,8 +19,8 @@ _BIG = 50 << 20
 
 
 @pytest.fixture(scope="module")
-def sandbox(served) -> Iterator[Sandbox]:
-    made = Sandbox.create(served.template, api_key=served.key, api_url=served.url, sandbox_url=served.url)
+def sandbox(server) -> Iterator[Sandbox]:
+    made = Sandbox.create(server.template, api_key=server.key, api_url=server.url, sandbox_url=server.url)
     yield made
     made.kill()
 
@@ -196,8 +196,8 @@ def test_watch(sandbox):
             handle.get_new_events()
 
 
-def test_a_full_disk(sandbox, served):
-    if not served.abilities.memory:
+def test_a_full_disk(sandbox, server):
+    if not server.abilities.memory:
         pytest.skip("a jail's quota is as large as its template's disk: to fill it takes long")
     sandbox.commands.run("mount -t tmpfs -o size=1m none /mnt")
     with pytest.raises(e2b.NotEnoughSpaceException):

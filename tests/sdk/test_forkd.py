@@ -21,32 +21,32 @@ _END_SECONDS = 20
 
 
 @pytest.fixture(autouse=True)
-def target(served: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def target(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The only settings that users have to change; and the command on PATH, as after its installation."""
     address = f"127.0.0.1:{session.free_port()}"
     forkd_command.install(tmp_path)
-    monkeypatch.setenv("FORKD_URL", served.url)
-    monkeypatch.setenv("FORKD_TOKEN", served.key)
+    monkeypatch.setenv("FORKD_URL", server.url)
+    monkeypatch.setenv("FORKD_TOKEN", server.key)
     monkeypatch.setenv("FORKD_TARGET", address)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return address
 
 
 @pytest.fixture
-def controller(served: Server) -> Iterator[Controller]:
+def controller(server: Server) -> Iterator[Controller]:
     """Removes everything that the test created."""
     client = Controller(timeout=120)
     yield client
     for sandbox in client.list_sandboxes():
         client.kill_sandbox(sandbox["id"])
     for snapshot in reversed(client.list_snapshots()):
-        if snapshot["tag"] != served.template:
+        if snapshot["tag"] != server.template:
             client.delete_snapshot(snapshot["tag"])
 
 
 @pytest.fixture
-def spawn(controller: Controller, served: Server) -> Spawn:
-    def spawn_sandboxes(tag: str = served.template, **options: Any) -> list[str]:
+def spawn(controller: Controller, server: Server) -> Spawn:
+    def spawn_sandboxes(tag: str = server.template, **options: Any) -> list[str]:
         return [sandbox["id"] for sandbox in controller.spawn_sandboxes(tag, **options)]
 
     return spawn_sandboxes
@@ -71,10 +71,10 @@ def run_shell(controller: Controller, sandbox: str, script: str) -> str:
     note="`prewarm`, `hugepages` and `per_child_netns` are ignored, `live_fork` is refused",
 )
 @covers("Controller.list_sandboxes", "Controller.get_sandbox", "Controller.kill_sandbox")
-def test_spawn_list_and_kill(served, controller, spawn):
+def test_spawn_list_and_kill(server, controller, spawn):
     sandboxes = spawn(n=2, per_child_netns=True, prewarm=True, hugepages=True, memory_limit_mib=256)
     shown = controller.get_sandbox(sandboxes[0])
-    assert shown["snapshot_tag"] == served.template and shown["memory_limit_mib"] == 256
+    assert shown["snapshot_tag"] == server.template and shown["memory_limit_mib"] == 256
     assert shown["guest_addr"].endswith(":8888")
     assert [each["id"] for each in controller.list_sandboxes()] == sandboxes
     assert "live_fork" in check_refused(400, spawn, live_fork=True)
@@ -127,19 +127,19 @@ def test_eval(controller, spawn):
 )
 @covers("Controller.list_snapshots", note="templates are in the list")
 @covers("Controller.delete_snapshot", note="409 as long as there are sandboxes made from it")
-def test_branches_contain_files(served, controller, spawn):
+def test_branches_contain_files(server, controller, spawn):
     (source,) = spawn()
     run_shell(controller, source, "echo first >/root/state")
     first = controller.branch_sandbox(source, tag="checkpoint-1", mode="full")
     assert first["tag"] == "checkpoint-1" and first["branched_from"] == source and first["bootable"]
-    assert first["status"] == "ready" and first["pause_ms"] >= served.abilities.memory and first["dir"]
-    assert ("memory" in first) == ("vmstate" in first) == ("diff_physical_bytes" in first) == served.abilities.memory
+    assert first["status"] == "ready" and first["pause_ms"] >= server.abilities.memory and first["dir"]
+    assert ("memory" in first) == ("vmstate" in first) == ("diff_physical_bytes" in first) == server.abilities.memory
     assert all(Path(first[key]).stat().st_size for key in ("memory", "vmstate") if key in first)
     run_shell(controller, source, "echo second >/root/state")
     second = controller.branch_sandbox(source, diff=True, wait=False)
     assert second["tag"] == f"branch-{source}-1" and second["status"] == "ready"
     tags = {snapshot["tag"] for snapshot in controller.list_snapshots()}
-    assert tags == {served.template, first["tag"], second["tag"]}
+    assert tags == {server.template, first["tag"], second["tag"]}
     (child,) = spawn(first["tag"])
     (sibling,) = spawn(second["tag"])
     assert [run_shell(controller, each, "cat /root/state") for each in (child, sibling)] == ["first\n", "second\n"]
@@ -152,15 +152,15 @@ def test_branches_contain_files(served, controller, spawn):
     assert run_shell(controller, spawn(second["tag"])[0], "cat /root/state") == "second\n", "it outlives its source"
 
 
-def test_invalid_branches_are_refused(served, controller, spawn):
+def test_invalid_branches_are_refused(server, controller, spawn):
     (source,) = spawn()
     assert "mode live is not supported" in check_refused(400, controller.branch_sandbox, source, mode="live")
     assert "1 to 64" in check_refused(400, controller.branch_sandbox, source, tag="a b")
     for options in ({"diff": True, "measure_diff": True}, {"mode": "diff", "measure_diff": True}):
         assert "measure_diff" in check_refused(400, controller.branch_sandbox, source, **options)
     assert "not found" in check_refused(404, controller.branch_sandbox, "nothing")
-    assert served.template in check_refused(409, controller.branch_sandbox, source, tag=served.template)
-    assert [snapshot["tag"] for snapshot in controller.list_snapshots()] == [served.template]
+    assert server.template in check_refused(409, controller.branch_sandbox, source, tag=server.template)
+    assert [snapshot["tag"] for snapshot in controller.list_snapshots()] == [server.template]
 
 
 def test_concurrent_branches_with_one_tag(controller, spawn):
@@ -175,12 +175,12 @@ def test_concurrent_branches_with_one_tag(controller, spawn):
         assert sorted(pool.map(try_branch, spawn(n=2))) == [201, 409]
 
 
-def test_branch_numbers_survive_a_restart(served, controller, spawn):
+def test_branch_numbers_survive_a_restart(server, controller, spawn):
     (source,) = spawn()
     for number in (1, 2):
         assert controller.branch_sandbox(source)["tag"] == f"branch-{source}-{number}"
         controller.delete_snapshot(f"branch-{source}-{number}")
-    served.gateway.restart()
+    server.gateway.restart()
     assert controller.branch_sandbox(source)["tag"] == f"branch-{source}-3"
     assert controller.ping_sandbox(source)["pong"] is True
 
@@ -205,8 +205,8 @@ def test_grandchildren_keep_the_interpreters_state(controller, spawn):
 @covers("Sandbox.eval", note="Python; the `repr()` of what it comes to")
 @covers("Sandbox.ping", note="`numpy_version` is always `None`")
 @covers("Sandbox.commands.run")
-def test_a_sandbox_created_by_the_command(served, controller, target):
-    with Sandbox.create(served.template, target) as sandbox:
+def test_a_sandbox_created_by_the_command(server, controller, target):
+    with Sandbox.create(server.template, target) as sandbox:
         assert len(controller.list_sandboxes()) == 1
         assert sandbox.commands.run("echo hello; exit 3") == CommandResult("hello\n", "", 3)
         assert sandbox.commands.run(["printf", "%s", "a b"]) == CommandResult("a b", "", 0)

@@ -85,14 +85,14 @@ def make_client(number: int) -> Client:
     return Client(sandbox, secret, random.Random(number))
 
 
-def count_failures(served: Server) -> float:
+def count_failures(server: Server) -> float:
     """The number of answers of 500 and above from the gateway."""
-    return sum(float(count) for count in _FAILED.findall(served.gateway.client.get("/metrics").text))
+    return sum(float(count) for count in _FAILED.findall(server.gateway.client.get("/metrics").text))
 
 
-def count_sockets(served: Server) -> int:
+def count_sockets(server: Server) -> int:
     """The number of connections that the gateway holds."""
-    process = served.gateway.process
+    process = server.gateway.process
     assert process is not None
     links = (each for each in Path(f"/proc/{process.pid}/fd").iterdir())
     return sum(_is_socket(link) for link in links)
@@ -106,7 +106,7 @@ def _is_socket(link: Path) -> bool:
 
 
 @pytest.fixture
-def clients(served, e2b_address, cubesandbox_address):
+def clients(server, e2b_address, cubesandbox_address):
     with ThreadPoolExecutor(4) as pool:
         made = list(pool.map(make_client, range(CLIENTS)))
     yield made
@@ -114,27 +114,27 @@ def clients(served, e2b_address, cubesandbox_address):
         each.end()
 
 
-def test_twenty_clients_at_once(served, request):
+def test_twenty_clients_at_once(server, request):
     # In this order: the request for failures opens this test's own connection, which counts before and after.
-    failed, before = count_failures(served), count_sockets(served) - _kept_alive(served)
+    failed, before = count_failures(server), count_sockets(server) - _kept_alive(server)
     clients: list[Client] = request.getfixturevalue("clients")
     until = time.monotonic() + SECONDS
     with ThreadPoolExecutor(CLIENTS) as pool:
         done = list(pool.map(lambda each: each.work(until), clients))
     assert all(sum(each.values()) > 0 for each in done)
     print("verbs done:", dict(sum(done, Counter())))
-    assert count_failures(served) == failed
+    assert count_failures(server) == failed
     for each in clients:
         each.end()
-    wait(lambda: count_sockets(served) - _kept_alive(served) <= before)
+    wait(lambda: count_sockets(server) - _kept_alive(server) <= before)
 
 
-def _kept_alive(served: Server) -> int:
+def _kept_alive(server: Server) -> int:
     """Idle connections in the clients' own pools: the clients have to close them, not the gateway."""
     mine = set()
     for family in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{family}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[2].endswith(f":{served.port:04X}") and fields[3] == "01":
+            if fields[2].endswith(f":{server.port:04X}") and fields[3] == "01":
                 mine.add(fields[1])
     return len(mine)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 from tests.security.routes import Target, attack_target
 
 
 @pytest.fixture(scope="module")
-def attacked(_served: Served) -> Iterator[Target]:
+def attacked(_served: MemoryGateway) -> Iterator[Target]:
     with attack_target(_served) as made:
         yield made
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from tests.api import inside
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 
 PROBE_SECONDS = 20
 """The longest time that `/health` may take on a busy machine."""
@@ -21,8 +21,8 @@ ATTACK_SECONDS = 120
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
-def create_sandbox(served: Served, name: str) -> dict[str, Any]:
-    with served.client() as client:
+def create_sandbox(memory_gateway: MemoryGateway, name: str) -> dict[str, Any]:
+    with memory_gateway.client() as client:
         answer = client.post("/sandboxes", json={"templateID": "base", "name": name})
         assert answer.status_code == 201, answer.text
         made: dict[str, Any] = answer.json()
@@ -40,20 +40,20 @@ def chunked(*chunks: bytes) -> bytes:
 
 @contextlib.contextmanager
 def replaced_agent(
-    served: Served, sandbox: dict[str, Any], *answers: bytes, **more: Any
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], *answers: bytes, **more: Any
 ) -> Iterator[inside.RawService]:
     """Replace the sandbox's agent by one that sends ``answers``, one after the other; the last one repeats."""
-    with inside.raw_service(served, sandbox, *answers, port=inside.AGENT_PORT, **more) as agent:
+    with inside.raw_service(memory_gateway, sandbox, *answers, port=inside.AGENT_PORT, **more) as agent:
         yield agent
 
 
-def send_endlessly(piece: bytes, most: int = 256 << 20) -> tuple[inside.Handler, list[int]]:
+def send_endlessly(piece: bytes, limit: int = 256 << 20) -> tuple[inside.Handler, list[int]]:
     """Return a service that keeps sending ``piece`` to each reader, up to ``most`` bytes, and the number of bytes
     sent."""
     sent = [0]
 
     async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while sent[0] < most:
+        while sent[0] < limit:
             writer.write(piece)
             await writer.drain()
             sent[0] += len(piece)
@@ -91,8 +91,8 @@ class LoopMonitor:
     """Measures the longest uninterrupted work of the gateway's event loop, in seconds of its own processor time, so
     that other processes on this machine do not count."""
 
-    def __init__(self, served: Served) -> None:
-        self._loop = served.loop
+    def __init__(self, memory_gateway: MemoryGateway) -> None:
+        self._loop = memory_gateway.loop
         self._task: asyncio.Task[None] | None = None
         self.longest = 0.0
 

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from sandbox_gateway.api.access.limits import MAX_BODY_BYTES, MAX_HELD_BYTES
-from tests.api.served import ADMIN_KEY
+from tests.api.memory_gateway import ADMIN_KEY
 from tests.support.daemon import Daemon
 from tests.support.waiting import eventually
 
@@ -30,12 +30,12 @@ def test_incomplete_bodies(tmp_path: Path) -> None:
         threads = [threading.Thread(target=_send, args=[line]) for line in lines]
         for thread in threads:
             thread.start()
-        most, settled = 0, 0
+        peak, settled = 0, 0
         while settled < 20:
             daemon.check_health()
-            most = max(most, daemon.memory_use())
+            peak = max(peak, daemon.memory_use())
             settled += not any(thread.is_alive() for thread in threads)
-        assert most - before < MOST_GROWTH, f"{most - before} bytes"
+        assert peak - before < MOST_GROWTH, f"{peak - before} bytes"
         refused = [line for line in lines if _answer(line).startswith(b"HTTP/1.1 429 ")]
         assert CLIENTS // 2 < len(refused) < CLIENTS
         stack.close()

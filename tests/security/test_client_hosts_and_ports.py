@@ -26,7 +26,7 @@ from tests.api.inside import (
     read_status,
     request_head,
 )
-from tests.api.served import EXEC_KEY, Served
+from tests.api.memory_gateway import EXEC_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
 KEY = f"X-API-Key: {EXEC_KEY}"
@@ -39,13 +39,13 @@ def other(api: httpx.Client) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def run_canaries(served: Served, one: dict[str, Any], other: dict[str, Any]) -> Iterator[RawService]:
+def run_canaries(memory_gateway: MemoryGateway, sandbox: dict[str, Any], other: dict[str, Any]) -> Iterator[RawService]:
     """Run a service of `one` that may be reached, one of the host's and two more that may not."""
     hosts = RawService()
     with (
-        raw_service(served, one) as mine,
-        raw_service(served, one, port=PORT + 1) as next_port,
-        raw_service(served, other) as theirs,
+        raw_service(memory_gateway, sandbox) as mine,
+        raw_service(memory_gateway, sandbox, port=PORT + 1) as next_port,
+        raw_service(memory_gateway, other) as theirs,
         Service("127.0.0.1", HOST_PORT, hosts.listen),
     ):
         yield mine
@@ -124,20 +124,22 @@ def host_spellings(one: str, other: str, inside: str, gateway: int) -> list[str]
 
 
 def test_no_host_name_leads_elsewhere(
-    served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any]
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    names = host_spellings(one["sandboxID"], other["sandboxID"], machine_address(served, other), served.port)
-    with run_canaries(served, one, other) as mine:
+    names = host_spellings(
+        sandbox["sandboxID"], other["sandboxID"], machine_address(memory_gateway, other), memory_gateway.port
+    )
+    with run_canaries(memory_gateway, sandbox, other) as mine:
         for name in names:
             request = f"GET / HTTP/1.1\r\nHost: {name}\r\n{KEY}\r\n\r\n".encode("latin-1")
-            with raw_connection(served, request) as connection:
+            with raw_connection(memory_gateway, request) as connection:
                 status = read_status(connection)[0]
             assert status in (400, 404, 502), (name[:100], status)
         assert mine.accepted == 0
         # Its own names work in all the spellings that DNS allows.
-        good = f"{PORT}-{one['sandboxID']}.sandbox.local"
+        good = f"{PORT}-{sandbox['sandboxID']}.sandbox.local"
         for count, name in enumerate((good, good.upper(), f"{good}.", f"{good}:8700", f"{good}.:443"), 1):
-            with raw_connection(served, request_head("GET /", f"Host: {name}", KEY)) as connection:
+            with raw_connection(memory_gateway, request_head("GET /", f"Host: {name}", KEY)) as connection:
                 assert read_status(connection)[0] == 200, name
             assert len(mine.heads) == count
             seen = mine.request_headers()["host"]
@@ -146,9 +148,9 @@ def test_no_host_name_leads_elsewhere(
 
 @pytest.mark.parametrize("first", ["ref", "port"])
 def test_no_header_leads_elsewhere(
-    served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any], first: str
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any], first: str
 ) -> None:
-    id, inside = one["sandboxID"], machine_address(served, other)
+    id, inside = sandbox["sandboxID"], machine_address(memory_gateway, other)
     refs = [
         *("127.0.0.1", "localhost", inside, f"{inside}:{PORT}", f"{id}@{inside}", f"{id}#", f"{id}/../{id}", "../one"),
         *(
@@ -181,44 +183,44 @@ def test_no_header_leads_elsewhere(
         *("0" * 5 + str(PORT), "9" * 5000, f"{PORT}#", f"{PORT}\\"),
     ]
     pairs = [(ref, str(PORT)) for ref in refs] if first == "ref" else [(id, port) for port in ports]
-    with run_canaries(served, one, other) as mine:
+    with run_canaries(memory_gateway, sandbox, other) as mine:
         for ref, port in pairs:
             fields = ("Host: gateway", f"E2b-Sandbox-Id: {ref}", f"E2b-Sandbox-Port: {port}", KEY)
-            with raw_connection(served, request_head("GET /", *fields)) as connection:
+            with raw_connection(memory_gateway, request_head("GET /", *fields)) as connection:
                 assert read_status(connection)[0] in (400, 502), (ref, port)
         assert mine.accepted == 0
         fields = ("Host: gateway", f"E2b-Sandbox-Id: {id}", f"E2b-Sandbox-Port: {PORT}", KEY)
-        with raw_connection(served, request_head("GET /", *fields)) as connection:
+        with raw_connection(memory_gateway, request_head("GET /", *fields)) as connection:
             assert read_status(connection)[0] == 200
 
 
 def test_host_ports_are_not_sandbox_ports(
-    served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any]
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    with run_canaries(served, one, other):
-        for port in (HOST_PORT, served.port, 22):
+    with run_canaries(memory_gateway, sandbox, other):
+        for port in (HOST_PORT, memory_gateway.port, 22):
             answer = api.get("/health", headers={"Host": f"{port}-one.sandbox.local"})
             assert answer.status_code == 502 and "nothing listens" in answer.json()["message"]
 
 
 def test_no_target_leads_elsewhere(
-    served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any]
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any]
 ) -> None:
     """The host in the request line is ignored."""
-    mine_host = f"Host: {PORT}-{one['sandboxID']}.sandbox.local"
+    mine_host = f"Host: {PORT}-{sandbox['sandboxID']}.sandbox.local"
     theirs = f"{PORT}-{other['sandboxID']}.sandbox.local"
-    with run_canaries(served, one, other) as mine:
+    with run_canaries(memory_gateway, sandbox, other) as mine:
         for target in (
             *(f"http://127.0.0.1:{HOST_PORT}/", f"http://{theirs}/", f"https://{theirs}/", f"{theirs}:80", "*"),
             *(f"@{theirs}/", f"127.0.0.1:{HOST_PORT}", "file:///etc/passwd", "unix:/run/x", "?x", "#x"),
         ):
-            with raw_connection(served, request_head(f"GET {target}", mine_host, KEY)) as connection:
+            with raw_connection(memory_gateway, request_head(f"GET {target}", mine_host, KEY)) as connection:
                 assert read_status(connection)[0] in (400, 501), target
         assert mine.accepted == 0
         for count, target in enumerate(
             (f"//127.0.0.1:{HOST_PORT}/", f"/@{theirs}/", "/../../x", "/\\\\x", "/http://x"), 1
         ):
-            with raw_connection(served, request_head(f"GET {target}", mine_host, KEY)) as connection:
+            with raw_connection(memory_gateway, request_head(f"GET {target}", mine_host, KEY)) as connection:
                 assert read_status(connection)[0] == 200
             assert len(mine.heads) == count and mine.request_target() == target, "it is a path, and passed on as it is"
 

@@ -14,7 +14,7 @@ import pytest
 from sandbox_gateway.api.access.limits import MAX_BODY_BYTES
 from sandbox_gateway.server.serving import document
 from tests.api.inside import eventually
-from tests.api.served import ADMIN_KEY, EXEC_KEY
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY
 from tests.security.routes import Target
 
 FULL, SOME = MAX_BODY_BYTES - 256, 64 << 10
@@ -110,7 +110,7 @@ MANY = [
 
 def make_client(there: Target, key: str = ADMIN_KEY) -> httpx.Client:
     # Loading the CA certificates takes clients longer than most requests here.
-    return httpx.Client(base_url=there.served.url, headers={"X-API-Key": key}, verify=False, timeout=60)
+    return httpx.Client(base_url=there.gateway.url, headers={"X-API-Key": key}, verify=False, timeout=60)
 
 
 def send_attack(asking: httpx.Client, there: Target, method: str, path: str, body: bytes) -> httpx.Response:

@@ -70,7 +70,7 @@ MOUNTS = [
 
 @pytest.mark.parametrize(("method", "path", "body", "field"), PLACES, ids=lambda value: str(value)[:40])
 def test_no_name_is_a_path(target: Target, method: str, path: str, body: dict[str, Any], field: str) -> None:
-    with target.served.client() as admin:
+    with target.gateway.client() as admin:
         for name in TRAVERSALS:
             sent = {**body, field: [name] if field == "names" else name}
             content = json.dumps(sent)
@@ -83,14 +83,14 @@ def test_no_name_is_a_path(target: Target, method: str, path: str, body: dict[st
 
 @pytest.mark.parametrize(("method", "path", "body", "field"), REFERENCES, ids=lambda value: str(value)[:40])
 def test_no_reference_is_a_path(target: Target, method: str, path: str, body: dict[str, Any], field: str) -> None:
-    with target.served.client() as admin:
+    with target.gateway.client() as admin:
         for name in (each for each in TRAVERSALS if "\udcff" not in each):
             answer = admin.request(method, path, json={**body, field: name})
             assert answer.status_code in (400, 404), (name[:50], answer.text[:200])
 
 
 def test_no_reference_in_a_path_is_a_path(target: Target) -> None:
-    with target.served.client() as admin:
+    with target.gateway.client() as admin:
         for name in (
             each for each in TRAVERSALS if "\udcff" not in each and each not in (".", "..") and len(each) < 1000
         ):
@@ -102,7 +102,7 @@ def test_no_reference_in_a_path_is_a_path(target: Target) -> None:
 
 @pytest.mark.parametrize("path", MOUNTS)
 def test_no_volume_is_mounted_over_system_directories(target: Target, path: str) -> None:
-    with target.served.client() as admin:
+    with target.gateway.client() as admin:
         mount = {"name": "data", "path": path}
         for route, body in (
             ("/sandboxes/one/volumes", mount),

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from tests.api.inside import PORT, eventually, host, make_reply, port_headers, raw_connection, raw_service, request_head
-from tests.api.served import EXEC_KEY, Served
+from tests.api.memory_gateway import EXEC_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
 KEY = f"X-API-Key: {EXEC_KEY}"
@@ -26,7 +26,9 @@ def memory_use() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_many_clients_that_read_a_byte_a_second(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+def test_many_clients_that_read_a_byte_a_second(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
+) -> None:
     other, sent = create_sandbox(api, name="other"), 0
 
     async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -38,13 +40,13 @@ def test_many_clients_that_read_a_byte_a_second(served: Served, api: httpx.Clien
             await writer.drain()
             sent += 65536
 
-    request = request_head("GET /", f"Host: {host(one, PORT)}", KEY)
+    request = request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)
     with (
-        raw_service(served, one, *[ENDLESS] * MANY, make_reply(), then=flood) as service,
+        raw_service(memory_gateway, sandbox, *[ENDLESS] * MANY, make_reply(), then=flood) as service,
         contextlib.ExitStack() as stack,
     ):
         before = memory_use()
-        readers = [stack.enter_context(raw_connection(served, request)) for _ in range(MANY)]
+        readers = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(MANY)]
         for reader in readers:
             assert reader.recv(1) == b"H"
         was = -1
@@ -58,16 +60,18 @@ def test_many_clients_that_read_a_byte_a_second(served: Served, api: httpx.Clien
         assert 0 < sent < MANY * MOST_EACH
         assert memory_use() - before < MANY * MOST_EACH
         # All others still work: at the gateway, at another sandbox, and at the same service.
-        with served.client(EXEC_KEY) as client:
+        with memory_gateway.client(EXEC_KEY) as client:
             for _ in range(20):
                 assert client.get("/health").status_code == 200
                 assert client.get("/echo", headers=port_headers(other)).status_code == 201
-                assert client.get("/", headers=port_headers(one, PORT)).text == "ok"
+                assert client.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
                 assert client.post("/sandboxes/other/exec", json={"args": ["exit", "0"]}).status_code == 200
     eventually(lambda: not service.open)
 
 
-def test_services_that_write_a_byte_at_a_time(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+def test_services_that_write_a_byte_at_a_time(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
+) -> None:
     other = create_sandbox(api, name="other")
 
     async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -76,11 +80,11 @@ def test_services_that_write_a_byte_at_a_time(served: Served, api: httpx.Client,
             await writer.drain()
             await asyncio.sleep(0.2)
 
-    request = request_head("GET /", f"Host: {host(one, PORT)}", KEY)
-    with raw_service(served, one, b"H", then=drip) as service, contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(raw_connection(served, request)) for _ in range(MANY)]
+    request = request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)
+    with raw_service(memory_gateway, sandbox, b"H", then=drip) as service, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(MANY)]
         eventually(lambda: service.open == MANY)
-        with served.client(EXEC_KEY) as client:
+        with memory_gateway.client(EXEC_KEY) as client:
             for _ in range(20):
                 assert client.get("/health").status_code == 200
                 assert client.get("/echo", headers=port_headers(other)).status_code == 201
@@ -91,17 +95,19 @@ def test_services_that_write_a_byte_at_a_time(served: Served, api: httpx.Client,
     eventually(lambda: not service.open)
 
 
-def test_event_listeners_that_never_read(served: Served, api: httpx.Client) -> None:
+def test_event_listeners_that_never_read(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     """Unread events are dropped beyond a limit. Listeners are removed when they disconnect."""
-    queues = served.engine.events._queues
+    queues = memory_gateway.engine.events._queues
     before = len(queues)
     with contextlib.ExitStack() as stack:
         for _ in range(MANY):
-            stack.enter_context(raw_connection(served, request_head("GET /events", "Host: gateway", KEY)))
+            stack.enter_context(raw_connection(memory_gateway, request_head("GET /events", "Host: gateway", KEY)))
         eventually(lambda: len(queues) == before + MANY)
         was = memory_use()
         for _ in range(5000):
-            served.loop.call_soon_threadsafe(lambda: served.engine.events.publish("flood", data="x" * 1000))
+            memory_gateway.loop.call_soon_threadsafe(
+                lambda: memory_gateway.engine.events.publish("flood", data="x" * 1000)
+            )
         assert api.get("/health").status_code == 200
         assert memory_use() - was < 32 << 20
     eventually(lambda: len(queues) == before)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.api.inside import PORT, RawService, host, raw_connection, raw_service
-from tests.api.served import ADMIN_KEY, EXEC_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
 FIRST_SECONDS, QUIET_SECONDS = 2, 0.25
@@ -177,10 +177,10 @@ def build_request(form: Form, mine: str, hidden: bytes, key: str) -> bytes:
     return whole.replace(b"ONELINE", one_line).replace(b"LENGTH", str(length).encode())
 
 
-def accepted_statuses(served: Served, data: bytes) -> list[int]:
+def accepted_statuses(memory_gateway: MemoryGateway, data: bytes) -> list[int]:
     """The statuses of the answers to ``data`` except for 400: the requests that the gateway recognized."""
     got = b""
-    with raw_connection(served) as connection:
+    with raw_connection(memory_gateway) as connection:
         try:
             connection.sendall(data)
             connection.settimeout(FIRST_SECONDS)
@@ -211,15 +211,17 @@ def check_requests(service: RawService) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_hidden_request_reaches_a_service(
-    served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any], form: str
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any], form: str
 ) -> None:
-    with raw_service(served, one) as service, raw_service(served, other) as others:
-        for number, victim in enumerate((one, other), 1):
+    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other) as others:
+        for number, victim in enumerate((sandbox, other), 1):
             hidden = f"GET /hidden HTTP/1.1\r\nHost: {host(victim, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n".encode()
-            statuses = accepted_statuses(served, build_request(FORMS[form], host(one, PORT), hidden, EXEC_KEY))
+            statuses = accepted_statuses(
+                memory_gateway, build_request(FORMS[form], host(sandbox, PORT), hidden, EXEC_KEY)
+            )
             assert len(statuses) <= 1, "the gateway takes it for one request, or for none"
             # Nor is anything left over that precedes the next client's request.
-            assert api.get("/next", headers={"Host": host(one, PORT)}).text == "ok"
+            assert api.get("/next", headers={"Host": host(sandbox, PORT)}).text == "ok"
             targets = [service.request_target(each) for each in range(len(service.heads))]
             assert targets.count("/next") == number and len(targets) <= 2 * number, targets
             check_requests(service)
@@ -228,34 +230,36 @@ def test_no_hidden_request_reaches_a_service(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_hidden_request_reaches_the_gateway(
-    served: Served, api: httpx.Client, one: dict[str, Any], form: str
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], form: str
 ) -> None:
     """The hidden request removes the sandbox, with a key that has the right to do so."""
     hidden = f"DELETE /sandboxes/one HTTP/1.1\r\nHost: gateway\r\nX-API-Key: {ADMIN_KEY}\r\n\r\n".encode()
-    with raw_service(served, one) as service:
-        for outer in ("gateway", host(one, PORT)):
-            assert len(accepted_statuses(served, build_request(FORMS[form], outer, hidden, ADMIN_KEY))) <= 1
+    with raw_service(memory_gateway, sandbox) as service:
+        for outer in ("gateway", host(sandbox, PORT)):
+            assert len(accepted_statuses(memory_gateway, build_request(FORMS[form], outer, hidden, ADMIN_KEY))) <= 1
             assert api.get("/sandboxes/one").status_code == 200
         check_requests(service)
 
 
 @pytest.mark.parametrize("end", [b"\nContent-Length: 0\n\n", b"\r\nContent-Length:\r\n 0\r\n\r\n"])
 def test_leniently_parsed_requests_are_forwarded_strictly(
-    served: Served, one: dict[str, Any], other: dict[str, Any], end: bytes
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], other: dict[str, Any], end: bytes
 ) -> None:
     """RFC 9112 lets a server accept LF as a line end and unfold lines. The rest is then a separate request, checked by
     its own key. Services inside see neither LF nor folded lines."""
-    keyed = f"POST / HTTP/1.1\r\nHost: {host(one, PORT)}\r\nX-API-Key: {EXEC_KEY}".encode() + end
+    keyed = f"POST / HTTP/1.1\r\nHost: {host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}".encode() + end
     hidden = f"GET /hidden HTTP/1.1\r\nHost: {host(other, PORT)}\r\n\r\n".encode()
-    with raw_service(served, one) as service, raw_service(served, other) as others:
-        assert accepted_statuses(served, keyed + hidden) == [200, 401]
+    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other) as others:
+        assert accepted_statuses(memory_gateway, keyed + hidden) == [200, 401]
         check_requests(service)
         assert len(service.heads) == 1 and others.heads == []
 
 
-def test_pipelined_requests_stay_separate(served: Served, one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_pipelined_requests_stay_separate(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], other: dict[str, Any]
+) -> None:
     """Pipelining is allowed. Each request is checked separately, answered in turn, and has its own body."""
-    mine = f"Host: {host(one, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n"
+    mine = f"Host: {host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n"
     theirs = f"Host: {host(other, PORT)}\r\n"
     requests = [
         f"POST /1 HTTP/1.1\r\n{mine}Content-Length: 5\r\n\r\nfirst",
@@ -263,16 +267,16 @@ def test_pipelined_requests_stay_separate(served: Served, one: dict[str, Any], o
         f"POST /3 HTTP/1.1\r\n{mine}Transfer-Encoding: chunked\r\n\r\n5\r\nthird\r\n0\r\n\r\n",
         f"GET /4 HTTP/1.1\r\n{mine}\r\n",
     ]
-    with raw_service(served, one) as service, raw_service(served, other) as others:
-        assert accepted_statuses(served, "".join(requests).encode()) == [200, 401, 200, 200]
+    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other) as others:
+        assert accepted_statuses(memory_gateway, "".join(requests).encode()) == [200, 401, 200, 200]
         assert [head.split(b" ")[1] for head in service.heads] == [b"/1", b"/3", b"/4"]
         assert service.bodies == [b"first", b"third", b""]
         assert others.heads == []
 
 
-def test_each_request_needs_its_own_key(served: Served, one: dict[str, Any]) -> None:
-    keyed = f"GET /1 HTTP/1.1\r\nHost: {host(one, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n"
-    keyless = f"GET /2 HTTP/1.1\r\nHost: {host(one, PORT)}\r\n\r\n"
-    with raw_service(served, one) as service:
-        assert accepted_statuses(served, (keyed + keyless + keyed + keyless).encode()) == [200, 401, 200, 401]
+def test_each_request_needs_its_own_key(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
+    keyed = f"GET /1 HTTP/1.1\r\nHost: {host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n"
+    keyless = f"GET /2 HTTP/1.1\r\nHost: {host(sandbox, PORT)}\r\n\r\n"
+    with raw_service(memory_gateway, sandbox) as service:
+        assert accepted_statuses(memory_gateway, (keyed + keyless + keyed + keyless).encode()) == [200, 401, 200, 401]
         assert [head.split(b" ")[1] for head in service.heads] == [b"/1", b"/1"]

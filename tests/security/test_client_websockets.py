@@ -17,7 +17,7 @@ from websockets.uri import WebSocketURI
 
 from sandbox_gateway.api.data_plane.fragments import MAX_CONTROLS, ClientFragments, Fragments
 from tests.api.inside import PORT, Service, host
-from tests.api.served import ADMIN_KEY
+from tests.api.memory_gateway import ADMIN_KEY
 from tests.api.test_websocket import Handler, RecordingService
 from tests.support.daemon import Daemon
 from tests.support.waiting import eventually
@@ -117,8 +117,8 @@ def test_a_guest_floods_the_gateway(_daemon: tuple[Daemon, dict[str, Any]], size
         before = daemon.memory_use()
         eventually(lambda: floods == CLIENTS, seconds=60)
         # The gateway reads without a visible end.
-        most = max(current_memory(daemon) for _ in range(20))
-        assert most - before < MOST_GROWTH
+        peak = max(current_memory(daemon) for _ in range(20))
+        assert peak - before < MOST_GROWTH
 
 
 @pytest.mark.parametrize("controls", [b"\x89\x00", b"\x8a\x00"])
@@ -168,10 +168,10 @@ def send_to_all(daemon: Daemon, clients: list[ClientConnection], data: bytes) ->
     threads = [threading.Thread(target=send_to_one, args=[client]) for client in clients]
     for thread in threads:
         thread.start()
-    most = 0
+    peak = 0
     while any(thread.is_alive() for thread in threads):
-        most = max(most, current_memory(daemon))
-    return max(most, current_memory(daemon))
+        peak = max(peak, current_memory(daemon))
+    return max(peak, current_memory(daemon))
 
 
 def current_memory(daemon: Daemon) -> int:

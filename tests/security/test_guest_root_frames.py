@@ -32,7 +32,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
     volume_address,
 )
 from sandbox_gateway.records import NetworkPolicy
-from tests.kvm_xfs.test_netns import OPEN, Elsewhere, Guest, run_inside, world
+from tests.kvm_xfs.test_netns import OPEN, Guest, OutsideMachine, run_inside, world
 
 pytestmark = pytest.mark.usefixtures("need_root")
 
@@ -354,7 +354,7 @@ async def open_arena() -> AsyncIterator[Arena]:
     async with world() as w:
         slot, other = await w.pool.take(OPEN), await w.pool.take(NetworkPolicy(allow_out=["0.0.0.0/0"]))
         guest, _ = w.guest(slot), w.guest(other)
-        elsewhere: Elsewhere = w.elsewhere()
+        elsewhere: OutsideMachine = w.elsewhere()
         place = Place(slot, other, elsewhere.address, elsewhere.host_address, volume_address(w.network))
         wires = (
             Wire(lambda make: make(), slot.veth, incoming=True),

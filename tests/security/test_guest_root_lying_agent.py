@@ -26,7 +26,7 @@ from tests.api.inside import (
     port_headers,
     raw_service,
 )
-from tests.api.served import EXEC_KEY, Served
+from tests.api.memory_gateway import EXEC_KEY, MemoryGateway
 from tests.api.test_sandboxes import create_sandbox
 
 CALLS = (
@@ -47,7 +47,7 @@ def _short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def host_service(served: Served) -> Iterator[RawService]:
+def host_service(memory_gateway: MemoryGateway) -> Iterator[RawService]:
     """A service of the host itself."""
     canary = RawService()
     with Service("127.0.0.1", ELSEWHERE, canary.listen):
@@ -57,8 +57,8 @@ def host_service(served: Served) -> Iterator[RawService]:
 class Probe:
     """Keeps sending requests to `/health` and to another sandbox's port."""
 
-    def __init__(self, served: Served, other: dict[str, Any]) -> None:
-        self._served = served
+    def __init__(self, memory_gateway: MemoryGateway, other: dict[str, Any]) -> None:
+        self._served = memory_gateway
         self._other = other
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._ask)
@@ -85,12 +85,12 @@ class Probe:
         assert self.failures == []
 
 
-def repeat(piece: bytes, most: int | None = None) -> Handler:
+def repeat(piece: bytes, limit: int | None = None) -> Handler:
     """Send ``piece`` repeatedly: without end, or ``most`` times."""
 
     async def send_repeatedly(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         sent = 0
-        while most is None or sent < most:
+        while limit is None or sent < limit:
             writer.write(piece)
             await writer.drain()
             sent += 1
@@ -146,12 +146,15 @@ LIES: dict[str, tuple[bytes, Handler | None]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_false_agent_harms_only_its_sandbox(
-    served: Served, api: httpx.Client, one: dict[str, Any], host_service: RawService, lie: str
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], host_service: RawService, lie: str
 ) -> None:
     answer, then = LIES[lie]
     other = create_sandbox(api, name="other")
     calls = CALLS[2:3] if "without end" in lie and "chunks" not in lie else CALLS
-    with raw_service(served, one, answer, port=AGENT_PORT, then=then) as agent, Probe(served, other):
+    with (
+        raw_service(memory_gateway, sandbox, answer, port=AGENT_PORT, then=then) as agent,
+        Probe(memory_gateway, other),
+    ):
         for method, path, body in calls:
             asked = len(agent.heads)
             told = api.request(method, path, json=body)
@@ -167,19 +170,19 @@ def test_a_false_agent_harms_only_its_sandbox(
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_false_service_affects_only_its_client(
-    served: Served, api: httpx.Client, one: dict[str, Any], host_service: RawService, lie: str
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], host_service: RawService, lie: str
 ) -> None:
     answer, then = LIES[lie]
     other = create_sandbox(api, name="other")
     with (
-        raw_service(served, one, answer, then=then) as service,
-        Probe(served, other),
-        served.client(EXEC_KEY) as client,
+        raw_service(memory_gateway, sandbox, answer, then=then) as service,
+        Probe(memory_gateway, other),
+        memory_gateway.client(EXEC_KEY) as client,
     ):
         client.timeout = httpx.Timeout(2)
         taken = 0
         try:
-            with client.stream("POST", "/", content=b"x", headers=port_headers(one, PORT)) as told:
+            with client.stream("POST", "/", content=b"x", headers=port_headers(sandbox, PORT)) as told:
                 for piece in told.iter_raw():
                     taken += len(piece)
                     if taken > 4 << 20:
@@ -191,10 +194,12 @@ def test_a_false_service_affects_only_its_client(
     assert host_service.accepted == 0
 
 
-def test_compressed_answers_are_forwarded_unchanged(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+def test_compressed_answers_are_forwarded_unchanged(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
+) -> None:
     with (
-        raw_service(served, one, make_reply("200 OK", BOMB, "Content-Encoding: gzip")),
-        api.stream("GET", "/", headers=port_headers(one, PORT)) as told,
+        raw_service(memory_gateway, sandbox, make_reply("200 OK", BOMB, "Content-Encoding: gzip")),
+        api.stream("GET", "/", headers=port_headers(sandbox, PORT)) as told,
     ):
         assert told.headers["content-encoding"] == "gzip"
         assert b"".join(told.iter_raw()) == BOMB
@@ -222,43 +227,45 @@ POISONED: dict[str, bytes] = {
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])
 @pytest.mark.parametrize("poison", POISONED)
 def test_a_surplus_answer_does_not_reach_the_next_client(
-    served: Served, api: httpx.Client, one: dict[str, Any], poison: str, method: str
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], poison: str, method: str
 ) -> None:
-    with raw_service(served, one, POISONED[poison], make_reply(body=b"second")) as service:
-        with served.client(EXEC_KEY) as attacker:
-            attacker.request(method, "/", headers=port_headers(one, PORT))
-        answers = [api.get("/", headers=port_headers(one, PORT)) for _ in range(3)]
+    with raw_service(memory_gateway, sandbox, POISONED[poison], make_reply(body=b"second")) as service:
+        with memory_gateway.client(EXEC_KEY) as attacker:
+            attacker.request(method, "/", headers=port_headers(sandbox, PORT))
+        answers = [api.get("/", headers=port_headers(sandbox, PORT)) for _ in range(3)]
         assert [answer.text for answer in answers] == ["second"] * 3
         assert not any("x-poison" in answer.headers for answer in answers)
         assert service.accepted >= 2, "the connection is not used again"
 
 
 def test_a_body_after_head_does_not_become_the_next_answer(
-    served: Served, api: httpx.Client, one: dict[str, Any]
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     """The service answers HEAD with a body of its client's choice, as some careless servers do."""
-    with raw_service(served, one, make_reply(body=make_reply(body=b"poison")), make_reply(body=b"second")):
-        api.head("/", headers=port_headers(one, PORT))
-        assert api.get("/", headers=port_headers(one, PORT)).text == "second"
+    with raw_service(memory_gateway, sandbox, make_reply(body=make_reply(body=b"poison")), make_reply(body=b"second")):
+        api.head("/", headers=port_headers(sandbox, PORT))
+        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "second"
 
 
 def test_answers_never_come_from_another_machine_or_port(
-    served: Served, api: httpx.Client, one: dict[str, Any]
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     other = create_sandbox(api, name="other")
     poisoned = make_reply(body=b"first") + make_reply(body=b"poison") * 50
     with (
-        raw_service(served, one, poisoned),
-        raw_service(served, one, make_reply(body=b"clean"), port=PORT + 1),
-        raw_service(served, other, make_reply(body=b"other")),
+        raw_service(memory_gateway, sandbox, poisoned),
+        raw_service(memory_gateway, sandbox, make_reply(body=b"clean"), port=PORT + 1),
+        raw_service(memory_gateway, other, make_reply(body=b"other")),
     ):
         for _ in range(10):
-            api.get("/", headers=port_headers(one, PORT))
-            assert api.get("/", headers=port_headers(one, PORT + 1)).text == "clean"
+            api.get("/", headers=port_headers(sandbox, PORT))
+            assert api.get("/", headers=port_headers(sandbox, PORT + 1)).text == "clean"
             assert api.get("/", headers=port_headers(other, PORT)).text == "other"
 
 
-def test_an_early_answer_does_not_reach_another_client(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+def test_an_early_answer_does_not_reach_another_client(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
+) -> None:
     """The service answers when a client connects and then each request, so it is always one answer ahead."""
 
     async def listen(where: str, port: int) -> asyncio.Server:
@@ -271,7 +278,10 @@ def test_an_early_answer_does_not_reach_another_client(served: Served, api: http
         return await asyncio.start_server(serve, where, port)
 
     other = create_sandbox(api, name="other")
-    with Service(machine_address(served, one), PORT, listen), raw_service(served, other, make_reply(body=b"other")):
+    with (
+        Service(machine_address(memory_gateway, sandbox), PORT, listen),
+        raw_service(memory_gateway, other, make_reply(body=b"other")),
+    ):
         for _ in range(20):
-            api.get("/", headers=port_headers(one, PORT))
+            api.get("/", headers=port_headers(sandbox, PORT))
             assert api.get("/", headers=port_headers(other, PORT)).text == "other"

@@ -104,9 +104,9 @@ def test_open_permissions_of_an_older_release_are_tightened(gateway_with_secrets
 
 
 def test_processes_for_guests_have_no_secret_in_their_environment(gateway_with_secrets: Gateway) -> None:
-    served = {name: pid for pid, name in processes_with(str(gateway_with_secrets.state_root))}
-    assert any("qemu" in name for name in served) and any("ganesha" in name for name in served)
-    for name, pid in served.items():
+    gateway = {name: pid for pid, name in processes_with(str(gateway_with_secrets.state_root))}
+    assert any("qemu" in name for name in gateway) and any("ganesha" in name for name in gateway)
+    for name, pid in gateway.items():
         settings = Path(f"/proc/{pid}/environ").read_text().split("\0")
         assert {setting.partition("=")[0] for setting in settings} <= {"", "PATH", "TMPDIR", "LC_ALL"}, name
 

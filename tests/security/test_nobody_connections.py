@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.served import ADMIN_KEY
+from tests.api.memory_gateway import ADMIN_KEY
 from tests.support.daemon import Daemon
 from tests.support.waiting import eventually
 

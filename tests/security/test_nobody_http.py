@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import pytest
 
 from sandbox_gateway.api.access.auth import OPEN_PATHS
-from tests.api.served import ADMIN_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.security.hostile import LoopMonitor
 from tests.security.routes import OVERRIDES, SPELLINGS, VERBS, Caller, Target, all_routes, route_templates
 
@@ -55,7 +55,7 @@ def test_every_route_is_attacked() -> None:
 
 @pytest.mark.parametrize("key", NO_KEYS)
 def test_no_method_at_any_route_has_an_effect(target: Target, key: str) -> None:
-    caller = Caller(target.served, NO_KEYS[key])
+    caller = Caller(target.gateway, NO_KEYS[key])
     for route in all_routes(target):
         for verb in VERBS if key == "no key" else (route.method,):
             check_refused(target, caller, verb, route.path)
@@ -64,7 +64,7 @@ def test_no_method_at_any_route_has_an_effect(target: Target, key: str) -> None:
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_no_spelling_of_a_route_is_accepted(target: Target, spelling: str) -> None:
-    caller = Caller(target.served, {})
+    caller = Caller(target.gateway, {})
     for route in all_routes(target):
         check_refused(target, caller, route.method, SPELLINGS[spelling](route.path))
     caller.close()
@@ -72,17 +72,20 @@ def test_no_spelling_of_a_route_is_accepted(target: Target, spelling: str) -> No
 
 @pytest.mark.parametrize("header", OVERRIDES, ids=lambda header: "=".join(next(iter(header.items()))))
 def test_no_header_replaces_a_key(target: Target, header: dict[str, str]) -> None:
-    caller = Caller(target.served, {})
+    caller = Caller(target.gateway, {})
     for route in all_routes(target):
         check_refused(target, caller, route.method, route.path, **header)
     caller.close()
 
 
 @pytest.mark.parametrize("key", ["", ADMIN_KEY])
-def test_bodies_of_small_pieces_do_not_delay_others(served: Served, key: str) -> None:
+def test_bodies_of_small_pieces_do_not_delay_others(memory_gateway: MemoryGateway, key: str) -> None:
     """Tens of thousands of pieces fit into one read. With 20 connections, `/health` used to take 19 s."""
     request = f"POST /sandboxes HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection, LoopMonitor(served) as turns:
+    with (
+        socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=30) as connection,
+        LoopMonitor(memory_gateway) as turns,
+    ):
         connection.sendall(request + b"1\r\nx\r\n" * 200_000 + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         answers = b""
         while b'"memory"' not in answers:

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import pytest
 
 from sandbox_gateway.api.access.auth import OPEN_PATHS
-from tests.api.served import EXEC_KEY, READ_KEY
+from tests.api.memory_gateway import EXEC_KEY, READ_KEY
 from tests.security.routes import OVERRIDES, READING, SPELLINGS, VERBS, Caller, Target, all_routes
 
 READER, RUNNER = {"X-API-Key": READ_KEY}, {"X-API-Key": EXEC_KEY}
@@ -26,7 +26,7 @@ def target(attacked: Target) -> Iterator[Target]:
     before = attacked.state()
     attacked.agent_calls.clear()
     yield attacked
-    for machine in attacked.served.host.machines.values():
+    for machine in attacked.gateway.host.machines.values():
         machine.state.pop("stolen", None)
     assert attacked.state() == before and attacked.events == []
 
@@ -48,7 +48,7 @@ def path_of(spelled: str) -> str:
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_a_read_key_cannot_change_or_run_anything(target: Target, spelling: str) -> None:
-    caller = Caller(target.served, READER)
+    caller = Caller(target.gateway, READER)
     for route in all_routes(target):
         for verb in VERBS if spelling == "as it is" else {route.method, "POST"}:
             send_attack(target, caller, verb, SPELLINGS[spelling](route.path), verb in READING)
@@ -57,7 +57,7 @@ def test_a_read_key_cannot_change_or_run_anything(target: Target, spelling: str)
 
 
 def test_a_read_key_sees_no_secret(target: Target) -> None:
-    caller = Caller(target.served, READER)
+    caller = Caller(target.gateway, READER)
     for route in all_routes(target):
         for query in ("", "?limit=1000&diverged=true", "?secret=true&token=true"):
             if route.method == "GET":
@@ -70,7 +70,7 @@ def test_a_read_key_sees_no_secret(target: Target) -> None:
 @pytest.mark.parametrize("header", OVERRIDES[:6], ids=lambda header: "=".join(next(iter(header.items()))))
 @pytest.mark.parametrize("key", [READER, RUNNER], ids=["read", "exec"])
 def test_no_header_changes_the_method(target: Target, key: dict[str, str], header: dict[str, str]) -> None:
-    caller = Caller(target.served, key)
+    caller = Caller(target.gateway, key)
     for route in all_routes(target):
         for verb in {"GET", "DELETE", route.method} - ({"POST"} if key is RUNNER else set()):
             send_attack(target, caller, verb, route.path, verb in READING, **header)
@@ -79,7 +79,7 @@ def test_no_header_changes_the_method(target: Target, key: dict[str, str], heade
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_an_exec_key_can_only_run_programs(target: Target, spelling: str) -> None:
-    caller = Caller(target.served, RUNNER)
+    caller = Caller(target.gateway, RUNNER)
     for route in all_routes(target):
         for verb in VERBS if spelling == "as it is" else {route.method, "POST"}:
             spelled = SPELLINGS[spelling](route.path)
@@ -92,7 +92,7 @@ def test_an_exec_key_can_only_run_programs(target: Target, spelling: str) -> Non
 
 
 def test_two_keys_have_only_the_rights_of_the_better_one(target: Target) -> None:
-    caller = Caller(target.served, READER | {"Authorization": f"Bearer {EXEC_KEY}"})
+    caller = Caller(target.gateway, READER | {"Authorization": f"Bearer {EXEC_KEY}"})
     assert caller.ask("DELETE", "/sandboxes/one")[0] == 403
     assert caller.ask("POST", "/sandboxes/one/exec", BODY)[0] == 200
     caller.close()

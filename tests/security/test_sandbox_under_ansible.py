@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.support import cores, faulty_gateway
+from tests.support import ansible_core_versions, faulty_gateway
 from tests.support.faulty_gateway import FaultyGateway
 from tests.support.liar import ENDED, LAST, STARTED, LyingGateway, make_answer, make_frame, make_output
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m"
 
 
-pytestmark = pytest.mark.parametrize("core", cores.EACH)
+pytestmark = pytest.mark.parametrize("core", ansible_core_versions.EACH)
 
 
 class Trap:
@@ -123,7 +123,7 @@ def test_metadata_is_not_evaluated_as_a_template(
         {"ansible.builtin.debug": {"msg": "{{ again.metadata.header }}{{ hostvars.web.joined }}"}},
     ]
     for _ in range(2 if cached else 1):
-        said = cores.run_plays(core, tmp_path, inventory, {"hosts": "any", "tasks": tasks})
+        said = ansible_core_versions.run_plays(core, tmp_path, inventory, {"hosts": "any", "tasks": tasks})
         assert f"ok={len(tasks)}" in said, said
         assert said.count("variable_start_string") > 5, said
         assert not trap.mark.exists(), said
@@ -139,7 +139,7 @@ def test_metadata_is_not_decoded_as_ansibles_own_json(core: str, gateway: Hostil
     content = {"plugin": "grove.sandbox.sandboxes", "gateways": [{"url": gateway.url}], "strict": True, **cache}
     inventory.write_text(json.dumps(content))
     for _ in range(2):
-        found = cores.run_command(core, "inventory", "-i", inventory, "--graph", cwd=tmp_path)
+        found = ansible_core_versions.run_command(core, "inventory", "-i", inventory, "--graph", cwd=tmp_path)
         assert found.returncode == 0 and "--web" in found.stdout and "--other" in found.stdout, found.stderr
     task = {"grove.sandbox.sandbox_info": {"gateway_url": gateway.url}, "register": "found"}
     said = {"ansible.builtin.debug": {"msg": "{{ found.sandboxes | map(attribute='name') | sort | join(' ') }}"}}
@@ -148,7 +148,7 @@ def test_metadata_is_not_decoded_as_ansibles_own_json(core: str, gateway: Hostil
         "connection": "local",
         "tasks": [task, {**task, "environment": {"A": "b"}}, said],
     }
-    names = cores.run_plays(core, tmp_path, "localhost,", local)
+    names = ansible_core_versions.run_plays(core, tmp_path, "localhost,", local)
     assert "other web" in names, names
 
 
@@ -186,7 +186,9 @@ def test_results_are_not_evaluated_as_templates(
         tasks.append({"ansible.builtin.debug": {"msg": f"{{{{ {value} }}}}"}})
         tasks.append({"ansible.builtin.set_fact": {"kept": f"{{{{ {value} }}}}"}})
         tasks.append({"ansible.builtin.debug": {"msg": "{{ kept }}"}})
-    said = cores.run_plays(core, tmp_path, "localhost,", {"hosts": "localhost", "connection": "local", "tasks": tasks})
+    said = ansible_core_versions.run_plays(
+        core, tmp_path, "localhost,", {"hosts": "localhost", "connection": "local", "tasks": tasks}
+    )
     assert f"ok={len(tasks)}" in said, said
     assert said.count("variable_start_string") > len(values), said
     assert not trap.mark.exists(), said
@@ -270,7 +272,7 @@ def test_a_false_agent(core: str, trap: Trap, tmp_path: Path) -> None:
             {"ansible.builtin.debug": {"msg": f"{{{{ {value} }}}}"}}
             for value in ("said", "said.msg | default('')", "said.stdout | default('')", "said.exception | default('')")
         ]
-        shown = cores.run_plays(
+        shown = ansible_core_versions.run_plays(
             core,
             tmp_path,
             inventory,
@@ -299,7 +301,7 @@ def test_quoted_text_contains_no_terminal_codes(core: str, gateway: Hostile, tmp
     gateway.answer_all(502, {"message": f"the sandbox says {ESCAPE}hello", "kind": "backend_failed"})
     inventory = tmp_path / "sandboxes.yml"
     inventory.write_text(json.dumps({"plugin": "grove.sandbox.sandboxes", "gateways": [{"url": gateway.url}]}))
-    found = cores.run_command(core, "inventory", "-i", inventory, "--list", cwd=tmp_path)
+    found = ansible_core_versions.run_command(core, "inventory", "-i", inventory, "--list", cwd=tmp_path)
     assert "the sandbox says" in " ".join(found.stderr.split()) and "hello" in found.stderr, found.stderr
     assert not {"\x1b", "\x07", "\x9b"} & set(found.stdout + found.stderr)
 
@@ -314,7 +316,9 @@ def test_a_module_does_not_receive_the_key_of_the_environment(core: str, tmp_pat
         inventory = tmp_path / "hosts.yml"
         inventory.write_text(json.dumps({"all": {"hosts": {"web": variables}}}))
         task = {"grove.sandbox.sandbox_info": {"gateway_url": "unix:///run/inside.sock"}}
-        said = cores.run_plays(core, tmp_path, inventory, {"hosts": "web", "tasks": [task]}, SANDBOX_GATEWAY_TOKEN=key)
+        said = ansible_core_versions.run_plays(
+            core, tmp_path, inventory, {"hosts": "web", "tasks": [task]}, SANDBOX_GATEWAY_TOKEN=key
+        )
     assert "ok=1" in said, said
     assert liar.received_keys() == {key}, "the gateway gets it"
     assert liar.bodies and not any(key.encode() in body for body in liar.bodies)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.api.served import EXEC_KEY
-from tests.support import cores
+from tests.api.memory_gateway import EXEC_KEY
+from tests.support import ansible_core_versions
 from tests.support.liar import LyingGateway, facts_answer, make_answer
 
-pytestmark = pytest.mark.parametrize("core", cores.EACH)
+pytestmark = pytest.mark.parametrize("core", ansible_core_versions.EACH)
 
 KEY = "key-of-the-gateway"
 SECRET = "content-of-a-file"
@@ -93,7 +93,7 @@ def test_variables_of_add_host_are_sufficient(core: str, gateway: LyingGateway, 
     named = {key: value for key, value in guest["ansible.builtin.add_host"].items() if key != "ansible_host"}
     hosts["tasks"].append({"ansible.builtin.add_host": {**named, "name": "named"}})
     delegated = {**TASK, "delegate_to": "{{ item }}", "loop": ["guest", "named"]}
-    said = cores.run_plays(
+    said = ansible_core_versions.run_plays(
         core,
         tmp_path,
         "localhost,",
@@ -127,7 +127,7 @@ def test_no_single_fact_redirects_tasks(
         "ansible_sandbox_max_output_mb": 1 << 20,
     }.get(name, str(files.secret))
     gateway.lies["0123456789ab"] = facts_answer(**{name: value})
-    said = cores.run_plays(
+    said = ansible_core_versions.run_plays(
         core, tmp_path, "localhost,", add_sandbox(gateway, files), {"hosts": "guest", "tasks": [PING, TASK]}
     )
     check_nothing_stolen(said, gateway, thief)
@@ -150,7 +150,7 @@ def test_facts_cannot_redirect_tasks(
         plays = [{"hosts": "guest", "tasks": [told], "handlers": [{**TASK, "name": "next"}]}]
     elif way == "loop":
         plays = [{"hosts": "guest", "tasks": [PING, {**TASK, "loop": [1, 2]}]}]
-    said = cores.run_plays(core, tmp_path, "localhost,", add_sandbox(gateway, files), *plays)
+    said = ansible_core_versions.run_plays(core, tmp_path, "localhost,", add_sandbox(gateway, files), *plays)
     check_nothing_stolen(said, gateway, thief)
     assert "must not come from facts" in said, said
 
@@ -171,11 +171,15 @@ def test_a_fact_cannot_name_another_host(
     hosts["tasks"].append({"ansible.builtin.add_host": other})
     sandbox = variables.get("ansible_host", "guest")
     gateway.lies[sandbox] = facts_answer(inventory_hostname="other", ansible_sandbox_gateway_url=thief.url)
-    said = cores.run_plays(core, tmp_path, "localhost,", hosts, {"hosts": "guest", "tasks": [PING, TASK]})
+    said = ansible_core_versions.run_plays(
+        core, tmp_path, "localhost,", hosts, {"hosts": "guest", "tasks": [PING, TASK]}
+    )
     check_nothing_stolen(said, gateway, thief)
     check_refused(said, "ansible_sandbox_gateway_url of host guest")
     gateway.lies[sandbox] = facts_answer(inventory_hostname="other")
-    said = cores.run_plays(core, tmp_path, "localhost,", hosts, {"hosts": "guest", "tasks": [PING, TASK]})
+    said = ansible_core_versions.run_plays(
+        core, tmp_path, "localhost,", hosts, {"hosts": "guest", "tasks": [PING, TASK]}
+    )
     check_nothing_stolen(said, gateway, thief)
     assert [headers["E2b-Sandbox-Id"] for headers in gateway.asked] == [sandbox] * 3, said
 
@@ -191,11 +195,11 @@ def test_cached_facts_cannot_redirect_tasks(
         "ANSIBLE_CACHE_PLUGIN_TIMEOUT": "3600",
     }
     gather = {"ansible.builtin.setup": {"gather_subset": "min"}}
-    cores.run_plays(
+    ansible_core_versions.run_plays(
         core, tmp_path, "localhost,", add_sandbox(gateway, files), {"hosts": "guest", "tasks": [gather]}, **cache
     )
     assert any("ansible_sandbox_gateway_url" in file.read_text() for file in (tmp_path / "facts").iterdir())
-    said = cores.run_plays(
+    said = ansible_core_versions.run_plays(
         core, tmp_path, "localhost,", add_sandbox(gateway, files), {"hosts": "guest", "tasks": [TASK]}, **cache
     )
     check_nothing_stolen(said, gateway, thief)
@@ -219,7 +223,7 @@ def test_registered_results_cannot_redirect_tasks(
     gateway.lies["0123456789ab"] = make_answer(thief.url)
     (tmp_path / "fetched.yml").write_text(json.dumps(false_facts(thief, files)))
     tasks = [{**TASK, "register": "got"}, SET[way], TASK]
-    said = cores.run_plays(
+    said = ansible_core_versions.run_plays(
         core, tmp_path, "localhost,", add_sandbox(gateway, files), {"hosts": "guest", "tasks": tasks}
     )
     check_nothing_stolen(said, gateway, thief)
@@ -234,7 +238,7 @@ def test_vars_of_a_play_are_refused(
     gateway.lies["0123456789ab"] = facts_answer(elsewhere=thief.url)
     lie = {"vars": {"ansible_sandbox_gateway_url": "{{ elsewhere | default('" + gateway.url + "') }}"}}
     book = {"hosts": "guest", "tasks": [PING, {**TASK, **(lie if where == "task" else {})}]}
-    said = cores.run_plays(
+    said = ansible_core_versions.run_plays(
         core, tmp_path, "localhost,", add_sandbox(gateway, files), {**book, **(lie if where == "play" else {})}
     )
     check_nothing_stolen(said, gateway, thief)
@@ -263,7 +267,7 @@ def test_templates_in_host_vars(
     gateway.lies["0123456789ab"] = facts_answer(
         address=thief.url, key_file=str(files.secret), ansible_local={"address": thief.url}
     )
-    said = cores.run_plays(core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING, TASK]})
+    said = ansible_core_versions.run_plays(core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING, TASK]})
     check_nothing_stolen(said, gateway, thief)
     assert "ok=2" in said and len(gateway.asked) == 2, said
     assert gateway.received_keys() == {KEY}
@@ -289,7 +293,9 @@ def test_host_vars_group_vars_and_the_command_line(
     inventory.write_text(json.dumps({"sandboxes": {"hosts": {"guest": None}}}))
     book.write_text(json.dumps([{"hosts": "guest", "gather_facts": False, "tasks": [TASK, TASK]}]))
     extra = {"an_id": "0123456789ab", "ansible_sandbox_gateway_token": EXEC_KEY}
-    run = cores.run_command(core, "playbook", "-i", inventory, "-e", json.dumps(extra), book, cwd=tmp_path)
+    run = ansible_core_versions.run_command(
+        core, "playbook", "-i", inventory, "-e", json.dumps(extra), book, cwd=tmp_path
+    )
     assert run.returncode == 0 and len(gateway.asked) == 2, run.stdout + run.stderr
     assert gateway.received_keys() == {EXEC_KEY} and not thief.asked
     assert {headers["E2b-Sandbox-Id"] for headers in gateway.asked} == {"0123456789ab"}
@@ -305,11 +311,11 @@ def test_a_host_of_our_inventory(
     listed = {"url": gateway.url, "token_file": str(files.key)}
     inventory.write_text(json.dumps({"plugin": "grove.sandbox.sandboxes", "gateways": [listed], "strict": True}))
     gateway.lies[made["sandboxID"]] = facts_answer(**false_facts(thief, files))
-    said = cores.run_plays(core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING, TASK]})
+    said = ansible_core_versions.run_plays(core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING, TASK]})
     check_nothing_stolen(said, gateway, thief)
     assert "ok=2" in said and len([each for each in gateway.asked if "E2b-Sandbox-Id" in each]) == 2, said
     gateway.lies[made["sandboxID"]] = facts_answer(ansible_sandbox_gateway_token=SECRET)
-    said = cores.run_plays(core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING, TASK]})
+    said = ansible_core_versions.run_plays(core, tmp_path, inventory, {"hosts": "guest", "tasks": [PING, TASK]})
     check_nothing_stolen(said, gateway, thief)
     check_refused(said, "ansible_sandbox_gateway_token")
 
@@ -328,7 +334,9 @@ def test_a_gateway_that_lists_a_foreign_sandbox(
     content = {"plugin": "grove.sandbox.sandboxes", "gateways": gateways, "strict": True}
     inventory.write_text(json.dumps(content))
     plays = [{"hosts": "guest.ours", "tasks": [TASK]}]
-    said = cores.run_plays(core, tmp_path, inventory, *plays, {"hosts": "other.theirs", "tasks": [TASK]})
+    said = ansible_core_versions.run_plays(
+        core, tmp_path, inventory, *plays, {"hosts": "other.theirs", "tasks": [TASK]}
+    )
     assert said.count("unreachable=0") == 2, said
     for place, key in ((gateway, KEY), (thief, "key-of-the-other")):
         tasks = [headers for headers in place.asked if "E2b-Sandbox-Id" in headers]
@@ -337,7 +345,7 @@ def test_a_gateway_that_lists_a_foreign_sandbox(
     own = {"ansible_sandbox_gateway_token": EXEC_KEY}
     (tmp_path / "host_vars").mkdir()
     (tmp_path / "host_vars" / "guest.ours.yml").write_text(json.dumps(own))
-    cores.run_plays(core, tmp_path, inventory, *plays)
+    ansible_core_versions.run_plays(core, tmp_path, inventory, *plays)
     assert gateway.received_keys() == {KEY, EXEC_KEY} and thief.received_keys() == {"key-of-the-other"}
 
 
@@ -366,7 +374,7 @@ def test_the_key_is_never_shown(core: str, gateway: LyingGateway, files: Files, 
         "ANSIBLE_RETRY_FILES_ENABLED": "1",
         "ANSIBLE_RETRY_FILES_SAVE_PATH": str(tmp_path / "retry"),
     }
-    run = cores.run_command(
+    run = ansible_core_versions.run_command(
         core, "playbook", "-vvvvv", "--diff", "-i", "localhost,", book, cwd=tmp_path, environment=environment
     )
     assert "over" in run.stdout and gateway.received_keys() == {KEY}, run.stdout + run.stderr

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.support import cores
+from tests.support import ansible_core_versions
 from tests.support.liar import LyingGateway, facts_answer
 
-pytestmark = pytest.mark.parametrize("core", cores.EACH)
+pytestmark = pytest.mark.parametrize("core", ansible_core_versions.EACH)
 
 KEY = "key-of-the-environment"
 ASK = "grove.sandbox.sandbox_info"
@@ -108,7 +108,9 @@ def test_the_operators_variables_are_sufficient(core: str, gateway: LyingGateway
     (role / "main.yml").write_text(json.dumps([make_task(gateway_url="{{ there }}")]))
     ways = operator_plays(gateway.url)
     plays = [{"name": name, "hosts": "control", **play} for name, play in ways.items()]
-    said = cores.run_plays(core, tmp_path, write_inventory(tmp_path, gateway), *plays, SANDBOX_GATEWAY_TOKEN=KEY)
+    said = ansible_core_versions.run_plays(
+        core, tmp_path, write_inventory(tmp_path, gateway), *plays, SANDBOX_GATEWAY_TOKEN=KEY
+    )
     assert "failed=0" in said and "failed=1" not in said and "unreachable=1" not in said, said
     assert len(gateway.asked) == len(ways) and gateway.received_keys() == {KEY}, said
 
@@ -126,7 +128,7 @@ def test_the_environments_key_goes_only_to_gateways_of_the_operator(
         ]
         play = {"hosts": "control", "tasks": tasks}
         environment = {"SANDBOX_GATEWAY_URL": gateway.url, "SANDBOX_GATEWAY_TOKEN": KEY}
-        said = cores.run_plays(core, tmp_path, write_inventory(tmp_path, gateway), play, **environment)
+        said = ansible_core_versions.run_plays(core, tmp_path, write_inventory(tmp_path, gateway), play, **environment)
         assert "ok=4" in said and len(gateway.asked) == 2 and len(other.asked) == 1, said
         assert gateway.received_keys() == other.received_keys() == {KEY}
 
@@ -138,10 +140,12 @@ def test_a_key_in_the_task_goes_to_the_tasks_address(core: str, gateway: LyingGa
         "hosts": "control",
         "tasks": [register, make_task(gateway_url="{{ got }}", gateway_token="key-of-the-task")],
     }
-    said = cores.run_plays(core, tmp_path, write_inventory(tmp_path, gateway), pair, SANDBOX_GATEWAY_TOKEN=KEY)
+    said = ansible_core_versions.run_plays(
+        core, tmp_path, write_inventory(tmp_path, gateway), pair, SANDBOX_GATEWAY_TOKEN=KEY
+    )
     assert "failed=0" in said and gateway.received_keys() == {"key-of-the-task"}, said
     none = {"hosts": "control", "tasks": [register, make_task(gateway_url="{{ got }}")]}
-    said = cores.run_plays(core, tmp_path, write_inventory(tmp_path, gateway), none)
+    said = ansible_core_versions.run_plays(core, tmp_path, write_inventory(tmp_path, gateway), none)
     assert "failed=0" in said and gateway.received_keys() == {"key-of-the-task"} and len(gateway.asked) == 2, said
 
 
@@ -222,7 +226,7 @@ def test_facts_cannot_redirect_the_key(core: str, gateway: LyingGateway, thief: 
     plays = [{**play, "vars": {"ansible_connection": "local", **play["vars"]}} for play in plays]
     hosts = write_inventory(tmp_path, gateway, trusted=gateway.url, check=True)
     first = {"hosts": "guest", "tasks": [PING]}
-    said = cores.run_plays(core, tmp_path, hosts, first, *plays, SANDBOX_GATEWAY_TOKEN=KEY)
+    said = ansible_core_versions.run_plays(core, tmp_path, hosts, first, *plays, SANDBOX_GATEWAY_TOKEN=KEY)
     check_refused(said, thief)
     assert not {KEY} & gateway.received_keys(), said
     missed = [name for name in ways if said.partition(f"PLAY [{name}]")[2].partition("PLAY [")[0].count(REFUSED) < 1]
@@ -234,7 +238,9 @@ def test_facts_of_a_delegating_host(core: str, gateway: LyingGateway, thief: Lyi
     gateway.lies["0123456789ab"] = facts_answer(sandbox_gateway_url=thief.url)
     tasks = [{**PING, "delegate_to": "guest"}, make_task(gateway_url="{{ sandbox_gateway_url }}")]
     play = {"hosts": "control", "tasks": tasks}
-    said = cores.run_plays(core, tmp_path, write_inventory(tmp_path, gateway), play, SANDBOX_GATEWAY_TOKEN=KEY)
+    said = ansible_core_versions.run_plays(
+        core, tmp_path, write_inventory(tmp_path, gateway), play, SANDBOX_GATEWAY_TOKEN=KEY
+    )
     check_refused(said, thief)
     assert not {KEY} & gateway.received_keys() and "failed=1" in said
 
@@ -250,7 +256,7 @@ def test_cached_facts_cannot_redirect_the_key(
     }
     hosts = write_inventory(tmp_path, gateway)
     gather = {"ansible.builtin.setup": {"gather_subset": "min"}}
-    cores.run_plays(core, tmp_path, hosts, {"hosts": "guest", "tasks": [gather]}, **cache)
+    ansible_core_versions.run_plays(core, tmp_path, hosts, {"hosts": "guest", "tasks": [gather]}, **cache)
     task = {**make_task(gateway_url="{{ sandbox_gateway_url }}"), "delegate_to": "control"}
-    said = cores.run_plays(core, tmp_path, hosts, {"hosts": "guest", "tasks": [task]}, **cache)
+    said = ansible_core_versions.run_plays(core, tmp_path, hosts, {"hosts": "guest", "tasks": [task]}, **cache)
     check_refused(said, thief)

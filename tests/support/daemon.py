@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.api.served import ADMIN_KEY
+from tests.api.memory_gateway import ADMIN_KEY
 from tests.support import session
 
 _ROOT = Path(__file__).parents[2]

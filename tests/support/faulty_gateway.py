@@ -26,7 +26,7 @@ from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Sandbox, Snapshot
-from tests.api import served
+from tests.api import memory_gateway
 from tests.api.memory_host import Machine, MemoryHost
 
 TEMPLATE = "base"
@@ -86,12 +86,12 @@ class FaultyGateway:
         self._lock = threading.Lock()
         self._of_thread = threading.local()
         self._forget_faults()
-        self._served = served.Served(root, FaultyHost(), log={"level": "warning"})
-        self._served.build_template(TEMPLATE)
+        self._gateway = memory_gateway.MemoryGateway(root, FaultyHost(), log={"level": "warning"})
+        self._gateway.build_template(TEMPLATE)
         self._known = _Known(self.request("GET", "/openapi.json"))
         self._handler = type("Handler", (_Handler,), {"gateway": self})
         self._undo = contextlib.ExitStack()
-        self._undo.callback(self._served.end)
+        self._undo.callback(self._gateway.end)
         server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler)
         # Its connections inherit this. Otherwise each body waits 40 ms for the client to acknowledge the headers.
         server.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -142,7 +142,7 @@ class FaultyGateway:
             await self._host.machines.pop(instance).stop()
             self._host._exit(instance)
 
-        asyncio.run_coroutine_threadsafe(end(), self._served.loop).result(_SECONDS)
+        asyncio.run_coroutine_threadsafe(end(), self._gateway.loop).result(_SECONDS)
         deadline = time.monotonic() + _SECONDS
         while self.request("GET", f"/sandboxes?name={name}")[0]["state"] != "paused":
             assert time.monotonic() < deadline, f"that the machine of {name} ended was not noticed"
@@ -170,11 +170,11 @@ class FaultyGateway:
             if template["names"] != [TEMPLATE] or template["recipe"]["packages"] or template["recipe"]["setup"]:
                 self.request("DELETE", f"/templates/{template['templateID']}")
         if TEMPLATE not in self.list_names("templates"):
-            self._served.build_template(TEMPLATE)
+            self._gateway.build_template(TEMPLATE)
 
     @property
     def _host(self) -> FaultyHost:
-        host = self._served.host
+        host = self._gateway.host
         assert isinstance(host, FaultyHost)
         return host
 
@@ -234,7 +234,7 @@ class FaultyGateway:
 
     def _forward(self, method: str, target: str, raw: bytes | None) -> tuple[int, Any, bytes]:
         reused = getattr(self._of_thread, "connection", None)
-        connection = reused or _UnixConnection(str(self._served.socket))
+        connection = reused or _UnixConnection(str(self._gateway.socket))
         try:
             connection.request(method, target, raw or None, {"Content-Type": "application/json"} if raw else {})
             response = connection.getresponse()

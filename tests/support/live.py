@@ -94,18 +94,18 @@ class Live:
 
 @contextlib.contextmanager
 def engines(world: World) -> Iterator[Callable[..., Live]]:
-    """Yields ``fresh``, and removes at the end everything that its engines have on the machine.
+    """Yields ``make_live``, and removes at the end everything that its engines have on the machine.
 
-    ``fresh(limits={…})`` opens an engine with its own state; ``fresh(config=config)`` reopens a state.
+    ``make_live(limits={…})`` opens an engine with its own state; ``make_live(config=config)`` reopens a state.
     """
     made: list[Live] = []
 
-    def fresh(config: Config | None = None, **sections: Any) -> Live:
+    def make_live(config: Config | None = None, **sections: Any) -> Live:
         config = config or world.config(**sections)
         made.append(Live(world.host(config), config))
         return made[-1]
 
-    yield fresh
+    yield make_live
     last = {live.config.host.state_root: live for live in made}
     for live in made:
         if not live.closed and live not in last.values():

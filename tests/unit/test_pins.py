@@ -53,7 +53,7 @@ def test_the_lists_agree_with_each_other() -> None:
     assert {name: versions for name, versions in pinned.items() if len(versions) > 1} == {}
 
 
-def test_the_gateways_list_satisfies_its_package() -> None:
+def test_the_requirements_satisfy_the_gateway_package() -> None:
     project = tomllib.loads((GATEWAY / "pyproject.toml").read_text())
     pins = {pin.name: pin for pin in sbom.host_pins([sbom.RUNTIME, *sbom.BUILD])}
     for text in [*project["project"]["dependencies"], *project["build-system"]["requires"]]:

@@ -154,8 +154,8 @@ def main(argv: list[str]) -> int:
         options, rest = base.getopt(argv, "cde:f:hiJ:lmn:p:qrRs:u:U:v")
     except base.BadOption:
         raise base.usage(USAGE) from None
-    letters = [letter for letter, _ in options]
-    for letter in letters:
+    option_letters = [letter for letter, _ in options]
+    for letter in option_letters:
         if letter in "efhJlpuUv":
             raise base.unsupported(f"-{letter}")
     work = Work()
@@ -164,10 +164,10 @@ def main(argv: list[str]) -> int:
         if letter in "ns":
             work.add(("name=" if letter == "n" else "securelevel=") + value)
             conf = False
-    operations = {letter for letter in letters if letter in "cmrR"}
-    if "d" in letters:
+    operations = {letter for letter in option_letters if letter in "cmrR"}
+    if "d" in option_letters:
         base.warnx("the 'allow.dying' parameter and '-d' flag are deprecated and have no effect.")
-    quiet = -1 if "i" in letters or "q" in letters else 0
+    quiet = -1 if "i" in option_letters or "q" in option_letters else 0
     if operations and operations <= {"r", "R"}:
         return stop(rest, conf, "R" in operations, quiet)
     if not operations:
@@ -184,7 +184,7 @@ def main(argv: list[str]) -> int:
     try:
         gather(work, rest)
         if operations == {"c"}:
-            return start(work, "i" in letters)
+            return start(work, "i" in option_letters)
         return update(work)
     except Failed:
         return 1

@@ -370,12 +370,12 @@ def umount_main(argv: list[str]) -> int:
         options, names = base.getopt(argv, "AaF:fh:Nndt:v")
     except base.BadOption:
         raise base.usage(UMOUNT_USAGE) from None
-    letters = {letter for letter, _ in options}
-    for letter in sorted(letters - set("fv")):
+    option_letters = {letter for letter, _ in options}
+    for letter in sorted(option_letters - set("fv")):
         raise base.unsupported(f"-{letter}")
     if not names:
         raise base.usage(UMOUNT_USAGE)
-    return max([unmount(name, "f" in letters, "v" in letters) for name in names])
+    return max([unmount(name, "f" in option_letters, "v" in option_letters) for name in names])
 
 
 def unmount(name: str, force: bool, verbose: bool) -> int:

@@ -104,7 +104,7 @@ def parse(text: str, *, main: bool) -> Ruleset:
                 "Rules must be in order: options, ethernet, normalization, queueing, translation, filtering",
             )
         last = rank
-        one(result, Words(words, number), main)
+        parse_statement(result, Words(words, number), main)
     return result
 
 
@@ -143,18 +143,18 @@ class Words:
             raise base.unsupported(f"{self.peek()} in pf rules")
         return SyntaxProblem(self.line, message)
 
-    def many(self, one_: object) -> list:  # type: ignore[type-arg]
+    def take_list(self, take_item: object) -> list:  # type: ignore[type-arg]
         """``one`` or ``{ one, one … }`` (commas may be left out)."""
         if not self.take("{"):
-            return [one_(self)]  # type: ignore[operator]
-        found = [one_(self)]  # type: ignore[operator]
+            return [take_item(self)]  # type: ignore[operator]
+        found = [take_item(self)]  # type: ignore[operator]
         while not self.take("}"):
             self.take(",")
-            found.append(one_(self))  # type: ignore[operator]
+            found.append(take_item(self))  # type: ignore[operator]
         return found
 
 
-def one(result: Ruleset, words: Words, main: bool) -> None:
+def parse_statement(result: Ruleset, words: Words, main: bool) -> None:
     first = words.next()
     if first == "set":
         option(result, words, main)
@@ -183,7 +183,7 @@ def option(result: Ruleset, words: Words, main: bool) -> None:
     name = words.next()
     if name == "skip":
         words.need("on")
-        result.skip = words.many(lambda each: each.next())
+        result.skip = words.take_list(lambda each: each.next())
     elif name == "block-policy":
         policy = words.next()
         if policy not in ("drop", "return"):
@@ -256,15 +256,15 @@ def translation(kind: str, no: bool, words: Words) -> list[Rule]:
 
 def common(rule: Rule, words: Words) -> list[Rule]:
     """The common part of filter and translation rules; lists expand to one rule for each member (expand_rule())."""
-    interfaces = words.many(interface) if words.take("on") else [""]
+    interfaces = words.take_list(interface) if words.take("on") else [""]
     af = words.take("inet", "inet6")
-    protocols = words.many(protocol) if words.take("proto") else [""]
+    protocols = words.take_list(protocol) if words.take("proto") else [""]
     sources, sports, targets, dports = ["any"], [""], ["any"], [""]
     if not words.take("all"):
         if words.take("from"):
-            sources, sports = words.many(host), ports(words)
+            sources, sports = words.take_list(host), ports(words)
         if words.take("to"):
-            targets, dports = words.many(host), ports(words)
+            targets, dports = words.take_list(host), ports(words)
     found = []
     for on in interfaces:
         for proto in protocols:
@@ -354,7 +354,7 @@ def masked(text: str, af: str, length: int) -> str:
 
 
 def ports(words: Words) -> list[str]:
-    return words.many(port_of) if words.take("port") else [""]
+    return words.take_list(port_of) if words.take("port") else [""]
 
 
 def port_of(words: Words) -> str:

@@ -55,12 +55,12 @@ def select(argv: list[str], known: str, act: object) -> int:
     for letter, _ in options:
         if letter not in known or letter in "nv:" or (letter == "l"):
             raise base.unsupported(f"-{letter}")
-    letters = {letter for letter, _ in options}
+    option_letters = {letter for letter, _ in options}
     wanted = [value for letter, value in options if letter == "j"]
     if not wanted and not patterns:
         raise usage()
     candidates = is_in_jails(wanted) if wanted else all_processes()
-    found = [pid for pid in candidates if not patterns or matches(pid, patterns, letters)]
+    found = [pid for pid in candidates if not patterns or matches(pid, patterns, option_letters)]
     for pid in found:
         act(pid)  # type: ignore[operator]
     sys.stdout.flush()
@@ -94,19 +94,19 @@ def all_processes() -> list[int]:
     return sorted(int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in holders)
 
 
-def matches(pid: int, patterns: list[str], letters: set[str]) -> bool:
+def matches(pid: int, patterns: list[str], option_letters: set[str]) -> bool:
     import re
 
     if pid == os.getpid():
         return False
     try:
-        with open(f"/proc/{pid}/{'cmdline' if 'f' in letters else 'comm'}") as file:
+        with open(f"/proc/{pid}/{'cmdline' if 'f' in option_letters else 'comm'}") as file:
             text = file.read().replace("\0", " ").strip()
     except OSError:
         return False
-    flags = re.IGNORECASE if "i" in letters else 0
+    flags = re.IGNORECASE if "i" in option_letters else 0
     try:
-        check = re.fullmatch if "x" in letters else re.search
+        check = re.fullmatch if "x" in option_letters else re.search
         return any(check(pattern, text, flags) for pattern in patterns)
     except re.error as error:
         raise base.errx(BAD_USAGE, f"Cannot compile regular expression `{patterns[0]}' ({error})") from None

@@ -118,8 +118,8 @@ def main(argv: list[str]) -> int:
         options, rules = base.getopt(argv, "ahlnru")
     except base.BadOption:
         raise base.usage(USAGE) from None
-    letters = {letter for letter, _ in options}
-    modes = sorted(letters & set("alru"))
+    option_letters = {letter for letter, _ in options}
+    modes = sorted(option_letters & set("alru"))
     if len(modes) > 1:
         raise base.errx(1, "at most one of -a, -l, -r, or -u may be specified")
     if not rules:
@@ -134,7 +134,7 @@ def main(argv: list[str]) -> int:
         try:
             expanded = expand(rule)
             enabled()
-            run_rule(mode, expanded, "h" in letters)
+            run_rule(mode, expanded, "h" in option_letters)
         except Malformed:
             failures += 1
         except Refused as refusal:

@@ -66,7 +66,7 @@ def test_each_obstacle_of_a_volume_has_a_remedy(kinds: tuple[str, ...], override
 
 
 @pytest.mark.parametrize("resource", ["volume", "volume_snapshot", "snapshot", "template"])
-def test_what_only_another_request_uses_is_free_in_a_moment(resource: str) -> None:
+def test_a_resource_in_use_by_a_request_suggests_a_retry(resource: str) -> None:
     assert in_use(resource) == "try again in a moment"
 
 

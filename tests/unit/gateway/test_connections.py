@@ -16,8 +16,8 @@ from sandbox_gateway.server.connections import Connections
 UNLIMITED = resource.RLIM_INFINITY
 
 
-def count_admitted(most: int = 10, **server: Any) -> Connections:
-    return Connections(Server.model_validate(server), most, Metrics(cast(Any, None)))
+def count_admitted(limit: int = 10, **server: Any) -> Connections:
+    return Connections(Server.model_validate(server), limit, Metrics(cast(Any, None)))
 
 
 def admit_connections(limits: Connections, *addresses: str) -> list[bool]:

@@ -22,8 +22,8 @@ things = st.recursive(
 objects = st.dictionaries(st.text(max_size=8), things, max_size=5)
 
 
-def parse(data: bytes, most: int = guest_json.DEFAULT_BYTES) -> dict[str, Any]:
-    return asyncio.run(guest_json.parse("sandbox", "exec", data, most))
+def parse(data: bytes, limit: int = guest_json.DEFAULT_BYTES) -> dict[str, Any]:
+    return asyncio.run(guest_json.parse("sandbox", "exec", data, limit))
 
 
 async def feed(*pieces: bytes) -> dict[str, Any]:

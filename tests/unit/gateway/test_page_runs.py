@@ -49,8 +49,8 @@ def test_union_of_many_is_that_of_the_sets(parts: list[set[int]]) -> None:
     assert numbers_of(found) == sorted(set().union(*parts))
 
 
-@given(numbers=sets, most=st.integers(1, 9))
-def test_pieces_are_bounded_and_keep_the_order(numbers: set[int], most: int) -> None:
-    pieces = list(runs.pieces(runs_of(numbers), most * 4096))
-    assert all(0 < runs.total(piece) <= most * 4096 for piece in pieces)
+@given(numbers=sets, limit=st.integers(1, 9))
+def test_pieces_are_bounded_and_keep_the_order(numbers: set[int], limit: int) -> None:
+    pieces = list(runs.pieces(runs_of(numbers), limit * 4096))
+    assert all(0 < runs.total(piece) <= limit * 4096 for piece in pieces)
     assert [number for piece in pieces for number in numbers_of(piece)] == sorted(numbers)

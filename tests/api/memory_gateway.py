@@ -21,7 +21,7 @@ ADMIN_KEY, EXEC_KEY, READ_KEY = "admin-key-0123456789", "exec-key-0123456789", "
 _START_SECONDS = 20
 
 
-class Served:
+class MemoryGateway:
     """A gateway that answers on a unix socket and on a loopback port."""
 
     def __init__(self, root: Path, host: MemoryHost | None = None, **sections: dict[str, Any]) -> None:
