@@ -43,7 +43,7 @@ def test_without_a_shared_lock_the_property_decides(root: str, tmp_path: Path) -
     argv = [sys.executable, "-c", program, root, str(tmp_path / "one")]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "open\n"
-        with pytest.raises(Conflict, match=f"still runs .process {other.pid} of host"):
+        with pytest.raises(Conflict, match=f"is still running .process {other.pid} of host"):
             ZfsStorage(root, lock_directory=tmp_path / "two").open()
         other.kill()
     storage = ZfsStorage(root, lock_directory=tmp_path / "two")
@@ -99,5 +99,5 @@ def test_an_owner_in_another_container_is_respected(root: str, locks: Path) -> N
 def test_an_invalid_owner_is_replaced(root: str, locks: Path, text: str) -> None:
     zfs.lzc_set_prop(root, ownership.OWNER, text)
     storage = ZfsStorage(root, lock_directory=locks)
-    assert "cannot be read" in storage.open()[0]
+    assert f"replaced the recorded owner {text!r}, which is not valid" in storage.open()[0]
     storage.close()

@@ -159,7 +159,7 @@ def test_rollback_is_a_fork_that_takes_over_the_identity(storage: ZfsStorage) ->
     found = _reopen(storage).scan()
     assert found.sandboxes == [rolled]
     assert found.repaired == [
-        f"{storage.instances.dataset(old)}: retired, the instance of sandbox {sandbox.id} is {instance} now"
+        f"{storage.instances.dataset(old)}: retired, because the instance of sandbox {sandbox.id} is now {instance}"
     ]
     assert [record.id for record in found.snapshots] == [base.id, first.id, second.id], "newer ones are kept"
 
@@ -236,7 +236,7 @@ def test_damaged_properties_do_not_prevent_a_scan(storage: ZfsStorage) -> None:
         assert (found.sandboxes, found.snapshots) == ([good], [base])
     assert len(found.repaired) == 3
     assert any("is not JSON" in note for note in found.repaired)
-    assert any(f"has the record of the snapshot {base.id} too" in note for note in found.repaired)
+    assert any(f"also has the record of the snapshot {base.id}" in note for note in found.repaired)
     assert "not JSON" in zfs.local_props(storage.instances.dataset(bad.instance))[QUARANTINE]
     storage.instances.save(bad)
     found = _reopen(storage).scan()
