@@ -210,7 +210,7 @@ def test_other_inits_and_old_pythons_are_refused(tree: Path, tmp_path: Path) -> 
     (tree / "usr/bin/busybox").write_text("")
     (tree / "usr/sbin/init").unlink()
     (tree / "usr/sbin/init").symlink_to("../bin/busybox")
-    with pytest.raises(Invalid, match="is busybox: install systemd"):
+    with pytest.raises(Invalid, match="is busybox, but systemd must start the agent: install systemd"):
         build(build_tree(tree), tmp_path)
 
 

@@ -623,7 +623,7 @@ def test_ports_are_reused_only_after_all_others() -> None:
     others = [ports.take() for _ in range(len(VOLUME_PORTS) - 1)]
     assert first not in others and len(set(others)) == len(others)
     assert ports.take() == first
-    with pytest.raises(Busy, match=f"at most {len(VOLUME_PORTS)} volumes"):
+    with pytest.raises(Busy, match=f"the limit of {len(VOLUME_PORTS)} volumes"):
         ports.take()
 
 

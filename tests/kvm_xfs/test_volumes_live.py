@@ -82,8 +82,8 @@ def test_a_capture_without_volumes_does_not_touch_them(live: Live) -> None:
     assert captured.host["phases_ms"]["volumes"] < 1000
 
 
-def test_a_full_disk_during_a_capture_of_volumes(kvm_xfs_world: KvmXfsWorld, cramped: Live) -> None:
-    live = cramped
+def test_a_full_disk_during_a_capture_of_volumes(kvm_xfs_world: KvmXfsWorld, small_gateway: Live) -> None:  # noqa: F811
+    live = small_gateway
     live.do(live.engine.volumes.create("data", SMALL))
     create_sandbox(live, "one", MountSpec("data", "/data"))
     live.shell("one", "head -c 20000000 /dev/urandom >/run/blob; echo kept >/data/file; sync")
