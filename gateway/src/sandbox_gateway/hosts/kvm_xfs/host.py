@@ -142,6 +142,11 @@ class KvmXfsHost:
                 shutil.rmtree(directory)
                 scan.repaired.append(f"removed the sandbox {directory.name}, which was never committed")
 
+    @property
+    def platform(self) -> Platform:
+        """The platform of machines that this host starts. The host must be open."""
+        return self._machines.platform
+
     def name_servers(self) -> list[str]:
         return name_servers(self._config.network)
 
