@@ -526,10 +526,10 @@ async def test_a_volume_that_lost_its_image_keeps_its_snapshots(
     assert not image(host, volume).exists() and ("stop", volume.id) in again.doors.told
 
     sandbox = new_sandbox(Mount(volume=volume.id, path="/data"))
-    with pytest.raises(Conflict, match="roll it back"):
+    with pytest.raises(Conflict, match="roll the volume back to one of its snapshots"):
         await again.run(sandbox, "10.0.0.2")
     again.end(sandbox, again.wait_for_background)
-    with pytest.raises(Conflict, match="roll it back"):
+    with pytest.raises(Conflict, match="roll the volume back to one of its snapshots"):
         await again.capture(new_snapshot(volume))
     assert "roll it back" in (await again.state(volume)).stuck[0]
     await again.rollback(volume, snapshot)
