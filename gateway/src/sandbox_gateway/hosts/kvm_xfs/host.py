@@ -104,11 +104,6 @@ class KvmXfsHost:
         await self._slots.close()
         self._ownership.release()
 
-    @property
-    def platform(self) -> Platform:
-        """The platform of new machines. Known while the host is open."""
-        return self._machines.platform
-
     async def _probe(self, kernel: Path | None = None) -> Platform:
         found = await accel.probe(self._config.kvm_xfs, self._config.host.state_root / "accelerator.json", kernel)
         return Platform(found.name, found.cpu_model, self._config.kvm_xfs.machine, found.qemu_version)
