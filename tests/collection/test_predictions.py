@@ -174,27 +174,30 @@ def test_the_page_matches_the_results(found: dict[Case, Outcome]) -> None:
 
 HEAD = f"""# Check mode and runs
 
-[tests/collection/test_predictions.py](../tests/collection/test_predictions.py) asks for every state and option of every
-module three times: in check mode, for real, and for real again. *Check mode* and *run* show the actions that the result
-lists (`outcomes`); if both are the same, the prediction was right, not only for the actions but also for the diff and
-for every value that is known in advance. *Again* is the second run. `-` alone means nothing. A refusal is shown by its
-`failure.kind`; with `continue_on_error` the other names continue.
+[tests/collection/test_predictions.py](../tests/collection/test_predictions.py) runs every state and option of every
+module three times: in check mode, then for real, and then for real a second time. The columns *check mode* and *run*
+show the actions that the result lists in `outcomes`. If they are the same, the prediction was right. The test then also
+compares the diff, and every value that can be known in advance. The column *again* shows the second real run. A single
+`-` means that there was no action. A refusal is shown as its `failure.kind`; with `continue_on_error` the module still
+handles the other names.
 
 In the diffs `…` stands for an id.
 
-The page also shows imperfect results. Two modules are only partly idempotent: `sandbox_volume` with `rollback_to` and
-`sandbox_rollback` with `unless_clean: false` change something every time. And check mode cannot know what only the host
-can tell: whether the `path` of a template exists, whether a build succeeds, and that a jail host keeps a snapshot of a
-volume as long as another volume made from it exists. In these cases the run is refused and changes nothing.
+This page also shows where the results are not ideal. Two modules are only partly idempotent: `sandbox_volume` with
+`rollback_to`, and `sandbox_rollback` with `unless_clean: false`, change something on every run. Check mode also cannot
+predict results that only the host knows: whether the `path` of a template exists, whether a build succeeds, and whether
+a jail host must keep a snapshot of a volume because another volume was made from it. In these cases the run is refused
+and changes nothing.
 
-That test writes this page: `{COMMAND}`. It fails if it finds something else.
+The test generates this page: `{COMMAND}`.
+It fails if its results differ from the page.
 """
 
 
 def page_text(found: dict[Case, Outcome]) -> str:
     lines = [HEAD]
     for module in THINGS:
-        head = "| asked for | check mode | run | again | the diff |"
+        head = "| options | check mode | run | again | diff |"
         lines += [f"## {module}", "", head, "|---|---|---|---|---|"]
         lines += [row(each) for case, each in found.items() if case.module == module]
         lines.append("")
