@@ -531,7 +531,7 @@ async def test_a_volume_that_lost_its_image_keeps_its_snapshots(
     again.end(sandbox, again.wait_for_background)
     with pytest.raises(Conflict, match="roll the volume back to one of its snapshots"):
         await again.capture(new_snapshot(volume))
-    assert "roll it back" in (await again.state(volume)).stuck[0]
+    assert "roll the volume back" in (await again.state(volume)).stuck[0]
     await again.rollback(volume, snapshot)
     assert not (await again.state(volume)).stuck
     assert read_file(image(host, volume), "a") == "one"
