@@ -10,6 +10,7 @@ import forkd
 import httpx
 import pytest
 
+from sandbox_gateway.api.forkd import shapes
 from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.records import Memory, Sandbox, Snapshot
@@ -100,6 +101,12 @@ def test_the_published_client(client: forkd.Controller) -> None:
     with pytest.raises(forkd.ControllerError) as caught:
         client.get_sandbox(first["id"])
     assert caught.value.status == 404 and "not found" in caught.value.body["error"]
+
+
+@pytest.mark.parametrize("mode", [each for each in Memory if each is not Memory.NONE])
+def test_captures_of_changes_report_their_size(mode: Memory) -> None:
+    shown = shapes.snapshot_info(Snapshot(memory=mode, memory_bytes_written=4096), {"dir": "/memory"})
+    assert shown.diff_physical_bytes == (None if mode is Memory.FULL else 4096)
 
 
 def test_a_branch_returns_its_snapshot(memory_gateway: MemoryGateway, api: httpx.Client, sandbox_id: str) -> None:

@@ -16,7 +16,7 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import BackendFailed, InUse
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import NetworkPolicy, Sandbox, Snapshot
+from sandbox_gateway.records import NetworkPolicy, Sandbox, SandboxState, Snapshot
 from tests.api.memory_host import MemoryHost
 from tests.support.live import Live
 
@@ -100,15 +100,6 @@ async def _mount_volume(engine: Engine) -> None:
     await engine.attachments.attach("box", MountSpec("data", "/data"))
 
 
-async def _end_machine(engine: Engine) -> None:
-    host: Any = engine.host
-    sandbox = engine.sandboxes.get("box")
-    host._exit(sandbox.instance)
-    for _ in range(20):
-        await asyncio.sleep(0.02)
-    raise BackendFailed("forced")  # as in the background task
-
-
 Verb = Callable[[Engine], Awaitable[Any]]
 VERBS: dict[str, tuple[Verb, Verb]] = {
     "set_timeout": (_do_nothing, lambda engine: engine.sandboxes.set_timeout("box", 60)),
@@ -125,7 +116,6 @@ VERBS: dict[str, tuple[Verb, Verb]] = {
     "resume_from_disk": (_stop_from_disk, lambda engine: engine.sandboxes.resume("box", timeout=60)),
     "resume": (lambda engine: engine.sandboxes.pause("box"), lambda engine: engine.sandboxes.resume("box")),
     "rollback": (_use_snapshot, lambda engine: engine.sandboxes.rollback("box", "mark")),
-    "machine_ended": (_do_nothing, _end_machine),
     "hide_snapshot": (_use_snapshot, lambda engine: engine.snapshots.delete("mark", when_unused=True)),
     "set_alias": (_do_nothing, lambda engine: engine.templates.set_alias("base", "alias")),
     "attach": (_mount_volume, lambda engine: engine.attachments.attach("box", MountSpec("more", "/more"))),
@@ -144,8 +134,18 @@ def test_a_failed_save_leaves_the_record_unchanged(live: Live, host: FaultyHost,
     after = _records(live.engine)
     assert {id: after.get(id) for id in before} == before
     host.broken = False
-    if verb != "machine_ended" and not verb.startswith("resume") and verb != "pause":
+    if not verb.startswith("resume") and verb != "pause":
         assert live.engine.sandboxes.get("box").name == "box"
+
+
+def test_the_end_of_a_machine_is_recorded_even_if_the_save_fails(live: Live, host: FaultyHost) -> None:
+    host.broken = True
+    live.call(host._exit, live.sandbox("box").instance)
+    _wait_until(lambda: live.sandbox("box").state is SandboxState.PAUSED)
+    host.broken = False
+    live.do(live.engine.sandboxes.update("box", metadata={"a": "b"}))
+    saved = host.saved[live.sandbox("box").id]
+    assert saved.state is SandboxState.PAUSED and saved.state_reason, "the next save includes it"
 
 
 def test_a_failed_save_of_a_clones_snapshot_keeps_its_volumes(live: Live, host: FaultyHost) -> None:

@@ -358,7 +358,7 @@ def test_attach_and_detach_on_a_running_sandbox(live: Live) -> None:
         (MountSpec("data", "/other"), Conflict, "already"),
         (MountSpec("more", "/data/below"), Invalid, "overlap"),
         (MountSpec("more", "/etc"), Invalid, "cannot be mounted"),
-        (MountSpec("more", "/more", clone=True), Invalid, "a clone cannot be attached to a running sandbox"),
+        (MountSpec("more", "/more", clone=True), Invalid, "clone of a volume cannot be attached to a running sandbox"),
         (MountSpec("nothing", "/more"), NotFound, "nothing"),
     ):
         with pytest.raises(error, match=words):

@@ -170,7 +170,7 @@ def snapshot_info(snapshot: Snapshot, files: dict[str, str]) -> SnapshotInfo:
     )
     if snapshot.kind is SnapshotKind.SNAPSHOT:
         shape.branched_from, shape.pause_ms = snapshot.source_sandbox, math.ceil(snapshot.pause_ms)
-    if snapshot.memory is Memory.INCREMENTAL:
+    if snapshot.memory not in (Memory.NONE, Memory.FULL):
         shape.diff_physical_bytes = snapshot.memory_bytes_written
         shape.diff_logical_bytes = snapshot.resources.memory_mb * _MIB
     return shape
