@@ -143,7 +143,7 @@ def test_image_of_a_live_capture_equals_the_memory(
         assert memories.differences(image_of(live, snapshot)) == []
         rounds.append(len(snapshot.host["stops_ms"]))
         live.do(live.engine.snapshots.delete(snapshot.id))
-    assert max(rounds) > 2
+    assert max(rounds) >= 2
 
 
 def test_fork_has_the_memory_of_the_capture(live: Live, source: str) -> None:

@@ -106,10 +106,18 @@ class Capture:
         self.mode = Memory.LIVE
         while self._rounds < _MOST_ROUNDS:
             runs = await self._list_round(window)
-            await asyncio.to_thread(self._copier.copy, runs)
-            before, self._listed = self._listed, total(runs)
-            if self._rounds > 1 and not LIVE_BYTES < self._listed < before * _SHRINKING:
+            copied = total(runs)
+            self._listed = await asyncio.to_thread(self._copy_round, runs, window)
+            if not LIVE_BYTES < self._listed < copied * _SHRINKING:
                 break
+
+    def _copy_round(self, runs: Runs, window: Window) -> int:
+        """Copy pages; return how many bytes the machine has written meanwhile."""
+        self._copier.copy(runs)
+        # The reflink in the last stop would wait for data that is being written.
+        os.fdatasync(self._image)
+        os.fsync(self._disk)
+        return total(window.list_since_taken(self._ram))
 
     async def _list_round(self, window: Window) -> Runs:
         again, self._rounds = self._rounds > 0, self._rounds + 1

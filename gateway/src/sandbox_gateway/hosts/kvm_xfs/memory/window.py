@@ -128,6 +128,11 @@ class Window:
         self._owed = union(self._owed, found)
         return found if again else self._owed
 
+    def list_since_taken(self, ram: Ram) -> Runs:
+        """Return the pages written since the last ``take``, which needs marks, and leave their marks."""
+        assert self._marks is not None
+        return _LISTERS[self._marks](ram, take=False)
+
     def complete(self, image: Path) -> ImageCheck:
         """End a capture, and describe ``image``, which holds the memory at the instant of the last listing."""
         check = image_check.describe(image)
