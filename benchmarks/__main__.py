@@ -21,29 +21,32 @@ from tests.support import session
 
 
 def main() -> int:
-    """Exit code 0: everything was measured. 1: a bench failed or left something behind. 2: the run could not start."""
+    """Exit code 0: all benches succeeded. 1: a bench failed or left something behind. 2: the run could not start."""
     options = _options()
     if os.geteuid() != 0:
-        print("benchmarks: machines and mounts are made: run them as root (./dev bench does)", file=sys.stderr)
+        print(
+            "benchmarks: not running as root, which machines and mounts need. Run ./dev bench, which uses root.",
+            file=sys.stderr,
+        )
         return 2
-    if options.plot and not plot.possible():
+    if options.plot and not plot.is_available():
         print(f"benchmarks: {plot.MISSING}", file=sys.stderr)
         return 2
     session.run_id()
     leaks.sweep_earlier_runs()
-    before = leaks.inventory()
+    before = leaks.take_inventory()
     failed = True
     try:
         failed = bool(_run(options))
     finally:
-        left = leaks.settle(before)
+        left = leaks.wait_for_leftovers(before)
         for line in left:
             print(f"benchmarks: left behind: {line}", file=sys.stderr)
     return 1 if left or failed else 0
 
 
 def _run(options: argparse.Namespace) -> list[str]:
-    """Run the benches, show and write the results; returns the names of the benches that failed."""
+    """Run the benches, show and write the results. Returns the names of the benches that failed."""
     started = datetime.now(UTC)
     progress, out = Console(stderr=True), report.wide_console()
     results: list[Result] = []
@@ -74,22 +77,22 @@ def _options() -> argparse.Namespace:
     lines = [f"  {bench.name:10} {bench.title}" for bench in BENCHES]
     parser = argparse.ArgumentParser(
         prog="./dev bench",
-        description="Measure, each number beside the floor of this machine.",
+        description="Run benchmarks. Each result is shown next to the floor of this machine.",
         epilog="benches:\n" + "\n".join(lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there, see benchmarks/README.md")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw pause, fork and memory, those that were run (SVG)"
+        "--json", type=Path, metavar="FILE", help="write all samples to FILE (see benchmarks/README.md)"
     )
-    parser.add_argument("--quick", action="store_true", help="few rounds: to see that it works")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="benches to run; all without")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results of pause, fork and memory as SVG")
+    parser.add_argument("--quick", action="store_true", help="run few rounds, to check that the benches work")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benches to run (default: all)")
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in names]:
-        parser.error(f"no bench is called {', '.join(unknown)}; there are {', '.join(names)}")
+        parser.error(f"unknown bench: {', '.join(unknown)}. Available: {', '.join(names)}")
     options.names = options.names or names
     if options.plot and not plot.DRAWN & set(options.names):
-        parser.error(f"--plot draws {' and '.join(sorted(plot.DRAWN))}: name one of them")
+        parser.error(f"--plot draws only {' and '.join(sorted(plot.DRAWN))}: add at least one of them")
     return options
 
 

@@ -1,6 +1,6 @@
-"""Records when the agent of a fork has answered the exchange that gives it its identity.
+"""Record when the agent of a fork answers the request that sets its identity.
 
-The time at which the engine returns may change with the engine; the answer of the agent itself is what counts.
+A fork can be used as soon as its agent has answered, which may be before or after the engine returns.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.timers import Span, Timers
-from sandbox_gateway.engine.agent import AgentClient
+from sandbox_gateway.engine.agent_client import AgentClient
 
 _SECONDS = 60.0
 
@@ -25,23 +25,25 @@ class Answers:
         self._timers.take()
 
     def wait(self, count: int) -> list[Span]:
-        """The exchanges with agents that have answered since ``forget``, in the order in which they ended.
+        """Return the exchanges that agents have answered since ``forget``, in the order in which they ended.
 
-        Returns once there are ``count`` of them, or with fewer after a timeout.
+        Waits until there are ``count`` exchanges. Returns fewer after a timeout.
         """
         deadline = time.perf_counter() + _SECONDS
-        while len(found := self._answered()) < count and time.perf_counter() < deadline:
+        while len(found := self._answered_exchanges()) < count and time.perf_counter() < deadline:
             time.sleep(0.0005)
         return sorted(found, key=lambda span: span.end)
 
-    def _answered(self) -> list[Span]:
+    def _answered_exchanges(self) -> list[Span]:
         return self._timers.returned("line") + self._timers.returned("exchange", "/identity")
 
 
 @contextlib.contextmanager
 def watching() -> Iterator[Answers]:
     timers = Timers()
-    with timers.watching({"exchange": (AgentClient, "_exchange"), "line": (AgentClient, "_tell")}):
+    with timers.watching({"exchange": (AgentClient, "_exchange"), "line": (AgentClient, "_send_over_line")}):
         if timers.missing:
-            raise RuntimeError(f"{timers.missing[0]} is gone: benchmarks/answers.py must know what took its place")
+            raise RuntimeError(
+                f"{timers.missing[0]} does not exist any more: adapt benchmarks/answers.py to its replacement"
+            )
         yield Answers(timers)

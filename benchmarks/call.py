@@ -1,6 +1,6 @@
-"""``python -m benchmarks.call SOCKET TARGET COUNT``: HTTP calls one after the other, each on its own connection.
+"""``python -m benchmarks.call SOCKET TARGET COUNT``: make HTTP calls one after the other, each on its own connection.
 
-Writes the milliseconds of each call, from before it connects until the answer is read, as a list in JSON.
+Prints a JSON list with the milliseconds of each call, from before it connects until the answer is read.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def main() -> None:
         taken.append((time.perf_counter() - start) * 1000)
         connection.close()
         if answer.status != http.client.OK:
-            sys.exit(f"{target} was answered {answer.status}")
-        # About as long as a task's own work: a server that is asked again at once is warmer than tasks find it.
+            sys.exit(f"GET {target} returned HTTP status {answer.status}")
+        # Wait about as long as a task works: without a pause the server would be warmer than in a real play.
         time.sleep(0.02)
     json.dump(taken, sys.stdout)
 

@@ -42,7 +42,10 @@ class Steps:
 
 
 class Context:
-    """Passed to every bench. ``quick``: few rounds, to check that the bench works; the numbers mean little."""
+    """The context that every bench receives.
+
+    ``quick``: few rounds, to check that the bench works; the numbers mean little.
+    """
 
     def __init__(self, *, quick: bool, console: Console) -> None:
         self.quick = quick
@@ -69,12 +72,12 @@ class Context:
 
     @cached_property
     def kvm_xfs(self) -> KvmXfs:
-        """An engine on a KVM/XFS host, created at first use and removed at the end."""
+        """Return an engine on a KVM/XFS host. It is created at first use and removed at the end."""
         return self._stack.enter_context(KvmXfs(self))
 
 
 class KvmXfs:
-    """An engine in this process on its own XFS, with the template TEMPLATE; default settings except for names."""
+    """An engine in this process on its own XFS, with the template TEMPLATE and default settings except for names."""
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
@@ -111,13 +114,13 @@ class KvmXfs:
         started = time.monotonic()
         recipe = Recipe(resources=Resources(memory_mb=MEMORY_MB, disk_mb=DISK_MB))
         build = self.live.do(self.live.engine.templates.build(TEMPLATE, recipe))
-        lines = self.live.do(_all(build.follow()), timeout=1800)
+        lines = self.live.do(_parse_lines(build.follow()), timeout=1800)
         if build.status != "ready":
             raise RuntimeError("the template could not be built:\n" + "\n".join(lines[-20:]))
         self._ctx.say(f"built in {time.monotonic() - started:.0f} s; {self.host.platform}")
 
     def _close(self) -> None:
-        self.live.empty()
+        self.live.remove_all()
         self.live.close()
 
     def sandbox(self, ref: str = TEMPLATE) -> Sandbox:
@@ -137,7 +140,8 @@ class KvmXfs:
 
     @contextlib.contextmanager
     def source(self, script: str = "", *, settle: float = 3.0) -> Iterator[Snapshot]:
-        """A snapshot of a sandbox that runs ``script`` (Python) in the background and has come to rest.
+        """Yield a snapshot of a sandbox that runs ``script`` (Python) in the background, taken after ``settle``
+        seconds.
 
         Removes everything except the template at the end.
         """
@@ -150,7 +154,7 @@ class KvmXfs:
             self.kill(sandbox)
             yield snapshot
         finally:
-            self.live.empty()
+            self.live.remove_all()
 
     def run_script(self, sandbox: Sandbox, script: str) -> None:
         command = "cat >/run/bench.py && (setsid python3 -I -S /run/bench.py </dev/null >/dev/null 2>&1 &)"
@@ -159,24 +163,24 @@ class KvmXfs:
             raise RuntimeError(f"the script could not be started: {result.stderr.decode(errors='replace')}")
 
     def raw(self, snapshot: Snapshot) -> RawQemu:
-        """The floor on ``snapshot``'s files; ``with kvm_xfs.raw(snapshot) as raw: …``"""
+        """Return raw QEMU on ``snapshot``'s files, as the floor: ``with kvm_xfs.raw(snapshot) as raw: …``"""
         return RawQemu(self.live, self.host.platform, snapshot, self.mount_point / "raw")
 
     def share_templates(self, root: Path) -> None:
-        """Give another gateway on the same file system the templates of this one."""
+        """Copy the templates to another gateway on the same file system."""
         for name in ("templates", "accelerator.json"):
             source = self.config.host.state_root / name
             if source.exists():
                 subprocess.run(["cp", "-a", "--reflink=always", source, root], check=True, timeout=120)
 
 
-async def _all(lines: Any) -> list[str]:
+async def _parse_lines(lines: Any) -> list[str]:
     return [line async for line in lines]
 
 
 def available_memory() -> int:
-    """Bytes available without swapping."""
+    """Return the bytes available without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo does not say how much memory is available")
+    raise RuntimeError("/proc/meminfo has no line MemAvailable")

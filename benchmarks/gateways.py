@@ -1,4 +1,4 @@
-"""A gateway process next to this process's engine: the same file system, templates and settings."""
+"""Run a gateway process next to this process's engine, with the same file system, templates and settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.gateway import PROGRAM, Gateway
 
 @contextlib.contextmanager
 def gateway_beside(host: KvmXfs, program: Sequence[str] = PROGRAM, **more: dict[str, Any]) -> Iterator[Gateway]:
-    """Run a gateway with ``host``'s configuration plus ``more`` sections; removes its sandboxes at the end."""
+    """Run a gateway with ``host``'s configuration plus ``more`` sections. Removes its sandboxes at the end."""
     sections = host.config.model_dump(mode="json")
     wanted = {"kvm_xfs": sections["kvm_xfs"], "network": {"pool": host.config.network.pool}, "log": {"level": "info"}}
     gateway = Gateway(host.mount_point, wanted | more, program=program)

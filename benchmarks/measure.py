@@ -46,7 +46,10 @@ class Measure:
 
 @dataclass
 class Result:
-    """All measures of one bench. ``settings``: those that decide the numbers; ``notes``: sentences for the reader."""
+    """All measures of one bench.
+
+    ``settings``: the settings that decide the numbers; ``notes``: sentences for the reader.
+    """
 
     name: str
     title: str
@@ -65,7 +68,7 @@ class Result:
         target: Target | None = None,
         part_of: str = "",
     ) -> Measure:
-        """Add a measure; measures are shown in the order in which they were added."""
+        """Add a measure. Measures are shown in the order in which they were added."""
         made = Measure(key, title, unit, [float(sample) for sample in samples], floor, target, part_of)
         self.measures[key] = made
         return made
@@ -77,14 +80,14 @@ class Result:
                 self.measure(f"{of}.{key}", title, samples=samples[key], part_of=of)
 
     def ratio(self, measure: Measure) -> float | None:
-        """p50 over the floor's p50; None without a floor, or if it is 0."""
+        """Return p50 over the floor's p50; None without a floor, or if the floor is 0."""
         floor = self.measures.get(measure.floor)
         if floor is None or not floor.samples or not measure.samples or not floor.p50:
             return None
         return measure.p50 / floor.p50
 
     def met(self, measure: Measure) -> bool | None:
-        """Whether the target is met. None: there is no target, or no samples."""
+        """Return whether the target is met; None without a target or samples."""
         if measure.target is None or not measure.samples:
             return None
         value = measure.p50 if measure.target.of == "p50" else self.ratio(measure)
@@ -120,7 +123,7 @@ class Result:
 
 
 class Bench(Protocol):
-    """One file in ``benches/``; listed in ``benches.BENCHES``."""
+    """A bench: one file in ``benches/``, listed in ``benches.BENCHES``."""
 
     name: str
     title: str
@@ -129,5 +132,5 @@ class Bench(Protocol):
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest samples; 0 without samples."""
+    """Interpolate linearly between the two nearest samples; 0 without samples."""
     return float(np.percentile(samples, percent)) if samples else 0.0

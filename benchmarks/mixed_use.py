@@ -1,4 +1,4 @@
-"""Mixed use of a gateway by several clients at once, in rounds that resemble a busy hour."""
+"""Let several clients use a gateway at once, in rounds that resemble a busy hour."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STDIN = base64.b64encode(b"x" * 20_000).decode()
 
 
 class MixedUse:
-    """``clients`` concurrent clients, made by ``client``, as administrators. Sandboxes start from ``template``."""
+    """Runs ``clients`` concurrent clients with administrator rights. Sandboxes start from ``template``."""
 
     def __init__(self, client: Callable[[], httpx.Client], template: str, *, clients: int = 4) -> None:
         self._client = client
@@ -35,7 +35,7 @@ class MixedUse:
         with self._client() as client:
             number = next(self._numbers)
             name = f"mixed-{number}"
-            created = _json(client.post("/sandboxes", json={"templateID": self._template, "name": name}))
+            created = _parse_json(client.post("/sandboxes", json={"templateID": self._template, "name": name}))
             try:
                 self._use(client, created, number)
             finally:
@@ -44,24 +44,26 @@ class MixedUse:
     def _use(self, client: httpx.Client, created: dict[str, Any], number: int) -> None:
         name = f"mixed-{number}"
         for _ in range(3):
-            _json(client.post(f"/sandboxes/{name}/exec", json={"args": ["cat"], "stdin": _STDIN}))
-            _json(client.get(f"/sandboxes/{name}"))
+            _parse_json(client.post(f"/sandboxes/{name}/exec", json={"args": ["cat"], "stdin": _STDIN}))
+            _parse_json(client.get(f"/sandboxes/{name}"))
         inside = {"E2b-Sandbox-Id": created["sandboxID"], "E2b-Sandbox-Port": str(AGENT_PORT)}
         file = f"/files?path=/tmp/{number}"
         octets = inside | {"Content-Type": "application/octet-stream"}
         client.post(file, content=_UPLOAD, headers=octets).raise_for_status()
         client.get(file, headers=inside).raise_for_status()
-        snapshot = _json(client.post(f"/sandboxes/{name}/snapshots", json={"name": f"snapshot-{number}"}))["snapshotID"]
-        forks = _json(client.post(f"/snapshots/{snapshot}/fork", json={"count": 2}))["sandboxes"]
-        _json(client.post(f"/sandboxes/{name}/rollback", json={"snapshotID": snapshot}))
+        snapshot = _parse_json(client.post(f"/sandboxes/{name}/snapshots", json={"name": f"snapshot-{number}"}))[
+            "snapshotID"
+        ]
+        forks = _parse_json(client.post(f"/snapshots/{snapshot}/fork", json={"count": 2}))["sandboxes"]
+        _parse_json(client.post(f"/sandboxes/{name}/rollback", json={"snapshotID": snapshot}))
         for path in ("/sandboxes", "/snapshots", "/lineage", "/templates", "/openapi.json"):
-            _json(client.get(path))
+            _parse_json(client.get(path))
         client.get("/metrics").raise_for_status()
         for fork in forks:
             client.delete(f"/sandboxes/{fork['sandboxID']}").raise_for_status()
         client.delete(f"/snapshots/{snapshot}", params={"when": "unused"}).raise_for_status()
 
 
-def _json(answer: httpx.Response) -> Any:
+def _parse_json(answer: httpx.Response) -> Any:
     answer.raise_for_status()
     return answer.json()

@@ -1,7 +1,7 @@
 """Ping a machine from outside, to measure how long a client waits for an answer.
 
 Runs in its own process (``python -m benchmarks.ping``), so that it takes no time from the gateway under test. The
-guest's kernel answers an ICMP echo: without an answer, the guest does not run.
+guest's kernel answers ICMP echo requests: if there is no answer, the guest does not run.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _STAMP = struct.Struct("!d")
 
 @dataclass(frozen=True)
 class Answer:
-    """Times of ``time.monotonic`` (the same in every process of the machine), in seconds."""
+    """The times of one ping, in seconds of ``time.monotonic`` (the same in every process of the machine)."""
 
     asked: float
     answered: float
 
 
 class Ping:
-    """Sends a ping each millisecond inside the context; afterwards ``answers`` holds the answers in sending order."""
+    """Sends a ping every millisecond inside the context. Afterwards ``answers`` holds the answers in sending order."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -54,19 +54,19 @@ class Ping:
         if kind is None:
             self.answers = [Answer(asked, answered) for asked, answered in json.loads(output)]
 
-    def turn_to(self, address: str) -> None:
+    def switch_to(self, address: str) -> None:
         """Ping another address from now on."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{address}\n".encode())
         self._process.stdin.flush()
 
     def longest_wait(self, start: float, end: float) -> float:
-        """The longest wait, in milliseconds, of any ping sent between ``start`` and ``end``."""
+        """Return the longest wait, in milliseconds, of the pings sent between ``start`` and ``end``."""
         return longest_wait(self.answers, start, end)
 
 
 def longest_wait(answers: list[Answer], start: float, end: float) -> float:
-    """Unanswered pings count too: their wait lasts until a later ping is answered."""
+    """Return the longest wait in milliseconds. The wait of an unanswered ping lasts until a later ping is answered."""
     waits = [(answer.answered - answer.asked) for answer in answers if start <= answer.asked <= end]
     came = sorted(answer.answered for answer in answers if start <= answer.answered <= end)
     silences = [later - earlier for earlier, later in itertools.pairwise(came)]
@@ -86,7 +86,10 @@ def _request(now: float) -> bytes:
 
 
 def _main(address: str) -> None:
-    """Ping until stdin ends; a line on it is another address. Prints a line at the first answer, and all at the end."""
+    """Ping until stdin ends.
+
+    Each line on stdin is a new address. Prints a line at the first answer, and all answers at the end.
+    """
     answers: list[tuple[float, float]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as raw:
         due = time.monotonic()

@@ -1,4 +1,4 @@
-"""Real ``ansible-playbook`` runs and the duration of each of their tasks."""
+"""Run ``ansible-playbook`` and measure the duration of each task."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SECONDS = 1800
 
 @dataclass(frozen=True)
 class Timed:
-    """The name of a task, and milliseconds from its start to the start of the next task or the end of the play."""
+    """A task: its name, and milliseconds from its start to the start of the next task or the end of the play."""
 
     name: str
     ms: float
 
 
 class Plays:
-    """Plays in ``scratch`` with the repository's collection; ``environment`` overrides environment variables."""
+    """Runs plays in ``scratch`` with the repository's collection. ``environment`` overrides environment variables."""
 
     def __init__(self, scratch: Path, environment: Mapping[str, str] | None = None) -> None:
         session.link_collection()
@@ -43,7 +43,7 @@ class Plays:
         changes: bool = True,
         **keywords: Any,
     ) -> list[Timed]:
-        """Run a play on all hosts; raises RuntimeError if a task failed, or changed something without ``changes``."""
+        """Run a play on all hosts. Raises RuntimeError if a task failed, or changed something without ``changes``."""
         book, clock = self._scratch / "play.yml", self._scratch / "clock.jsonl"
         play = {"hosts": "all", "gather_facts": False, **keywords, "tasks": list(tasks)}
         book.write_text(json.dumps([play]))
@@ -63,7 +63,9 @@ class Plays:
         hosts = marks[-1].get("hosts", {}) if marks else {}
         wrong = not hosts or any(host["failures"] or host["unreachable"] for host in hosts.values())
         if done.returncode or wrong or (not changes and any(host["changed"] for host in hosts.values())):
-            raise RuntimeError(f"the play did not go as it should:\n{done.stdout[-3000:]}\n{done.stderr[-2000:]}")
+            raise RuntimeError(
+                f"the play failed or changed something unexpectedly:\n{done.stdout[-3000:]}\n{done.stderr[-2000:]}"
+            )
         return [Timed(one["task"], (other["at"] - one["at"]) * 1000) for one, other in itertools.pairwise(marks)]
 
     def _settings(self, clock: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Plots of the main results: pause of the source, fork and its floor with their parts, memory of the gateway."""
+"""Plot the main results: the pause of the source, fork and its floor with their parts, and the gateway's memory."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _SETTINGS: dict[Any, Any] = {
 }
 
 
-def possible() -> bool:
-    """Whether matplotlib is installed."""
+def is_available() -> bool:
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(document: dict[str, Any], target: Path) -> None:
-    """Write an SVG of the DRAWN benches in ``document`` (the JSON); at least one of them must be there."""
+    """Write an SVG of the DRAWN benches in ``document`` (the JSON), which must contain at least one of them."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -52,11 +52,11 @@ def draw(document: dict[str, Any], target: Path) -> None:
 
 
 def _draw_pause(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
-    above.set_title("Capture: how long a running sandbox stands still")
+    above.set_title("Capture: how long a running sandbox is paused")
     _curve(above, measures["floor"], _FLOOR, "floor: bare QMP, no page copied")
-    _curve(above, measures["pause"], _OURS, "source pause, by the host's clock")
+    _curve(above, measures["pause"], _OURS, "source pause, measured by the host")
     _curve(above, measures["outside"], _SECOND, "longest wait for a ping meanwhile")
-    _limit(above, measures["pause"]["target"]["limit"], "target for half of them")
+    _limit(above, measures["pause"]["target"]["limit"], "target for the median")
     _finish(above, "milliseconds", "share of captures", [measures[key] for key in ("floor", "pause", "outside")])
     _bar(below, measures, "pause")
 
@@ -68,14 +68,18 @@ def _draw_fork(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
     _curve(above, measures["answered"], _OURS, "fork, until the agent answered")
     _curve(above, measures["exec"], _SECOND, "fork, until a first command has run")
     limit = measures["answered"]["target"]["limit"]
-    _limit(above, limit * measures["floor"]["p50"], f"target for half of them: {limit:g} x the floor's median")
+    _limit(above, limit * measures["floor"]["p50"], f"target for the median: {limit:g} x the floor's median")
     _finish(above, "milliseconds", "share of forks", [measures[key] for key in ("floor", "answered", "exec")])
     _bar(below, measures, "answered")
 
 
 def _draw_memory(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
+    """Write an SVG of those DRAWN benches that are in ``document`` (the JSON). At least one must be there."""
     above.set_title("The gateway's resident memory in mixed use")
-    for key, colour, label in (("before", _FLOOR, "with the C library's settings"), ("now", _OURS, "as it is")):
+    for key, colour, label in (
+        ("before", _FLOOR, "with the C library's settings"),
+        ("now", _OURS, "with its own settings"),
+    ):
         samples = [sample / (1 << 20) for sample in measures[key]["samples"]]
         named = f"{label} (at the end {samples[-1]:.0f} MiB)"
         above.plot(range(1, len(samples) + 1), samples, color=colour, linewidth=2, label=named)
@@ -88,11 +92,11 @@ def _draw_memory(above: Axes, below: Axes, measures: dict[str, Any]) -> None:
 
 _DRAWN = {"pause": _draw_pause, "fork": _draw_fork, "memory": _draw_memory}
 DRAWN = frozenset(_DRAWN)
-"""The benches that are drawn."""
+"""The benches that a plot shows."""
 
 
 def _curve(axes: Axes, measure: dict[str, Any], colour: str, label: str) -> None:
-    """The share of samples up to each value; a dot at the median."""
+    """Draw the share of samples up to each value, with a dot at the median."""
     samples = sorted(measure["samples"])
     shares = [100 * (rank + 1) / len(samples) for rank in range(len(samples))]
     named = f"{label} (median {measure['p50']:.3g})"
@@ -105,7 +109,9 @@ def _limit(axes: Axes, value: float, label: str) -> None:
 
 
 def _finish(axes: Axes, x: str, y: str, measures: Sequence[dict[str, Any]]) -> None:
-    """The axis ends a little beyond each 95th percentile, so that a single slow sample does not squeeze the rest."""
+    """Label the axes. The x axis ends a little beyond each 95th percentile, so that a slow sample does not squeeze
+    the rest.
+    """
     axes.set_xlim(0, 1.15 * max(measure["p95"] for measure in measures))
     axes.set_ylim(0, 101)
     axes.set_xlabel(x)
@@ -122,7 +128,7 @@ def _frame(axes: Axes) -> None:
 
 
 def _bar(axes: Axes, measures: dict[str, Any], whole: str) -> None:
-    """The medians of the parts, one after the other."""
+    """Draw the medians of the parts as one stacked bar."""
     left = 0.0
     parts = [part for part in measures.values() if part.get("part_of") == whole and part["p50"] > 0]
     for part, colour in zip(parts, _PARTS, strict=False):

@@ -1,7 +1,7 @@
-"""The floor of a KVM/XFS host: QEMU with the gateway's own command line, but without the gateway.
+"""Measure the floor of a KVM/XFS host: QEMU with the gateway's own command line, but without the gateway.
 
-Files, network slot and sockets are made before the clock starts. The remaining time is what any program has to wait for
-if it starts this QEMU on these files.
+Files, network slot and sockets are made before the clock starts. Any program that starts this QEMU on these files has
+to wait for the remaining time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 from sandbox_gateway.hosts.addresses import AGENT_PORT
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance, Layout
-from sandbox_gateway.hosts.kvm_xfs.machine.command_line import Platform, Shape, arguments
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GUEST_MAC, Slot
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
+from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import Platform, Shape, arguments
 from sandbox_gateway.records import NetworkPolicy, Snapshot
 from tests.support import session
 from tests.support.live import Live
@@ -43,13 +43,13 @@ class Times:
     """Milliseconds since just before the process was created."""
 
     answered: float
-    """QEMU answered qmp_capabilities and query-status: its main loop runs."""
+    """Until QEMU has answered qmp_capabilities and query-status: its main loop runs."""
     running: float
-    """The device state is loaded and the guest runs again."""
+    """Until the device state is loaded and the guest runs again."""
 
 
 class RawMachine:
-    """One QEMU process without a gateway. ``start`` it, measure it, ``end`` it; it can be started again."""
+    """One QEMU process without a gateway. Call ``start``, measure, call ``end``; then it can be started again."""
 
     def __init__(self, files: Instance, shape: Shape, slot: Slot, state: Path) -> None:
         self.files = files
@@ -69,9 +69,9 @@ class RawMachine:
     def start(self, *, stepwise: bool = False) -> Times:
         """Start QEMU and wait until the guest runs again.
 
-        ``stepwise``: load the state by a command once QEMU has answered, so that the two steps are timed separately.
+        ``stepwise``: load the state with a command once QEMU has answered, to time the two steps separately.
         """
-        with self._started(deferred=stepwise) as (started, address, state):
+        with self._running(deferred=stepwise) as (started, address, state):
             self._monitor = monitor = _Monitor(address)
             monitor.execute("qmp_capabilities")
             status = monitor.execute("query-status")
@@ -85,18 +85,18 @@ class RawMachine:
         return Times((answered - started) * 1000, (running - started) * 1000)
 
     def idle(self) -> None:
-        """Start QEMU with nothing in it: no state is loaded, no guest runs."""
-        with self._started(deferred=True) as (_, address, _):
+        """Start QEMU without loading a state, so that no guest runs."""
+        with self._running(deferred=True) as (_, address, _):
             self._monitor = _Monitor(address)
             self._monitor.execute("qmp_capabilities")
 
-    def start_and_ask(self) -> float:
-        """Start QEMU, ask the agent over the serial line whether it is there; returns milliseconds until its answer.
+    def start_and_ping(self) -> float:
+        """Start QEMU and send the agent a message over the serial line.
 
-        There are no QMP commands meanwhile.
+        Returns the milliseconds until its answer. No QMP commands run meanwhile.
         """
         question = b"?" + uuid.uuid4().bytes
-        with self._started(deferred=False) as (started, _, _):
+        with self._running(deferred=False) as (started, _, _):
             assert self._line is not None
             self._line.settimeout(_SECONDS)
             self._line.sendall(question)
@@ -104,15 +104,15 @@ class RawMachine:
             while question not in heard:
                 piece = self._line.recv(4096)
                 if not piece:
-                    raise RuntimeError(f"QEMU ended before its guest answered: {self._said()}")
+                    raise RuntimeError(f"QEMU ended before its guest answered: {self._output()}")
                 heard += piece
             answered = time.perf_counter()
             self._line.sendall(b"={}")
         return (answered - started) * 1000
 
     @contextlib.contextmanager
-    def _started(self, *, deferred: bool) -> Iterator[tuple[float, str, int]]:
-        """Start QEMU; returns the start time, its QMP socket, and QEMU's number for the device state's descriptor."""
+    def _running(self, *, deferred: bool) -> Iterator[tuple[float, str, int]]:
+        """Start QEMU. Yields the start time, its QMP socket, and QEMU's number for the device state's descriptor."""
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener,
             self._log.open("ab") as output,
@@ -134,10 +134,10 @@ class RawMachine:
         assert self._monitor is not None, "the machine is not started"
         return self._monitor.execute(command, arguments)
 
-    def lend(self, descriptor: int) -> str:
-        """Pass an open file to QEMU; returns QEMU's name for it."""
+    def pass_descriptor(self, descriptor: int) -> str:
+        """Pass an open file to QEMU. Returns QEMU's name for it."""
         assert self._monitor is not None, "the machine is not started"
-        return self._monitor.lend(descriptor)
+        return self._monitor.pass_descriptor(descriptor)
 
     def connect(self) -> None:
         """Return once the guest has accepted a connection to its agent's port."""
@@ -155,7 +155,7 @@ class RawMachine:
         finally:
             for each in waiting:
                 each.close()
-        raise RuntimeError(f"the guest did not answer within {_SECONDS:g} s: {self._said()}")
+        raise RuntimeError(f"the guest did not answer within {_SECONDS:g} s: {self._output()}")
 
     def end(self) -> None:
         if self._monitor is not None:
@@ -170,10 +170,10 @@ class RawMachine:
             self._line = None
 
     def _spawn(self, argv: list[str], pass_fds: list[int], output: int) -> float:
-        """Start QEMU in the slot's network namespace; returns the time just before."""
+        """Start QEMU in the slot's network namespace. Returns the time just before."""
         started = 0.0
 
-        def inside() -> None:  # in a thread that ends here, so that no other thread is ever in that namespace
+        def inside() -> None:  # run in a thread that ends here, so that no other thread enters that namespace
             nonlocal started
             with self.slot.path.open("rb") as namespace:
                 if _libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
@@ -196,7 +196,7 @@ class RawMachine:
             raise RuntimeError(f"QEMU could not be started in {self.slot.path}")
         return started
 
-    def _said(self) -> str:
+    def _output(self) -> str:
         return self._log.read_text(errors="replace").strip()[-500:]
 
 
@@ -212,7 +212,7 @@ class RawQemu:
         network = live.config.network.model_copy(update={**session.network(), "pool": 0})
         self._uid_base = live.config.kvm_xfs.uid_base
         self._prefix = network.prefix
-        # Created on the loop's thread, because the pool has asyncio events of its own.
+        # Create it on the loop's thread, because the pool has asyncio events.
         self._slots: SlotPool = live.call(SlotPool, network, uid_base=self._uid_base)
         self._machines: list[RawMachine] = []
 
@@ -230,9 +230,9 @@ class RawQemu:
         _remove(self._directory)
 
     def machines(self, count: int) -> list[RawMachine]:
-        """``count`` machines, not started; reuses earlier machines, with fresh disks."""
+        """Return ``count`` machines that are not started. Reuses earlier machines, with fresh disks."""
         while len(self._machines) < count:
-            self._machines.append(self._made(len(self._machines)))
+            self._machines.append(self._create_machine(len(self._machines)))
         for machine in self._machines[:count]:
             machine.end()
             machine.files.disk.unlink()
@@ -240,7 +240,7 @@ class RawQemu:
         return self._machines[:count]
 
     def start_together(self, count: int, at_once: int) -> float:
-        """Start ``count`` machines, ``at_once`` at a time; all run at the end. Returns milliseconds."""
+        """Start ``count`` machines, ``at_once`` at a time. Returns the milliseconds until all run."""
         machines = self.machines(count)
         with ThreadPoolExecutor(at_once) as pool:
             list(pool.map(lambda machine: None, machines))  # creates the threads before the clock starts
@@ -248,7 +248,7 @@ class RawQemu:
             list(pool.map(lambda machine: machine.start(), machines))
             return (time.perf_counter() - started) * 1000
 
-    def _made(self, number: int) -> RawMachine:
+    def _create_machine(self, number: int) -> RawMachine:
         slot = self._live.do(self._slots.take(NetworkPolicy()))
         files = Instance(self._directory / str(number))
         files.directory.mkdir(mode=0o711)
@@ -273,7 +273,7 @@ class RawQemu:
 
 
 class _Monitor:
-    """Minimal QMP over a plain socket, one command at a time."""
+    """A minimal QMP client over a plain socket, one command at a time."""
 
     def __init__(self, address: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -287,7 +287,7 @@ class _Monitor:
         self._socket.sendall(json.dumps({"execute": command, "arguments": arguments or {}}).encode())
         return self._answer(command)
 
-    def lend(self, descriptor: int) -> str:
+    def pass_descriptor(self, descriptor: int) -> str:
         socket.send_fds(self._socket, [b'{"execute": "add-fd"}'], [descriptor])
         return f"/dev/fdset/{self._answer('add-fd')['fdset-id']}"
 
@@ -296,7 +296,7 @@ class _Monitor:
         deadline = time.perf_counter() + seconds
         while name not in self._events and (left := deadline - time.perf_counter()) > 0:
             if b"\n" in self._data or select.select([self._socket], [], [], left)[0]:
-                self._note(self._message())
+                self._record_event(self._message())
         self._events.clear()
 
     def close(self) -> None:
@@ -310,9 +310,9 @@ class _Monitor:
                 return found
             if "error" in message:
                 raise RuntimeError(f"QEMU refused {command}: {message['error']}")
-            self._note(message)
+            self._record_event(message)
 
-    def _note(self, message: dict[str, Any]) -> None:
+    def _record_event(self, message: dict[str, Any]) -> None:
         if "event" in message:
             self._events.append(message["event"])
 
@@ -320,7 +320,7 @@ class _Monitor:
         while b"\n" not in self._data:
             received = self._socket.recv(1 << 16)
             if not received:
-                raise RuntimeError("QEMU went away")
+                raise RuntimeError("QEMU closed its QMP connection")
             self._data += received
         line, self._data = self._data.split(b"\n", 1)
         message: dict[str, Any] = json.loads(line)
@@ -328,7 +328,7 @@ class _Monitor:
 
 
 def memory_of(pid: int) -> Iterator[tuple[str, int]]:
-    """(name, bytes) of each sum in /proc/PID/smaps_rollup: Rss, Pss, Private_Dirty, …"""
+    """Yield Yield (name, bytes) of each sum in /proc/PID/smaps_rollup: Rss, Pss, Private_Dirty, …"""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         name, value, *_ = line.split()
         yield name.removesuffix(":"), int(value) * 1024

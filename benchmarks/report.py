@@ -1,4 +1,4 @@
-"""Results as tables for people and as JSON for programs."""
+"""Format results as tables for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WIDTH = 120
 
 
 def machine(accelerator: str, qemu: str) -> dict[str, Any]:
-    """The properties of the machine that the numbers depend on."""
+    """Return the properties of the machine that the numbers depend on."""
     return {
         "cpus": os.cpu_count(),
         "cpu_model": _field("/proc/cpuinfo", "model name"),
@@ -36,7 +36,7 @@ def machine(accelerator: str, qemu: str) -> dict[str, Any]:
 def document(
     results: list[Result], failed: list[str], *, machine: dict[str, Any], quick: bool, started: datetime
 ) -> dict[str, Any]:
-    """See README.md, "JSON"."""
+    """Return the results as in README.md, "JSON"."""
     return {
         "schema": SCHEMA,
         "started_at": started.isoformat(timespec="seconds"),
@@ -50,13 +50,13 @@ def document(
 
 
 def wide_console() -> Console:
-    """Standard output; without a terminal, as wide as the tables need."""
+    """Return a console on standard output; without a terminal it is as wide as the tables need."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH)
 
 
 def show(result: Result, console: Console) -> None:
-    settings = ", ".join(f"{key} {_plain(value)}" for key, value in result.settings.items())
+    settings = ", ".join(f"{key} {_format_value(value)}" for key, value in result.settings.items())
     table = Table(title=f"{result.name}: {result.title}", title_justify="left")
     table.caption, table.caption_justify = settings, "left"
     table.add_column("measure")
@@ -78,10 +78,10 @@ def _row(result: Result, measure: Measure) -> list[str]:
     ratio = result.ratio(measure)
     return [
         title,
-        amount(measure.p50, measure.unit),
-        amount(measure.p95, measure.unit),
+        format_amount(measure.p50, measure.unit),
+        format_amount(measure.p95, measure.unit),
         str(len(measure.samples)),
-        amount(floor.p50, floor.unit) if floor else "",
+        format_amount(floor.p50, floor.unit) if floor else "",
         "" if ratio is None else f"{ratio:.2f}",
         _target(result, measure),
     ]
@@ -93,12 +93,12 @@ def _target(result: Result, measure: Measure) -> str:
     limit = (
         f"{measure.target.limit:g} x floor"
         if measure.target.of == "ratio"
-        else amount(measure.target.limit, measure.unit)
+        else format_amount(measure.target.limit, measure.unit)
     )
     return f"[green]≤ {limit} ✓[/]" if result.met(measure) else f"[red]≤ {limit} ✗[/]"
 
 
-def amount(value: float, unit: str) -> str:
+def format_amount(value: float, unit: str) -> str:
     if unit == "ms":
         return f"{value:.2f} ms" if value < 10 else f"{value:.1f} ms" if value < 1000 else f"{value / 1000:.2f} s"
     if unit == "bytes":
@@ -109,7 +109,7 @@ def amount(value: float, unit: str) -> str:
     return f"{value:g}"
 
 
-def _plain(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "/".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -122,7 +122,7 @@ def _field(path: str, name: str) -> str:
 
 
 def _commit() -> str:
-    """The measured commit, with "+" if files have changed since; empty outside a git tree."""
+    """Return the measured commit, with "+" if files have changed since; "" outside a git tree."""
     git = shutil.which("git")
     if git is None:
         return ""

@@ -1,4 +1,4 @@
-"""Stopwatches around the product's functions, for the duration of a bench."""
+"""Time the product's functions for the duration of a bench."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Span:
     start: float
     end: float
     args: tuple[Any, ...] = ()
-    """The arguments of the call, the object itself first; only for calls that returned."""
+    """The arguments of the call, with the object itself first; empty for calls that did not return."""
 
     @property
     def ms(self) -> float:
@@ -50,41 +50,41 @@ class Timers:
                 if plain is None:
                     self.missing.append(f"{getattr(owner, '__name__', owner)}.{name}")
                     continue
-                setattr(owner, name, self._wrapped(key, plain))
+                setattr(owner, name, self._wrap(key, plain))
                 undo.callback(setattr, owner, name, plain)
             yield self
 
     def returned(self, key: str, *arguments: object) -> list[Span]:
-        """The calls since the last ``take`` with these arguments that returned without an error."""
+        """Return the calls with these arguments since the last ``take`` that returned without an error."""
         came_back = (span for span in list(self._spans.get(key, [])) if span.args)
         return [span for span in came_back if all(argument in span.args[1:] for argument in arguments)]
 
     def take(self) -> dict[str, list[Span]]:
-        """The calls recorded since the last call of this method."""
+        """Return the calls recorded since the last call of this method."""
         taken, self._spans = dict(self._spans), defaultdict(list)
         return taken
 
-    def _wrapped(self, key: str, plain: Any) -> Any:
+    def _wrap(self, key: str, plain: Any) -> Any:
         if isinstance(plain, classmethod | staticmethod):
-            return type(plain)(self._wrapped(key, plain.__func__))
+            return type(plain)(self._wrap(key, plain.__func__))
         if inspect.iscoroutinefunction(plain):
 
             @functools.wraps(plain)
-            async def waited(*args: Any, **kwargs: Any) -> Any:
-                with self._recording(key, args):
+            async def timed_coroutine(*args: Any, **kwargs: Any) -> Any:
+                with self._record(key, args):
                     return await plain(*args, **kwargs)
 
-            return waited
+            return timed_coroutine
 
         @functools.wraps(plain)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            with self._recording(key, args):
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self._record(key, args):
                 return plain(*args, **kwargs)
 
-        return called
+        return timed
 
     @contextlib.contextmanager
-    def _recording(self, key: str, args: tuple[Any, ...]) -> Iterator[None]:
+    def _record(self, key: str, args: tuple[Any, ...]) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
@@ -95,14 +95,14 @@ class Timers:
 
 
 def milliseconds(work: Callable[[], T]) -> tuple[T, float]:
-    """The result of ``work`` and its duration in milliseconds."""
+    """Run ``work``. Returns its result and its duration in milliseconds."""
     start = time.perf_counter()
     answer = work()
     return answer, (time.perf_counter() - start) * 1000
 
 
 def shares(whole: Span, parts: dict[str, list[Span]]) -> dict[str, float]:
-    """Milliseconds of ``whole`` spent in each part, and the rest under "rest". They add up to the whole.
+    """Return the milliseconds of ``whole`` spent in each part, and the rest under "rest". They add up to the whole.
 
     Where two parts overlap, the time counts for the part named first.
     """

@@ -18,7 +18,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import leaks
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 from tests.support import jail_world, session, templates
 from tests.support.gateway import TEMPLATE, Gateway, build_template
 from tests.support.jail_world import JailZfsWorld
@@ -65,13 +65,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Wraps pytest's own sorting, which groups tests by the parameters of expensive fixtures."""
     if (seed := os.environ[_SEED]) != "0":
-        items.sort(key=lambda item: (_draw(seed, item.nodeid.partition("::")[0]), _draw(seed, item.nodeid)))
+        items.sort(key=lambda item: (_random_key(seed, item.nodeid.partition("::")[0]), _random_key(seed, item.nodeid)))
     yield
     items.sort(key=lambda item: (_FOLDERS.index(_folder(item.nodeid)), item.path.name not in _LONG))
 
 
-def _draw(seed: str, name: str) -> bytes:
-    """Depends only on its arguments: a subset of the tests runs in the same relative order."""
+def _random_key(seed: str, name: str) -> bytes:
+    """The key depends only on the arguments: a subset of the tests runs in the same relative order."""
     return hashlib.sha256(f"{seed} {name}".encode()).digest()
 
 
@@ -102,7 +102,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     global _before
     if leaks.watching(session.config):
         leaks.sweep_earlier_runs()
-        _before = leaks.inventory()
+        _before = leaks.take_inventory()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -114,7 +114,7 @@ def _remembered(tmp_path_factory: pytest.TempPathFactory) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if _before is None:
         return
-    left = leaks.settle(_before)
+    left = leaks.wait_for_leftovers(_before)
     if left:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         assert reporter is not None
@@ -123,6 +123,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         for line in left:
             reporter.line(line)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """For tests and fixtures that are coroutines: each test runs them in an event loop of its own."""
+    return "asyncio"
 
 
 @pytest.fixture(scope="session")
@@ -154,13 +160,13 @@ def jail_zfs_world(need_root: None) -> Iterator[JailZfsWorld]:
 @pytest.fixture(scope="session")
 def make_gateway(xfs_root: Path) -> Iterator[Callable[..., Gateway]]:
     """Start gateways that live as long as the run (most tests use ``gateway`` instead)."""
-    yield from _factory(xfs_root, None)
+    yield from _gateway_factory(xfs_root, None)
 
 
 @pytest.fixture(scope="session")
 def shared_gateway(xfs_root: Path) -> Iterator[Gateway]:
     """One gateway for the whole run. Tests that stop it or fill it use ``gateway`` instead."""
-    for start in _factory(xfs_root, lambda root: templates.take(root, TEMPLATE)):
+    for start in _gateway_factory(xfs_root, lambda root: templates.copy_cached(root, TEMPLATE)):
         yield start()
 
 
@@ -168,7 +174,7 @@ def shared_gateway(xfs_root: Path) -> Iterator[Gateway]:
 def template(shared_gateway: Gateway) -> str:
     """The name of a template of ``shared_gateway``: Debian, python3, 256 MiB; built once for the run."""
     build_template(shared_gateway, TEMPLATE)
-    templates.keep(shared_gateway.state_root)
+    templates.add_to_cache(shared_gateway.state_root)
     return TEMPLATE
 
 
@@ -179,13 +185,13 @@ def gateway(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable
     The template's directory is a reflink copy of the shared one's: gateways keep their state only in the file system.
     """
 
-    yield from _factory(xfs_root, lambda root: _copy_templates(request, root))
+    yield from _gateway_factory(xfs_root, lambda root: _copy_templates(request, root))
 
 
 @pytest.fixture(scope="session")
 def seeded_gateways(xfs_root: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Gateway]]:
     """Like ``gateway``, but the gateways live as long as the run."""
-    yield from _factory(xfs_root, lambda root: _copy_templates(request, root))
+    yield from _gateway_factory(xfs_root, lambda root: _copy_templates(request, root))
 
 
 def _copy_templates(request: pytest.FixtureRequest, root: Path) -> None:
@@ -197,7 +203,7 @@ def _copy_templates(request: pytest.FixtureRequest, root: Path) -> None:
     )
 
 
-def _factory(xfs_root: Path, seed: Callable[[Path], None] | None) -> Iterator[Callable[..., Gateway]]:
+def _gateway_factory(xfs_root: Path, seed: Callable[[Path], None] | None) -> Iterator[Callable[..., Gateway]]:
     made: list[Gateway] = []
 
     def start(config: dict[str, dict[str, object]] | None = None, *, seed_template: bool = True) -> Gateway:
@@ -217,51 +223,53 @@ def _factory(xfs_root: Path, seed: Callable[[Path], None] | None) -> Iterator[Ca
 
 
 @pytest.fixture(scope="session")
-def _served_by_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
-    made: dict[str, Served] = {}
+def _gateway_by_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], MemoryGateway]]:
+    made: dict[str, MemoryGateway] = {}
 
-    def start(folder: str) -> Served:
+    def start(folder: str) -> MemoryGateway:
         if folder not in made:
-            made[folder] = Served(tmp_path_factory.mktemp("memory"))
-            made[folder].build_template("base", packages=["python3"], description="what tests start from")
+            made[folder] = MemoryGateway(tmp_path_factory.mktemp("memory"))
+            made[folder].build_template("base", packages=["python3"], description="the template of the tests")
         return made[folder]
 
     try:
         yield start
     finally:
-        for served in made.values():
-            served.end()
+        for gateway in made.values():
+            gateway.end()
 
 
 @pytest.fixture(scope="module")
-def _served(_served_by_folder: Callable[[str], Served], request: pytest.FixtureRequest) -> Served:
-    """One gateway for each folder of tests: their changes of templates are not undone."""
-    return _served_by_folder(_folder(request.node.nodeid))
+def _memory_gateway(
+    _gateway_by_folder: Callable[[str], MemoryGateway], request: pytest.FixtureRequest
+) -> MemoryGateway:
+    """One gateway for each folder of tests, which may change the template `base`."""
+    return _gateway_by_folder(_folder(request.node.nodeid))
 
 
 @pytest.fixture
-def served(_served: Served) -> Iterator[Served]:
+def memory_gateway(_memory_gateway: MemoryGateway) -> Iterator[MemoryGateway]:
     """A gateway over a host in memory, with the template `base` and nothing else."""
-    yield _served
-    _served.clear()
+    yield _memory_gateway
+    _memory_gateway.clear()
 
 
 @pytest.fixture
-def api(served: Served) -> Iterator[httpx.Client]:
-    """Its HTTP API, as an administrator."""
-    with served.client() as client:
+def api(memory_gateway: MemoryGateway) -> Iterator[httpx.Client]:
+    """A client of the gateway's HTTP API with administrator rights."""
+    with memory_gateway.client() as client:
         yield client
 
 
 @pytest.fixture
-def anyone(served: Served) -> Iterator[httpx.Client]:
-    """A client over TCP that sends no key."""
-    with served.client("") as client:
+def keyless_client(memory_gateway: MemoryGateway) -> Iterator[httpx.Client]:
+    """A client that connects over TCP and sends no key."""
+    with memory_gateway.client("") as client:
         yield client
 
 
 @pytest.fixture
-def one(api: httpx.Client) -> dict[str, Any]:
+def sandbox(api: httpx.Client) -> dict[str, Any]:
     """A sandbox named `one`, as the API returned it."""
     answer = api.post("/sandboxes", json={"templateID": "base", "name": "one"})
     assert answer.status_code == 201, answer.text

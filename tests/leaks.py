@@ -24,7 +24,7 @@ import pytest
 from tests.jail_zfs import pools
 from tests.support import jail_world, session
 
-_SETTLE_SECONDS = 10
+_SETTLE_SECONDS = 30
 _TEMPORARY = "pytest"
 _ZPOOLS = ("zpool", "list", "-H", "-o", "name")
 
@@ -42,7 +42,7 @@ class Inventory:
     cgroups: frozenset[str]
     zpools: frozenset[str]
 
-    def since(self, before: Inventory) -> dict[str, list[str]]:
+    def added_since(self, before: Inventory) -> dict[str, list[str]]:
         new = {f.name: sorted(getattr(self, f.name) - getattr(before, f.name)) for f in fields(self)}
         return {kind: lines for kind, lines in new.items() if lines}
 
@@ -53,7 +53,7 @@ def watching(config: pytest.Config) -> bool:
     return os.geteuid() == 0 and not hasattr(config, "workerinput") and not config.option.collectonly
 
 
-def inventory() -> Inventory:
+def take_inventory() -> Inventory:
     return Inventory(
         processes=frozenset(_processes(session.run_path(), os.environ[session.MARK]).values()),
         mounts=frozenset(_mounts()),
@@ -66,18 +66,19 @@ def inventory() -> Inventory:
     )
 
 
-def settle(before: Inventory) -> list[str]:
-    """The leftovers, after a grace period for what is still ending; removes the run's directory if it is empty."""
+def wait_for_leftovers(before: Inventory) -> list[str]:
+    """Return the leftovers, after a grace period for what is still ending. Removes the run's directory if it is
+    empty."""
     deadline = time.monotonic() + _SETTLE_SECONDS
-    while (left := _left(before)) and time.monotonic() < deadline:
+    while (left := _new_items(before)) and time.monotonic() < deadline:
         time.sleep(0.5)
     if not any(line.startswith(("mounts", "loops", "processes")) for line in left):
         shutil.rmtree(session.run_path(), ignore_errors=True)
     return left
 
 
-def _left(before: Inventory) -> list[str]:
-    new = inventory().since(before)
+def _new_items(before: Inventory) -> list[str]:
+    new = take_inventory().added_since(before)
     if not os.environ.get("CI"):
         marks = (str(session.run_path()), f"t{session.run_id()}")
         for kind in new.keys() - {"processes"}:
@@ -124,7 +125,7 @@ def _sweep(path: Path, mark: str, prefix: str) -> None:
                     _try("ip", "address", "delete", f"{address}/32", "dev", "lo")
     if left := [pool for pool in _lines(*_ZPOOLS) if pool.startswith(prefix)]:
         pools.destroy_left(left)
-    for target in sorted(_mounted_below(_places(path)), reverse=True):
+    for target in sorted(_mounted_below(_run_directories(path)), reverse=True):
         _try("umount", str(target))
     # Removing the directory would also delete the content of anything still mounted there.
     if not _mounted_below([path]):
@@ -140,7 +141,7 @@ def _mounted_below(places: list[Path]) -> list[Path]:
     return [target for target in targets if any(target.is_relative_to(place) for place in places)]
 
 
-def _places(path: Path) -> list[Path]:
+def _run_directories(path: Path) -> list[Path]:
     """The directories of the run whose own directory is ``path``."""
     return [path, *(link.resolve() for link in path.glob(f"*/{_TEMPORARY}-*"))]
 
@@ -149,7 +150,7 @@ def _processes(path: Path, mark: str) -> dict[int, str]:
     """pid → description of each process that the run ``mark`` in ``path`` started, directly or not."""
     found = {}
     wanted = f"{session.MARK}={mark}".encode()
-    places = [f"{place}/" for place in _places(path)]
+    places = [f"{place}/" for place in _run_directories(path)]
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue

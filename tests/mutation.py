@@ -28,10 +28,16 @@ LISTED = 40
 """Survivors that are shown of one subject."""
 
 CONFTEST = """
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("mutation", deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
 settings.load_profile("mutation")
+
+
+@pytest.fixture(scope="session")
+def anyio_backend():
+    return "asyncio"
 """
 
 
@@ -59,7 +65,7 @@ SUBJECTS = {
         ("tests/jail_zfs/test_zfs_parse.py",),
     ),
     "pages": Subject(
-        tuple(f"{GATEWAY}/hosts/kvm_xfs/memory/{name}.py" for name in ("copying", "ram", "written")),
+        tuple(f"{GATEWAY}/hosts/kvm_xfs/memory/{name}.py" for name in ("copying", "listing", "ram", "runs")),
         ("tests/kvm_xfs/test_memory.py",),
     ),
 }
@@ -114,7 +120,9 @@ def prepare(subject: Subject, place: Path) -> None:
         shutil.copytree(REPOSITORY / name, place / name)
     # The suite's own conftest.py looks for leftovers on the machine; these tests leave none.
     (place / "tests/conftest.py").write_text(CONFTEST)
-    (place / "pytest.ini").write_text("[pytest]\npythonpath = . src\naddopts = --import-mode=importlib -p no:xdist\n")
+    (place / "pytest.ini").write_text(
+        "[pytest]\npythonpath = . src\naddopts = --import-mode=importlib -p no:xdist\nanyio_mode = auto\n"
+    )
     (place / "pyproject.toml").write_text(
         "[tool.mutmut]\n"
         'source_paths = ["src"]\n'

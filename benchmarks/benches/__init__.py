@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.benches.clone import Clone
 from benchmarks.benches.connection import Connection
+from benchmarks.benches.dirty import Dirty
 from benchmarks.benches.fork import Fork
 from benchmarks.benches.http import Http
 from benchmarks.benches.idle import Idle
@@ -17,6 +18,7 @@ from benchmarks.measure import Bench
 
 BENCHES: tuple[Bench, ...] = (
     Pause(),
+    Dirty(),
     Fork(),
     Rollback(),
     Clone(),

@@ -1,4 +1,4 @@
-"""Clone a running sandbox into n siblings, all or none."""
+"""Clone a running sandbox into n siblings: all of them or none."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Clone:
             source = host.sandbox(snapshot.id)
             time.sleep(2)
             for wanted, rounds in plan.items():
-                count = _possible(host, source, wanted, result)
+                count = _fitting_count(host, source, wanted, result)
                 floor: list[float] = []
                 returned: list[float] = []
                 total: list[float] = []
                 with ctx.steps(f"n = {count}", rounds) as steps:
                     for _ in range(rounds):
                         floor.append(raw.start_together(count, at_once))
-                        raw.machines(count)  # ended, so that its memory is free for the clones
+                        raw.machines(count)  # end the raw machines, so that their memory is free for the clones
                         _clone(host, source, count, result, answers, returned, total)
                         steps.done()
                 _report(result, count, floor, returned, total)
@@ -52,7 +52,7 @@ def _clone(
     returned: list[float],
     total: list[float],
 ) -> None:
-    """Time ``count`` siblings until all have answered; then check that each one works, and remove it."""
+    """Time ``count`` siblings until all have answered. Then check that each sibling works, and remove it."""
     answers.forget()
     start = time.perf_counter()
     made = host.live.do(host.live.engine.forks.clone(source.id, ForkSpec(count=count)), timeout=600)
@@ -61,7 +61,8 @@ def _clone(
     answered = answers.wait(count)
     if len(answered) < count:
         result.notes.append(
-            f"{count - len(answered)} of {count} clones did not answer: this round is not in n = {count}"
+            f"{count - len(answered)} of {count} clones did not answer: the results of n = {count} do not "
+            "include this round"
         )
     else:
         total.append((max(end, answered[-1].end) - start) * 1000)
@@ -74,27 +75,27 @@ def _clone(
 async def _hostnames(host: KvmXfs, sandboxes: list[Sandbox]) -> list[str]:
     gate = asyncio.Semaphore(4)
 
-    async def one(sandbox: Sandbox) -> str:
+    async def read_hostname(sandbox: Sandbox) -> str:
         async with gate:
             try:
                 return (await host.live.engine.commands.exec(sandbox.id, ["hostname"])).stdout.decode().strip()
             except GatewayError:
                 return ""
 
-    return list(await asyncio.gather(*(one(sandbox) for sandbox in sandboxes)))
+    return list(await asyncio.gather(*(read_hostname(sandbox) for sandbox in sandboxes)))
 
 
-def _possible(host: KvmXfs, source: Sandbox, wanted: int, result: Result) -> int:
-    """The number of siblings that fit in memory, estimated from the memory use of the source."""
+def _fitting_count(host: KvmXfs, source: Sandbox, wanted: int, result: Result) -> int:
+    """Return how many siblings fit in memory, estimated from the memory use of the source."""
     each = max(_EACH_AT_LEAST, host.live.do(host.live.engine.sandboxes.usage(source.id)).memory_bytes)
     fit = max(1, (available_memory() - _SPARE) // each)
     if fit < wanted:
-        result.notes.append(f"{fit} instead of {wanted} clones: each takes {each >> 20} MiB, and no more is available")
+        result.notes.append(f"{fit} instead of {wanted} clones, because each needs {each >> 20} MiB of memory")
     return min(fit, wanted)
 
 
 def _report(result: Result, count: int, floor: list[float], returned: list[float], total: list[float]) -> None:
-    result.measure(f"floor_{count}", f"floor: {count} x QEMU, as many at once, no gateway", samples=floor)
+    result.measure(f"floor_{count}", f"floor: {count} x QEMU, with the same concurrency, no gateway", samples=floor)
     result.measure(f"returned_{count}", f"n = {count}, until the engine returned", samples=returned)
     result.measure(f"total_{count}", f"n = {count}, until all have answered", samples=total, floor=f"floor_{count}")
     each = [taken / count for taken in total]

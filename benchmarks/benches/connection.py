@@ -1,4 +1,6 @@
-"""The same play over the connection plugin and over SSH, on forks of one snapshot: the cost of a task in a sandbox."""
+"""Run the same play over the connection plugin and over SSH, on forks of one snapshot, to see what a task in a sandbox
+costs.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,12 @@ _TITLES = {
     "fetch": "fetch a file of 1 MiB",
 }
 _JAILS = (
-    "the sandboxes are jails on Linux (zfs-fuse, tests/freebsd_shim): what runs in them runs as fast as outside; in "
-    "virtual machines without KVM the modules take seconds, and the way there would not show"
+    "the sandboxes are jails on Linux (zfs-fuse, tests/freebsd_shim), where programs run as fast as "
+    "outside. In virtual machines without KVM the modules take seconds, which would hide the cost of the connection"
 )
 _WAYS = (
-    "sshd runs in one of the forks; control connections persist, pipelining is on for both, and one host is worked on "
-    "at a time: the time of a task over many forks is divided by their number"
+    "sshd runs in one of the forks. Control connections persist, pipelining is on for both, and Ansible "
+    "works on one host at a time. The time of a task over many forks is divided by their number"
 )
 _USER, _HOME = "player", "/home/player"
 _PREPARE = f"""
@@ -56,7 +58,7 @@ _SSHD = f"exec /usr/sbin/sshd -p {_PORT} -h {_HOME}/.ssh/host -E {_HOME}/sshd.lo
 
 class Connection:
     name = "connection"
-    title = "a play into forks: by the connection plugin, and over SSH"
+    title = "a play on forks: over the connection plugin, and over SSH"
 
     def run(self, ctx: Context) -> Result:
         rounds, fleets = ctx.rounds(full=6, quick=1), ctx.rounds(full=2, quick=1)
@@ -65,27 +67,27 @@ class Connection:
         result = Result(self.name, self.title, settings, notes=[_JAILS, _WAYS])
         samples: dict[str, list[float]] = defaultdict(list)
         with _forks(ctx, count) as forks, ctx.steps("plays", 2 * rounds + fleets) as steps:
-            book = _Book(forks)
+            book = _Playbook(forks)
             for number in range(rounds):
                 for way in ("ssh", "ours"):
-                    for task, taken in book.play(way).items():
+                    for task, taken in book.time_tasks(way).items():
                         samples[f"{way}_{task}"].append(taken)
                     steps.done()
                 if number < fleets:
-                    for task, taken in book.play("fleet").items():
+                    for task, taken in book.time_tasks("fleet").items():
                         samples[f"fleet_{task}"].append(taken / count)
                     steps.done()
         for task, title in _TITLES.items():
             floor, target = f"ssh_{task}", Target("ratio", 1.0)
             result.measure(floor, f"{title}: over SSH", samples=samples[floor])
-            for key, which in (("ours", "by the connection plugin"), ("fleet", f"the same in {count} forks, each")):
+            for key, which in (("ours", "over the connection plugin"), ("fleet", f"the same in {count} forks, each")):
                 found = samples[f"{key}_{task}"]
                 result.measure(f"{key}_{task}", f"{title}: {which}", samples=found, floor=floor, target=target)
         return result
 
 
 class _Forks:
-    """The ids of the forks, the gateway's socket, and the SSH access to the first fork."""
+    """The forks' ids, the gateway's socket, and SSH access to the first fork."""
 
     def __init__(self, scratch: Path, socket: str, ids: list[str], address: str, key: Path) -> None:
         self.scratch = scratch
@@ -109,8 +111,8 @@ class _Forks:
         return path
 
 
-class _Book:
-    """The play; each run copies to a new place, so that there is always something to copy."""
+class _Playbook:
+    """The play. Each run copies to a new place, so that there is always something to copy."""
 
     def __init__(self, forks: _Forks) -> None:
         self._forks = forks
@@ -126,8 +128,11 @@ class _Book:
         environment = {"ANSIBLE_HOST_KEY_CHECKING": "False", "ANSIBLE_SSH_CONTROL_PATH_DIR": str(self._controls)}
         self._plays = Plays(forks.scratch, {**environment, "ANSIBLE_PIPELINING": "True"})
 
-    def play(self, way: str) -> dict[str, float]:
-        """Milliseconds of each task; closes the connections at the end, so that every play opens its own."""
+    def time_tasks(self, way: str) -> dict[str, float]:
+        """Run the play and return the milliseconds of each task.
+
+        Closes the connections, so that every play opens its own.
+        """
         self._times += 1
         fetched = self._forks.scratch / "fetched"
         tasks = [
@@ -144,27 +149,30 @@ class _Book:
                 subprocess.run(argv, capture_output=True, timeout=20, check=False)
         sizes = {path.stat().st_size for path in fetched.rglob("fetched") if path.is_file()}
         if sizes != {_FETCHED_BYTES}:
-            raise RuntimeError(f"what was fetched has {sizes} bytes, not {_FETCHED_BYTES}")
+            raise RuntimeError(f"the fetched files have {sizes} bytes, not {_FETCHED_BYTES}")
         shutil.rmtree(fetched)
         return {one.name: one.ms for one in timed}
 
 
 @contextlib.contextmanager
 def _forks(ctx: Context, count: int) -> Iterator[_Forks]:
-    """A gateway with its own pool and forks of a snapshot; the first runs sshd. Everything is removed at the end."""
+    """Run a gateway with its own pool and with forks of a snapshot.
+
+    The first fork runs sshd. Removes everything at the end.
+    """
     scratch = session.run_dir() / "connection"
     scratch.mkdir()
     packages = (*jail_world._PACKAGES, "openssh-server")
-    ctx.say("making a root file system with sshd (once), and the jail's template on a pool of its own")
+    ctx.say("building a root file system with sshd (only the first time) and a jail template on a separate pool")
     with (
         mock.patch.object(jail_world, "_PACKAGES", packages),
         jail_world.jail_zfs_world() as world,
         jail_gateway(world, scratch, log={"level": "info"}) as gateway,
     ):
-        yield _made(gateway, scratch, count)
+        yield _prepare_forks(gateway, scratch, count)
 
 
-def _made(gateway: Gateway, scratch: Path, count: int) -> _Forks:
+def _prepare_forks(gateway: Gateway, scratch: Path, count: int) -> _Forks:
     key = scratch / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True, timeout=60)
     public = key.with_suffix(".pub").read_bytes()
@@ -196,7 +204,7 @@ def _made(gateway: Gateway, scratch: Path, count: int) -> _Forks:
     )
     if tried.returncode != 0:
         log = gateway.execute(ids[0], "tail", "-n", "20", f"{_HOME}/sshd.log")["stdout"]
-        raise RuntimeError(f"the fork is not reached over SSH: {tried.stderr[-2000:]}\n{log}")
+        raise RuntimeError(f"the fork cannot be reached over SSH: {tried.stderr[-2000:]}\n{log}")
     return _Forks(scratch, str(gateway.socket), ids, address, key)
 
 

@@ -1,4 +1,4 @@
-"""Cold forks, from the request to the first answer: no machine was started in advance."""
+"""Measure cold forks, from the request to the first answer. No machine is started in advance."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from benchmarks.context import Context, KvmXfs
 from benchmarks.measure import Result, Target
 from benchmarks.raw_qemu import RawQemu
 from benchmarks.timers import Span, Stop, Timers, shares
-from sandbox_gateway.engine.agent import AgentClient
+from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
 from sandbox_gateway.hosts.kvm_xfs.image import instances
-from sandbox_gateway.hosts.kvm_xfs.machine.cgroup import Cgroups
-from sandbox_gateway.hosts.kvm_xfs.machine.qemu import Machine
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
+from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import Cgroups
+from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 from sandbox_gateway.records import Sandbox, Snapshot
 
 _BETWEEN_SECONDS = 0.3
 _WATCHED: dict[str, Stop] = {
-    "files": (instances, "lay_out"),
+    "files": (instances, "create_files"),
     "slot": (SlotPool, "take"),
     "spawn": (Machine, "spawn"),
     "limits": (Cgroups, "place"),
@@ -32,7 +32,7 @@ _PARTS = {
     "files": "lay out files",
     "slot": "take a network slot",
     "spawn": "start the QEMU process",
-    "identify": "QEMU's start, state, until the agent has answered",
+    "identify": "start QEMU and load the state, until the agent has answered",
     "save": "write the record to the disk",
     "rest": "everything else",
 }
@@ -58,7 +58,7 @@ class Fork:
                 steps.done()
         _report(result, found)
         if timers.missing:
-            result.notes.append(f"not found, and so not told apart: {', '.join(timers.missing)}")
+            result.notes.append(f"not found, and so not measured separately: {', '.join(timers.missing)}")
         return result
 
 
@@ -67,7 +67,7 @@ def _floor(raw: RawQemu, found: dict[str, list[float]]) -> None:
     found["floor"].append(machine.start().running)
     time.sleep(_BETWEEN_SECONDS)
     (machine,) = raw.machines(1)
-    found["floor_agent"].append(machine.start_and_ask())
+    found["floor_agent"].append(machine.start_and_ping())
     time.sleep(_BETWEEN_SECONDS)
     (machine,) = raw.machines(1)
     times = machine.start(stepwise=True)
@@ -90,7 +90,7 @@ def _fork(host: KvmXfs, snapshot: Snapshot, timers: Timers, answers: Answers, fo
     executed = time.perf_counter()
     if done.exit_code != 0:
         raise RuntimeError(f"the fork answered, but could not run a command: {done}")
-    # The fork has to return as well: until then the caller has no sandbox to use the answer with.
+    # Wait for both: the caller can use the sandbox only after the fork has returned.
     whole = Span(start, max(returned, answer.end))
     found["returned"].append((returned - start) * 1000)
     found["answered"].append(whole.ms)

@@ -1,4 +1,4 @@
-"""The same work over a gateway's socket and in this process's engine: the cost of HTTP and JSON."""
+"""Compare the same work over a gateway's socket and in this process's engine: the cost of HTTP and JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Http:
                         _, taken = milliseconds(work)
                         samples[f"{way}_{verb}"].append(taken)
                         time.sleep(_BETWEEN_SECONDS / 3)
-                    client.tidy()
+                    client.clean_up()
                     time.sleep(_BETWEEN_SECONDS)
                 steps.done()
         for verb, title in _TITLES.items():
@@ -62,9 +62,9 @@ class _InProcess:
         yield "show", lambda: self._do(self._engine.sandboxes.has_diverged(self._sandbox.id))
         yield "exec", lambda: self._do(self._engine.commands.exec(self._sandbox.id, ["true"]))
         yield "snapshot", self._capture
-        yield "fork", self._make
+        yield "fork", self._create
 
-    def tidy(self) -> None:
+    def clean_up(self) -> None:
         self._do(self._engine.sandboxes.delete(self._fork.id))
         assert self._taken is not None
         self._do(self._engine.snapshots.delete(self._taken.id))
@@ -72,12 +72,15 @@ class _InProcess:
     def _capture(self) -> None:
         self._taken = self._do(self._engine.snapshots.create(self._sandbox.id))
 
-    def _make(self) -> None:
+    def _create(self) -> None:
         (self._fork,) = self._do(self._engine.forks.fork(self._snapshot.id, ForkSpec()))
 
 
 class _OverHttp:
-    """The work over HTTP: another gateway, with its sandbox and snapshot made the way ``KvmXfs.source`` makes ours."""
+    """Does the work over HTTP, in another gateway.
+
+    Its sandbox and snapshot are made like those of ``KvmXfs.source``.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         self._call = gateway.call
@@ -92,14 +95,14 @@ class _OverHttp:
         yield "show", lambda: self._call("GET", f"/sandboxes/{self._sandbox}")
         yield "exec", lambda: self._call("POST", f"/sandboxes/{self._sandbox}/exec", {"args": ["true"]})
         yield "snapshot", self._capture
-        yield "fork", self._make
+        yield "fork", self._create
 
-    def tidy(self) -> None:
+    def clean_up(self) -> None:
         self._call("DELETE", f"/sandboxes/{self._fork}")
         self._call("DELETE", f"/snapshots/{self._taken}")
 
     def _capture(self) -> None:
         self._taken = self._call("POST", f"/sandboxes/{self._sandbox}/snapshots", {})["snapshotID"]
 
-    def _make(self) -> None:
+    def _create(self) -> None:
         self._fork = self._call("POST", f"/snapshots/{self._snapshot}/fork")["sandboxID"]

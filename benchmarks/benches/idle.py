@@ -1,4 +1,4 @@
-"""The cost of an idle fork: private memory and unshared blocks."""
+"""Measure the cost of an idle fork: private memory and unshared blocks."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ class Idle:
             empty = [dict(memory_of(machine.pid))["Pss"] for machine in machines]
             raw.machines(count)
             steps.done()
-            before = _used(host)
+            before = _used_bytes(host)
             forks = host.live.do(host.live.engine.forks.fork(snapshot.id, ForkSpec(count=count)))
             time.sleep(seconds)
             steps.done()
             running = [fork for fork in forks if isinstance(fork, Sandbox)]
             costs = [host.live.do(host.live.engine.sandboxes.usage(fork.id)) for fork in running]
             private = [dict(memory_of(fork.host["pid"]))["Private_Dirty"] for fork in running]
-            grown = (_used(host) - before) / count
+            grown = (_used_bytes(host) - before) / count
             steps.done()
         result.measure("floor", "floor: memory (PSS) of a QEMU that holds no guest", "bytes", samples=empty)
         pss = [cost.memory_bytes for cost in costs]
         result.measure("pss", "memory (PSS) of an idle fork", "bytes", samples=pss, floor="floor")
-        result.measure("private", "memory only it has (private, dirty)", "bytes", samples=private)
+        result.measure("private", "its own memory (private, dirty)", "bytes", samples=private)
         disk = [cost.disk_bytes for cost in costs]
-        result.measure("disk", "disk shared with nothing", "bytes", samples=disk)
+        result.measure("disk", "its own disk blocks (not shared)", "bytes", samples=disk)
         result.measure("grown", "growth of the file system per fork, records included", "bytes", samples=[grown])
         return result
 
 
-def _used(host: KvmXfs) -> int:
-    """Bytes in use on the state's file system once all data is on disk."""
+def _used_bytes(host: KvmXfs) -> int:
+    """Return the bytes in use on the state's file system, once all data is on the disk."""
     os.sync()
     found = os.statvfs(host.mount_point)
     return (found.f_blocks - found.f_bfree) * found.f_frsize

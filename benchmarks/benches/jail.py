@@ -1,4 +1,4 @@
-"""The jail/ZFS host: a fork next to the bare commands that it issues; snapshot, rollback, kill, n at once."""
+"""Measure the jail/ZFS host: fork (next to the bare commands that it issues), snapshot, rollback, kill, n at once."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from benchmarks.timers import Span, Stop, Timers, milliseconds, shares
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.hosts.addresses import AGENT_PORT
-from sandbox_gateway.hosts.jail_zfs.commands import SECONDS, Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import SECONDS, CommandRunner
 from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
 from sandbox_gateway.hosts.jail_zfs.jail import identity
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.rctl import Limits
-from sandbox_gateway.hosts.jail_zfs.machines import Machine
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import Pf
+from sandbox_gateway.hosts.jail_zfs.running_machines import Machine
 from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
 from sandbox_gateway.records import Sandbox
-from sandbox_gateway.zfs import command as zfs_command
+from sandbox_gateway.zfs import run as zfs_run
 from tests.jail_zfs import pools
-from tests.support.jail_world import ShimHost, environment, jail_zfs_world
+from tests.support.jail_world import ShimHost, jail_zfs_world, shim_environment
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE
 
 _DOUBLED = (
-    "ZFS is zfs-fuse; FreeBSD's commands (jail, ifconfig, route, rctl, pfctl, jls, pkill) are doubled by "
-    "tests/freebsd_shim on Linux: on FreeBSD all times differ, the floor's as well"
+    "ZFS is zfs-fuse, and tests/freebsd_shim emulates FreeBSD's commands (jail, ifconfig, route, rctl, "
+    "pfctl, jls, pkill) on Linux: on FreeBSD all times differ, the floor's as well"
 )
 _BETWEEN_SECONDS = 0.5
 _WATCHED: dict[str, Stop] = {
@@ -51,21 +51,21 @@ _WATCHED: dict[str, Stop] = {
     "connect": (Jails, "configure_interface"),
 }
 _PARTS = {
-    "clone": "zfs clone, meanwhile the next three",
-    "epair": "epair and bridge, where longer",
-    "pf": "packet filter, where longer",
-    "limits": "limits, where longer",
-    "jail": "make the jail, start its agent",
-    "connect": "address and route, meanwhile the loopback",
-    "loopback": "loopback, where longer",
+    "clone": "zfs clone, in parallel with the next three",
+    "epair": "epair and bridge, if slower",
+    "pf": "packet filter, if slower",
+    "limits": "limits, if slower",
+    "jail": "create the jail, start its agent",
+    "connect": "address and route, in parallel with the loopback",
+    "loopback": "loopback, if slower",
     "rest": "everything else",
 }
-_RECORDED: dict[str, Stop] = {"zfs": (zfs_command, "execute"), "command": (Commands, "_run")}
+_RECORDED: dict[str, Stop] = {"zfs": (zfs_run, "execute"), "command": (CommandRunner, "_run")}
 
 
 class JailZfs:
     name = "jail"
-    title = "jail/ZFS host, FreeBSD's commands doubled on Linux"
+    title = "jail/ZFS host, FreeBSD's commands emulated on Linux"
 
     def run(self, ctx: Context) -> Result:
         rounds = ctx.rounds(full=12, quick=3)
@@ -97,7 +97,7 @@ class RawCommands:
 
     @classmethod
     def recorded(cls, live: Live, host: JailZfsHost) -> RawCommands:
-        """Record the commands of one fork of the host."""
+        """Record the commands that the host runs for one fork."""
         timers = Timers()
         with timers.watching(_RECORDED):
             sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
@@ -109,15 +109,18 @@ class RawCommands:
             argv for _, argv in sorted(issued) if argv[:2] == ("zfs", "clone") or argv[0] in ("ifconfig", "jail")
         ]
         if {argv[0] for argv in commands} != {"zfs", "ifconfig", "jail"}:
-            raise RuntimeError(f"the host's commands could not be recorded, only {commands}")
+            raise RuntimeError(f"only some of the host's commands were recorded: {commands}")
         live.do(live.engine.sandboxes.delete(sandbox.id))
         return cls(live, host, sandbox, commands)
 
     def fork(self) -> tuple[float, float]:
-        """Milliseconds of the commands, and until the jail's agent accepts; everything is removed afterwards."""
+        """Run the commands. Returns their milliseconds, and those until the jail's agent accepts.
+
+        Removes everything afterwards.
+        """
         host, number = self._host, next(self._numbers)
         instance = f"raw{number}"
-        # From the end of the subnet, which the host does not reach.
+        # The end of the subnet: the host assigns addresses from its beginning.
         epair = host._bridge.epair(host._bridge.capacity + 1 - number)
         exchanged = {self._sandbox.instance: instance} | {
             getattr(self._epair, end): getattr(epair, end) for end in ("outer", "inner", "address", "mac")
@@ -130,15 +133,15 @@ class RawCommands:
             self._live.do(host._pf.apply(machine.jail, epair, self._sandbox.network, dns))
             start = time.perf_counter()
             for argv in self.commands:
-                said = _ran(tuple(_exchange(word, exchanged) for word in argv))
+                said = _run_command(tuple(_replace_names(word, exchanged) for word in argv))
                 if argv[:3] == ("ifconfig", "epair", "create"):
                     made = said.strip().removesuffix("a")
                     exchanged |= self._epairs(made)
             done = time.perf_counter()
-            _connect(epair.address)
+            _wait_until_connected(epair.address)
             return (done - start) * 1000, (time.perf_counter() - start) * 1000
         finally:
-            self._machine_gone(machine, instance)
+            self._wait_until_removed(machine, instance)
 
     def _epairs(self, made: str) -> dict[str, str]:
         """Map both ends of the recorded epair, whose names contain its number, to those of ``made``."""
@@ -146,12 +149,12 @@ class RawCommands:
         ends = {word for word in words if re.fullmatch(r"epair\d+[ab]", word)}
         return {end: f"{made}{end[-1]}" for end in ends}
 
-    def _machine_gone(self, machine: Machine, instance: str) -> None:
+    def _wait_until_removed(self, machine: Machine, instance: str) -> None:
         self._live.do(self._host._runner.clean_up(machine, instance))
         pools.destroy_all(self._host._storage.instances.dataset(instance))
 
 
-def _connect(address: str) -> None:
+def _wait_until_connected(address: str) -> None:
     """Return once the agent accepts a connection."""
     deadline = time.monotonic() + SECONDS
     while True:
@@ -160,20 +163,22 @@ def _connect(address: str) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the agent of a jail made by the bare commands does not accept: {error}") from None
+                raise RuntimeError(
+                    f"the agent of a jail that the bare commands made does not accept connections: {error}"
+                ) from None
             time.sleep(0.001)
 
 
-def _exchange(word: str, exchanged: dict[str, str]) -> str:
-    """Replace every name in ``word`` that is a key; a part of a longer name does not count."""
+def _replace_names(word: str, exchanged: dict[str, str]) -> str:
+    """Replace every word that is a key of ``replacements``, but not parts of longer words."""
     keys = "|".join(re.escape(key) for key in sorted(exchanged, key=len, reverse=True))
     return re.sub(rf"(?<![0-9A-Za-z])({keys})(?![0-9A-Za-z])", lambda found: exchanged[found[1]], word)
 
 
-def _ran(argv: tuple[str, ...]) -> str:
-    """Standard output of a command that must succeed."""
-    turn = zfs_command.mount_lock(argv[1], SECONDS, None) if argv[0] == "zfs" else contextlib.nullcontext()
-    env = {**os.environ, "LC_ALL": "C", **environment()}
+def _run_command(argv: tuple[str, ...]) -> str:
+    """Run a command that must succeed, and return its standard output."""
+    turn = zfs_run.mount_lock(argv[1], SECONDS, None) if argv[0] == "zfs" else contextlib.nullcontext()
+    env = {**os.environ, "LC_ALL": "C", **shim_environment()}
     with turn:
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
     if done.returncode != 0:
@@ -183,8 +188,8 @@ def _ran(argv: tuple[str, ...]) -> str:
 
 @contextlib.contextmanager
 def _engine(ctx: Context) -> Iterator[tuple[Live, ShimHost]]:
-    """An engine with its own pool and a template; everything is removed at the end."""
-    ctx.say("building the jail's template on a pool of its own (zfs-fuse; FreeBSD's commands doubled)")
+    """Run an engine with its own pool and a template. Removes everything at the end."""
+    ctx.say("building the jail's template on a separate pool (zfs-fuse, FreeBSD's commands emulated)")
     with jail_zfs_world() as world:
         config: Config = world.config()
         host = ShimHost(config)
@@ -192,13 +197,13 @@ def _engine(ctx: Context) -> Iterator[tuple[Live, ShimHost]]:
         try:
             yield live, host
         finally:
-            live.empty()
+            live.remove_all()
             live.close()
             world.forget(config)
 
 
 def _forks(ctx: Context, live: Live, raw: RawCommands, answers: Answers, rounds: int, result: Result) -> None:
-    """Raw commands and forks in turns; each fork is killed afterwards."""
+    """Run raw commands and forks in turns. Kills each fork afterwards."""
     found: dict[str, list[float]] = defaultdict(list)
     timers = Timers()
     with timers.watching(_WATCHED), ctx.steps("forks", rounds) as steps:
@@ -219,7 +224,7 @@ def _forks(ctx: Context, live: Live, raw: RawCommands, answers: Answers, rounds:
     result.measure("answered", title, samples=found["answered"], floor="floor_agent")
     result.measure("kill", "engine.sandboxes.delete", samples=found["kill"])
     if timers.missing:
-        result.notes.append(f"not found, and so not told apart: {', '.join(timers.missing)}")
+        result.notes.append(f"not found, and so not measured separately: {', '.join(timers.missing)}")
 
 
 def _fork(live: Live, timers: Timers, answers: Answers, found: dict[str, list[float]]) -> None:
@@ -241,7 +246,7 @@ def _fork(live: Live, timers: Timers, answers: Answers, found: dict[str, list[fl
 
 
 def _captures(ctx: Context, live: Live, answers: Answers, rounds: int, result: Result) -> None:
-    """Snapshots of a sandbox that has written a little since the previous one, and rollbacks to them."""
+    """Take snapshots of a sandbox that writes a little before each snapshot, and roll back to them."""
     floor: list[float] = []
     snapshots: list[float] = []
     rollbacks: list[float] = []
@@ -269,15 +274,15 @@ def _captures(ctx: Context, live: Live, answers: Answers, rounds: int, result: R
 
 
 def _raw_snapshot(snapshot: str, number: int) -> float:
-    """Milliseconds of another bare snapshot of the source of ``snapshot``; it is destroyed afterwards."""
+    """Take a bare snapshot of the source of ``snapshot`` and return its milliseconds. Destroys it afterwards."""
     name = f"{snapshot.partition('@')[0]}@raw{number}"
-    _, taken = milliseconds(lambda: _ran(("zfs", "snapshot", name)))
+    _, taken = milliseconds(lambda: _run_command(("zfs", "snapshot", name)))
     pools.run("zfs", "destroy", name)
     return taken
 
 
 def _at_once(ctx: Context, live: Live, answers: Answers, plan: dict[int, int], result: Result) -> None:
-    """n forks of a snapshot, all or none."""
+    """Create Create n forks of a snapshot, all or none."""
     source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
     snapshot = live.do(live.engine.snapshots.create(source.id))
     live.do(live.engine.sandboxes.delete(source.id))

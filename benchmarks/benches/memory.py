@@ -1,4 +1,4 @@
-"""The gateway's resident memory under load, with and without its allocator settings."""
+"""Measure the gateway's resident memory under load, with and without its allocator settings."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from tests.support.gateway import PROGRAM
 _CLIENTS = 2
 _AS_IT_WAS = "from sandbox_gateway.server import daemon, heap; heap.return_freed_memory = lambda: None; daemon.main()"
 _NOTE = (
-    "a round is one of each client: create, commands, an upload and a download, a snapshot, two forks, a rollback, "
-    "lists, and the removal of all of it. The floor is the same gateway with the C library's own settings"
+    "in a round each client creates a sandbox, runs commands, uploads and downloads a file, takes a "
+    "snapshot, makes two forks, rolls back, lists, and removes everything. The floor is the same gateway "
+    "with the C library's own settings"
 )
 
 
@@ -31,13 +32,13 @@ class Memory:
         result = Result(self.name, self.title, {"rounds": rounds, "clients": _CLIENTS}, notes=[_NOTE])
         before = _samples(ctx, rounds, (sys.executable, "-c", _AS_IT_WAS))
         now = _samples(ctx, rounds, PROGRAM)
-        result.measure("before", "after each round, with the C library's settings", "bytes", samples=before)
+        result.measure("before", "after each round, with the C library's default settings", "bytes", samples=before)
         result.measure("now", "after each round", "bytes", samples=now, floor="before")
         return result
 
 
 def _samples(ctx: Context, rounds: int, program: Sequence[str]) -> list[float]:
-    """Bytes after each round."""
+    """Return the resident bytes after each round."""
     samples: list[float] = []
     with gateway_beside(ctx.kvm_xfs, program) as gateway, ctx.steps("rounds", rounds) as steps:
         assert gateway.process

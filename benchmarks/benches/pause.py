@@ -1,4 +1,4 @@
-"""How long a capture stops a running sandbox, and how much is written for the pages that changed."""
+"""Measure how long a capture stops a running sandbox, and how much it writes for the pages that changed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Pause:
 
 @dataclass
 class _Captures:
-    """The data of each capture, at the same index in all lists; the sandbox is not pinged meanwhile."""
+    """The data of each capture, at the same index in all lists. No pings are sent during these captures."""
 
     snapshots: list[Snapshot] = field(default_factory=list)
     floor: list[float] = field(default_factory=list)
@@ -80,7 +80,7 @@ class _Captures:
 
 @dataclass
 class _Waits:
-    """Longest waits for an answer in ms: during captures, and during an equally long period just before each."""
+    """The longest waits for an answer in ms: during captures, and during an equally long period just before each."""
 
     captures: list[float] = field(default_factory=list)
     quiet: list[float] = field(default_factory=list)
@@ -93,15 +93,15 @@ def _capture_some(
     sandbox, previous = host.sandbox(source.id), source
     time.sleep(1)
     while len(taken.snapshots) < rounds:
-        floor = _bare(machine, host)
+        floor = _time_smallest_capture(machine, host)
         time.sleep(_BETWEEN_SECONDS)
         snapshot, total = milliseconds(lambda: host.snapshot(sandbox))
-        if not _small_enough(snapshot, fresh=previous is source):
+        if not _is_small(snapshot, fresh=previous is source):
             break
         taken.snapshots.append(snapshot)
         taken.floor.append(floor)
         taken.total.append(total)
-        taken.changed.append(_changed(host, previous, snapshot))
+        taken.changed.append(_count_changed_bytes(host, previous, snapshot))
         if previous is not source:
             host.forget(previous)
         previous = snapshot
@@ -110,7 +110,10 @@ def _capture_some(
 
 
 def _watch_some(host: KvmXfs, source: Snapshot, rounds: int, seen: _Waits, steps: Steps) -> None:
-    """The same with pings. They are measured separately because answering them takes the guest a lot of time."""
+    """Capture as above, with pings.
+
+    These captures are separate because the guest spends much time on answering pings.
+    """
     sandbox = host.sandbox(source.id)
     windows: list[tuple[float, float]] = []
     time.sleep(1)
@@ -120,7 +123,7 @@ def _watch_some(host: KvmXfs, source: Snapshot, rounds: int, seen: _Waits, steps
             start = time.monotonic()
             snapshot = host.snapshot(sandbox)
             end = time.monotonic()
-            small = _small_enough(snapshot, fresh=not windows)
+            small = _is_small(snapshot, fresh=not windows)
             host.forget(snapshot)
             if not small:
                 break
@@ -132,43 +135,48 @@ def _watch_some(host: KvmXfs, source: Snapshot, rounds: int, seen: _Waits, steps
     host.kill(sandbox)
 
 
-def _small_enough(snapshot: Snapshot, *, fresh: bool) -> bool:
-    """Whether a capture wrote little memory. Raises RuntimeError if even the first one of a sandbox did not."""
+def _is_small(snapshot: Snapshot, *, fresh: bool) -> bool:
+    """Return whether a capture wrote little memory.
+
+    Raises RuntimeError if the first capture of a sandbox wrote too much.
+    """
     small = snapshot.memory_bytes_written <= _MOST_WRITTEN
     if fresh and not small:
         raise RuntimeError(
-            f"a fresh sandbox dirtied {snapshot.memory_bytes_written >> 20} MiB: this is about captures "
-            f"of at most {_MOST_WRITTEN >> 20} MiB"
+            f"a fresh sandbox dirtied {snapshot.memory_bytes_written >> 20} MiB, but this bench is about "
+            f"captures of at most {_MOST_WRITTEN >> 20} MiB"
         )
     return small
 
 
 def _report(result: Result, taken: _Captures, seen: _Waits) -> None:
     pauses = [snapshot.pause_ms for snapshot in taken.snapshots]
-    result.measure("floor", "floor: the same commands by bare QMP, no page copied", samples=taken.floor)
+    result.measure("floor", "floor: the same commands over bare QMP, no page copied", samples=taken.floor)
     result.measure("pause", "source pause, as the host saw it", samples=pauses, floor="floor", target=Target("p50", 10))
     phases = [snapshot.host["phases_ms"] for snapshot in taken.snapshots]
     result.parts("pause", _PHASES, {key: [each[key] for each in phases if key in each] for key in _PHASES})
     result.measure("quiet", "floor: longest wait for a ping, no capture", samples=seen.quiet)
     result.measure("outside", "longest wait for a ping, during a capture", samples=seen.captures, floor="quiet")
     result.measure("total", "capture, until the snapshot is on the disk", samples=taken.total)
-    result.measure("changed", "floor: memory changed since the capture before", "bytes", samples=taken.changed)
+    result.measure("changed", "floor: memory changed since the previous capture", "bytes", samples=taken.changed)
     written = [snapshot.memory_bytes_written for snapshot in taken.snapshots]
     result.measure("written", "memory written for a capture", "bytes", samples=written, floor="changed")
     disk = [snapshot.disk_bytes_unique for snapshot in taken.snapshots]
-    result.measure("disk", "disk of a capture that is shared with nothing", "bytes", samples=disk)
+    result.measure("disk", "disk blocks that only the capture uses", "bytes", samples=disk)
     result.settings["memory_mode"] = sorted({snapshot.memory.value for snapshot in taken.snapshots})
 
 
-def _bare(machine: RawMachine, host: KvmXfs) -> float:
-    """Milliseconds of the smallest possible capture: the same commands, an empty set of pages, a clean disk."""
+def _time_smallest_capture(machine: RawMachine, host: KvmXfs) -> float:
+    """Return the milliseconds of the smallest possible capture: the same commands, an empty set of pages, a clean
+    disk.
+    """
     state, image = host.mount_point / "bare.state", host.mount_point / "bare.img"
     descriptors = [os.open(machine.files.disk, os.O_RDONLY)]
     descriptors += [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) for path in (state, image)]
     disk, device_state, clone = descriptors
     try:
         os.fsync(disk)
-        lent = machine.lend(device_state)
+        lent = machine.pass_descriptor(device_state)
         machine.execute("cont")
         time.sleep(_BETWEEN_SECONDS)
         start = time.perf_counter()
@@ -177,7 +185,7 @@ def _bare(machine: RawMachine, host: KvmXfs) -> float:
         reflink.clone_fd(disk, clone)
         machine.execute("cont")
         end = time.perf_counter()
-        machine.execute("stop")  # it must not take time from the next measurement
+        machine.execute("stop")  # a running guest would slow down the next measurement
         machine.execute("remove-fd", {"fdset-id": int(lent.rsplit("/", 1)[1])})
     finally:
         for descriptor in descriptors:
@@ -187,8 +195,8 @@ def _bare(machine: RawMachine, host: KvmXfs) -> float:
     return (end - start) * 1000
 
 
-def _changed(host: KvmXfs, previous: Snapshot, snapshot: Snapshot) -> float:
-    """Bytes of the pages whose content differs between two snapshots; reads only blocks that the two do not share."""
+def _count_changed_bytes(host: KvmXfs, previous: Snapshot, snapshot: Snapshot) -> float:
+    """Return the bytes of the pages that differ between two snapshots. Reads only blocks that the two do not share."""
     layout = Layout(host.config.host.state_root)
     before, after = (layout.snapshot(each) / "memory.img" for each in (previous, snapshot))
     ranges = sorted(_own_ranges(before) | _own_ranges(after))

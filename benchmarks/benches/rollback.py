@@ -1,4 +1,4 @@
-"""Rollback in place: its duration, and how long the sandbox does not answer under its name."""
+"""Measure rollback in place: its duration, and how long the sandbox does not answer under its name."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Rollback:
         result.measure("floor", "floor: QEMU exec, QMP answer, device state; no gateway", samples=floor)
         taken = [(end - start) * 1000 for start, end in windows]
         result.measure("rollback", "rollback, until the old machine is gone", samples=taken, floor="floor")
-        result.measure("quiet", "longest wait for a ping answer, nothing going on", samples=quiet)
+        result.measure("quiet", "longest wait for a ping answer, without a rollback", samples=quiet)
         result.measure("outage", "longest wait for a ping answer during a rollback", samples=waits, floor="quiet")
         return result
 
 
 async def _follow(host: KvmXfs, ping: Ping, changes: int) -> None:
-    """Ping the sandbox's new address when it changes, like a client that looks it up at the gateway."""
+    """Ping the sandbox's new address when it changes, like a client that asks the gateway for it."""
     with host.live.engine.events.subscribed() as events:
         while changes:
             event = await events.get()
             if event.type == "sandbox.replaced":
-                ping.turn_to(host.live.engine.agents.endpoint(event.data["sandboxID"])[0])
+                ping.switch_to(host.live.engine.agents.endpoint(event.data["sandboxID"])[0])
                 changes -= 1

@@ -1,4 +1,4 @@
-"""Latency of a published client: through the gateway, and directly to the machine's agent."""
+"""Measure the latency of a published client: through the gateway, and directly to the machine's agent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Sandbox = e2b_code_interpreter.Sandbox
 
 class Sdk:
     name = "sdk"
-    title = "the e2b client: through the gateway, and straight to the agent"
+    title = "the e2b client: through the gateway, and directly to the agent"
 
     def run(self, ctx: Context) -> Result:
         rounds = ctx.rounds(full=15, quick=2)
@@ -87,7 +87,7 @@ def _served(host: KvmXfs) -> Iterator[tuple[Gateway, str]]:
 
 
 def _warm(gateway: Gateway) -> str:
-    """A snapshot made the way ``KvmXfs.source`` makes its own."""
+    """Create a snapshot like that of ``KvmXfs.source`` and return its id."""
     first = gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE})["sandboxID"]
     time.sleep(3)
     snapshot: str = gateway.call("POST", f"/sandboxes/{first}/snapshots", {})["snapshotID"]
@@ -97,7 +97,7 @@ def _warm(gateway: Gateway) -> str:
 
 @contextmanager
 def _sandbox(gateway: Gateway, url: str, snapshot: str) -> Iterator[tuple[Sandbox, Sandbox, dict[str, Any]]]:
-    """The same sandbox over both routes; for each, the address of its agent and the headers to send."""
+    """Yield the same sandbox over both routes, and the address of its agent and the headers to send for each route."""
     through = Sandbox.create(snapshot)
     try:
         address = gateway.call("GET", f"/sandboxes/{through.sandbox_id}")["address"]
@@ -121,7 +121,7 @@ def _sandbox(gateway: Gateway, url: str, snapshot: str) -> Iterator[tuple[Sandbo
 def _first(snapshot: str) -> float:
     def work() -> Sandbox:
         sandbox = Sandbox.create(snapshot)
-        _expect(sandbox.run_code(_CODE).text, "2")
+        _check_equal(sandbox.run_code(_CODE).text, "2")
         return sandbox
 
     sandbox, taken = milliseconds(work)
@@ -141,7 +141,7 @@ def _first_straight(host: KvmXfs, snapshot: Snapshot) -> float:
             headers={"X-Access-Token": token},
             timeout=60,
         )
-        _expect('"text": "2"' in answer.text or '"text":"2"' in answer.text, True)
+        _check_equal('"text": "2"' in answer.text or '"text":"2"' in answer.text, True)
         return fork
 
     fork, taken = milliseconds(work)
@@ -152,10 +152,10 @@ def _first_straight(host: KvmXfs, snapshot: Snapshot) -> float:
 def _verbs(sandbox: Sandbox) -> dict[str, float]:
     data = b"\0" * _BYTES
     done, command = milliseconds(lambda: sandbox.commands.run("true"))
-    _expect(done.exit_code, 0)
+    _check_equal(done.exit_code, 0)
     _, up = milliseconds(lambda: sandbox.files.write("/dev/shm/big", data))
     read, down = milliseconds(lambda: sandbox.files.read("/dev/shm/big", format="bytes"))
-    _expect(len(read), _BYTES)
+    _check_equal(len(read), _BYTES)
     return {"command": command, "up": up, "down": down}
 
 
@@ -167,10 +167,10 @@ def _raw(url: str, headers: dict[str, str]) -> float:
             return sum(map(len, answer.iter_raw()))
 
     size, taken = milliseconds(work)
-    _expect(size, _BYTES)
+    _check_equal(size, _BYTES)
     return taken
 
 
-def _expect(found: object, wanted: object) -> None:
+def _check_equal(found: object, wanted: object) -> None:
     if found != wanted:
-        raise RuntimeError(f"{found!r} came, not {wanted!r}")
+        raise RuntimeError(f"received {found!r} instead of {wanted!r}")

@@ -1,4 +1,4 @@
-"""A task without changes on a hundred forks, by the action plugin and by the module, next to plain Ansible."""
+"""Measure a task without changes on a hundred forks, by the action plugin and by the module, next to plain Ansible."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 from benchmarks.context import Context
 from benchmarks.measure import Result, Target
 from benchmarks.plays import Plays
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 from tests.support import session
 
 _FORKS = 100
 _ROUNDS = 5
-"""Runs of the play; one more, in which Ansible loads its plugins, is not counted."""
+"""Runs of the play. The first run, in which Ansible loads its plugins, does not count."""
 _DOUBLED = (
-    "the gateway and its HTTP are real, the forks are machines in memory (tests/api/memory_host.py): none of what is "
-    "measured asks a machine for anything"
+    "the gateway and its HTTP are real, the forks are machines in memory (tests/api/memory_host.py): the "
+    "measured requests need no machine"
 )
 _TASK: dict[str, Any] = {"snapshot": "golden", "count": _FORKS, "name_prefix": "ci", "exact": True}
 
@@ -44,11 +44,11 @@ class Tasks:
         samples["floor"] = [sum(pair) for pair in zip(samples["debug"], samples["call"], strict=True)]
         result.measure("floor", "floor: a debug task plus one HTTP call", samples=samples["floor"])
         result.measure("debug", "ansible.builtin.debug", samples=samples["debug"], part_of="floor")
-        result.measure("call", "the list of the forks, asked for without Ansible", samples=samples["call"],
+        result.measure("call", "listing the forks without Ansible", samples=samples["call"],
                        part_of="floor")  # fmt: skip
         title = "sandbox_fork by the action plugin"
         result.measure("action", title, samples=samples["action"], floor="floor", target=Target("ratio", 1.3))
-        title = "an action that returns the same result and asks nobody"
+        title = "an action that returns the same result without a request"
         result.measure("same", title, samples=samples["same"], floor="debug")
         title = "sandbox_fork by the module"
         result.measure("module", title, samples=samples["module"], floor="floor")
@@ -56,11 +56,11 @@ class Tasks:
 
 
 @contextlib.contextmanager
-def _gateway() -> Iterator[Served]:
-    """A gateway with a snapshot and a hundred forks of it."""
+def _gateway() -> Iterator[MemoryGateway]:
+    """Run a gateway with a snapshot and a hundred forks of it."""
     root = session.run_dir() / "tasks"
     root.mkdir()
-    gateway, before = Served(root, log={"level": "warning"}), _more_files()
+    gateway, before = MemoryGateway(root, log={"level": "warning"}), _more_files()
     try:
         gateway.build_template()
         with gateway.client() as client:
@@ -78,14 +78,17 @@ def _gateway() -> Iterator[Served]:
 
 
 def _more_files() -> tuple[int, int]:
-    """Raise the limit of open files: every machine in memory has sockets in this process. Returns the old limits."""
+    """Raise the limit of open files, because every machine in memory has sockets in this process.
+
+    Returns the old limits.
+    """
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     return before
 
 
-def _play(gateway: Served) -> dict[str, list[float]]:
-    """Milliseconds of each kind of task, in turns."""
+def _play(gateway: MemoryGateway) -> dict[str, list[float]]:
+    """Run the play once. Returns the milliseconds of each kind of task."""
     scratch = session.run_dir() / "tasks"
     same = scratch / "same.json"
     plays = Plays(scratch, {"ANSIBLE_TRANSPORT": "local", "SAME_FILE": str(same)})
@@ -109,7 +112,7 @@ def _play(gateway: Served) -> dict[str, list[float]]:
     return found
 
 
-def _calls(gateway: Served) -> list[float]:
+def _calls(gateway: MemoryGateway) -> list[float]:
     argv = [sys.executable, "-m", "benchmarks.call", str(gateway.socket), "/sandboxes?snapshotID=golden&limit=1000"]
     done = subprocess.run(
         [*argv, str(_ROUNDS)], cwd=session.REPOSITORY, capture_output=True, text=True, timeout=60, check=True

@@ -1,8 +1,8 @@
-"""A counter that only exists in memory.
+"""Run a counter that exists only in memory.
 
-Starts the counter unless it runs already. It answers each connection to its port with JSON:
+The program starts the counter if it is not running. The counter answers each connection to its port with JSON:
     value     the count, which grows by two per second
-    mark      random, drawn when it starts: equal marks belong to copies of one running process
+    mark      a random value, chosen at the start: equal marks belong to copies of one process
     history   a stamp for each of its first counts, computed from clock jitter: two copies have the same stamps up to
               the count at which they were forked, and different ones afterwards
     files     names of the notes beside it
@@ -38,7 +38,7 @@ def ask():
 
 
 def start():
-    """Start the counter in the background. It accepts connections when this returns."""
+    """Start the counter in the background. When this function returns, the counter accepts connections."""
     listener = socket.create_server(ADDRESS)
     if os.fork():
         return

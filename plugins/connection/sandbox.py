@@ -45,7 +45,7 @@ options:
       - name: ansible_sandbox_gateway_url
   gateway_token:
     description:
-      - An API key from the gateway's key file, with the scope C(exec) or C(admin). The unix socket needs none.
+      - An API key from the gateway's key file, with the scope C(exec) or C(admin). The unix socket needs no key.
       - If not set, the key of the inventory that found the sandbox is used; otherwise the key in O(gateway_token_file),
         or else O(default_token).
     type: str
@@ -53,7 +53,7 @@ options:
       - name: ansible_sandbox_gateway_token
   gateway_token_file:
     description:
-      - A file on the control node that contains only such a key.
+      - A file on the control node that contains only an API key.
     type: str
     env:
       - name: SANDBOX_GATEWAY_TOKEN_FILE
@@ -73,7 +73,7 @@ options:
         key: gateway_token
   ca_path:
     description:
-      - A PEM file with the CA certificates that the gateway's certificate is verified against.
+      - A PEM file with the CA certificates for verifying the gateway's certificate.
       - If not set, the system's CA certificates are used.
     type: str
     ini:
@@ -175,11 +175,14 @@ OF_LISTED = ("ansible_host", "ansible_sandbox_gateway_token", "ansible_sandbox_m
 PLACE = ("ansible_host", "ansible_sandbox_gateway_url")
 """Variables that identify a sandbox and its gateway."""
 _MOST_BEFORE_SUCCESS = 1 << 20
-"""Limit in bytes for output before privilege escalation succeeds; each new chunk is searched with all before it."""
+"""Limit in bytes for output before privilege escalation succeeds, because each search covers all output so far."""
 
 
 class Unreachable(AnsibleConnectionFailure):
-    """The message may quote the sandbox, so it is marked unsafe: Ansible must not evaluate it as a template."""
+    """The host is unreachable.
+
+    The message may quote the sandbox, so it is marked unsafe: Ansible must not evaluate it.
+    """
 
     def __str__(self) -> str:
         text: str = wrap_var(super().__str__())
@@ -200,20 +203,20 @@ class Connection(ConnectionBase):
         self._delegate = ""
 
     def set_options(self, task_keys: Any = None, var_options: Any = None, direct: Any = None) -> None:
-        """Leave out the variables that decide where a key is sent; ``_operator_settings`` reads them."""
+        """Set the options without the variables that decide where a key is sent, which ``_operator_settings`` reads."""
         self._given = dict(var_options or {})
-        free = {name: value for name, value in self._given.items() if name not in self._guarded()}
+        free = {name: value for name, value in self._given.items() if name not in self._guarded_names()}
         super().set_options(task_keys=task_keys, var_options=free, direct=direct)
         self._delegate = (task_keys or {}).get("delegate_to") or ""
 
     def update_vars(self, variables: dict[str, Any]) -> None:
-        """Ansible calls this with all variables after ``set_options``, before each task and each loop item."""
+        """Store all variables. Ansible calls this method after ``set_options``, before each task and each loop item."""
         self.close()
         self._variables, self._settings = dict(variables), None
         super().update_vars(variables)
 
     def _connect(self) -> Connection:
-        """Create the channel; it connects with the first request."""
+        """Create the channel, which connects with the first request."""
         if self._channel is None:
             try:
                 self._channel = self._new_channel()
@@ -243,22 +246,25 @@ class Connection(ConnectionBase):
             validate_certs=gateway.validate_certs,
         )
 
-    def _guarded(self) -> list[str]:
+    def _guarded_names(self) -> list[str]:
         return [name for name in C.config.get_plugin_vars("connection", self._load_name) if name not in FREE]
 
     def _operator_settings(self) -> dict[str, Any]:
-        """This plugin's options as the operator set them, independent of task results. Raises Failure."""
+        """Return this plugin's options as the operator set them, independent of task results. Raises Failure."""
         if self._settings is None:
             self._settings = self._options_of(self._operator_values())
         return self._settings
 
     def _options_of(self, values: dict[str, Any]) -> dict[str, Any]:
-        """This plugin's options, computed with ``values`` as its variables."""
+        """Return this plugin's options, computed with ``values`` as its variables."""
         options: dict[str, Any] = C.config.get_plugin_options("connection", self._load_name, variables=values)
         return options
 
     def _operator_values(self) -> dict[str, Any]:
-        """The operator's values. Raises Failure if something else sets a variable that decides where a key is sent."""
+        """Return the operator's values.
+
+        Raises Failure if something else sets a variable that decides where a key is sent.
+        """
         variables = self._variables or self._given
         own: Any = {}
         host = str(self._delegate or variables.get("inventory_hostname", ""))
@@ -270,20 +276,20 @@ class Connection(ConnectionBase):
         named = {"inventory_hostname": host, **{name: own.evaluate(name) for name in PLACE if name in own}}
         place = self._options_of(named)
         listed = recall(place["sandbox"], place["gateway_url"]) is not None
-        names = OF_LISTED if listed else self._guarded()
+        names = OF_LISTED if listed else self._guarded_names()
         # With delegate_to, Ansible sets it by default.
         implied = {"ansible_host": host}
         foreign = [name for name in names if name in variables and variables[name] != own.get(name, implied.get(name))]
         if foreign:
             raise Failure(
                 f"{' and '.join(foreign)} of host {host} must not come from facts, other results of tasks, or vars of "
-                "a play, role or task: it decides where the gateway's key goes. Set it with add_host, in host_vars or "
-                "group_vars, or with -e, and let no task return a variable of that name"
+                "a play, role or task: the variable decides where the gateway's key is sent. Set it with "
+                "add_host, in host_vars or group_vars, or with -e, and let no task return a variable of that name"
             )
         return {**named, **{name: own.evaluate(name) for name in names if name in own}}
 
     def exec_command(self, cmd: str, in_data: bytes | None = None, sudoable: bool = True) -> tuple[int, bytes, bytes]:
-        """Returns (exit code, stdout, stderr); the exit code is 128 + n if signal n killed the command."""
+        """Return (exit code, stdout, stderr); the exit code is 128 + n if signal n killed the command."""
         super().exec_command(cmd, in_data=in_data, sudoable=sudoable)
         display.vvv(printable(f"EXEC {cmd}"), host=self._sandbox)
         escalation = _Escalation(self.become, self._sandbox, self.get_option("gateway_timeout")) if sudoable else None
@@ -317,11 +323,11 @@ class Connection(ConnectionBase):
                     process.kill()
                     self.close()
                     raise AnsibleError(
-                        f"the command was ended: it printed more than {most} MiB in sandbox {self._sandbox}. Let it "
-                        "write to a file, or set ansible_sandbox_max_output_mb to more"
+                        f"the command in sandbox {self._sandbox} was killed, because it printed more than "
+                        f"{most} MiB. Redirect its output to a file, or increase ansible_sandbox_max_output_mb"
                     )
             if waiting:
-                waiting = escalation.go_on(process, taken["stdout"], taken["stderr"])
+                waiting = escalation.keep_waiting(process, taken["stdout"], taken["stderr"])
                 if not waiting:
                     process.feed(in_data or b"")
         out, err = bytes(taken["stdout"]), bytes(taken["stderr"])
@@ -334,7 +340,7 @@ class Connection(ConnectionBase):
             with Path(in_path).expanduser().open("rb") as file:
                 self._channel.upload(file, os.fstat(file.fileno()).st_size, out_path)
         except FileNotFoundError:
-            raise AnsibleFileNotFound(f"file or module does not exist: {in_path}") from None
+            raise AnsibleFileNotFound(f"the file or module {in_path} does not exist") from None
         except OSError as error:
             raise AnsibleError(f"{in_path} cannot be read: {error.strerror or error}") from None
         except Failure as failure:
@@ -388,7 +394,7 @@ class _Escalation:
         self._until = time.monotonic() + seconds
         self._answered_at: tuple[int, int] | None = None
 
-    def go_on(self, process: Process, out: bytearray, err: bytearray) -> bool:
+    def keep_waiting(self, process: Process, out: bytearray, err: bytearray) -> bool:
         """Check the output so far and answer a password prompt. Returns whether to keep waiting.
 
         Raises AnsibleError if the escalation fails.
@@ -401,17 +407,17 @@ class _Escalation:
             self._answered_at = (len(out), len(err))
             process.write(self.become.get_option("become_pass").encode() + b"\n")
         elif asked or self.become.check_incorrect_password(bytes(out + err)):
-            self._give_up(process, "the password is not accepted")
+            self._give_up(process, "the password was not accepted")
         elif time.monotonic() > self._until or len(out) + len(err) > _MOST_BEFORE_SUCCESS:
-            self._give_up(process, "neither success nor a prompt for a password is seen")
+            self._give_up(process, "neither success nor a password prompt was found in its output")
         return True
 
     def check_refusal(self, err: bytes) -> None:
-        """Raises AnsibleError if a command failed because a password is missing."""
+        """Raise AnsibleError if a command failed because a password is missing."""
         if self.become and self.become.check_missing_password(err):
             raise AnsibleError(
-                f"{self.become.name} in sandbox {self._sandbox} wants a password: give ansible_become_password, or "
-                f"connect as the user to become (remote_user), which needs none"
+                f"{self.become.name} in sandbox {self._sandbox} requires a password: set "
+                "ansible_become_password, or set remote_user to the become user, which requires no password"
             )
 
     def _give_up(self, process: Process, why: str) -> None:
@@ -419,7 +425,7 @@ class _Escalation:
         raise AnsibleError(f"{self.become.name} failed in sandbox {self._sandbox}: {why}")
 
     def without_prompt(self, taken: bytes) -> bytes:
-        """The output after the password prompt and its line end.
+        """Return the output after the password prompt and its line end.
 
         Called when the command has ended, because the two outputs arrive in any order.
         """

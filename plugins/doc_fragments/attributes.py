@@ -15,14 +15,14 @@ attributes:
     description: Can run in check mode and predict the changes of a run.
   diff_mode:
     support: full
-    description: Returns the state before and after each change, including predicted ones in check mode.
+    description: Returns the state before and after each change, including predicted changes in check mode.
   idempotent:
     support: full
     description: A second run changes nothing, unless something else has changed in between.
   platform:
     support: full
     platforms: posix
-    description: Systems the module runs on.
+    description: Systems on which the module runs.
   action_group:
     support: full
     description: The common options of all modules in the group can be set once with C(module_defaults).

@@ -18,14 +18,14 @@ options:
     default: unix:///run/sandbox-gateway/gateway.sock
   gateway_token:
     description:
-      - An API key from the gateway's key file. The unix socket needs none.
+      - An API key from the gateway's key file. The unix socket needs no key.
       - If not set, the environment variable E(SANDBOX_GATEWAY_TOKEN) is used. The variable of the control node is never
         passed to a module that runs inside a sandbox. If a fact or another task result sets O(gateway_url), O(ca_path)
         or O(validate_certs), the variable is not used and the task fails.
     type: str
   ca_path:
     description:
-      - A PEM file with the CA certificates that the gateway's certificate is verified against.
+      - A PEM file with the CA certificates for verifying the gateway's certificate.
       - If not set, the system's CA certificates are used.
     type: path
   validate_certs:
@@ -40,7 +40,7 @@ options:
     type: int
     default: 300
 requirements:
-  - Python 3.8 or newer where the module runs; no other libraries
+  - Python 3.8 or newer where the module runs, without other libraries
 notes:
   - If the control node can reach the same gateway, an action plugin of the same name does the work there, which is much
     faster. With C(become), C(environment), C(async), or a socket or loopback address on a host whose connection is not

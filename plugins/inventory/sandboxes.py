@@ -25,7 +25,7 @@ options:
     choices: [grove.sandbox.sandboxes]
   gateways:
     description:
-      - The gateways to query. If not set, the default of O(gateways[].url).
+      - The gateways to query. If not set, the gateway at the default of O(gateways[].url).
     type: list
     elements: dict
     default: []
@@ -45,7 +45,7 @@ options:
       token:
         description:
           - An API key from the gateway's key file. Can be a template, or encrypted by Ansible Vault. The unix socket
-            needs none.
+            needs no key.
           - Listing sandboxes requires the scope C(read); running tasks in them requires C(exec).
           - The key does not become a variable. The connection gets it within the process that reads this file.
           - If neither this nor O(gateways[].token_file) is set, the environment variable E(SANDBOX_GATEWAY_TOKEN) is
@@ -53,11 +53,11 @@ options:
         type: str
       token_file:
         description:
-          - A file that contains only such a key.
+          - A file that contains only an API key.
         type: path
       ca_path:
         description:
-          - A PEM file with the CA certificates that the gateway's certificate is verified against.
+          - A PEM file with the CA certificates for verifying the gateway's certificate.
           - If not set, the system's CA certificates are used.
         type: path
       validate_certs:
@@ -102,7 +102,7 @@ options:
         gateway; V(id) is the id of the sandbox.
       - If not set, V(name) for one gateway and V(name_gateway) for several.
       - If the name has another meaning to Ansible, such as C(localhost) or the name of a group, the host is named by
-        its id. If another host has the name already, V(name_gateway) is used instead of V(name).
+        its id. If another host already has the name, V(name_gateway) is used instead of V(name).
     type: str
     choices: [name, name_gateway, id]
   group_by:
@@ -197,7 +197,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             _inventory.check_keys(self.get_option("filters"), _inventory.FILTER_KEYS, "filters")
         except Failure as failure:
             raise AnsibleParserError(f"{path}: {failure}") from None
-        found = self._found(sources, self.get_cache_key(path), cache)
+        found = self._find_sandboxes(sources, self.get_cache_key(path), cache)
         hosts = [
             (sandbox, source.gateway)
             for source in sources
@@ -216,19 +216,21 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
             where = f"gateway {number} of {len(entries)}"
             _inventory.check_keys(entry, _inventory.GATEWAY_KEYS, where)
             if len(entries) > 1 and not entry.get("name"):
-                raise Failure(f"{where} has no name: where there are several, each needs one")
+                raise Failure(f"{where} has no name: with several gateways, each gateway needs a name")
             sources.append(_Source(entry, self._text, beside))
         names = [source.gateway.name for source in sources]
         if len(set(names)) < len(names):
-            raise Failure(f"two gateways have the same name: {', '.join(names)}")
+            raise Failure(f"several gateways have the same name ({', '.join(names)}): give each gateway its own name")
         return sources
 
     def _text(self, value: Any) -> str:
-        """A value of the inventory file, decrypted or with its template evaluated; the file is trusted like a play."""
+        """Return a value of the inventory file, decrypted or with its template evaluated. The file is trusted like a
+        play.
+        """
         return str(self.templar.template(value)) if isinstance(value, str) else str(value or "")
 
-    def _found(self, sources: list[_Source], cache_key: str, cache: bool) -> dict[str, list[dict[str, Any]]]:
-        """The sandboxes of each gateway, from the cache if it is enabled and has them."""
+    def _find_sandboxes(self, sources: list[_Source], cache_key: str, cache: bool) -> dict[str, list[dict[str, Any]]]:
+        """Return the sandboxes of each gateway, from the cache if it is enabled and has them."""
         caching = self.get_option("cache")
         known: dict[str, list[dict[str, Any]]] = {}
         if caching and cache:
@@ -252,12 +254,14 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         return [self._sanitize_group_name(group) for group in groups]
 
     def _name(self, sandbox: dict[str, Any], gateway: Gateway, taken: set[str], *, several: bool) -> str:
-        """A host name that is not in ``taken`` and does not exist yet, so that no task runs on the wrong host."""
+        """Return a host name that is not in ``taken`` and does not exist yet, so that tasks run on the right host."""
         hostname = self.get_option("hostname") or ("name_gateway" if several else "name")
         host = _inventory.host_name(sandbox, hostname, gateway.name, taken)
         if host in self.inventory.hosts:
             other = _inventory.host_name(sandbox, "name_gateway", gateway.name, taken)
-            self.display.warning(f"there is a host {host} already: the sandbox of that name is the host {other}")
+            self.display.warning(
+                f"a host {host} already exists, so the sandbox with that name becomes the host {other}"
+            )
             host = other
         return host
 
@@ -266,7 +270,7 @@ class InventoryModule(BaseInventoryPlugin, Constructable, Cacheable):
         remember(sandbox["id"], gateway)
         variables = _inventory.variables_of(sandbox, gateway, self.get_option("python_interpreter") or "")
         for key, value in variables.items():
-            # Marked unsafe even without braces: a `#jinja2:` header can set other delimiters.
+            # Mark it unsafe even without braces, because a `#jinja2:` header can set other delimiters.
             self.inventory.set_variable(host, key, wrap_var(value))
         for group in self._groups_of(sandbox, gateway):
             self.inventory.add_host(host, self.inventory.add_group(group))
@@ -296,7 +300,7 @@ class _Source:
         self.key = f"{self.gateway.name} {self.gateway.url}"
 
     def observe(self) -> list[dict[str, Any]]:
-        """Raises Failure."""
+        """Raise Failure."""
         gateway = self.gateway
         client = Client(gateway.url, gateway.key(), gateway.ca_path, gateway.validate_certs, self._timeout)
         try:

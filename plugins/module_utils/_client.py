@@ -27,12 +27,12 @@ CONNECT_SECONDS = 10
 PAGE = 1000
 _PIECE = 1 << 20
 LARGEST_ANSWER = 64 << 20
-"""In bytes: one page of a list with entries of 64 KiB."""
+"""Maximum bytes of an answer: one page of a list with entries of 64 KiB."""
 LOOPBACK = re.compile(r"localhost|.*\.localhost|127(\.\d{1,3}){3}|::1|0\.0\.0\.0|::", re.IGNORECASE)
 
 
 class Answer:
-    """A response: ``status``, the decoded JSON ``data`` (None without a body), ``headers``."""
+    """A response: ``status``, the decoded JSON ``data`` (None without a body) and ``headers``."""
 
     def __init__(self, status: int, data: Any, headers: Any) -> None:
         self.status = status
@@ -41,7 +41,7 @@ class Answer:
 
 
 class Address:
-    """The address of a gateway. Raises Failure for a URL that is not one."""
+    """The address of a gateway. Raises Failure for an invalid URL."""
 
     def __init__(self, url: str) -> None:
         self.url = url or DEFAULT_URL
@@ -61,14 +61,14 @@ class Address:
 
     @property
     def local(self) -> bool:
-        """Whether each machine resolves it to itself: a socket or a loopback address."""
+        """Return whether the address is a socket or loopback address, which means another gateway on each machine."""
         return bool(self.socket) or LOOPBACK.fullmatch(self.host) is not None
 
 
 def _bad_url(url: str) -> Failure:
     shown = re.sub(r"//[^/@]*@", "//", url)
     return Failure(
-        f"gateway_url {shown!r} is not an address of a gateway: write unix:///path/to/gateway.sock, "
+        f"gateway_url {shown!r} is not the address of a gateway: use unix:///path/to/gateway.sock, "
         "http://host:port or https://host:port"
     )
 
@@ -95,7 +95,7 @@ class Client:
         self, url: str = "", token: str = "", ca_path: str = "", validate_certs: bool = True, timeout: float = 300
     ) -> None:
         if re.search(r"[^\x21-\x7e]", token):
-            raise Failure("gateway_token holds characters that no key has: is there a line end or a blank in it?")
+            raise Failure("gateway_token contains characters that no key can contain: remove line ends and blanks")
         if timeout <= 0:
             raise Failure(f"gateway_timeout must be more than 0 seconds, not {timeout}")
         self.address = Address(url)
@@ -114,14 +114,14 @@ class Client:
             self._connection = None
 
     def now(self) -> datetime:
-        """The time of the gateway's clock, from its last response."""
+        """Return the time of the gateway's clock, from its last response."""
         return datetime.now(timezone.utc) + self._skew
 
     def get(self, path: str, **query: Any) -> Any:
         return self.call("GET", path, query=query).data
 
     def find(self, path: str) -> Any:
-        """Like ``get``, but returns None if the gateway does not find it."""
+        """Send a GET request like ``get``, but return None if the gateway does not find the object."""
         try:
             return self.get(path)
         except Failure as failure:
@@ -130,7 +130,7 @@ class Client:
             raise
 
     def pages(self, path: str, **query: Any) -> Iterator[Any]:
-        """All entries of a list, page by page."""
+        """Yield all entries of a list, page by page."""
         token = ""
         while True:
             answer = self.call("GET", path, query={**query, "limit": PAGE, "nextToken": token})
@@ -139,7 +139,7 @@ class Client:
             if not token:
                 return
             if token == before:
-                raise self._no_gateway(f"GET {path}", "its list has no end")
+                raise self._no_gateway(f"GET {path}", "its list has no last page")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return self.call("POST", path, body=body or {}).data
@@ -154,13 +154,16 @@ class Client:
         return self.call("DELETE", path, query=query).data
 
     def require_version(self) -> None:
-        """Raises Failure for a gateway that is too old, or another server. Asks once, before the first change."""
+        """Raise Failure for a gateway that is too old, or another server.
+
+        The version is checked once, before the first change.
+        """
         if self._version_checked:
             return
         version = str((self.get("/health") or {}).get("version", ""))
         found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
         if found is None:
-            raise self._no_gateway("GET /health", "it names no version")
+            raise self._no_gateway("GET /health", "its answer contains no version")
         if tuple(int(part or 0) for part in found.groups()) < MINIMUM_VERSION:
             raise self._too_old(version)
         self._version_checked = True
@@ -188,7 +191,7 @@ class Client:
         raise failure
 
     def _send(self, method: str, path: str, query: dict[str, Any] | None, body: Any) -> tuple[int, Any, bytes]:
-        # A gateway that knows a field under another name must not ignore ours; one that is older ignores this.
+        # A gateway must not ignore fields that it does not know. An older gateway ignores this parameter.
         query = query if body is None else {**(query or {}), "strict": True}
         asked = {key: _word(value) for key, value in (query or {}).items() if value not in (None, "")}
         target = self.address.prefix + path + ("?" + urlencode(asked) if asked else "")
@@ -275,16 +278,16 @@ class Client:
         try:
             return json.loads(raw)
         except (ValueError, RecursionError):
-            raise self._no_gateway(asked, f"it answered {status} and no JSON") from None
+            raise self._no_gateway(asked, f"it answered with status {status} and without JSON") from None
 
     def _failure(self, asked: str, status: int, data: Any) -> Failure:
         if not isinstance(data, dict) or "message" not in data:
-            return self._no_gateway(asked, f"it answered {status} in no shape of ours")
+            return self._no_gateway(asked, f"it answered with status {status} and unexpected JSON")
         message, kind = str(data["message"]), str(data.get("kind", "backend_failed"))
         if status == 401:
             return Failure(
-                f"the gateway at {self.address.url} does not accept the key: give gateway_token (or "
-                "SANDBOX_GATEWAY_TOKEN) a key of its key file",
+                f"the gateway at {self.address.url} does not accept the key: set gateway_token (or "
+                "SANDBOX_GATEWAY_TOKEN) to a key in its key file",
                 "unauthorized",
                 status=status,
             )
@@ -296,14 +299,14 @@ class Client:
         wanted = ".".join(str(part) for part in MINIMUM_VERSION)
         what = f"is version {version}" if version else f"does not know {asked}"
         return Failure(
-            f"the gateway at {self.address.url} {what}: this collection needs sandbox-gateway {wanted} or newer, "
-            "upgrade it with the role grove.sandbox.gateway",
+            f"the gateway at {self.address.url} {what}, but this collection needs sandbox-gateway {wanted} "
+            "or newer: upgrade it with the role grove.sandbox.gateway",
             "too_old",
         )
 
     def _no_gateway(self, asked: str, why: str) -> Failure:
         return Failure(
-            f"what listens at {self.address.url} is no sandbox gateway ({asked}: {why}): check gateway_url",
+            f"the server at {self.address.url} is not a sandbox gateway ({asked}: {why}): check gateway_url",
             "not_a_gateway",
         )
 
@@ -311,14 +314,14 @@ class Client:
         if isinstance(error, ssl.SSLCertVerificationError):
             why = getattr(error, "verify_message", "") or "it is not trusted"
             return Failure(
-                f"the certificate of {self.address.url} was not accepted ({why}): name the file of its authority "
-                "in ca_path",
+                f"the certificate of {self.address.url} was not accepted ({why}): set ca_path to the "
+                "certificate file of its authority",
                 "unreachable",
             )
         if isinstance(error, socket.timeout) and self._connected_once:
             return Failure(
-                f"the gateway at {self.address.url} did not answer {asked} within {self.timeout:g} s; it may still "
-                "finish it: look before trying again, or give it more gateway_timeout",
+                f"the gateway at {self.address.url} did not answer {asked} within {self.timeout:g} s, but "
+                "may still finish the request: check the result before you try again, or increase gateway_timeout",
                 "timeout",
             )
         return Failure(f"no gateway answers at {self.address.url}: {self._why(error)}", "unreachable")
@@ -327,15 +330,23 @@ class Client:
         number = getattr(error, "errno", None)
         if self.address.socket:
             if number in (errno.ENOENT, errno.ECONNREFUSED):
-                return "the socket is not there or nobody listens; is sandbox-gateway started on this host?"
+                return (
+                    "the socket does not exist or no process listens on it; check that sandbox-gateway is "
+                    "running on this host"
+                )
             if number in (errno.EACCES, errno.EPERM):
-                return "this user may not open the socket; use become, or add the user to the socket's group"
+                return (
+                    "this user has no permission to open the socket; use become, or add the user to the socket's group"
+                )
         if number == errno.ECONNREFUSED:
-            return "nothing listens on that port; is sandbox-gateway started there, with this address in `listen`?"
+            return (
+                "nothing listens on that port; check that sandbox-gateway is running there, with this address "
+                "in `listen`"
+            )
         if isinstance(error, socket.timeout):
-            return f"no connection within {CONNECT_SECONDS} s; is a firewall between?"
+            return f"no connection within {CONNECT_SECONDS} s; check for a firewall in between"
         if isinstance(error, http.client.RemoteDisconnected):
-            return "it closed the connection without an answer; its log says why"
+            return "it closed the connection without an answer; look at its log"
         return f"{error}" or type(error).__name__
 
 
@@ -351,7 +362,7 @@ def _word(value: Any) -> str:
 
 
 def read_at_most(size: int, response: http.client.HTTPResponse) -> bytes | None:
-    """The rest of a response; None if it is larger than ``size``. Raises IncompleteRead, OSError."""
+    """Return the rest of a response; None if it is larger than ``size``. Raises IncompleteRead, OSError."""
     data = bytearray()
     piece = response.read(_PIECE)
     while piece:
@@ -365,5 +376,5 @@ def read_at_most(size: int, response: http.client.HTTPResponse) -> bytes | None:
 
 
 def segment(ref: str) -> str:
-    """``ref``, quoted as one segment of a URL path."""
+    """Return ``ref``, quoted as one segment of a URL path."""
     return quote(ref, safe="")

@@ -20,7 +20,7 @@ _NOT_PRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    """``text`` without terminal control characters."""
+    """Return ``text`` without terminal control characters."""
     return _NOT_PRINTABLE.sub("", text)
 
 
@@ -44,7 +44,7 @@ class Failure(Exception):
         self.status = status
 
     def as_dict(self) -> dict[str, Any]:
-        """The ``failure`` in a module's result."""
+        """Return the ``failure`` in a module's result."""
         return {"kind": self.kind, "message": self.message, "blockers": self.blockers, "status": self.status}
 
 
@@ -54,22 +54,24 @@ def join(failures: dict[str, Failure], asked: int) -> Failure:
     first = next(iter(failures.values()))
     if len(sentences) == 1:
         return first
-    text = f"{len(failures)} of {asked} cannot be done: " + "; ".join(sentences)
+    text = f"{len(failures)} of {asked} failed: " + "; ".join(sentences)
     blockers = [blocker for failure in failures.values() for blocker in failure.blockers]
     return Failure(text, first.kind, blockers=dict.fromkeys(blockers), status=first.status)
 
 
 @contextlib.contextmanager
 def still_there(what: str, ref: str, ident: str) -> Iterator[None]:
-    """Wraps calls that need a planned resource. If it was removed since, the message uses the user's name for it."""
+    """Translate errors of calls that need a planned resource: if it was removed since, the message uses the user's
+    name.
+    """
     try:
         yield
     except Failure as failure:
         if failure.kind != "not_found" or ident not in failure.message:
             raise
         raise Failure(
-            f"{what} {ref!r} was there when this task began and is not found any more: somebody removed it meanwhile, "
-            "or it expired; make it again, or name another",
+            f"{what} {ref!r} existed when this task began, but was removed or expired since: create it "
+            "again, or use another one",
             "not_found",
             status=failure.status,
         ) from None

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""``sandbox_fork``: siblings forked from a snapshot, or clones of a sandbox."""
+"""Implement ``sandbox_fork``: siblings forked from a snapshot, or clones of a sandbox."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ RULES: dict[str, Any] = {
 }
 
 SHOWN = {PLURAL: ("id", "name", "state", "address", "forked_from", "snapshot_id", "volumes")}
-"""Only a few keys, because Ansible copies a result several times and there can be many forks."""
+"""The keys of each entry. They are few, because Ansible copies a result several times and there can be many forks."""
 MOST = 1000
 """Maximum number of forks in one request."""
 
@@ -119,7 +119,7 @@ class Desired:
 
 @dataclass(frozen=True)
 class Current:
-    """``things``: all siblings, and other sandboxes with requested names; ``siblings``: names of the siblings.
+    """The current state. ``things``: all siblings, and other sandboxes with requested names; ``siblings``: their names.
 
     ``source``: the shape of the snapshot or sandbox; None if it no longer exists, which only ``absent`` accepts.
     ``volumes``: the gateway's entries by name. ``captures``: for each volume of the source, the id of its captured
@@ -166,7 +166,7 @@ def _names(params: Mapping[str, Any], prefix: str) -> tuple[str, ...]:
             return ()
         return checked_names(names, "sandbox")
     if count is None and params["state"] == "present":
-        raise Failure("name_prefix needs count, the number of siblings")
+        raise Failure("name_prefix needs count, the number of siblings: set it")
     if count is not None and count > MOST:
         raise Failure(f"count must be at most {MOST}, not {count}")
     checked_names([f"{prefix}-{count or 1}"], "sandbox")
@@ -174,7 +174,7 @@ def _names(params: Mapping[str, Any], prefix: str) -> tuple[str, ...]:
 
 
 def observe(client: Client, want: Desired) -> Current:
-    """Needs only one request if all siblings of a snapshot exist, which is the most frequent case."""
+    """Query the current state, with one request in the most frequent case: all siblings of a snapshot exist."""
     if want.source_kind == "snapshot" and want.mounts is None:
         there = {shape["name"]: shape for shape in _forks(client, want.source)}
         if _is_complete(want, there):
@@ -194,7 +194,7 @@ def _forks(client: Client, snapshot: str) -> Iterator[dict[str, Any]]:
 
 
 def _is_complete(want: Desired, there: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether all siblings exist and are alive, so that the plan needs no other data."""
+    """Return whether all siblings exist and are alive, so that the plan needs no other data."""
     return bool(there) and all(
         name in there
         and not _is_dead(there[name])
@@ -204,7 +204,7 @@ def _is_complete(want: Desired, there: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def _source(client: Client, want: Desired) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    """The shape of the source (None: it does not exist) and its captures of volumes."""
+    """Return the shape of the source (None: it does not exist) and its captures of volumes."""
     place = f"/{'snapshots' if want.source_kind == 'snapshot' else 'sandboxes'}/{segment(want.source)}"
     found = client.find(place) if want.state == "absent" else client.get(place)
     if found is None:
@@ -218,7 +218,9 @@ def _source(client: Client, want: Desired) -> tuple[dict[str, Any] | None, dict[
 def _siblings(
     client: Client, want: Desired, source: Mapping[str, Any], everyone: Iterable[Mapping[str, Any]]
 ) -> frozenset[str]:
-    """Names of all forks of the snapshot, or of all clones: children of the sandbox from an unlisted snapshot."""
+    """Return the names of all forks of the snapshot, or of all clones: children of the sandbox from an unlisted
+    snapshot.
+    """
     if want.source_kind == "snapshot":
         return frozenset(shape["name"] for shape in everyone if shape["forked_from"] == source["id"])
     children = [shape for shape in everyone if shape["parent_sandbox_id"] == source["id"]]
@@ -273,7 +275,7 @@ def _foreign(want: Desired, name: str, now: Mapping[str, Any]) -> Failure:
         else "to remove it, use the module grove.sandbox.sandbox"
     )
     return Failure(
-        f"sandbox {name!r} exists and is no fork of {want.source_kind} {want.source!r} (it was made from "
+        f"sandbox {name!r} exists but is not a fork of {want.source_kind} {want.source!r} (it was made from "
         f"{now['forked_from']}): {hint}",
         "conflict",
         blockers=[now["id"]],
@@ -281,7 +283,9 @@ def _foreign(want: Desired, name: str, now: Mapping[str, Any]) -> Failure:
 
 
 def _must_replace(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> bool:
-    """Whether to replace it. Raises Failure for another sandbox or a fixed property, unless ``recreate`` is set."""
+    """Return whether to replace the sibling. Raises Failure for another sandbox or a fixed property, unless
+    ``recreate`` is set.
+    """
     if name not in have.siblings:
         if want.recreate:
             return True
@@ -289,11 +293,11 @@ def _must_replace(want: Desired, have: Current, name: str, now: Mapping[str, Any
     other = [f"{key} {now[key]}, not {value}" for key, value in want.sizes.items() if now[key] != value]
     for mount in want.mounts or ():
         if mount.clone and _clone_of(want, have, now, mount) is None:
-            other.append(f"no clone of its own of volume {mount.volume!r} at {mount.path}")
+            other.append(f"no private clone of volume {mount.volume!r} at {mount.path}")
     if other and not want.recreate:
         raise Failure(
-            f"sandbox {name!r} has {' and '.join(other)}: that cannot change while it lives; set recreate: true to "
-            "replace it, which loses its content",
+            f"sandbox {name!r} has {' and '.join(other)}, which cannot change during its lifetime: set "
+            "recreate: true to replace it, which loses its content",
             "conflict",
             blockers=[now["id"]],
         )
@@ -301,7 +305,7 @@ def _must_replace(want: Desired, have: Current, name: str, now: Mapping[str, Any
 
 
 def _clone_of(want: Desired, have: Current, now: Mapping[str, Any], mount: Mount) -> str | None:
-    """The name of the sibling's own clone for ``mount``, if it has one."""
+    """Return the name of the sibling's own clone for ``mount``, if it has one."""
     for each in now["volumes"]:
         volume = have.volumes.get(each["name"], {})
         right = want.source_kind == "sandbox" or volume.get("fromSnapshot") == have.captures.get(mount.volume)
@@ -311,7 +315,7 @@ def _clone_of(want: Desired, have: Current, now: Mapping[str, Any], mount: Mount
 
 
 def _is_dead(now: Mapping[str, Any]) -> bool:
-    """Whether it is paused because its machine ended or its host went down, not by a request."""
+    """Return whether the sandbox is paused because its machine ended or its host went down, not by a request."""
     return now["state"] == "paused" and bool(now["state_reason"])
 
 
@@ -360,7 +364,7 @@ def _change(name: str, now: Mapping[str, Any] | None, after: Mapping[str, Any]) 
 
 
 def _check_captured(want: Desired, have: Current) -> None:
-    """Raises Failure if a volume is to be cloned that the source does not hold."""
+    """Raise Failure if the source does not include a volume that should be cloned."""
     for mount in want.mounts or ():
         if not mount.clone or mount.volume in have.captures:
             continue
@@ -387,7 +391,7 @@ def _after(want: Desired, source: Mapping[str, Any], name: str) -> dict[str, Any
 
 
 def _adjust(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> list[Action]:
-    """The changes in place. A sibling is resumed first and paused last."""
+    """Return the changes in place. A sibling is resumed first and paused last."""
     if _is_as_requested(want, now):
         return []
     before = view(now)
@@ -414,14 +418,14 @@ def _adjust(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> 
 
 
 def _is_as_requested(want: Desired, now: Mapping[str, Any]) -> bool:
-    """Whether nothing has to change. Compares without views, which would be slow for a hundred siblings."""
+    """Return whether nothing has to change. Compares without views, which would be slow for a hundred siblings."""
     state = "paused" if want.paused else "running"
     same_life = want.timeout is None or not lifetime_differs(want.timeout, lifetime(now))
     return now["state"] == state and want.metadata in (None, now["metadata"]) and want.mounts is None and same_life
 
 
 def _mounts_of(want: Desired, have: Current, now: Mapping[str, Any]) -> tuple[Mount, ...] | None:
-    """The requested mounts, with the names of this sibling's clones."""
+    """Return the requested mounts, with the names of this sibling's clones."""
     if want.mounts is None:
         return None
     return tuple(
@@ -431,7 +435,7 @@ def _mounts_of(want: Desired, have: Current, now: Mapping[str, Any]) -> tuple[Mo
 
 
 def _surplus(want: Desired, have: Current) -> list[Action]:
-    """Remove surplus siblings; with a prefix, only those whose names are the prefix and a number."""
+    """Remove surplus siblings. With a prefix, remove only siblings whose names are the prefix and a number."""
     if not want.exact:
         return []
     ours = re.compile(re.escape(want.prefix) + r"-[1-9]\d*" if want.prefix else r".*")
@@ -445,7 +449,7 @@ def _in_order(name: str) -> tuple[str, int, str]:
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
-    """Carry out one action. Raises Failure; returns the failures by name of a request that was not atomic."""
+    """Carry out one action. Returns the failures by name if the request was not atomic. Raises Failure."""
     if action.verb not in ("fork", "clone"):
         apply_to_one(action, client)
         return {}
@@ -477,7 +481,7 @@ def _failed(answer: Any) -> dict[str, Failure]:
 
 
 def lists(want: Desired) -> dict[str, tuple[str, ...]]:
-    """The lists of a result, in order: key → names."""
+    """Return the lists of a result, in order: key → names."""
     return {PLURAL: want.names}
 
 

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The ``*_info`` modules: lists of resources in the same shapes as in the results of the other modules."""
+"""Implement the ``*_info`` modules: lists of resources in the same shapes as in the results of the other modules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
 Shape = Callable[["Client", "dict[str, Any]"], Optional["dict[str, Any]"]]
-"""Returns the shape of a list entry, or None if it has been removed since."""
+"""A function that returns the shape of a list entry, or None if the resource has been removed since."""
 _NAME = {"name": {"type": "list", "elements": "str", "aliases": ["names"]}}
 
 
@@ -52,7 +52,7 @@ class Listing:
         return {}
 
     def result(self, client: Client, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The module's result: the selected resources. Raises Failure."""
+        """Return the module's result: the selected resources. Raises Failure."""
         query = {theirs: _word(params.get(ours)) for ours, theirs in self.queries.items()}
         names = params.get("name")
         entries = client.pages(f"/{self.plural}", **query)
@@ -68,7 +68,7 @@ class Listing:
 
 
 def _word(value: Any) -> Any:
-    """The value as a query parameter. The client leaves out None and empty values."""
+    """Return the value as a query parameter. The client omits None and empty values."""
     if isinstance(value, dict):
         return urlencode(words(value, "metadata") or {})
     return ",".join(value) if isinstance(value, list) else value or None

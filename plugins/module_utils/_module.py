@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The arguments shared by modules and action plugins, and the entry point of modules on the managed host."""
+"""Arguments shared by modules and action plugins, and the entry point of modules on the managed host."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMON: dict[str, Any] = {
 
 
 def arguments(thing: Thing) -> dict[str, Any]:
-    """The argument specification of ``thing``, with the common options."""
+    """Return the argument specification of ``thing``, with the common options."""
     return copy.deepcopy({**COMMON, **thing.ARGUMENTS})
 
 
@@ -62,7 +62,7 @@ def del_diff(result: dict[str, Any]) -> None:
 
 
 def shown(params: dict[str, Any]) -> dict[str, Any]:
-    """The options with their secrets hidden."""
+    """Return the options with their secrets hidden."""
     visible = dict(params)
     if visible.get("gateway_token"):
         visible["gateway_token"] = HIDDEN

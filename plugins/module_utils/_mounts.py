@@ -40,17 +40,17 @@ class Mount:
     clone: bool = False
 
     def view(self) -> dict[str, Any]:
-        """The mount in the form of a sandbox's shape."""
+        """Return the mount in the form of a sandbox's shape."""
         return {"name": self.volume, "path": self.path, "read_only": self.read_only}
 
     def words(self) -> dict[str, Any]:
-        """The request fields of the gateway."""
+        """Return the request fields of the gateway."""
         body = {"name": self.volume, "path": self.path, "readOnly": self.read_only}
         return {**body, "clone": True} if self.clone else body
 
 
 def desired_mounts(given: Iterable[Mapping[str, Any]] | None) -> tuple[Mount, ...] | None:
-    """The option ``volumes``, sorted by path; None if not set. Raises Failure."""
+    """Return the option ``volumes``, sorted by path; None if not set. Raises Failure."""
     if given is None:
         return None
     mounts = [
@@ -64,7 +64,7 @@ def desired_mounts(given: Iterable[Mapping[str, Any]] | None) -> tuple[Mount, ..
 
 
 def checked_path(path: str) -> str:
-    """``path`` without a trailing slash. Raises Failure if no volume may be mounted there."""
+    """Return ``path`` without a trailing slash. Raises Failure if no volume can be mounted there."""
     place = path.rstrip("/")
     if len(place) > _LONGEST or not _PATH.fullmatch(place) or {".", ".."}.intersection(place.split("/")):
         raise _refusals.path_not_allowed(path, _LONGEST)
@@ -74,7 +74,7 @@ def checked_path(path: str) -> str:
 
 
 def check_apart(paths: Iterable[str]) -> None:
-    """Raises Failure if one path is the same as, or inside, another."""
+    """Raise Failure if one path is the same as, or inside, another."""
     ordered = sorted(paths, key=lambda path: path.split("/"))
     for outer, inner in zip(ordered, ordered[1:]):
         if inside(inner, outer):
@@ -82,32 +82,32 @@ def check_apart(paths: Iterable[str]) -> None:
 
 
 def inside(path: str, other: str) -> bool:
-    """Whether ``path`` is ``other`` or below it."""
+    """Return whether ``path`` is ``other`` or below it."""
     return path == other or path.startswith(other + "/")
 
 
 def find_volumes(
     client: Client, mounts: tuple[Mount, ...] | None, source: Mapping[str, Any] | None
 ) -> dict[str, dict[str, Any]]:
-    """The gateway's volumes by name. Sends no request if no volumes are requested or inherited."""
+    """Return the gateway's volumes by name. Sends no request if no volumes are requested or inherited."""
     if not (mounts if mounts is not None else (source or {}).get("mounts")):
         return {}
     return {entry["name"]: entry for entry in client.pages("/volumes")}
 
 
 def missing_volumes(source: Mapping[str, Any], volumes: Mapping[str, Any]) -> list[str]:
-    """The volumes of ``source`` that are not in ``volumes``."""
+    """Return the volumes of ``source`` that are not in ``volumes``."""
     return [each["name"] for each in source.get("mounts", []) if each["name"] not in volumes]
 
 
 def check_there(mounts: Iterable[Mount] | None, volumes: Mapping[str, Any]) -> None:
-    """Raises Failure for a volume that is not in ``volumes``."""
+    """Raise Failure for a volume that is not in ``volumes``."""
     for mount in mounts or ():
         if mount.volume not in volumes:
             raise _refusals.volume_not_found(mount.volume)
 
 
 def check_running(name: str, sandbox: Mapping[str, Any], ident: str) -> None:
-    """Raises Failure for a paused sandbox, to which no volume can be attached."""
+    """Raise Failure for a paused sandbox, to which no volume can be attached."""
     if sandbox["state"] != "running":
         raise _refusals.paused_for_attach(name, ident)

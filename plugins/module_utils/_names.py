@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Checks for taken names: sandboxes, snapshots, templates and volumes share one namespace."""
+"""Find taken names: sandboxes, snapshots, templates and volumes share one namespace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LISTS = {"sandbox": "/sandboxes", "snapshot": "/snapshots", "template": "/templ
 
 
 def holders(client: Client, names: Iterable[str], *, other_than: str) -> dict[str, str]:
-    """The ``names`` taken by resources of other kinds: name → kind. Sends no request without names."""
+    """Return the ``names`` taken by resources of other kinds: name → kind. Sends no request without names."""
     wanted = set(names)
     if not wanted:
         return {}

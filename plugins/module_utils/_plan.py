@@ -82,7 +82,7 @@ class Planner:
 
 
 def diff(actions: Iterable[Action]) -> dict[str, dict[str, Any]]:
-    """All changed resources before and after ``actions``, by name. Nonexistent ones have no key."""
+    """Return all changed resources before and after ``actions``, by name. Nonexistent resources have no key."""
     first: dict[str, Mapping[str, Any] | None] = {}
     last: dict[str, Mapping[str, Any] | None] = {}
     for action in actions:
@@ -96,7 +96,7 @@ def diff(actions: Iterable[Action]) -> dict[str, dict[str, Any]]:
 
 
 def predict(shapes: Mapping[str, Mapping[str, Any]], actions: Iterable[Action]) -> dict[str, dict[str, Any]]:
-    """The shapes after ``actions``. Values that only a run creates (ids, dates, addresses) are None."""
+    """Return the shapes after ``actions``. Values that only a run creates (ids, dates, addresses) are None."""
     result = {name: dict(shape) for name, shape in shapes.items()}
     for action in actions:
         for change in action.changes:
@@ -112,21 +112,23 @@ def predict(shapes: Mapping[str, Mapping[str, Any]], actions: Iterable[Action]) 
 
 
 def checked_names(names: Iterable[str], what: str) -> tuple[str, ...]:
-    """The names. Raises Failure if one is not allowed or is given twice."""
+    """Return the names. Raises Failure if a name is invalid or is listed twice."""
     result = []
     for name in names:
         if not _NAME.fullmatch(name):
             raise _refusals.name_not_allowed(what, name)
         if name in result:
-            raise Failure(f"the {what} name {name!r} is given twice")
+            raise Failure(f"the {what} name {name!r} is listed twice: list each name once")
         result.append(str(name))
     if not result:
-        raise Failure(f"no {what} is named: give at least one name")
+        raise Failure(f"the list of {what} names is empty: list at least one name")
     return tuple(result)
 
 
 def words(values: Mapping[str, Any] | None, what: str) -> dict[str, str] | None:
-    """The mapping with values as strings, as the gateway stores them: numbers in digits, booleans as true or false."""
+    """Return the mapping with values as strings, as the gateway stores them: numbers in digits, and booleans as true or
+    false.
+    """
     if values is None:
         return None
     result = {}
@@ -135,21 +137,25 @@ def words(values: Mapping[str, Any] | None, what: str) -> dict[str, str] | None:
             raise Failure(f"{what}.{key} must be a string, a number or a boolean")
         if what == "metadata" and str(key).startswith(RESERVED):
             raise Failure(
-                f"metadata.{key} is not allowed: Ansible reads keys that begin with {RESERVED} as its own marks"
+                f"metadata.{key} is not allowed, because Ansible reserves keys that begin with {RESERVED}: "
+                "choose another key"
             )
         result[str(key)] = str(value).lower() if isinstance(value, bool) else str(value)
     return result
 
 
 def at_least(value: Any, least: int, what: str) -> Any:
-    """``value``, which may be None. Raises Failure if it is less than ``least``."""
+    """Return ``value``, which may be None. Raises Failure if it is less than ``least``."""
     if value is not None and value < least:
         raise Failure(f"{what} must be at least {least}, not {value}")
     return value
 
 
 def networks(addresses: Iterable[str]) -> list[str]:
-    """Addresses and CIDRs, normalized and sorted so that equal sets compare equal. Invalid ones are left unchanged."""
+    """Return addresses and CIDRs, normalized and sorted so that equal sets compare equal.
+
+    Invalid entries are not changed.
+    """
     result = set()
     for address in addresses:
         try:
@@ -160,10 +166,10 @@ def networks(addresses: Iterable[str]) -> list[str]:
 
 
 def succeeded(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The items of ``before`` whose keys are also in ``after``, the view of its replacement."""
+    """Return the items of ``before`` whose keys are also in ``after``, the view of its replacement."""
     return {key: value for key, value in before.items() if key in after}
 
 
 def aside(name: str, ident: str) -> str:
-    """A free temporary name for a resource while its replacement is created."""
+    """Return a free temporary name for a resource while its replacement is created."""
     return f"{name[:50]}.old-{ident[:8]}"

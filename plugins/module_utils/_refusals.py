@@ -2,15 +2,15 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The gateway's refusals, worded for playbooks.
+"""Create the errors with which the gateway would refuse a request, worded for playbooks.
 
-Check mode only reads from the gateway, so plans must apply the gateway's rules. The messages are the modules' own: they
-name module options, where the gateway's messages name fields of its API.
+Check mode only reads from the gateway, so plans must apply the gateway's rules. The messages name module options,
+whereas the gateway's messages name fields of its API.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ansible_collections.grove.sandbox.plugins.module_utils._failure import Failure
@@ -28,20 +28,22 @@ def name_not_allowed(what: str, name: str) -> Failure:
 
 def name_taken(name: str, kind: str) -> Failure:
     return Failure(
-        f"the name {name!r} is taken by a {kind}: sandboxes, snapshots, templates and volumes share their names, "
-        "choose another",
+        f"the name {name!r} is taken by a {kind}: sandboxes, snapshots, templates and volumes share one "
+        "namespace, so choose another name",
         "name_taken",
     )
 
 
-def in_use(what: str, name: str, users: Sequence[str]) -> Failure:
-    """``users``: names of sandboxes; empty if the gateway does not list them."""
-    shown = ", ".join(users[:_SHOWN]) + (", …" if len(users) > _SHOWN else "") if users else "it does not say which"
+def in_use(what: str, name: str, users: Mapping[str, Sequence[str]]) -> Failure:
+    """Return the error for a snapshot or template in use. ``users``: names by kind of object."""
+    shown = " and ".join(
+        f"{kind}s ({', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''})" for kind, names in users.items()
+    )
     return Failure(
-        f"{what} {name!r} is in use by sandboxes ({shown}): remove them first, or set when_unused: true to hide it now "
+        f"{what} {name!r} is in use by {shown}: remove them first, or set when_unused: true to hide it now "
         "and have it removed with the last of them",
         "in_use",
-        blockers=users,
+        blockers=[name for names in users.values() for name in names],
     )
 
 
@@ -50,16 +52,16 @@ def building(name: str) -> Failure:
 
 
 def other_sizes(source: str, sizes: Iterable[str]) -> Failure:
-    """``sizes``: each as "NAME OWN, not WANTED"."""
+    """Return the error for other sizes than the source's. ``sizes``: each as "NAME OWN, not WANTED"."""
     return Failure(
-        f"{source!r} holds the memory of a machine with {' and '.join(sizes)}: leave the sizes as they are, or set "
-        "cold_start: true to boot from its disk instead",
+        f"{source!r} includes the memory of a machine with {' and '.join(sizes)}: do not change the sizes, "
+        "or set cold_start: true to boot from its disk instead",
         "unsupported",
     )
 
 
 def smaller_disk(size: int, source: int) -> Failure:
-    return Failure(f"disk_mb {size} is less than the {source} of what it is made from")
+    return Failure(f"disk_mb {size} is less than the {source} MiB of the source: set it to at least that size")
 
 
 def paused_for_capture(name: str, ident: str) -> Failure:
@@ -73,8 +75,8 @@ def paused_for_capture(name: str, ident: str) -> Failure:
 
 def paused_for_attach(name: str, ident: str) -> Failure:
     return Failure(
-        f"sandbox {name!r} is paused, and a volume is attached while it runs: resume it first, with the module "
-        "grove.sandbox.sandbox and state: running",
+        f"sandbox {name!r} is paused, but a volume can be attached only to a running sandbox: resume it "
+        "first, with the module grove.sandbox.sandbox and state: running",
         "conflict",
         blockers=[ident],
     )
@@ -88,8 +90,8 @@ def volume_not_found(name: str) -> Failure:
 
 def volumes_lost(source: str, volumes: Sequence[str]) -> Failure:
     return Failure(
-        f"{source!r} was captured with volumes that are there no more ({', '.join(volumes)}): "
-        "say in volumes what to mount instead; [] is nothing",
+        f"{source!r} was captured with volumes that no longer exist ({', '.join(volumes)}): set volumes to "
+        "the volumes to mount ([] for none)",
         "conflict",
         blockers=volumes,
     )
@@ -97,7 +99,7 @@ def volumes_lost(source: str, volumes: Sequence[str]) -> Failure:
 
 def volume_not_mounted(volume: str, sandbox: str, ident: str) -> Failure:
     return Failure(
-        f"volume {volume!r} is not mounted in sandbox {sandbox!r}, so its snapshot cannot hold it: "
+        f"volume {volume!r} is not mounted in sandbox {sandbox!r}, so its snapshot cannot include the volume: "
         "attach it first, or take a snapshot of the volume alone with the module grove.sandbox.sandbox_volume",
         blockers=[ident],
     )
@@ -106,21 +108,21 @@ def volume_not_mounted(volume: str, sandbox: str, ident: str) -> Failure:
 def nothing_to_clone(volume: str, source_kind: str, source: str) -> Failure:
     if source_kind == "sandbox":
         return Failure(
-            f"volume {volume!r} is not mounted in sandbox {source!r}, and is cloned with it: attach it there first, or "
-            "mount the volume itself with clone: false"
+            f"volume {volume!r} is not mounted in sandbox {source!r}, so it cannot be cloned with the "
+            "sandbox: attach it there first, or mount the volume itself with clone: false"
         )
     return Failure(
-        f"snapshot {source!r} holds nothing of volume {volume!r} to clone: take one that names it in volumes, or mount "
-        "the volume itself with clone: false"
+        f"snapshot {source!r} does not include volume {volume!r}, so it cannot be cloned: take a snapshot "
+        "with the volume, or mount the volume itself with clone: false"
     )
 
 
 def volume_has_writers(name: str, writers: Iterable[Any]) -> Failure:
-    """``writers``: attachments in the form of a volume's shape."""
+    """Return the error for a volume with writers. ``writers``: attachments as in a volume's shape."""
     found = list(writers)
     return Failure(
-        f"volume {name!r} is mounted read-write in {', '.join(each['sandbox'] for each in found)}: detach it there "
-        "first, or set force: true, and what runs there finds other files than it left",
+        f"volume {name!r} is mounted read-write in {', '.join(each['sandbox'] for each in found)}: detach "
+        "it there first, or set force: true, which changes the files underneath running programs",
         "in_use",
         blockers=[each["sandbox_id"] for each in found],
     )
@@ -128,29 +130,33 @@ def volume_has_writers(name: str, writers: Iterable[Any]) -> Failure:
 
 def volume_cannot_shrink(name: str, size: int, wanted: int) -> Failure:
     return Failure(
-        f"volume {name!r} has {size} MiB and cannot shrink to {wanted}: leave size_mb as it is, or create a smaller "
-        "volume and copy the files of this one",
+        f"volume {name!r} has {size} MiB and cannot shrink to {wanted}: do not reduce size_mb, or create a "
+        "smaller volume and copy the files",
         "conflict",
     )
 
 
 def smaller_volume(name: str, size: int, source: int) -> Failure:
-    return Failure(f"size_mb {size} is less than the {source} of the snapshot that {name!r} is made from")
+    return Failure(
+        f"size_mb {size} is less than the {source} MiB of the snapshot for {name!r}: set it to at least that size"
+    )
 
 
 def path_not_allowed(path: str, longest: int) -> Failure:
     return Failure(
-        f"a volume cannot be mounted at {_shortened(path)!r}: write an absolute path without '.' and '..', of letters, "
-        f"digits and _ . @ + : = -, at most {longest} characters long"
+        f"a volume cannot be mounted at {_shortened(path)!r}: use an absolute path without '.' and '..', of "
+        f"at most {longest} letters, digits and _ . @ + : = -"
     )
 
 
 def path_of_the_system(path: str) -> Failure:
-    return Failure(f"a volume cannot be mounted at {path!r}, which the system needs: choose a path below /srv, say")
+    return Failure(
+        f"a volume cannot be mounted at {path!r}, which the system needs: choose another path, for example below /srv"
+    )
 
 
 def paths_overlap(outer: str, inner: str) -> Failure:
-    return Failure(f"volumes cannot be mounted both at {outer!r} and at {inner!r} in it: choose paths apart")
+    return Failure(f"volumes cannot be mounted both at {outer!r} and inside it at {inner!r}: choose separate paths")
 
 
 def _shortened(text: str) -> str:

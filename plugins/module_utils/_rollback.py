@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""``sandbox_rollback``: gives sandboxes the state of a snapshot; their ids and names stay."""
+"""Implement ``sandbox_rollback``: give sandboxes the state of a snapshot, under the same ids and names."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ RULES: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class Desired:
-    """``backups``: sandbox → name of the snapshot to take first; empty if none is requested."""
+    """The user's options. ``backups``: sandbox → name of the snapshot to take first; empty if none is requested."""
 
     names: tuple[str, ...]
     snapshot: str
@@ -74,7 +74,10 @@ def desired(params: Mapping[str, Any]) -> Desired:
     names = checked_names(params["sandbox"], "sandbox")
     backups = params.get("backup_name") or []
     if backups and len(backups) != len(names):
-        raise Failure(f"backup_name has {len(backups)} names and there are {len(names)} sandboxes: give one for each")
+        raise Failure(
+            f"backup_name has {len(backups)} names, but there are {len(names)} sandboxes: list one name for "
+            "each sandbox"
+        )
     return Desired(
         names=names,
         snapshot=params["snapshot"],
@@ -154,7 +157,7 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
 
 
 def lists(want: Desired) -> dict[str, tuple[str, ...]]:
-    """The lists of a result, in order: key → names."""
+    """Return the lists of a result, in order: key → names."""
     return {PLURAL: want.names, "backups": tuple(want.backups.values())}
 
 

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The common procedure of modules and action plugins: observe, plan, apply unless in check mode, report."""
+"""Run modules and action plugins: observe, plan, apply unless in check mode, and report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HIDDEN = "********"
 
 
 def run(thing: Thing, params: Mapping[str, Any], *, check: bool, client: Client | None = None) -> dict[str, Any]:
-    """Make the changes that ``params`` request; with ``check``, only report them.
+    """Make the changes that ``params`` request. With ``check``, only report them.
 
     Returns the module's result, with ``failed`` and ``failure`` in case of an error. Raises no exception for errors
     that a user can cause. The result has a ``diff``, unless ``thing`` is a Listing.
@@ -41,7 +41,7 @@ def run(thing: Thing, params: Mapping[str, Any], *, check: bool, client: Client 
 
 
 def connect(params: Mapping[str, Any]) -> Client:
-    """A client for the gateway in the common options. Raises Failure."""
+    """Return a client for the gateway in the common options. Raises Failure."""
     return Client(
         params.get("gateway_url") or "",
         params.get("gateway_token") or "",
@@ -60,7 +60,7 @@ class _Run:
         self.thing = thing
         self.client = client
         self.check = check
-        self.go_on = bool(params.get("continue_on_error"))
+        self.continue_on_error = bool(params.get("continue_on_error"))
         self.want = thing.desired(params)
         self.failures: dict[str, Failure] = {}
         self.done: list[Action] = []
@@ -70,7 +70,7 @@ class _Run:
         plan: Plan = self.thing.plan(self.want, have)
         self.failures = dict(plan.refused)
         shapes = self.thing.things_of(self.want, have)
-        if self.failures and not self.go_on:
+        if self.failures and not self.continue_on_error:
             return self._report(shapes)
         if plan.actions:
             self.client.require_version()
@@ -95,7 +95,7 @@ class _Run:
             kept = tuple(change for change in action.changes if change.name not in problems)
             if kept:
                 self.done.append(Action(action.verb, kept, action.request))
-            if problems and not self.go_on:
+            if problems and not self.continue_on_error:
                 return
 
     def _observe_again(self, before: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -123,7 +123,10 @@ class _Run:
         return result
 
     def _outcomes(self, names: list[str]) -> list[dict[str, Any]]:
-        """One outcome for each name. Empty if nothing was done, because Ansible copies each result several times."""
+        """Return one outcome for each name.
+
+        The list is empty if nothing was done, because Ansible copies each result several times.
+        """
         if not self.done and not self.failures:
             return []
         verbs: dict[str, list[str]] = {name: [] for name in names}
@@ -150,7 +153,7 @@ def _shown(shape: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def secrets_of(params: Mapping[str, Any]) -> tuple[str, ...]:
-    """The key, and the environment values that are long enough not to match other text by chance."""
+    """Return the key, and the environment values that are long enough not to match other text by chance."""
     values = [
         params.get("gateway_token"),
         *((params.get("env") or {}) if isinstance(params.get("env"), dict) else {}).values(),
@@ -159,7 +162,7 @@ def secrets_of(params: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def hide(value: Any, secrets: tuple[str, ...]) -> Any:
-    """``value`` with the secrets in its strings replaced."""
+    """Return ``value`` with the secrets in its strings replaced."""
     if not secrets:
         return value
     if isinstance(value, str):

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""``sandbox``: creates, changes and removes named sandboxes."""
+"""Implement ``sandbox``: create, change and remove named sandboxes."""
 
 from __future__ import annotations
 
@@ -132,9 +132,9 @@ def desired(params: Mapping[str, Any]) -> Desired:
 
 
 def checked_timeout(timeout: int | None) -> int | None:
-    """``timeout``. Raises Failure if it is not a valid lifetime."""
+    """Return Return ``timeout``. Raises Failure if it is not a valid lifetime."""
     if timeout != NEVER:
-        at_least(timeout, 1, "timeout (seconds, or -1 for ever)")
+        at_least(timeout, 1, "timeout (seconds, or -1 for never)")
     return timeout
 
 
@@ -156,7 +156,10 @@ def observe(client: Client, want: Desired) -> Current:
 
 
 def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """The shapes of the existing ``refs`` (names or ids), by ref. One request, unless there are several pages."""
+    """Return the shapes of the existing ``refs`` (names or ids), by ref.
+
+    One request, unless there are several pages.
+    """
     if len(refs) == 1:
         # List it instead of getting it: for a single sandbox, the gateway first checks for divergence.
         for detail in client.pages("/sandboxes", name=refs[0]):
@@ -175,13 +178,13 @@ def find_sandboxes(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
 
 
 def find_source(client: Client, kind: str, ref: str) -> dict[str, Any]:
-    """The shape of a template or snapshot. Raises Failure if it does not exist."""
+    """Return the shape of a template or snapshot. Raises Failure if it does not exist."""
     found = client.get(f"/{kind}s/{segment(ref)}")
     return template_shape(found) if kind == "template" else snapshot_shape(found)
 
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """The declared part of a sandbox."""
+    """Return the declared part of a sandbox."""
     result = {key: shape[key] for key in ("name", "state", "forked_from", *SIZES, "metadata", "volumes")}
     network = shape["network"]
     result["network"] = {
@@ -194,7 +197,7 @@ def view(shape: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lifetime(shape: Mapping[str, Any]) -> int:
-    """Seconds from a sandbox's creation to its end; -1: unlimited. A rollback or resume restarts it."""
+    """Return the seconds from a sandbox's creation to its end; -1: unlimited. A rollback or resume restarts it."""
     begin, end = moment(shape["created_at"]), moment(shape["end_at"])
     return NEVER if begin is None or end is None else round((end - begin).total_seconds())
 
@@ -212,20 +215,20 @@ def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
         return [] if now is None else [remove(name, now)]
     if now is None:
         return [_create(want, have, name)]
-    fixed = _what_cannot_change(want, have, now)
+    fixed = _fixed_differences(want, have, now)
     if fixed and want.recreate:
         return [_replace(want, have, name, now)]
     if fixed:
         raise Failure(
-            f"sandbox {name!r} {' and '.join(fixed)}: that cannot change while it lives; set recreate: true to "
-            "replace it, which loses its content",
+            f"sandbox {name!r} {' and '.join(fixed)}, which cannot change during its lifetime: set "
+            "recreate: true to replace it, which loses its content",
             "conflict",
             blockers=[now["id"]],
         )
     return _adjust(want, have, name, now)
 
 
-def _what_cannot_change(want: Desired, have: Current, now: Mapping[str, Any]) -> list[str]:
+def _fixed_differences(want: Desired, have: Current, now: Mapping[str, Any]) -> list[str]:
     found = []
     if have.source is not None and now["forked_from"] != have.source["id"]:
         found.append(f"was made from {now['forked_from']}, not from {want.source_kind} {want.source!r}")
@@ -239,7 +242,10 @@ def _create(want: Desired, have: Current, name: str) -> Action:
     if name in have.taken:
         raise _refusals.name_taken(name, have.taken[name])
     if have.source is None:
-        raise Failure(f"sandbox {name!r} not found, and to make it 'template' or 'snapshot' is needed", "not_found")
+        raise Failure(
+            f"sandbox {name!r} does not exist, and creating it needs a source: set 'template' or 'snapshot'",
+            "not_found",
+        )
     check_sizes(want.sizes, have.source, want.cold_start)
     check_mounts(want.mounts, have.source, have.volumes)
     request = {"body": _body(want, name, have.source), "ref": (want.source_kind, want.source)}
@@ -249,7 +255,7 @@ def _create(want: Desired, have: Current, name: str) -> Action:
 def _replace(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> Action:
     source = have.source
     if source is None:
-        raise Failure(f"to replace sandbox {name!r}, 'template' or 'snapshot' must say what to make it from")
+        raise Failure(f"replacing sandbox {name!r} needs a source: set 'template' or 'snapshot'")
     check_sizes(want.sizes, source, want.cold_start)
     check_mounts(want.mounts, source, have.volumes)
     request = {
@@ -263,7 +269,7 @@ def _replace(want: Desired, have: Current, name: str, now: Mapping[str, Any]) ->
 
 
 def _fresh(want: Desired, name: str, source: Mapping[str, Any]) -> dict[str, Any]:
-    """The view of a new sandbox, without a lifetime if the gateway's configuration decides it."""
+    """Return the view of a new sandbox, without a lifetime if the gateway's configuration decides it."""
     after: dict[str, Any] = {
         "name": name,
         "state": "paused" if want.state == "paused" else "running",
@@ -297,7 +303,7 @@ def _body(want: Desired, name: str, source: Mapping[str, Any]) -> dict[str, Any]
 
 
 def check_sizes(sizes: Mapping[str, int], source: Mapping[str, Any], cold_start: bool) -> None:
-    """Raises Failure for sizes that a fork of ``source`` cannot have."""
+    """Raise Failure for sizes that a fork of ``source`` cannot have."""
     other = [f"{key} {source[key]}, not {value}" for key, value in sizes.items() if source[key] != value]
     if sizes.get("disk_mb", source["disk_mb"]) < source["disk_mb"]:
         raise _refusals.smaller_disk(sizes["disk_mb"], source["disk_mb"])
@@ -306,12 +312,12 @@ def check_sizes(sizes: Mapping[str, int], source: Mapping[str, Any], cold_start:
 
 
 def mounts_of_fork(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The mounts of a fork of ``source``."""
+    """Return the mounts of a fork of ``source``."""
     return [dict(each) for each in source.get("mounts", [])] if mounts is None else [each.view() for each in mounts]
 
 
 def check_mounts(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any], volumes: Mapping[str, Any]) -> None:
-    """Raises Failure for volumes that a fork of ``source`` cannot have. None means the volumes of ``source``."""
+    """Raise Failure for volumes that a fork of ``source`` cannot have. None means the volumes of ``source``."""
     check_there(mounts, volumes)
     lost = missing_volumes(source, volumes) if mounts is None else []
     if lost:
@@ -319,7 +325,7 @@ def check_mounts(mounts: tuple[Mount, ...] | None, source: Mapping[str, Any], vo
 
 
 def size_words(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes with the field names of the gateway."""
+    """Return sizes with the field names of the gateway."""
     names = {"cpus": "cpuCount", "memory_mb": "memoryMB", "disk_mb": "diskSizeMB"}
     return {names[key]: value for key, value in sizes.items()}
 
@@ -333,7 +339,7 @@ def _network_words(network: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adjust(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> list[Action]:
-    """The changes in place. A sandbox is resumed first and paused last."""
+    """Return the changes in place. A sandbox is resumed first and paused last."""
     before = view(now)
     actions: list[Action] = []
 
@@ -363,7 +369,7 @@ def _adjust(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> 
 def remount(
     name: str, now: Mapping[str, Any], before: Mapping[str, Any], mounts: tuple[Mount, ...] | None
 ) -> list[Action]:
-    """The actions that change the volumes in the view ``before`` to ``mounts``: first detach, then attach."""
+    """Return the actions that change the volumes in the view ``before`` to ``mounts``. Detaches come first."""
     wanted = [] if mounts is None else [mount.view() for mount in mounts]
     surplus = [] if mounts is None else [each for each in before["volumes"] if each not in wanted]
     missing = [mount for mount in mounts or () if mount.view() not in before["volumes"]]
@@ -385,12 +391,12 @@ def remount(
 
 
 def view_after(actions: list[Action], before: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The view after ``actions`` on one resource whose view was ``before``."""
+    """Return the view after ``actions`` on one resource whose view was ``before``."""
     return actions[-1].changes[0].after or {} if actions else before
 
 
 def lifetime_differs(timeout: int | None, lifetime: int) -> bool:
-    """Whether this lifetime differs from the requested ``timeout``. None: no timeout is requested."""
+    """Return whether this lifetime differs from the requested ``timeout``. None: no timeout is requested."""
     if timeout is None:
         return False
     if NEVER in (timeout, lifetime):
@@ -399,15 +405,15 @@ def lifetime_differs(timeout: int | None, lifetime: int) -> bool:
 
 
 def end_of_life(timeout: int | None, name: str, now: Mapping[str, Any], clock: datetime) -> datetime | None:
-    """The end of a lifetime of ``timeout`` seconds from the sandbox's creation; None: never. Raises Failure."""
+    """Return the end of a lifetime of ``timeout`` seconds from the sandbox's creation; None: never. Raises Failure."""
     begin = moment(now["created_at"])
     if timeout in (None, NEVER) or begin is None:
         return None
     end = begin + timedelta(seconds=timeout)
     if end <= clock:
         raise Failure(
-            f"sandbox {name!r} was made at {now['created_at']} and has lived longer than {timeout} s already: "
-            "allow it more, or remove it with state: absent",
+            f"sandbox {name!r} was created at {now['created_at']} and is already older than the timeout of "
+            f"{timeout} s: set a longer timeout, or remove the sandbox with state: absent",
             "conflict",
             blockers=[now["id"]],
         )
@@ -419,7 +425,7 @@ def remove(name: str, now: Mapping[str, Any]) -> Action:
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
-    """Carry out one action. Raises Failure; returns {}, because these actions cannot fail in part."""
+    """Carry out one action. Returns {}, because these actions cannot fail in part. Raises Failure."""
     request = action.request
     if action.verb in ("create", "replace"):
         body = dict(request["body"])
@@ -438,7 +444,7 @@ def apply_to_one(action: Action, client: Client) -> None:
     if action.verb == "remove":
         client.delete(place)
     elif action.verb == "resume":
-        # The gateway may already be starting it after a reboot of the host; this request accepts that.
+        # After a reboot of the host, the gateway may already be starting the sandbox, which this request accepts.
         client.post(f"{place}/connect")
     elif action.verb == "pause":
         client.post(f"{place}/pause")
@@ -461,9 +467,9 @@ def _remaining(end: datetime | None, client: Client) -> int:
 
 
 def replace(client: Client, old: list[tuple[str, str, str]], make: Any) -> Any:
-    """Create the replacements of ``old`` [(id, name, temporary name)] with ``make()``, then remove the old ones.
+    """Create the replacements of ``old`` [(id, name, temporary name)] with ``make()``, then remove the old sandboxes.
 
-    On failure the old ones get their names back. Returns the result of ``make``.
+    On failure the old sandboxes get their names back. Returns the result of ``make``.
     """
     moved = []
     try:
@@ -481,7 +487,7 @@ def replace(client: Client, old: list[tuple[str, str, str]], make: Any) -> Any:
 
 
 def lists(want: Desired) -> dict[str, tuple[str, ...]]:
-    """The lists of a result, in order: key → names."""
+    """Return the lists of a result, in order: key → names."""
     return {PLURAL: want.names}
 
 

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The shapes of results: one function for each kind of gateway response. No shape contains a token."""
+"""Create the shapes of results, with one function for each kind of gateway response. No shape contains a token."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ TEMPLATE_KEYS = (
     "status",
     "build_id",
     "digest",
+    "outdated",
     "recipe",
     "memory",
     "cpus",
@@ -181,6 +182,7 @@ def template_shape(template: dict[str, Any]) -> dict[str, Any]:
         "status": template.get("buildStatus"),
         "build_id": template.get("buildID") or "",
         "digest": template.get("digest") or "",
+        "outdated": template.get("outdated"),
         "recipe": {ours: recipe[theirs] for ours, theirs in RECIPE_WORDS.items() if theirs in recipe},
         "memory": template.get("memory"),
         "cpus": template.get("cpuCount"),
@@ -193,7 +195,7 @@ def template_shape(template: dict[str, Any]) -> dict[str, Any]:
 
 
 def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """``snapshots``: all snapshots of the volume on the gateway."""
+    """Return the shape of a volume. ``snapshots``: all snapshots of the volume on the gateway."""
     listed = list(snapshots)
     attachments = [
         {
@@ -220,12 +222,12 @@ def volume_shape(volume: dict[str, Any], snapshots: Iterable[dict[str, Any]]) ->
 
 
 def _metadata(values: dict[str, Any]) -> dict[str, str]:
-    """The metadata without reserved keys, which could break module results, caches and inventories."""
+    """Return the metadata without reserved keys, which could break module results, caches and inventories."""
     return {str(key): str(value) for key, value in values.items() if not str(key).startswith(RESERVED)}
 
 
 def _mounts(thing: dict[str, Any]) -> list[dict[str, Any]]:
-    """The mounts, sorted by path. Their order has no meaning, because mounts are never nested."""
+    """Return the mounts, sorted by path. Their order has no meaning, because mounts are never nested."""
     mounts = [
         {"name": each["name"], "path": each["path"], "read_only": bool(each.get("readOnly"))}
         for each in thing.get("volumeMounts") or []
@@ -234,7 +236,7 @@ def _mounts(thing: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def moment(text: str | None) -> datetime | None:
-    """An RFC 3339 time in whole seconds; None if empty, or in the year 9999, by which the gateway means never."""
+    """Return an RFC 3339 time in whole seconds; None if it is empty, or in the year 9999, which means never."""
     found = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", text or "")
     if found is None or found.group(1) == "9999":
         return None

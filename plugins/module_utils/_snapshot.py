@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""``sandbox_snapshot``: captures sandboxes in named snapshots, and removes snapshots."""
+"""Implement ``sandbox_snapshot``: capture sandboxes in named snapshots, and remove snapshots."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ from ansible_collections.grove.sandbox.plugins.module_utils._shapes import (
 if TYPE_CHECKING:
     from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
 
+    Users = Mapping[str, tuple[str, ...]]
+    """Names by kind of object: "sandbox" or "volume"."""
+
 SINGULAR, PLURAL = "snapshot", "snapshots"
 SHOWN = {PLURAL: SNAPSHOT_KEYS}
 
@@ -57,7 +60,7 @@ RULES: dict[str, Any] = {"required_if": [("state", "present", ("sandbox",))]}
 
 @dataclass(frozen=True)
 class Desired:
-    """``sandboxes``: snapshot name → sandbox to capture; empty for ``absent``."""
+    """The user's options. ``sandboxes``: snapshot name → sandbox to capture; empty for ``absent``."""
 
     names: tuple[str, ...]
     state: str
@@ -73,13 +76,13 @@ class Desired:
 
 @dataclass(frozen=True)
 class Current:
-    """Snapshots by requested name; sandboxes by the given ref; heads and users by id."""
+    """The current state: snapshots by requested name, sandboxes by the given ref, heads and users by id."""
 
     things: Mapping[str, Mapping[str, Any]]
     sandboxes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     heads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     taken: Mapping[str, str] = field(default_factory=dict)
-    users: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    users: Mapping[str, Users] = field(default_factory=dict)
 
 
 def desired(params: Mapping[str, Any]) -> Desired:
@@ -87,12 +90,12 @@ def desired(params: Mapping[str, Any]) -> Desired:
     sandboxes = params.get("sandbox") or []
     if params["state"] == "present" and len(sandboxes) not in (1, len(names)):
         raise Failure(
-            f"{len(names)} names are given and {len(sandboxes)} sandboxes: give one sandbox, or one for each name"
+            f"there are {len(names)} names, but {len(sandboxes)} sandboxes: list one sandbox, or one for each name"
         )
     if len(sandboxes) == 1:
         sandboxes = sandboxes * len(names)
     if params.get("when_changed") and len(set(sandboxes)) < len(sandboxes):
-        raise Failure("with when_changed a sandbox can be captured under one name only: give each sandbox one name")
+        raise Failure("with when_changed a sandbox can be captured under only one name: use one name for each sandbox")
     return Desired(
         names=names,
         state=params["state"],
@@ -108,7 +111,7 @@ def desired(params: Mapping[str, Any]) -> Desired:
 
 
 def _rule(given: Mapping[str, Any] | None) -> dict[str, int] | None:
-    """The request fields of the gateway."""
+    """Return the request fields of the gateway."""
     if given is None:
         return None
     spelt = {"keep_last": "keepLast", "keep_daily": "keepDaily", "max_age": "maxAge"}
@@ -143,7 +146,7 @@ def observe(client: Client, want: Desired) -> Current:
 
 
 def find_snapshots(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """The shapes of those ``refs`` (names or ids) that are snapshots, by ref."""
+    """Return the shapes of the snapshots among ``refs`` (names or ids), by ref."""
     found = {}
     for ref in refs:
         snapshot = client.find(f"/snapshots/{segment(ref)}")
@@ -153,13 +156,21 @@ def find_snapshots(client: Client, refs: tuple[str, ...]) -> dict[str, dict[str,
     return found
 
 
-def users_of(client: Client, snapshots: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """The sandboxes that prevent the removal of ``snapshots``: snapshot id → names."""
-    return {
-        shape["id"]: tuple(entry["name"] for entry in client.pages("/sandboxes", snapshotID=shape["id"]))
-        for shape in snapshots
-        if shape["forks"]
-    }
+def users_of(client: Client, snapshots: Iterable[Mapping[str, Any]]) -> dict[str, Users]:
+    """Return what prevents the removal of ``snapshots`` or templates: snapshot id → kind of object → names.
+
+    The gateway decides, because that depends on its host: it also names cloned volumes, and sandboxes that were rolled
+    back to the snapshot.
+    """
+    found = {}
+    for shape in snapshots:
+        detail = client.find(f"/snapshots/{segment(shape['id'])}") or {}
+        users: dict[str, tuple[str, ...]] = {}
+        for each in detail.get("users") or ():
+            users[each["kind"]] = (*users.get(each["kind"], ()), each["name"])
+        if users:
+            found[shape["id"]] = users
+    return found
 
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,7 +217,7 @@ def _capture(want: Desired, name: str, sandbox: Mapping[str, Any]) -> Action:
 
 
 def check_running_for_capture(ref: str, sandbox: Mapping[str, Any]) -> None:
-    """Raises Failure for a paused sandbox, which cannot be captured."""
+    """Raise Failure for a paused sandbox, which cannot be captured."""
     if sandbox["state"] != "running":
         raise _refusals.paused_for_capture(ref, sandbox["id"])
 
@@ -226,7 +237,9 @@ def captured_view(
 
 
 def unchanged_since(want: Desired, have: Current, sandbox: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The sandbox's last snapshot, if its file system has not changed since and it holds the requested volumes."""
+    """Return the sandbox's last snapshot, if its file system has not changed since and it holds the requested
+    volumes.
+    """
     head = have.heads.get(sandbox["snapshot_id"])
     if head is None or head["source_sandbox_id"] != sandbox["id"] or sandbox["diverged"] is not False:
         return None
@@ -234,7 +247,7 @@ def unchanged_since(want: Desired, have: Current, sandbox: Mapping[str, Any]) ->
 
 
 def _check_same(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> None:
-    """Raises Failure if the existing snapshot differs from the request, since snapshots never change."""
+    """Raise Failure if the existing snapshot differs from the request, since snapshots never change."""
     sandbox = have.sandboxes.get(want.sandboxes[name])
     other = []
     if sandbox is not None and now["source_sandbox_id"] != sandbox["id"]:
@@ -244,11 +257,11 @@ def _check_same(want: Desired, have: Current, name: str, now: Mapping[str, Any])
     if want.memory == "none" and now["memory"] != "none":
         other.append("holds memory")
     if want.volumes is not None and now["volumes"] != sorted(want.volumes):
-        other.append(f"holds the volumes {', '.join(now['volumes'])}" if now["volumes"] else "holds no volume")
+        other.append(f"includes the volumes {', '.join(now['volumes'])}" if now["volumes"] else "includes no volume")
     if other:
         raise Failure(
-            f"snapshot {name!r} exists and {' and '.join(other)}: a snapshot never changes; choose another name, "
-            "or remove it first with state: absent",
+            f"snapshot {name!r} exists and {' and '.join(other)}: a snapshot never changes, so choose "
+            "another name, or remove it first with state: absent",
             "conflict",
             blockers=[now["id"]],
         )
@@ -260,8 +273,8 @@ def _remove(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> 
     return Action("remove", (Change(name, view(now), None, SNAPSHOT),), request)
 
 
-def check_unused(what: str, name: str, users: tuple[str, ...] | None) -> None:
-    """Raises Failure for a resource in use; ``users`` is None if it is unused."""
+def check_unused(what: str, name: str, users: Users | None) -> None:
+    """Raise Failure for a resource in use; ``users`` is None if it is unused."""
     if users is not None:
         raise _refusals.in_use(what, name, users)
 
@@ -280,12 +293,12 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
 
 
 def lists(want: Desired) -> dict[str, tuple[str, ...]]:
-    """The lists of a result, in order: key → names."""
+    """Return the lists of a result, in order: key → names."""
     return {PLURAL: want.names}
 
 
 def things_of(want: Desired, have: Current) -> Mapping[str, Mapping[str, Any]]:
-    """Snapshots by name. If ``when_changed`` skipped one, the sandbox's last snapshot takes its place."""
+    """Return snapshots by name. If ``when_changed`` skipped a snapshot, the sandbox's last snapshot takes its place."""
     result = dict(have.things)
     for name, ref in want.sandboxes.items():
         sandbox = have.sandboxes.get(ref)

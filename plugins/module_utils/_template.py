@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""``sandbox_template``: builds templates from a recipe, and removes templates."""
+"""Implement ``sandbox_template``: build templates from a recipe, and remove templates."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ ARGUMENTS: dict[str, Any] = {
     "cpus": {"type": "int", "default": 1},
     "memory_mb": {"type": "int", "default": 256},
     "disk_mb": {"type": "int", "default": 2048},
+    "rebuild_outdated": {"type": "bool", "default": True},
     "wait_timeout": {"type": "int", "default": 3600},
     "when_unused": {"type": "bool", "default": False},
     "continue_on_error": {"type": "bool", "default": False},
@@ -62,11 +63,12 @@ POLL_SECONDS = (0.1, 2.0)
 
 @dataclass(frozen=True)
 class Desired:
-    """``recipe`` is complete and uses the names of module options; options that are not set have their defaults."""
+    """The user's options. ``recipe`` uses the names of module options, with defaults for options that are not set."""
 
     names: tuple[str, ...]
     state: str
     recipe: Mapping[str, Any] = field(default_factory=dict)
+    rebuild_outdated: bool = True
     wait_timeout: int = 0
     when_unused: bool = False
 
@@ -75,7 +77,7 @@ class Desired:
 class Current:
     things: Mapping[str, Mapping[str, Any]]
     taken: Mapping[str, str] = field(default_factory=dict)
-    users: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    users: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
 
 
 def desired(params: Mapping[str, Any]) -> Desired:
@@ -87,6 +89,7 @@ def desired(params: Mapping[str, Any]) -> Desired:
         names=checked_names(params["name"], "template"),
         state=params["state"],
         recipe=recipe,
+        rebuild_outdated=params.get("rebuild_outdated") is not False,
         wait_timeout=at_least(params.get("wait_timeout") or 0, 0, "wait_timeout"),
         when_unused=bool(params.get("when_unused")),
     )
@@ -105,7 +108,8 @@ def observe(client: Client, want: Desired) -> Current:
 
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": shape["name"], "status": shape["status"], "recipe": dict(shape["recipe"])}
+    outdated = {"outdated": True} if shape["outdated"] else {}
+    return {"name": shape["name"], "status": shape["status"], **outdated, "recipe": dict(shape["recipe"])}
 
 
 def plan(want: Desired, have: Current) -> Plan:
@@ -127,6 +131,8 @@ def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
         return []
     before = None if now is None else view(now)
     after: dict[str, Any] = {"name": name, "recipe": dict(want.recipe)}
+    if before and "outdated" in before:
+        after["outdated"] = False
     if want.wait_timeout:
         after["status"] = "ready"
     body = {"name": name, **{RECIPE_WORDS[word]: value for word, value in want.recipe.items()}}
@@ -134,9 +140,13 @@ def _plan_one(want: Desired, have: Current, name: str) -> list[Action]:
 
 
 def _is_up_to_date(want: Desired, now: Mapping[str, Any]) -> bool:
-    """Whether it was built from the recipe, or is being built from it if the task does not wait."""
+    """Return whether the template was built from the recipe, or is being built from it if the task does not wait.
+
+    A template of which the gateway cannot tell whether it is outdated counts as up to date.
+    """
     fine = ("ready",) if want.wait_timeout else ("ready", "building")
-    return now["status"] in fine and all(now["recipe"].get(word) == value for word, value in want.recipe.items())
+    same = all(now["recipe"].get(word) == value for word, value in want.recipe.items())
+    return now["status"] in fine and same and not (want.rebuild_outdated and now["outdated"])
 
 
 def _remove(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> Action:
@@ -146,7 +156,7 @@ def _remove(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> 
 
 
 def apply(action: Action, client: Client) -> dict[str, Failure]:
-    """Carry out one action. Raises Failure; for a failed build, the message shows the end of its log."""
+    """Carry out one action. Raises Failure. For a failed build, the message shows the end of its log."""
     request = action.request
     if action.verb == "build":
         started = client.post("/templates", dict(request["body"]))
@@ -173,11 +183,13 @@ def _wait(client: Client, name: str, started: Mapping[str, Any], seconds: float)
         if build["status"] == "ready":
             return
         if build["status"] == "error":
-            reason = build.get("reason") or "the gateway does not say why"
+            reason = build.get("reason") or "the gateway reported no reason"
             raise Failure(_with_log(f"the build of template {name!r} failed: {reason}", lines), "backend_failed")
         left = deadline - time.monotonic()
         if left <= 0:
-            story = f"template {name!r} is still being built after {seconds:g} s: run the task again to go on waiting"
+            story = (
+                f"template {name!r} is still being built after {seconds:g} s: run the task again to continue waiting"
+            )
             raise Failure(_with_log(story, lines), "timeout", blockers=[started["buildID"]])
         time.sleep(min(pause, left))
         pause = min(pause * 1.5, longest)

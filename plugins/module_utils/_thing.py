@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The interface of one kind of resource, used by ``_run``, the modules and the action plugins."""
+"""Interfaces of one kind of resource, used by ``_run``, the modules and the action plugins."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ class Declared(Protocol):
 
     @staticmethod
     def desired(params: Params) -> Any:
-        """The requested state in canonical form. Raises Failure."""
+        """Return the requested state in canonical form. Raises Failure."""
 
     @staticmethod
     def observe(client: Client, want: Any) -> Any:
-        """The current state, as far as a plan needs it. Raises Failure."""
+        """Return the current state, as far as a plan needs it. Raises Failure."""
 
     @staticmethod
     def plan(want: Any, have: Any) -> Plan:
-        """The actions that lead from ``have`` to ``want``. Sends no requests."""
+        """Return the actions that lead from ``have`` to ``want``. Sends no requests."""
 
     @staticmethod
     def apply(action: Action, client: Client) -> dict[str, Failure]:
-        """Carry out one action. Raises Failure; returns failures by name if the action can fail in part."""
+        """Carry out one action. Returns failures by name if the action can fail in part. Raises Failure."""
 
     @staticmethod
     def lists(want: Any) -> dict[str, tuple[str, ...]]:
-        """The lists of a result, in order, and the names in each."""
+        """Return the lists of a result, in order, and the names in each."""
 
     @staticmethod
     def things_of(want: Any, have: Any) -> Shapes:
-        """The shapes of existing resources, by the names in ``lists``."""
+        """Return the shapes of existing resources, by the names in ``lists``."""
 
 
 class Listed(Protocol):
@@ -70,7 +70,7 @@ class Listed(Protocol):
         """See Declared."""
 
     def result(self, client: Client, params: Params) -> dict[str, Any]:
-        """The module's result. Raises Failure."""
+        """Return the module's result. Raises Failure."""
 
 
 Thing = Union[Declared, Listed]

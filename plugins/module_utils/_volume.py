@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""``sandbox_volume``: creates, changes and removes volumes with their snapshots and attachments."""
+"""Implement ``sandbox_volume``: create, change and remove volumes with their snapshots and attachments."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Desired:
 
 @dataclass(frozen=True)
 class Current:
-    """Volumes and sandboxes by requested name. ``source``: the snapshot to copy, None if it does not exist.
+    """The current state: volumes and sandboxes by requested name. ``source``: the snapshot to copy, None if missing.
 
     ``captures``: names and ids of each volume's snapshots, including those captured with sandboxes.
     """
@@ -97,15 +97,19 @@ def desired(params: Mapping[str, Any]) -> Desired:
     absent = params["state"] == "absent"
     if attachments and len(names) > 1:
         raise Failure(
-            f"attachments are given for {len(names)} volumes, and two of them cannot be mounted at one path of a "
-            "sandbox: give one volume for each task"
+            f"attachments are set for {len(names)} volumes, but a sandbox cannot mount two volumes at one "
+            "path: use one task for each volume"
         )
     if attachments and absent:
-        raise Failure("with state: absent a volume can have no attachments: write [] to detach it everywhere")
+        raise Failure(
+            "with state: absent a volume cannot have attachments: set attachments to [] to detach it everywhere"
+        )
     snapshots = params.get("snapshots")
     rollback_to = params.get("rollback_to") or ""
     if rollback_to and params.get("purge") and snapshots is not None and rollback_to not in snapshots:
-        raise Failure(f"rollback_to {rollback_to!r} is not in snapshots, and purge removes all others: add it there")
+        raise Failure(
+            f"rollback_to {rollback_to!r} is not in snapshots, and purge would remove it: add it to snapshots"
+        )
     return Desired(
         names=names,
         state=params["state"],
@@ -125,7 +129,10 @@ def _attachments(given: Iterable[Mapping[str, Any]] | None) -> dict[str, tuple[s
     result: dict[str, tuple[str, bool]] = {}
     for each in given:
         if each["sandbox"] in result:
-            raise Failure(f"sandbox {each['sandbox']!r} is given twice: it can have the volume at one path")
+            raise Failure(
+                f"sandbox {each['sandbox']!r} is listed twice, but it can mount the volume at only one path: "
+                "list it once"
+            )
         result[each["sandbox"]] = (checked_path(each["path"]), bool(each.get("read_only")))
     return result
 
@@ -135,7 +142,7 @@ def _source(given: str | None) -> tuple[str, str] | None:
         return None
     volume, _at, snapshot = given.partition("@")
     if not volume or not snapshot:
-        raise Failure(f"from_snapshot {given!r} is not a snapshot of a volume: write VOLUME@SNAPSHOT")
+        raise Failure(f"from_snapshot {given!r} is not a snapshot of a volume: use VOLUME@SNAPSHOT")
     return volume, snapshot
 
 
@@ -171,7 +178,7 @@ def _find_source(client: Client, want: Desired) -> Mapping[str, Any] | None:
 
 
 def view(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """The declared part of a volume."""
+    """Return the declared part of a volume."""
     return {key: shape[key] for key in ("name", "size_mb", "attachments", "snapshots", "from_snapshot")}
 
 
@@ -223,7 +230,7 @@ class _Steps:
     @property
     def _now(self) -> dict[str, Any]:
         if self.before is None:
-            raise LookupError(f"volume {self.name} is not there")
+            raise LookupError(f"volume {self.name} does not exist")
         return self.before
 
     def create(self) -> None:
@@ -249,14 +256,14 @@ class _Steps:
         self._step("create", {"body": body}, **fresh)
 
     def _wanted(self) -> list[dict[str, Any]]:
-        """The requested attachments in the form of the volume's shape."""
+        """Return the requested attachments in the form of the volume's shape."""
         result = []
         for ref, (path, read_only) in (self.want.attachments or {}).items():
             sandbox = self.have.sandboxes.get(ref)
             if sandbox is None:
                 raise Failure(
-                    f"sandbox {ref!r} not found, to attach volume {self.name!r} to: create it first, or drop it from "
-                    "attachments",
+                    f"sandbox {ref!r} does not exist, so volume {self.name!r} cannot be attached to it: "
+                    "create the sandbox first, or remove it from attachments",
                     "not_found",
                 )
             entry = {"sandbox": sandbox["name"], "sandbox_id": sandbox["id"], "path": path, "read_only": read_only}
@@ -264,7 +271,7 @@ class _Steps:
         idents = [entry["sandbox_id"] for entry in result]
         for entry in result:
             if idents.count(entry["sandbox_id"]) > 1:
-                raise Failure(f"sandbox {entry['sandbox']!r} is given twice, by its name and by its id: once is enough")
+                raise Failure(f"sandbox {entry['sandbox']!r} is listed twice, by its name and by its id: list it once")
         return result
 
     def detach(self) -> None:
@@ -274,8 +281,8 @@ class _Steps:
         surplus = [each for each in self._now["attachments"] if _key(each) not in wanted]
         if self.owner and surplus and len(surplus) == len(self._now["attachments"]):
             raise Failure(
-                f"volume {self.name!r} is the own clone of sandbox {self.owner}, removed with its last attachment: "
-                "leave it where it is, or remove it with state: absent and attachments: []",
+                f"volume {self.name!r} is a private clone of sandbox {self.owner} and is removed with its "
+                "last attachment: keep this attachment, or remove the volume with state: absent and attachments: []",
                 "conflict",
                 blockers=[self.owner],
             )
@@ -334,12 +341,12 @@ class _Steps:
 
 
 def _key(entry: Mapping[str, Any]) -> tuple[str, str, bool]:
-    """The properties of an attachment that cannot change in place."""
+    """Return the properties of an attachment that cannot change in place."""
     return entry["sandbox_id"], entry["path"], entry["read_only"]
 
 
 def _check_same(want: Desired, have: Current, name: str, now: Mapping[str, Any]) -> None:
-    """Raises Failure if the volume was created from another snapshot than requested, if that is still known."""
+    """Raise Failure if the volume was created from another snapshot than requested, if that is still known."""
     if want.source is not None and (have.source or {}).get("snapshotID", now["from_snapshot"]) != now["from_snapshot"]:
         found = f"from snapshot {now['from_snapshot']}" if now["from_snapshot"] else "empty"
         raise Failure(
@@ -360,7 +367,9 @@ def _remove(want: Desired, name: str, now: Mapping[str, Any]) -> list[Action]:
     if now["snapshots"] and not want.purge:
         reasons.append(f"has snapshots: {', '.join(now['snapshots'])} (set purge: true to remove them as well)")
     if now["captured_by"]:
-        reasons.append(f"is part of snapshots of sandboxes ({', '.join(now['captured_by'])}), which must go first")
+        reasons.append(
+            f"is part of snapshots of sandboxes ({', '.join(now['captured_by'])}), which must be removed first"
+        )
     if reasons:
         attached = [] if detached else [each["sandbox_id"] for each in now["attachments"]]
         kept = [] if want.purge else now["snapshots"]
@@ -374,7 +383,7 @@ def _remove(want: Desired, name: str, now: Mapping[str, Any]) -> list[Action]:
             after = None
         actions.append(Action("detach", (Change(name, before, after, VOLUME),), {"sandbox": entry["sandbox_id"]}))
         if after is None:
-            # The gateway removes a sandbox's own clone with its last attachment.
+            # The gateway removes a sandbox's private clone with its last attachment.
             return actions
         before = after
     request = {"with_snapshots": want.purge}
@@ -407,7 +416,7 @@ def apply(action: Action, client: Client) -> dict[str, Failure]:
 
 
 def lists(want: Desired) -> dict[str, tuple[str, ...]]:
-    """The lists of a result, in order: key → names."""
+    """Return the lists of a result, in order: key → names."""
     return {PLURAL: want.names}
 
 

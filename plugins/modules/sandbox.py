@@ -13,11 +13,12 @@ version_added: "0.1.0"
 description:
   - Ensures that the named sandboxes exist in the given state and with the given properties, or that they do not exist.
   - Only the options that are set are compared with existing sandboxes. Some properties are fixed for the life of a
-    sandbox (its source, CPUs, memory and disk); a difference in them is refused, unless O(recreate=true).
+    sandbox (its source, CPUs, memory and disk); a difference in them is an error, unless O(recreate=true).
 options:
   name:
     description:
-      - The name or names. A name has 1 to 64 letters, digits, C(_), C(.) or C(-), and starts with a letter or digit.
+      - The name or names of the sandboxes. A name has 1 to 64 letters, digits, C(_), C(.) or C(-), and starts with a
+        letter or digit.
         Sandboxes, snapshots, templates and volumes share one namespace.
     type: list
     elements: str
@@ -25,8 +26,8 @@ options:
     aliases: [names]
   state:
     description:
-      - V(present), the sandbox exists, running or paused; V(running) and V(paused), it exists in that state; V(absent),
-        it does not exist.
+      - V(present) means that the sandbox exists, running or paused; V(running) and V(paused), that it exists in that
+        state; V(absent), that it does not exist.
       - V(present) starts a sandbox that it creates.
     type: str
     choices: [present, running, paused, absent]
@@ -43,7 +44,7 @@ options:
   cpus:
     description:
       - Number of virtual CPUs. If not set, a new sandbox has as many as its source.
-      - A snapshot that holds memory can only be forked with the same CPUs and memory, unless O(cold_start=true).
+      - A snapshot with memory can only be forked with the same CPUs and memory, unless O(cold_start=true).
     type: int
   memory_mb:
     description:
@@ -51,7 +52,7 @@ options:
     type: int
   disk_mb:
     description:
-      - Size of the disk in MiB. If not set, the disk of a new sandbox is as large as that of its source.
+      - Size of the disk in MiB. If not set, the disk of a new sandbox is as large as the disk of its source.
     type: int
   cold_start:
     description:
@@ -71,7 +72,8 @@ options:
     type: dict
   timeout:
     description:
-      - Lifetime in seconds, counted from its creation; V(-1) for no limit. The gateway then removes the sandbox.
+      - Lifetime of the sandbox in seconds, counted from its creation; V(-1) for no limit. The gateway then removes the
+        sandbox.
       - If not set, the gateway's configuration decides for a new sandbox. A difference of up to ten seconds is ignored.
     type: int
   network:
@@ -124,14 +126,14 @@ options:
         default: false
   recreate:
     description:
-      - If V(true), a sandbox that differs in a fixed property is replaced, and its content is lost. The old one is
+      - If V(true), a sandbox that differs in a fixed property is replaced, and its content is lost. The old sandbox is
         removed once the new one runs. Requires O(template) or O(snapshot).
     type: bool
     default: false
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is refused, and the first action that fails ends the task.
-      - If V(true), every name is tried and RV(outcomes) has the result of each. The task fails if any of them failed.
+      - By default, nothing is changed if one name is invalid, and the first action that fails ends the task.
+      - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
 extends_documentation_fragment:

@@ -24,11 +24,11 @@ options:
   sandbox:
     description:
       - The sandbox to clone, by name or id. If siblings are missing, its current state is captured; the capture is
-        removed with the last of them.
+        removed with the last clone.
     type: str
   state:
     description:
-      - V(present), the siblings exist; V(absent), they do not exist.
+      - V(present) means that the siblings exist; V(absent), that they do not exist.
     type: str
     choices: [present, absent]
     default: present
@@ -60,7 +60,7 @@ options:
   atomic:
     description:
       - Whether missing siblings are forked all or none. If V(false), as many as possible are forked; the task still
-        fails if any of them failed.
+        fails if any fork failed.
       - A request that replaces existing siblings is always all or none.
     type: bool
     default: true
@@ -89,7 +89,7 @@ options:
   cpus:
     description:
       - Number of virtual CPUs of each sibling. If not set, as many as the snapshot or sandbox has.
-      - A snapshot that holds memory can only be forked with the same CPUs and memory, unless O(cold_start=true).
+      - A snapshot with memory can only be forked with the same CPUs and memory, unless O(cold_start=true).
     type: int
   memory_mb:
     description:
@@ -123,21 +123,21 @@ options:
       clone:
         description:
           - Whether each new sibling gets its own clone of the volume's capture in the snapshot, instead of the shared
-            volume. The snapshot must have been taken with this volume among its O(volumes); a sandbox that is cloned
-            must have it mounted.
+            volume. The snapshot must have been taken with this volume among its O(volumes); a sandbox to clone must
+            have it mounted.
           - The gateway names the clone, and removes it when no sandbox uses it any more.
         type: bool
         default: false
   recreate:
     description:
-      - If V(true), a sandbox that differs in a fixed property is replaced, and its content is lost. The old one is
+      - If V(true), a sandbox that differs in a fixed property is replaced, and its content is lost. The old sandbox is
         removed once the new one runs.
     type: bool
     default: false
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is refused, and the first action that fails ends the task.
-      - If V(true), every name is tried and RV(outcomes) has the result of each. The task fails if any of them failed.
+      - By default, nothing is changed if one name is invalid, and the first action that fails ends the task.
+      - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
 extends_documentation_fragment:

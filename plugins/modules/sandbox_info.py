@@ -15,7 +15,7 @@ description:
 options:
   name:
     description:
-      - Only entries with these names or ids. Unknown ones are ignored.
+      - Only entries with these names or ids. Unknown names are ignored.
     type: list
     elements: str
     aliases: [names]
@@ -27,7 +27,7 @@ options:
     choices: [running, paused]
   metadata:
     description:
-      - Only sandboxes that have all of these metadata.
+      - Only sandboxes with all of these metadata entries.
     type: dict
   template:
     description:

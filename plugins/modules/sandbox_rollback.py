@@ -23,8 +23,8 @@ options:
     aliases: [name, names, sandboxes]
   snapshot:
     description:
-      - The snapshot to roll back to, by name or id. It can be any snapshot of the same kind of host, not only one of
-        this sandbox.
+      - The snapshot to roll back to, by name or id. It can be any snapshot of the same kind of host, not only a
+        snapshot of this sandbox.
     type: str
     required: true
   unless_clean:
@@ -42,8 +42,8 @@ options:
     elements: str
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is refused, and the first action that fails ends the task.
-      - If V(true), every name is tried and RV(outcomes) has the result of each. The task fails if any of them failed.
+      - By default, nothing is changed if one name is invalid, and the first action that fails ends the task.
+      - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
 attributes:
@@ -63,7 +63,7 @@ seealso:
 
 EXAMPLES = r"""
 ---
-- name: Undo all changes since the snapshot, but keep them in another one
+- name: Undo all changes since the snapshot, but keep them in another snapshot
   grove.sandbox.sandbox_rollback:
     sandbox: web
     snapshot: before-upgrade
@@ -145,15 +145,15 @@ backups:
     template_id: {description: The template at the root of its lineage., type: str}
     parent_snapshot_id: {description: The head of its source at the time of the capture., type: str}
     origin_id: {description: The first ancestor in its lineage., type: str}
-    memory: {description: "How its memory was captured; V(none) if it holds no memory.", type: str}
+    memory: {description: "How its memory was captured; V(none) if it has no memory.", type: str}
     memory_bytes_written: {description: Bytes of memory that the capture wrote., type: int}
-    disk_bytes_unique: {description: Bytes on disk that it does not share., type: int}
+    disk_bytes_unique: {description: Bytes on the disk that only this snapshot uses., type: int}
     pause_ms: {description: How long the capture paused its source in milliseconds., type: float}
     cpus: {description: Virtual CPUs of its forks., type: int}
     memory_mb: {description: Memory of its forks in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}
     mounts:
-      description: The volumes that its source had, sorted by path. Forks get the same ones by default.
+      description: The volumes that its source had, sorted by path. Forks get the same volumes by default.
       type: list
       elements: dict
       contains:

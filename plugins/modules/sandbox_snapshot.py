@@ -33,7 +33,7 @@ options:
     aliases: [sandboxes]
   state:
     description:
-      - V(present), the snapshot exists; V(absent), it does not exist.
+      - V(present) means that the snapshot exists; V(absent), that it does not exist.
     type: str
     choices: [present, absent]
     default: present
@@ -49,8 +49,7 @@ options:
     default: auto
   volumes:
     description:
-      - Names of mounted volumes to capture at the same instant. If one of them cannot be captured, no snapshot is
-        taken.
+      - Names of mounted volumes to capture at the same instant. If one volume cannot be captured, no snapshot is taken.
       - The capture of a volume is removed with the snapshot. A fork mounts the volume itself, unless it requests a
         clone.
     type: list
@@ -63,7 +62,7 @@ options:
   retention:
     description:
       - The retention rule of the snapshot. All snapshots of a sandbox that have a rule form a series. The rule of the
-        newest decides which of them are kept; the gateway removes the others once they are unused.
+        newest snapshot decides which snapshots are kept; the gateway removes the others once they are unused.
       - The newest snapshot, snapshots in use, and snapshots without a rule are always kept.
       - It is ignored for a snapshot that exists.
     type: dict
@@ -83,7 +82,8 @@ options:
   when_changed:
     description:
       - If V(true), a sandbox whose file system has not changed since its last snapshot is not captured again; the
-        module returns the last snapshot instead, if it holds O(volumes). Changes in memory or volumes are not detected.
+        module returns the last snapshot instead, if it includes O(volumes). Changes in memory or volumes are not
+        detected.
     type: bool
     default: false
   when_unused:
@@ -95,8 +95,8 @@ options:
     default: false
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is refused, and the first action that fails ends the task.
-      - If V(true), every name is tried and RV(outcomes) has the result of each. The task fails if any of them failed.
+      - By default, nothing is changed if one name is invalid, and the first action that fails ends the task.
+      - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
 extends_documentation_fragment:
@@ -150,8 +150,8 @@ RETURN = r"""
 ---
 snapshots:
   description:
-    - The named snapshots that exist, in the given order. With O(when_changed=true), the last snapshot is listed in
-      place of one that was not needed.
+    - The named snapshots that exist, in the given order. With O(when_changed=true), the list contains the last snapshot
+      in place of a snapshot that was not needed.
     - In check mode, values that only a run creates (ids, dates, addresses) are V(null).
   returned: always, unless the gateway cannot be reached
   type: list
@@ -167,15 +167,15 @@ snapshots:
     template_id: {description: The template at the root of its lineage., type: str}
     parent_snapshot_id: {description: The head of its source at the time of the capture., type: str}
     origin_id: {description: The first ancestor in its lineage., type: str}
-    memory: {description: "How its memory was captured; V(none) if it holds no memory.", type: str}
+    memory: {description: "How its memory was captured; V(none) if it has no memory.", type: str}
     memory_bytes_written: {description: Bytes of memory that the capture wrote., type: int}
-    disk_bytes_unique: {description: Bytes on disk that it does not share., type: int}
+    disk_bytes_unique: {description: Bytes on the disk that only this snapshot uses., type: int}
     pause_ms: {description: How long the capture paused its source in milliseconds., type: float}
     cpus: {description: Virtual CPUs of its forks., type: int}
     memory_mb: {description: Memory of its forks in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}
     mounts:
-      description: The volumes that its source had, sorted by path. Forks get the same ones by default.
+      description: The volumes that its source had, sorted by path. Forks get the same volumes by default.
       type: list
       elements: dict
       contains:

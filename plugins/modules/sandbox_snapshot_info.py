@@ -15,7 +15,7 @@ description:
 options:
   name:
     description:
-      - Only entries with these names or ids. Unknown ones are ignored.
+      - Only entries with these names or ids. Unknown names are ignored.
     type: list
     elements: str
     aliases: [names]
@@ -25,7 +25,7 @@ options:
     type: str
   template:
     description:
-      - Only sandboxes that descend from this template, given by name or id.
+      - Only snapshots that descend from this template, given by name or id.
     type: str
 extends_documentation_fragment:
   - grove.sandbox.gateway
@@ -72,15 +72,15 @@ snapshots:
     template_id: {description: The template at the root of its lineage., type: str}
     parent_snapshot_id: {description: The head of its source at the time of the capture., type: str}
     origin_id: {description: The first ancestor in its lineage., type: str}
-    memory: {description: "How its memory was captured; V(none) if it holds no memory.", type: str}
+    memory: {description: "How its memory was captured; V(none) if it has no memory.", type: str}
     memory_bytes_written: {description: Bytes of memory that the capture wrote., type: int}
-    disk_bytes_unique: {description: Bytes on disk that it does not share., type: int}
+    disk_bytes_unique: {description: Bytes on the disk that only this snapshot uses., type: int}
     pause_ms: {description: How long the capture paused its source in milliseconds., type: float}
     cpus: {description: Virtual CPUs of its forks., type: int}
     memory_mb: {description: Memory of its forks in MiB., type: int}
     disk_mb: {description: Size of its disk in MiB., type: int}
     mounts:
-      description: The volumes that its source had, sorted by path. Forks get the same ones by default.
+      description: The volumes that its source had, sorted by path. Forks get the same volumes by default.
       type: list
       elements: dict
       contains:

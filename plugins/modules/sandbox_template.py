@@ -14,12 +14,15 @@ description:
   - Ensures that the named templates exist and are built from the given recipe, or that they do not exist.
   - The recipe is compared as a whole; options that a task does not set have their defaults. If the recipe is unchanged,
     nothing is built. A changed recipe builds a new template, which then takes over the name. Sandboxes created from the
-    old template keep running, and it is removed with the last of them.
+    old template keep running, and the old template is removed with the last of these sandboxes.
+  - Every template also contains an agent and settings that come with the gateway. After an upgrade of the gateway that
+    changes them, the template is outdated, and is built again unless O(rebuild_outdated=false).
   - The module waits for the build. If the build fails, the message shows the end of its log.
 options:
   name:
     description:
-      - The name or names. A name has 1 to 64 letters, digits, C(_), C(.) or C(-), and starts with a letter or digit.
+      - The name or names of the templates. A name has 1 to 64 letters, digits, C(_), C(.) or C(-), and starts with a
+        letter or digit.
         Sandboxes, snapshots, templates and volumes share one namespace.
     type: list
     elements: str
@@ -27,7 +30,7 @@ options:
     aliases: [names]
   state:
     description:
-      - V(present), the template exists and is built from the recipe; V(absent), it does not exist.
+      - V(present) means that the template exists and is built from the recipe; V(absent), that it does not exist.
     type: str
     choices: [present, absent]
     default: present
@@ -101,6 +104,15 @@ options:
       - Disk size of a sandbox created from the template, in MiB.
     type: int
     default: 2048
+  rebuild_outdated:
+    description:
+      - Whether to build a template of the same recipe again if it is outdated, which RV(templates[].outdated) tells.
+      - If V(false), such a template stays as it is. A changed recipe is built anyway.
+      - Sandboxes of the old template do not change. After the rebuild, tasks that declare them with
+        O(grove.sandbox.sandbox#module:template) are refused, unless they set
+        O(grove.sandbox.sandbox#module:recreate=true).
+    type: bool
+    default: true
   wait_timeout:
     description:
       - Time limit in seconds for the build; V(0) does not wait for it.
@@ -115,8 +127,8 @@ options:
     default: false
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is refused, and the first action that fails ends the task.
-      - If V(true), every name is tried and RV(outcomes) has the result of each. The task fails if any of them failed.
+      - By default, nothing is changed if one name is invalid, and the first action that fails ends the task.
+      - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
 extends_documentation_fragment:
@@ -148,6 +160,12 @@ EXAMPLES = r"""
     from: rootfs
     path: /srv/images/base.tar.zst
 
+- name: Keep a template as it is after an upgrade of the gateway
+  grove.sandbox.sandbox_template:
+    name: pinned
+    packages: [curl]
+    rebuild_outdated: false
+
 - name: Remove them once they are unused
   grove.sandbox.sandbox_template:
     name: [web-base, from-image]
@@ -172,6 +190,11 @@ templates:
     status: {description: "V(ready), V(building) or V(error).", type: str}
     build_id: {description: The id of its build., type: str}
     digest: {description: Digest of its recipe., type: str}
+    outdated:
+      description:
+        - Whether it was built by a version of the gateway with another agent or other settings.
+        - V(null) if the gateway cannot tell.
+      type: bool
     recipe: {description: "Its recipe in canonical form, with the names of this module's options.", type: dict}
     memory: {description: How its memory was captured., type: str}
     cpus: {description: Number of virtual CPUs of a sandbox created from the template., type: int}

@@ -16,7 +16,7 @@ description:
 options:
   name:
     description:
-      - Only entries with these names or ids. Unknown ones are ignored.
+      - Only entries with these names or ids. Unknown names are ignored.
     type: list
     elements: str
     aliases: [names]
@@ -61,6 +61,11 @@ templates:
     status: {description: "V(ready), V(building) or V(error).", type: str}
     build_id: {description: The id of its build., type: str}
     digest: {description: Digest of its recipe., type: str}
+    outdated:
+      description:
+        - Whether it was built by a version of the gateway with another agent or other settings.
+        - V(null) if the gateway cannot tell.
+      type: bool
     recipe: {description: "Its recipe in canonical form, with the names of this module's options.", type: dict}
     memory: {description: How its memory was captured., type: str}
     cpus: {description: Number of virtual CPUs of a sandbox created from the template., type: int}

@@ -20,7 +20,8 @@ description:
 options:
   name:
     description:
-      - The name or names. A name has 1 to 64 letters, digits, C(_), C(.) or C(-), and starts with a letter or digit.
+      - The name or names of the volumes. A name has 1 to 64 letters, digits, C(_), C(.) or C(-), and starts with a
+        letter or digit.
         Sandboxes, snapshots, templates and volumes share one namespace.
     type: list
     elements: str
@@ -28,7 +29,7 @@ options:
     aliases: [names]
   state:
     description:
-      - V(present), the volume exists; V(absent), it does not exist.
+      - V(present) means that the volume exists; V(absent), that it does not exist.
       - A volume is not removed while it is attached, has snapshots, or is captured in a snapshot of a sandbox. An empty
         list of O(attachments) detaches it first, and O(purge) removes its snapshots.
     type: str
@@ -71,7 +72,8 @@ options:
         default: false
   snapshots:
     description:
-      - Names of snapshots that the volume has. Missing ones are taken now, even while the volume is attached; others
+      - Names of snapshots that the volume has. Missing snapshots are taken now, even while the volume is attached;
+        others
         are kept, unless O(purge=true).
     type: list
     elements: str
@@ -79,7 +81,7 @@ options:
     description:
       - The snapshot to roll the volume back to, by name or id. The volume keeps its size. Later writes are lost; list a
         new name in O(snapshots) to take a snapshot first.
-      - Every run rolls back, because the gateway cannot tell whether a volume has been written to since.
+      - Every run rolls back, because the gateway cannot detect whether the volume has changed since.
     type: str
   force:
     description:
@@ -90,14 +92,14 @@ options:
   purge:
     description:
       - Whether to remove surplus snapshots of the volume. With O(state=absent), these are all of its snapshots, which
-        otherwise prevent the removal; else those that O(snapshots) does not list, if it is set.
+        otherwise prevent the removal. Otherwise these are the snapshots that O(snapshots) does not list, if it is set.
       - Captures in snapshots of sandboxes are only removed with those snapshots.
     type: bool
     default: false
   continue_on_error:
     description:
-      - By default, nothing is changed if one name is refused, and the first action that fails ends the task.
-      - If V(true), every name is tried and RV(outcomes) has the result of each. The task fails if any of them failed.
+      - By default, nothing is changed if one name is invalid, and the first action that fails ends the task.
+      - If V(true), every name is tried, and RV(outcomes) contains each result. The task fails if any action failed.
     type: bool
     default: false
 extends_documentation_fragment:
@@ -171,7 +173,7 @@ volumes:
   contains:
     name: {description: Its name., type: str}
     size_mb: {description: Its capacity in MiB., type: int}
-    used_mb: {description: Used space in MiB; V(null) if the host cannot tell., type: int}
+    used_mb: {description: Used space in MiB; V(null) if the host cannot determine it., type: int}
     attachments:
       description: The sandboxes that it is attached to, sorted by name.
       type: list
@@ -184,16 +186,16 @@ volumes:
         state: {description: "The state of the sandbox, V(running) or V(paused).", type: str}
     snapshots: {description: The names of its snapshots., type: list, elements: str}
     captured_by:
-      description: Ids of the sandbox snapshots that hold a capture of it.
+      description: Ids of the sandbox snapshots that contain a capture of it.
       type: list
       elements: str
     from_snapshot: {description: Id of the volume snapshot it was created from; empty for none., type: str}
     owner_sandbox_id:
       description:
-        - The sandbox that it was cloned for; the clone is removed with its last attachment. Empty for other volumes.
+        - The sandbox for which it was cloned; the clone is removed with its last attachment. Empty for other volumes.
       type: str
     stuck:
-      description: Problems that keep it in use on the host, as messages; the gateway tries again.
+      description: Messages about unmounts that fail on the host and that the gateway retries.
       type: list
       elements: str
     created_at: {description: Time of creation (RFC 3339)., type: str}

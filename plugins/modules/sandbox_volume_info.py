@@ -15,7 +15,7 @@ description:
 options:
   name:
     description:
-      - Only entries with these names. Unknown ones are ignored.
+      - Only entries with these names. Unknown names are ignored.
     type: list
     elements: str
     aliases: [names]
@@ -55,7 +55,7 @@ volumes:
   contains:
     name: {description: Its name., type: str}
     size_mb: {description: Its capacity in MiB., type: int}
-    used_mb: {description: Used space in MiB; V(null) if the host cannot tell., type: int}
+    used_mb: {description: Used space in MiB; V(null) if the host cannot determine it., type: int}
     attachments:
       description: The sandboxes that it is attached to, sorted by name.
       type: list
@@ -68,16 +68,16 @@ volumes:
         state: {description: "The state of the sandbox, V(running) or V(paused).", type: str}
     snapshots: {description: The names of its snapshots., type: list, elements: str}
     captured_by:
-      description: Ids of the sandbox snapshots that hold a capture of it.
+      description: Ids of the sandbox snapshots that contain a capture of it.
       type: list
       elements: str
     from_snapshot: {description: Id of the volume snapshot it was created from; empty for none., type: str}
     owner_sandbox_id:
       description:
-        - The sandbox that it was cloned for; the clone is removed with its last attachment. Empty for other volumes.
+        - The sandbox for which it was cloned; the clone is removed with its last attachment. Empty for other volumes.
       type: str
     stuck:
-      description: Problems that keep it in use on the host, as messages; the gateway tries again.
+      description: Messages about unmounts that fail on the host and that the gateway retries.
       type: list
       elements: str
     created_at: {description: Time of creation (RFC 3339)., type: str}

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The base class of all action plugins: does the module's work on the control node where possible."""
+"""The base class of all action plugins, which do the module's work on the control node where possible."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEY_OPTIONS = ("gateway_url", "ca_path", "validate_certs")
 class GatewayAction(ActionBase):
     """Runs ``thing`` in this process, or runs the module of the same name.
 
-    In this process a task is much faster. This requires that this process can reach the same gateway as the module; see
+    A task is much faster in this process, which must be able to reach the same gateway as the module; see
     ``_can_run_in_process``.
     """
 
@@ -56,16 +56,15 @@ class GatewayAction(ActionBase):
             result.update(self._run_in_process(args))
         else:
             if self._connection.transport == SANDBOX and not self._task.args.get("gateway_token"):
-                # Root in the sandbox can read a module's arguments, so the key in this process's environment is not
-                # passed.
+                # Do not pass the key in this process's environment: root in the sandbox can read a module's arguments.
                 args.pop("gateway_token", None)
             wrap_async = bool(self._task.async_val) and not self._connection.has_native_async
             result.update(self._execute_module(module_args=args, task_vars=task_vars, wrap_async=wrap_async))
-        # The result contains text from gateways and sandboxes, which may not be evaluated as a template.
+        # The result contains text from gateways and sandboxes, which must not be evaluated as a template.
         return dict(wrap_var(result))
 
     def _arguments(self) -> dict[str, Any]:
-        """The task's options. The URL and the key default to this process's environment variables.
+        """Return the task's options. The URL and the key default to this process's environment variables.
 
         Variables in the task's ``environment`` take precedence; the module reads them itself.
         """
@@ -77,14 +76,14 @@ class GatewayAction(ActionBase):
         return args
 
     def _environment(self) -> dict[str, Any]:
-        """The ``environment`` of the task."""
+        """Return the ``environment`` of the task."""
         found: dict[str, Any] = {}
         for each in self._task.environment or ():
             found.update(each or {})
         return found
 
     def _check_key(self, args: dict[str, Any], task_vars: dict[str, Any]) -> None:
-        """Raises Failure if a task result decides where the key in this process's environment would be sent."""
+        """Raise Failure if a task result decides where the key in this process's environment would be sent."""
         environment = self._environment()
         if not os.environ.get(TOKEN_VARIABLE) or self._task.args.get("gateway_token") is not None:
             return
@@ -103,14 +102,15 @@ class GatewayAction(ActionBase):
             if not named:
                 shown = repr(str(value)[:200])
                 raise Failure(
-                    f"{option} of this task is {shown}, which a fact or another result of a task decides: the key in "
-                    f"the environment variable {TOKEN_VARIABLE} is not sent there. Pass gateway_token in the task, "
-                    f"together with gateway_url; or name the gateway in the environment variable {URL_VARIABLE}; or "
-                    f"set {option} by variables of the inventory, of the play or of -e alone"
+                    f"{option} of this task is {shown}, which comes from a fact or another task result, so "
+                    f"the key in the environment variable {TOKEN_VARIABLE} is not sent there. Pass "
+                    "gateway_token in the task, "
+                    f"together with gateway_url; or set the environment variable {URL_VARIABLE} to the "
+                    f"gateway; or set {option} only with variables of the inventory, of the play or of -e"
                 )
 
     def _can_run_in_process(self, args: dict[str, Any]) -> bool:
-        """Whether the module, on its host and as its user, would reach the same gateway the same way."""
+        """Return whether the module, on its host and as its user, would reach the same gateway in the same way."""
         if self._task.async_val or self._play_context.become or self._task.become or any(self._task.environment or ()):
             return False
         if self._connection.transport == "local":
@@ -140,7 +140,7 @@ class GatewayAction(ActionBase):
         return result
 
     def _sentence(self, error: Exception) -> str:
-        """The error message that the module would print."""
+        """Return the error message that the module would print."""
         known = (
             f"Unsupported parameters for ({self._task.action}) module: " if isinstance(error, UnsupportedError) else ""
         )

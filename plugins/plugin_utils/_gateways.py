@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Remembers the gateway of each sandbox that the inventory found, for the connections of the same run.
+"""Remember the gateway of each sandbox that the inventory found, for the connections of the same run.
 
 Ansible forks its workers from the process that read the inventory, so they inherit this memory. This passes a key from
 the inventory file to the connection without making it a variable.
@@ -16,7 +16,10 @@ from ansible_collections.grove.sandbox.plugins.module_utils._failure import Fail
 
 
 class Gateway:
-    """How to reach one gateway. The key is ``token``, or else the content of ``token_file``; both can be empty."""
+    """The address and key of one gateway.
+
+    The key is ``token``, or else the content of ``token_file``; both can be empty.
+    """
 
     def __init__(
         self,
@@ -36,14 +39,14 @@ class Gateway:
         self.name = name
 
     def key(self) -> str:
-        """The key. Raises Failure if the file cannot be read."""
+        """Return the key. Raises Failure if the file cannot be read."""
         if self.token or not self.token_file:
             return self.token
         try:
             with Path(self.token_file).expanduser().open(encoding="ascii") as file:
                 return file.read(4096).strip()
         except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "it is not a line of plain text"
+            why = getattr(error, "strerror", None) or "it is not a single line of plain text"
             raise Failure(f"the key file {self.token_file} cannot be read: {why}") from None
 
 
@@ -55,8 +58,8 @@ def remember(sandbox_id: str, gateway: Gateway) -> None:
 
 
 def recall(sandbox_id: str, url: str) -> Gateway | None:
-    """The gateway at ``url``, if an inventory of this run found the sandbox there; otherwise None.
+    """Return the gateway at ``url``, if an inventory of this run found the sandbox there; otherwise None.
 
-    The id alone is not enough, because a gateway can list any id, including one of another gateway.
+    The id alone is not enough, because a gateway can list any id, including ids of another gateway.
     """
     return _known.get((str(sandbox_id), str(url)))

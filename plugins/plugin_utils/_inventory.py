@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Sandboxes as hosts of an inventory: selection, names, groups and variables."""
+"""Turn sandboxes into hosts of an inventory: selection, names, groups and variables."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ GATEWAY_KEYS = ("name", "url", "token", "token_file", "ca_path", "validate_certs
 FILTER_KEYS = ("name", "state", "template", "metadata")
 GROUPINGS = ("template", "head", "state", "metadata", "gateway")
 INTERPRETERS = {"kvm_xfs": "/usr/bin/python3"}
-"""Path of Python in the templates of each kind of host. For others, Ansible discovers it."""
+"""Path of Python in the templates of each kind of host. For other hosts, Ansible discovers the path."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _RESERVED = frozenset({"all", "ungrouped", "localhost"})
 """Names that sandboxes cannot have as hosts: tasks for the control node would run in a sandbox called localhost."""
 
 
 def observe(client: Client) -> list[dict[str, Any]]:
-    """All sandboxes of a gateway as plain data: the modules' shape plus the names of template and head."""
+    """Return all sandboxes of a gateway as plain data: the modules' shape plus the names of template and head."""
     names = {each["templateID"]: (each.get("names") or [""])[0] for each in client.pages("/templates")}
     names.update({each["snapshotID"]: (each.get("names") or [""])[0] for each in client.pages("/snapshots")})
     found = []
     for detail in client.pages("/sandboxes"):
         shape = sandbox_shape(detail)
         if not _NAME.fullmatch(str(shape["id"])):
-            raise Failure(f"{shape['id']!r} is no id of a sandbox: is {client.address.url} a gateway?")
+            raise Failure(f"{shape['id']!r} is not the id of a sandbox: check that {client.address.url} is a gateway")
         shape["template"] = detail.get("alias") or names.get(shape["template_id"]) or shape["template_id"]
         shape["head"] = names.get(shape["snapshot_id"]) or shape["snapshot_id"]
         found.append(shape)
@@ -42,16 +42,16 @@ def observe(client: Client) -> list[dict[str, Any]]:
 
 
 def check_keys(given: Any, known: tuple[str, ...], where: str) -> None:
-    """Raises Failure if ``given`` is not a mapping, or has an unknown key."""
+    """Raise Failure if ``given`` is not a mapping, or has an unknown key."""
     if not isinstance(given, Mapping):
-        raise Failure(f"{where} must be a mapping of {', '.join(known)}, not {given!r}")
+        raise Failure(f"{where} must be a mapping with the keys {', '.join(known)}, not {given!r}")
     unknown = [str(key) for key in given if key not in known]
     if unknown:
-        raise Failure(f"{where} has no key {', '.join(unknown)}; it may have {', '.join(known)}")
+        raise Failure(f"{where} contains unknown keys ({', '.join(unknown)}): use only {', '.join(known)}")
 
 
 def passes(sandbox: Mapping[str, Any], filters: Mapping[str, Any]) -> bool:
-    """Whether the sandbox passes all filters. A filter lists values, which can be globs."""
+    """Return whether the sandbox passes all filters. A filter lists values, which can be globs."""
     for key in ("name", "state", "template"):
         patterns = _list(filters.get(key))
         values = [sandbox["template"], sandbox["template_id"]] if key == "template" else [sandbox[key]]
@@ -66,7 +66,7 @@ def passes(sandbox: Mapping[str, Any], filters: Mapping[str, Any]) -> bool:
 
 
 def host_name(sandbox: Mapping[str, Any], hostname: str, gateway: str, taken: Container[str] = ()) -> str:
-    """The name of the host, chosen so that Ansible does not interpret it as anything else.
+    """Return the name of the host, chosen so that Ansible does not interpret it as anything else.
 
     ``taken``: names of groups.
     """
@@ -78,7 +78,7 @@ def host_name(sandbox: Mapping[str, Any], hostname: str, gateway: str, taken: Co
 
 
 def groups_of(sandbox: Mapping[str, Any], gateway: str, group_by: list[str]) -> list[str]:
-    """The names of its groups, before sanitizing."""
+    """Return the names of its groups, before sanitizing."""
     groups = [f"{key}_{sandbox[key]}" for key in ("template", "head", "state") if key in group_by and sandbox[key]]
     if "metadata" in group_by:
         groups += [
@@ -90,7 +90,7 @@ def groups_of(sandbox: Mapping[str, Any], gateway: str, group_by: list[str]) -> 
 
 
 def variables_of(sandbox: Mapping[str, Any], gateway: Gateway, interpreter: str) -> dict[str, Any]:
-    """The variables of its host, without any key."""
+    """Return the variables of its host, without any key."""
     variables: dict[str, Any] = {
         "ansible_connection": "grove.sandbox.sandbox",
         "ansible_host": sandbox["id"],

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""Variables of a host as the operator set them, without facts and other task results.
+"""Compute the variables of a host as the operator set them, without facts and other task results.
 
 Plugins get values without their origin, and facts override inventory variables. Therefore the variables are computed a
 second time, with empty stores for task results.
@@ -32,22 +32,22 @@ _RETURNED_BY_TASKS = {"_fact_cache": _NoFacts, "_nonpersistent_fact_cache": dict
 
 
 def host_of_task() -> str:
-    """The host of the running task. Raises Failure if this release of Ansible does not provide it.
+    """Return the host of the running task. Raises Failure if this release of Ansible does not provide it.
 
     ``inventory_hostname`` is not reliable, because a fact of that name overrides it.
     """
     host = getattr(multiprocessing.current_process(), "_host", None)
     if not isinstance(host, Host):
         raise Failure(
-            "this strategy or release of ansible-core does not say for which host a task is, except in variables that "
-            "facts override: use ansible-core 2.16 to 2.19 with a strategy of its own, or a newer release of "
+            "this strategy or release of ansible-core reports the host of a task only in variables that "
+            "facts can override: use ansible-core 2.16 to 2.19 with a built-in strategy, or a newer release of "
             "grove.sandbox"
         )
     return str(host.name)
 
 
 class OperatorVariables(Mapping):  # type: ignore[type-arg]
-    """The variables of the host ``name``, templates unevaluated. ``hostvars`` is Ansible's variable of that name.
+    """The variables of the host ``name``, templates unevaluated. ``hostvars`` is Ansible's variable with this name.
 
     With ``task``, loaded from the playbook, they include the vars of its play, role, blocks and the task itself. Raises
     Failure if this release of Ansible stores variables differently.
@@ -58,8 +58,9 @@ class OperatorVariables(Mapping):  # type: ignore[type-arg]
         missing = [store for store in _RETURNED_BY_TASKS if store not in vars(theirs)]
         if missing:
             raise Failure(
-                f"this release of ansible-core keeps no {', '.join(missing)}, so the variables of the inventory cannot "
-                "be told from facts: use ansible-core 2.16 to 2.19, or a newer release of grove.sandbox"
+                f"this release of ansible-core does not provide {', '.join(missing)}, so inventory "
+                "variables and facts cannot be distinguished: use ansible-core 2.16 to 2.19, or a newer "
+                "release of grove.sandbox"
             )
         manager = object.__new__(type(theirs))
         vars(manager).update(vars(theirs), **{store: make() for store, make in _RETURNED_BY_TASKS.items()})
@@ -79,17 +80,18 @@ class OperatorVariables(Mapping):  # type: ignore[type-arg]
         return len(self._values)
 
     def evaluate(self, name: str) -> Any:
-        """The value of a variable, with its templates evaluated with these variables only. Raises Failure."""
+        """Return the value of a variable, evaluated with only these variables. Raises Failure."""
         try:
             return self.template(self._values[name])
         except AnsibleError as error:
             raise Failure(
-                f"{name} cannot be evaluated with the variables of the inventory, of add_host and of the command line "
-                f"alone ({error}): facts and results of tasks must not decide where the gateway's key goes"
+                f"{name} cannot be evaluated with only the variables of the inventory, of add_host and of "
+                f"the command line ({error}): remove facts and task results from it, because they must not "
+                "decide where the gateway's key is sent"
             ) from None
 
     def template(self, value: Any, **more: Any) -> Any:
-        """``value`` with its templates evaluated with these variables and ``more``. Raises AnsibleError."""
+        """Return ``value`` with its templates evaluated with these variables and ``more``. Raises AnsibleError."""
         return Templar(loader=self._loader, variables={**self._values, **more}).template(value)
 
     def drop(self, names: set[str]) -> None:
@@ -104,7 +106,8 @@ class OperatorVariables(Mapping):  # type: ignore[type-arg]
 class OperatorTask:
     """A task as written in its playbook, evaluated with the operator's variables only.
 
-    ``task`` is the running one, whose templates Ansible has evaluated. ``hostvars`` is Ansible's variable of that name.
+    ``task`` is the running one, whose templates Ansible has evaluated. ``hostvars`` is Ansible's variable with this
+    name.
     """
 
     def __init__(self, task: Any, hostvars: Any) -> None:
@@ -115,9 +118,9 @@ class OperatorTask:
         self._variables: OperatorVariables | None = None
 
     def has_option(self, name: str, value: Any) -> bool:
-        """Whether the operator sets the option to ``value``. Raises Failure.
+        """Return whether the operator sets the option to ``value``. Raises Failure.
 
-        Tries each item of the task's loop, because the task does not say which item is running.
+        Tries each item of the task's loop, because the task does not show which item is running.
         """
         args = self._task.args
         if name in args and (args[name] == value or self._evaluates_to(args[name], value)):
@@ -127,17 +130,17 @@ class OperatorTask:
         return any(self._evaluates_to(given, value, name) for given in (*whole, *self._defaults()))
 
     def has_environment(self, name: str, value: Any) -> bool:
-        """Whether the operator sets the variable of the task's environment to ``value``. Raises Failure."""
+        """Return whether the operator sets the variable of the task's environment to ``value``. Raises Failure."""
         return any(self._evaluates_to(given, value, name) for given in self._task.environment or ())
 
     def _defaults(self) -> list[Any]:
-        """The entries of ``module_defaults`` that apply to the task."""
+        """Return the entries of ``module_defaults`` that apply to the task."""
         groups = (self._task._parent._play._action_groups or {}).get(self._action, [])
         names = {self._action, *(f"group/{group}" for group in groups)}
         return [entry for each in self._task.module_defaults or () for name, entry in each.items() if name in names]
 
     def _evaluates_to(self, given: Any, value: Any, key: str = "") -> bool:
-        """Whether ``given``, or its entry ``key``, evaluates to ``value``. Raises Failure."""
+        """Return whether ``given``, or its entry ``key``, evaluates to ``value``. Raises Failure."""
         variables = self._operator_variables()
         for more in self._loop_variables(self._task, variables):
             try:
@@ -168,7 +171,7 @@ class OperatorTask:
         return self._variables
 
     def _loop_variables(self, task: Any, variables: OperatorVariables) -> list[dict[str, Any]]:
-        """The variables of each loop item; one empty set for a task without a loop."""
+        """Return the variables of each loop item; one empty set for a task without a loop."""
         loop = _loop_of(task)
         if loop is None:
             return [{}]
@@ -189,13 +192,13 @@ def _loop_of(task: Any) -> Any:
 
 
 def _loop_names(task: Any) -> tuple[str, str]:
-    """The names of the variables for the loop item and its index; the latter may be empty."""
+    """Return the names of the variables for the loop item and its index; the latter may be empty."""
     control = task.loop_control
     return (control.loop_var or "item", control.index_var or "") if control is not None else ("item", "")
 
 
 def _ancestors(task: Any) -> Iterator[Any]:
-    """The blocks, includes and other parents of the task, innermost first."""
+    """Yield the blocks, includes and other parents of the task, innermost first."""
     parent = task._parent
     while parent is not None:
         yield parent

@@ -2,7 +2,7 @@
 # GNU General Public License v3.0+ (see COPYING or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
 
-"""The gateway's data plane: streams processes and files of one sandbox through its agent, in both directions."""
+"""Stream processes and files of one sandbox through the gateway's data plane and the agent, in both directions."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ AGENT_PORT = 49983
 INSIDE = "inside"
 """The ``kind`` of a Failure from the agent: the sandbox is reachable, but refuses the request."""
 IDLE_SECONDS = 30
-"""Idle connections older than this are not reused, because the gateway is about to close them."""
+"""Seconds after which an idle connection is not reused, because the gateway is about to close it."""
 INPUT_SECONDS = 60
-"""Time for which the agent waits for a process that does not read its input."""
+"""Seconds for which the agent waits for a process that does not read its input."""
 _TIMED_OUT = 504
 _PIECE = 256 << 10
 _GIVEN = 8 << 20
 _FRAME = struct.Struct(">BI")
 _LAST = 2
 _LARGEST_FRAME = 4 << 20
-"""In bytes. The agent sends output in chunks of 64 KiB and buffers at most 1 MiB for a slow reader."""
+"""Maximum bytes of a frame. The agent sends output in chunks of 64 KiB and buffers at most 1 MiB for a slow reader."""
 _LARGEST_ANSWER = 1 << 20
-"""In bytes, for all other responses of the agent, which are short."""
+"""Maximum bytes of all other responses of the agent, which are short."""
 _LARGEST_NUMBER = 20
 """Maximum number of digits of a number in a frame."""
 
@@ -96,20 +96,24 @@ class Channel(Client):
             failed = None
             try:
                 if size and connection.sock.sendfile(file, count=size) != size:
-                    raise Failure(f"the file became shorter than {size} bytes while it was sent", INSIDE)
+                    raise Failure(
+                        f"the file became shorter than {size} bytes while it was sent: do not change it during "
+                        "the transfer",
+                        INSIDE,
+                    )
             except OSError as error:
                 # A server that refuses a body may stop reading it, but has still sent a response.
                 failed = error
             try:
                 response = connection.getresponse()
             except (http.client.HTTPException, OSError) as error:
-                raise self.broken("POST /files", failed or error) from None
+                raise self.connection_lost("POST /files", failed or error) from None
         except Failure:
             connection.close()
             raise
         except OSError as error:
             connection.close()
-            raise self.broken("POST /files", error) from None
+            raise self.connection_lost("POST /files", error) from None
         self._read_all("POST /files", connection, self._accepted("POST /files", connection, response))
 
     def download(self, path: str, out: BinaryIO) -> None:
@@ -125,7 +129,7 @@ class Channel(Client):
                 raise Failure(f"the transfer of {path} ended {response.length} bytes early", "unreachable")
         except (http.client.HTTPException, ConnectionError, socket.timeout) as error:
             connection.close()
-            raise self.broken("GET /files", error) from None
+            raise self.connection_lost("GET /files", error) from None
         except BaseException:
             connection.close()
             raise
@@ -150,11 +154,11 @@ class Channel(Client):
             response = connection.getresponse()
         except (http.client.HTTPException, OSError) as error:
             connection.close()
-            raise self.broken(asked, error) from None
+            raise self.connection_lost(asked, error) from None
         return connection, self._accepted(asked, connection, response)
 
     def connection(self) -> http.client.HTTPConnection:
-        """An idle connection or a new one. It belongs to the caller until ``keep``."""
+        """Return an idle connection or a new one. It belongs to the caller until ``keep``."""
         while self._idle:
             since, connection = self._idle.pop()
             # A readable idle connection was closed by the other side: no request is pending.
@@ -182,15 +186,16 @@ class Channel(Client):
         else:
             self._idle.append((time.monotonic(), connection))
 
-    def broken(self, asked: str, error: Exception) -> Failure:
+    def connection_lost(self, asked: str, error: Exception) -> Failure:
         if isinstance(error, socket.timeout):
             return Failure(
-                f"sandbox {self.sandbox} gave no sign of life for {self.timeout:g} s ({asked})", "unreachable"
+                f"sandbox {self.sandbox} sent neither data nor a heartbeat for {self.timeout:g} s ({asked})",
+                "unreachable",
             )
         if isinstance(error, (http.client.HTTPException, ConnectionError)):
             return Failure(
-                f"the connection to sandbox {self.sandbox} broke off ({asked}): it was paused, rolled back or removed, "
-                f"or the gateway at {self.address.url} ended",
+                f"the connection to sandbox {self.sandbox} was closed ({asked}): the sandbox was paused, "
+                f"rolled back or removed, or the gateway at {self.address.url} stopped",
                 "unreachable",
             )
         return self._unreachable(asked, error)
@@ -201,9 +206,9 @@ class Channel(Client):
         if response.status < 400:
             return response
         try:
-            data = self._decoded(asked, response.status, self._small(asked, response))
+            data = self._decoded(asked, response.status, self._read_short_answer(asked, response))
         except (http.client.HTTPException, OSError) as error:
-            raise self.broken(asked, error) from None
+            raise self.connection_lost(asked, error) from None
         finally:
             connection.close()
         # Only errors of the gateway have a kind; the agent's do not.
@@ -213,26 +218,26 @@ class Channel(Client):
 
     def _read_all(self, asked: str, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
         try:
-            self._small(asked, response)
+            self._read_short_answer(asked, response)
         except Failure:
             connection.close()
             raise
         except (http.client.HTTPException, OSError) as error:
             connection.close()
-            raise self.broken(asked, error) from None
+            raise self.connection_lost(asked, error) from None
         self.keep(connection, response)
 
-    def _small(self, asked: str, response: http.client.HTTPResponse) -> bytes:
-        """The rest of a short response."""
+    def _read_short_answer(self, asked: str, response: http.client.HTTPResponse) -> bytes:
+        """Return the rest of a short response."""
         data = read_at_most(_LARGEST_ANSWER, response)
         if data is None:
-            raise self.nonsense(f"its answer to {asked} is larger than {_LARGEST_ANSWER} bytes")
+            raise self.invalid_answer(f"its answer to {asked} is larger than {_LARGEST_ANSWER} bytes")
         return data
 
-    def nonsense(self, why: str) -> Failure:
+    def invalid_answer(self, why: str) -> Failure:
         return Failure(
-            f"the agent of sandbox {self.sandbox} does not answer as agents do ({why}): it may have been replaced from "
-            "inside. Roll the sandbox back, or replace it",
+            f"the agent of sandbox {self.sandbox} sent an invalid answer ({why}): a program in the sandbox "
+            "may have replaced it. Roll the sandbox back, or replace the sandbox",
             "unreachable",
         )
 
@@ -246,7 +251,7 @@ class Process:
         self.exit_code: int | None = None
         self.pid = 0
         self.fed = False
-        """Whether the agent accepted its input with the request that started it."""
+        """Whether the agent accepted the input with the request that started the process."""
         self._channel = channel
         self._connection = connection
         self._response = response
@@ -254,9 +259,9 @@ class Process:
         self._feed_failure: Failure | None = None
 
     def output(self) -> Iterator[tuple[str, bytes]]:
-        """Yields ``("stdout"|"stderr", data)`` as it arrives, and ``("", b"")`` for a heartbeat.
+        """Yield ``("stdout"|"stderr", data)`` as it arrives, and ``("", b"")`` for a heartbeat.
 
-        The first item is such a heartbeat: the process has started.
+        The first item is a heartbeat, which means that the process has started.
         """
         try:
             for flags, message in self._frames():
@@ -277,10 +282,10 @@ class Process:
                         yield kind, _decoded(_field(data, kind, str))
                 if not data:
                     yield "", b""
-        except _Nonsense as error:
-            raise self._channel.nonsense(str(error)) from None
+        except _InvalidAnswer as error:
+            raise self._channel.invalid_answer(str(error)) from None
         except (http.client.HTTPException, OSError) as error:
-            raise self._channel.broken("its output", error) from None
+            raise self._channel.connection_lost("its output", error) from None
         finally:
             self._stop_feeding()
             if self._connection.sock is not None and not self._response.isclosed():
@@ -288,12 +293,14 @@ class Process:
 
     def _frames(self) -> Iterator[tuple[int, dict[str, Any]]]:
         while True:
-            flags, size = _FRAME.unpack(self._exactly(_FRAME.size))
+            flags, size = _FRAME.unpack(self._read_exactly(_FRAME.size))
             if size > _LARGEST_FRAME:
-                raise _Nonsense(f"it announces a message of {size} bytes, {_LARGEST_FRAME} at most are expected")
-            yield flags, _parsed(self._exactly(size))
+                raise _InvalidAnswer(
+                    f"it announced a message of {size} bytes, but at most {_LARGEST_FRAME} are allowed"
+                )
+            yield flags, _parse_message(self._read_exactly(size))
 
-    def _exactly(self, size: int) -> bytes:
+    def _read_exactly(self, size: int) -> bytes:
         data = self._response.read(size)
         if len(data) != size:
             raise http.client.IncompleteRead(data, size - len(data))
@@ -301,13 +308,13 @@ class Process:
 
     def _finish(self, last: dict[str, Any]) -> None:
         if self._response.read(1):
-            raise _Nonsense("it goes on after its last message")
+            raise _InvalidAnswer("it sent data after its last message")
         self._channel.keep(self._connection, self._response)
         error = _field(last, "error", dict)
         if error:
-            raise Failure(_field(error, "message", str) or "the agent gave no reason", INSIDE)
+            raise Failure(_field(error, "message", str) or "the agent reported no reason", INSIDE)
         if self.exit_code is None:
-            raise Failure(f"the agent of sandbox {self._channel.sandbox} did not say how the command ended", INSIDE)
+            raise Failure(f"the agent of sandbox {self._channel.sandbox} did not report how the command ended", INSIDE)
         if self._feed_failure is not None:
             raise self._feed_failure
 
@@ -321,12 +328,12 @@ class Process:
         self._channel.unary("CloseStdin", {"process": {"pid": self.pid}})
 
     def kill(self) -> None:
-        """Kill the process and its group, if they still run."""
+        """Kill the process and its group, if they are still running."""
         with contextlib.suppress(Failure):
             self._channel.unary("SendSignal", {"process": {"pid": self.pid}, "signal": "SIGNAL_SIGKILL"})
 
     def feed(self, data: bytes) -> None:
-        """Write ``data`` and close the input in a thread, so that output is read meanwhile and neither side blocks."""
+        """Write ``data`` in a thread and close the input, so that output is read meanwhile and neither side blocks."""
         self._feeder = threading.Thread(target=self._feed, args=(data,), daemon=True)
         self._feeder.start()
 
@@ -359,34 +366,34 @@ def _readable(sock: Any) -> bool:
     return bool(poll.poll(0))
 
 
-class _Nonsense(Exception):
-    """A malformed response. The message completes "the agent does not answer as agents do"."""
+class _InvalidAnswer(Exception):
+    """A malformed response of the agent. The message describes the defect."""
 
 
-def _parsed(data: bytes) -> dict[str, Any]:
+def _parse_message(data: bytes) -> dict[str, Any]:
     try:
         message = json.loads(data or b"{}", parse_int=_number)
     except (ValueError, RecursionError):
-        raise _Nonsense("it sends what is no JSON") from None
+        raise _InvalidAnswer("it is not JSON") from None
     if not isinstance(message, dict):
-        raise _Nonsense("it sends what is no message")
+        raise _InvalidAnswer("it is not a message")
     return message
 
 
 def _number(digits: str) -> int:
     if len(digits) > _LARGEST_NUMBER:
-        raise ValueError("too many digits")
+        raise ValueError("a number has too many digits")
     return int(digits)
 
 
 def _field(message: dict[str, Any], name: str, kind: type) -> Any:
-    """The field of a message, or the empty value of its type. Raises _Nonsense for a field of another type."""
+    """Return the field of a message, or the empty value of its type. Raises _InvalidAnswer for another type."""
     value = message.get(name)
     if value is None:
         return kind()
     # In Python, a bool is an int.
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise _Nonsense(f"its {name} is no {kind.__name__}")
+        raise _InvalidAnswer(f"its field {name} is not a {kind.__name__}")
     return value
 
 
@@ -394,11 +401,11 @@ def _decoded(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:
-        raise _Nonsense("its output is no base64") from None
+        raise _InvalidAnswer("its output is not base64") from None
 
 
 def _exit_code(end: dict[str, Any]) -> int:
-    """The exit code as in a shell: 128 + n for a process that signal n killed."""
+    """Return the exit code as in a shell: 128 + n for a process that signal n killed."""
     if end.get("exited", True):
         return _field(end, "exitCode", int)  # type: ignore[no-any-return]
     name = _field(end, "status", str).partition(": ")[2]

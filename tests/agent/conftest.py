@@ -31,8 +31,8 @@ class Events:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
-            flags, size = struct.unpack(">BI", self._exactly(5))
-            message = json.loads(self._exactly(size))
+            flags, size = struct.unpack(">BI", self._read_exactly(5))
+            message = json.loads(self._read_exactly(size))
             if flags & 2:
                 self.error = message.get("error")
                 assert self._response.read() == b""
@@ -42,7 +42,7 @@ class Events:
     def next(self) -> dict[str, Any]:
         return next(iter(self))
 
-    def rest(self) -> tuple[bytes, bytes, dict[str, Any]]:
+    def read_to_end(self) -> tuple[bytes, bytes, dict[str, Any]]:
         """Everything until the end: stdout (or the terminal's output), stderr, the end event."""
         out, err, end = bytearray(), bytearray(), {}
         for event in self:
@@ -52,7 +52,7 @@ class Events:
             end = event.get("end", end)
         return bytes(out), bytes(err), end
 
-    def _exactly(self, size: int) -> bytes:
+    def _read_exactly(self, size: int) -> bytes:
         data = self._response.read(size)
         assert len(data) == size, "the stream ended without a last frame"
         return data
@@ -87,7 +87,7 @@ class Agent:
         status, data = self.request("POST", path, json.dumps(body or {}), headers)
         return status, json.loads(data)
 
-    def ok(self, path: str, body: Any = None, user: str = "") -> Any:
+    def post_ok(self, path: str, body: Any = None, user: str = "") -> Any:
         status, answer = self.post(path, body, user)
         assert status == 200, answer
         return answer
@@ -150,8 +150,8 @@ def running(argv: list[str], env: dict[str, str] | None = None) -> Iterator[Agen
         else:
             raise AssertionError(f"the agent did not start: {said}")
         code = None
-        if not any("no code interpreter" in line for line in said):
-            code = re.search(r"running code on \S+:(\d+)", process.stderr.readline())
+        if not any("without the code interpreter" in line for line in said):
+            code = re.search(r"code interpreter listening on \S+:(\d+)", process.stderr.readline())
         yield Agent(process, int(found[1]), int(code[1]) if code else 0)
     finally:
         process.kill()
@@ -183,7 +183,7 @@ def agent(unmanaged: list[str]) -> Iterator[Agent]:
 
 
 @pytest.fixture
-def fresh(unmanaged: list[str]) -> Iterator[Agent]:
+def fresh_agent(unmanaged: list[str]) -> Iterator[Agent]:
     """An agent for one test."""
     with running(unmanaged) as found:
         yield found
@@ -191,7 +191,7 @@ def fresh(unmanaged: list[str]) -> Iterator[Agent]:
 
 @pytest.fixture(scope="session")
 def root() -> None:
-    """Skips the test if it cannot be root in its own namespaces."""
+    """Skip the test if it cannot be root in its own namespaces."""
     if os.geteuid() != 0 or not sys.platform.startswith("linux"):
         pytest.skip("needs root on Linux")
     if not all(map(shutil.which, ("unshare", "setpriv", "nsenter", "ip"))):

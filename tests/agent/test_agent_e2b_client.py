@@ -20,7 +20,7 @@ ENVD_VERSION = "0.6.4"
 """The version whose features the agent has: also metadata of files, entries in events, watches on network mounts."""
 
 
-def connected(kind, agent, token=None):
+def connect(kind, agent, token=None):
     from e2b.connection_config import ConnectionConfig
     from packaging.version import Version
 
@@ -40,7 +40,7 @@ def connected(kind, agent, token=None):
 
 @pytest.fixture(scope="module")
 def sandbox(agent):
-    return connected(e2b.Sandbox, agent)
+    return connect(e2b.Sandbox, agent)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_files(sandbox, tmp_path):
         files.read(f"{tmp_path}/none")
 
 
-def test_addresses_of_files(sandbox, tmp_path):
+def test_file_urls(sandbox, tmp_path):
     """Without a token, the URLs have no signature."""
     import httpx
 
@@ -117,11 +117,11 @@ def test_addresses_of_files(sandbox, tmp_path):
     assert httpx.get(sandbox.download_url(f"{tmp_path}/up")).text == "sent"
 
 
-def test_a_wrong_token(fresh, tmp_path):
-    fresh.ok("/identity", {"accessToken": "right"})
-    sandbox = connected(e2b.Sandbox, fresh, "right")
+def test_a_wrong_token(fresh_agent, tmp_path):
+    fresh_agent.post_ok("/identity", {"accessToken": "right"})
+    sandbox = connect(e2b.Sandbox, fresh_agent, "right")
     assert sandbox.files.write(f"{tmp_path}/f", "x").name == "f" and sandbox.files.exists(f"{tmp_path}/f")
-    stranger = connected(e2b.Sandbox, fresh, "wrong")
+    stranger = connect(e2b.Sandbox, fresh_agent, "wrong")
     for refused in (
         lambda: stranger.files.read(f"{tmp_path}/f"),
         lambda: stranger.files.write(f"{tmp_path}/f", ""),
@@ -149,7 +149,7 @@ def test_directories(sandbox, tmp_path):
         files.list(path)
 
 
-def test_output_as_it_comes(sandbox):
+def test_output_is_streamed(sandbox):
     said, complained = [], []
     result = sandbox.commands.run(
         "echo ü; echo no >&2", on_stdout=said.append, on_stderr=complained.append, retain_output=False
@@ -250,16 +250,16 @@ def test_kinds_of_errors(sandbox, tmp_path):
     files.remove(f"{tmp_path}/none")
 
 
-def test_no_space_and_what_cannot_be_kept(root, running, unmanaged, tmp_path):
+def test_a_full_disk_and_invalid_files(root, running, unmanaged, tmp_path):
     script = 'mount -t tmpfs -o size=64k none "$0" && exec "$@"'
     command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, str(tmp_path), *unmanaged]
     with running(command) as agent:
-        files = connected(e2b.Sandbox, agent).files
+        files = connect(e2b.Sandbox, agent).files
         for form in ({"use_octet_stream": True}, {"use_octet_stream": False}):
             with pytest.raises(e2b.NotEnoughSpaceException, match="No space left"):
                 files.write(f"{tmp_path}/big", b"x" * 3_000_000, **form)
         files.write("/proc/self/oom_score_adj", "0")
-        with pytest.raises(e2b.SandboxException, match="keeps no metadata"):
+        with pytest.raises(e2b.SandboxException, match="cannot store metadata"):
             files.write("/proc/self/oom_score_adj", "0", metadata={"a": "b"})
 
 
@@ -305,7 +305,7 @@ def test_metadata(sandbox, tmp_path):
     assert not files.exists(path)
 
 
-def peak(pid: int) -> int:
+def peak_memory(pid: int) -> int:
     """The peak memory of a process, in KiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
@@ -315,9 +315,9 @@ def peak(pid: int) -> int:
 def test_large_files_are_not_held_in_memory(running, unmanaged, tmp_path):
     size, piece = 50_000_000, os.urandom(1_000_000)
     with running(unmanaged) as agent:
-        files, path = connected(e2b.Sandbox, agent).files, f"{tmp_path}/large"
+        files, path = connect(e2b.Sandbox, agent).files, f"{tmp_path}/large"
         files.write(path, "x")
-        before = peak(agent.process.pid)
+        before = peak_memory(agent.process.pid)
         files.write(path, (piece for _ in range(size // len(piece))))
         (tmp_path / "source").write_bytes(piece * (size // len(piece)))
         with (tmp_path / "source").open("rb") as source:
@@ -325,7 +325,7 @@ def test_large_files_are_not_held_in_memory(running, unmanaged, tmp_path):
         assert (tmp_path / "large2").stat().st_size == size
         with files.read(path, format="stream") as stream:
             assert sum(map(len, stream)) == size
-        assert peak(agent.process.pid) - before < 10_000
+        assert peak_memory(agent.process.pid) - before < 10_000
 
 
 def test_watching(sandbox, tmp_path):
@@ -377,74 +377,71 @@ def test_git(sandbox, tmp_path):
     assert sandbox.files.exists(f"{tmp_path}/.git-credentials")
 
 
-def test_asynchronously(agent, tmp_path):
+async def test_the_async_client(agent, tmp_path):
     from e2b.sandbox.commands.command_handle import PtySize
 
-    async def session():
-        sandbox = connected(e2b.AsyncSandbox, agent)
-        files, commands = sandbox.files, sandbox.commands
-        assert await sandbox.is_running()
-        events, ended = asyncio.Queue(), asyncio.Queue()
-        watch = await files.watch_dir(
-            str(tmp_path), events.put_nowait, ended.put_nowait, recursive=True, include_entry=True, timeout=0
-        )
-        await files.make_dir(f"{tmp_path}/d")
-        assert (await asyncio.wait_for(events.get(), 20)).name == "d"
+    sandbox = connect(e2b.AsyncSandbox, agent)
+    files, commands = sandbox.files, sandbox.commands
+    assert await sandbox.is_running()
+    events, ended = asyncio.Queue(), asyncio.Queue()
+    watch = await files.watch_dir(
+        str(tmp_path), events.put_nowait, ended.put_nowait, recursive=True, include_entry=True, timeout=0
+    )
+    await files.make_dir(f"{tmp_path}/d")
+    assert (await asyncio.wait_for(events.get(), 20)).name == "d"
 
-        async def pieces():
-            for _ in range(30):
-                yield b"y" * 100_000
+    async def pieces():
+        for _ in range(30):
+            yield b"y" * 100_000
 
-        await files.write(f"{tmp_path}/d/f", pieces(), metadata={"k": "v"} if hasattr(os, "setxattr") else None)
-        event = await asyncio.wait_for(events.get(), 20)
-        assert (event.name, event.type, event.entry.name) == ("d/f", e2b.FilesystemEventType.CREATE, "f")
-        async with await files.read(f"{tmp_path}/d/f", format="stream") as stream:
-            assert sum([len(piece) async for piece in stream]) == 3_000_000
-        await watch.stop()
-        assert await asyncio.wait_for(ended.get(), 20) is None
-        brief = await files.watch_dir(f"{tmp_path}/d", events.put_nowait, ended.put_nowait)
-        await files.remove(f"{tmp_path}/d")
-        # The watch ends without an error when its directory is removed.
-        assert await asyncio.wait_for(ended.get(), 20) is None
-        await brief.stop()
-        await files.write_files([{"path": f"{tmp_path}/{name}", "data": name} for name in ("a", "b")])
-        assert (await files.rename(f"{tmp_path}/a", f"{tmp_path}/c")).name == "c"
-        assert [item.name for item in await files.list(str(tmp_path))] == ["b", "c"]
-        assert await files.exists(f"{tmp_path}/b") and (await files.get_info(f"{tmp_path}/b")).size == 1
-        assert (await commands.run("echo $A", envs={"A": "1"})).stdout == "1\n"
-        handle = await commands.run("cat; echo end", background=True, stdin=True)
-        assert handle.pid in [item.pid for item in await commands.list()]
-        await commands.send_stdin(handle.pid, "one ")
-        await handle.disconnect()
-        again = await commands.connect(handle.pid)
-        await commands.close_stdin(handle.pid)
-        assert (await again.wait()).stdout == "one end\n"
-        with pytest.raises(e2b.TimeoutException):
-            await commands.run("sleep 30.8", timeout=0.5)
-        handle = await commands.run("cat; exec sleep 30.9", background=True, stdin=True)
-        async with commands.stream_input(handle.pid) as stdin:
-            await stdin.send("a")
-        assert await handle.kill()
-        with pytest.raises(e2b.CommandExitException):
-            await handle.wait()
-        assert not await commands.kill(handle.pid)
-        output = bytearray()
-        terminal = await sandbox.pty.create(PtySize(rows=30, cols=100), on_data=output.extend)
-        await terminal.disconnect()
-        terminal = await sandbox.pty.connect(terminal.pid, on_data=output.extend)
-        await sandbox.pty.resize(terminal.pid, PtySize(rows=20, cols=90))
-        async with sandbox.pty.stream_input(terminal.pid) as keys:
-            await keys.send(b"stty size\n")
-        await sandbox.pty.send_stdin(terminal.pid, b"exit 3\n")
-        with pytest.raises(e2b.CommandExitException) as exited:
-            await terminal.wait()
-        assert exited.value.exit_code == 3 and b"20 90" in output
-        assert not await sandbox.pty.kill(terminal.pid)
-        if shutil.which("git"):
-            await sandbox.git.init(f"{tmp_path}/repository", initial_branch="main")
-            assert (await sandbox.git.status(f"{tmp_path}/repository")).current_branch == "main"
-
-    asyncio.run(session())
+    await files.write(f"{tmp_path}/d/f", pieces(), metadata={"k": "v"} if hasattr(os, "setxattr") else None)
+    event = await asyncio.wait_for(events.get(), 20)
+    assert (event.name, event.type, event.entry.name) == ("d/f", e2b.FilesystemEventType.CREATE, "f")
+    async with await files.read(f"{tmp_path}/d/f", format="stream") as stream:
+        assert sum([len(piece) async for piece in stream]) == 3_000_000
+    await watch.stop()
+    assert await asyncio.wait_for(ended.get(), 20) is None
+    brief = await files.watch_dir(f"{tmp_path}/d", events.put_nowait, ended.put_nowait)
+    await files.remove(f"{tmp_path}/d")
+    # The watch ends without an error when its directory is removed.
+    assert await asyncio.wait_for(ended.get(), 20) is None
+    await brief.stop()
+    await files.write_files([{"path": f"{tmp_path}/{name}", "data": name} for name in ("a", "b")])
+    assert (await files.rename(f"{tmp_path}/a", f"{tmp_path}/c")).name == "c"
+    assert [item.name for item in await files.list(str(tmp_path))] == ["b", "c"]
+    assert await files.exists(f"{tmp_path}/b") and (await files.get_info(f"{tmp_path}/b")).size == 1
+    assert (await commands.run("echo $A", envs={"A": "1"})).stdout == "1\n"
+    handle = await commands.run("cat; echo end", background=True, stdin=True)
+    assert handle.pid in [item.pid for item in await commands.list()]
+    await commands.send_stdin(handle.pid, "one ")
+    await handle.disconnect()
+    again = await commands.connect(handle.pid)
+    await commands.close_stdin(handle.pid)
+    assert (await again.wait()).stdout == "one end\n"
+    with pytest.raises(e2b.TimeoutException):
+        await commands.run("sleep 30.8", timeout=0.5)
+    handle = await commands.run("cat; exec sleep 30.9", background=True, stdin=True)
+    async with commands.stream_input(handle.pid) as stdin:
+        await stdin.send("a")
+    assert await handle.kill()
+    with pytest.raises(e2b.CommandExitException):
+        await handle.wait()
+    assert not await commands.kill(handle.pid)
+    output = bytearray()
+    terminal = await sandbox.pty.create(PtySize(rows=30, cols=100), on_data=output.extend)
+    await terminal.disconnect()
+    terminal = await sandbox.pty.connect(terminal.pid, on_data=output.extend)
+    await sandbox.pty.resize(terminal.pid, PtySize(rows=20, cols=90))
+    async with sandbox.pty.stream_input(terminal.pid) as keys:
+        await keys.send(b"stty size\n")
+    await sandbox.pty.send_stdin(terminal.pid, b"exit 3\n")
+    with pytest.raises(e2b.CommandExitException) as exited:
+        await terminal.wait()
+    assert exited.value.exit_code == 3 and b"20 90" in output
+    assert not await sandbox.pty.kill(terminal.pid)
+    if shutil.which("git"):
+        await sandbox.git.init(f"{tmp_path}/repository", initial_branch="main")
+        assert (await sandbox.git.status(f"{tmp_path}/repository")).current_branch == "main"
 
 
 BASHLESS = """
@@ -462,7 +459,7 @@ def test_a_sandbox_without_bash(root, running, unmanaged, tmp_path):
     if "bash" in Path("/bin/sh").resolve().name:
         pytest.skip("needs another sh")
     with running(command) as agent:
-        sandbox = connected(e2b.Sandbox, agent)
+        sandbox = connect(e2b.Sandbox, agent)
         assert sandbox.commands.run('echo "$0 $HOME"; shopt 2>&1 || true').stdout.startswith(f"-sh {Path.home()}\n")
         with pytest.raises(e2b.CommandExitException) as failed:
             sandbox.commands.run("shopt -s extglob")

@@ -11,7 +11,7 @@ import pytest
 
 
 def run(agent, *args: str, **fields):
-    answer = agent.ok("/exec", {"args": list(args), **fields})
+    answer = agent.post_ok("/exec", {"args": list(args), **fields})
     return answer, base64.b64decode(answer["stdout"]), base64.b64decode(answer["stderr"])
 
 
@@ -33,12 +33,12 @@ def test_stdin_larger_than_a_pipe(agent):
     assert out == data
 
 
-def test_stdin_that_nobody_reads(agent):
+def test_stdin_that_is_not_read(agent):
     answer, _, _ = run(agent, "true", stdin=base64.b64encode(b"x" * 1_000_000).decode())
     assert answer["exitCode"] == 0
 
 
-def test_no_stdin_is_an_empty_one(agent):
+def test_stdin_is_empty_by_default(agent):
     assert run(agent, "cat")[1] == b""
 
 
@@ -48,7 +48,7 @@ def test_environment_and_directory(agent, tmp_path):
     assert out.decode() == f"1 {home}\n{tmp_path}\n"
 
 
-def test_the_agents_own_environment_stays_its_own(agent):
+def test_commands_do_not_inherit_the_agents_environment(agent):
     assert b"PYTHONPATH" not in run(agent, "env")[1]
 
 
@@ -63,10 +63,10 @@ def test_timeout_kills_the_whole_group(agent):
     answer, out, _ = run(agent, "sh", "-c", "sleep 31.7 & echo $!; wait", timeout=0.3)
     assert time.monotonic() - started < 10
     assert (answer["timedOut"], answer["exitCode"]) == (True, 137)
-    assert not alive(int(out))
+    assert not is_alive(int(out))
 
 
-def test_a_signal_is_128_and_its_number(agent):
+def test_a_signal_is_reported_as_128_plus_its_number(agent):
     assert run(agent, "sh", "-c", "kill -TERM $$")[0]["exitCode"] == 143
 
 
@@ -77,15 +77,15 @@ def test_missing_and_forbidden_commands(agent, tmp_path):
     assert (answer["exitCode"], b"Permission denied" in err) == (126, True)
 
 
-def test_a_child_left_behind_does_not_hold_up_and_lives(agent):
-    """It writes to an output that is no longer read, which must not kill it."""
+def test_a_background_child_does_not_delay_the_result(agent):
+    """The child writes to an output that is no longer read. This must not kill it."""
     started = time.monotonic()
     _, out, _ = run(agent, "sh", "-c", "(sleep 0.3; echo late; sleep 30.3) & echo $!")
     assert time.monotonic() - started < 5
     pid = int(out.split()[0])
     try:
         time.sleep(0.6)
-        assert alive(pid)
+        assert is_alive(pid)
     finally:
         os.killpg(os.getpgid(pid), 9)
 
@@ -111,7 +111,7 @@ def test_output_is_capped(agent):
         {"args": ["true"], "cwd": 5},
     ],
 )
-def test_nonsense_is_refused(agent, body):
+def test_invalid_requests_are_refused(agent, body):
     status, answer = agent.post("/exec", body)
     assert (status, answer["code"]) == (400, 400), answer
 
@@ -126,7 +126,7 @@ def test_users(agent):
         assert agent.post("/exec", {"args": ["id"], "user": "root"})[0] == 403
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

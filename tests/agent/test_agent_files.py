@@ -35,7 +35,7 @@ def multipart(*parts: tuple[str, str, bytes]) -> bytes:
 MULTIPART = "multipart/form-data; boundary=XX"
 
 
-def test_there_and_back(agent, tmp_path):
+def test_uploaded_content_is_downloaded_unchanged(agent, tmp_path):
     path = tmp_path / "deep/er/a b+ü"
     data = os.urandom(1_000_000)
     assert put(agent, data, path=str(path)) == (200, [{"path": str(path), "name": "a b+ü", "type": "file"}])
@@ -70,7 +70,7 @@ def test_gzip(agent, tmp_path):
         assert status == 400 and "gzip" in answer["message"]
 
 
-def test_a_packed_download(agent, tmp_path):
+def test_a_compressed_download(agent, tmp_path):
     """Compressed only for clients that accept nothing but gzip."""
     data = b"abc" * 300_000
     (tmp_path / "plain").write_bytes(data)
@@ -88,15 +88,15 @@ def test_multipart_with_a_path(agent, tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_several_files_by_their_names(agent, tmp_path):
+def test_several_files_with_names(agent, tmp_path):
     body = multipart(("file", f"{tmp_path}/d/one", b"1"), ("file", f"{tmp_path}/t%22wo ü", b""))
     status, answer = put(agent, body, MULTIPART)
     assert (status, [item["name"] for item in answer]) == (200, ["one", 't"wo ü'])
     assert ((tmp_path / "d/one").read_bytes(), (tmp_path / 't"wo ü').read_bytes()) == (b"1", b"")
 
 
-def test_a_boundary_cut_anywhere(agent, tmp_path):
-    """The body arrives in pieces of every size; the boundary must be found across them."""
+def test_a_boundary_split_between_reads(agent, tmp_path):
+    """The body arrives in pieces of every size. The boundary may lie across two of them."""
     body = multipart(("file", f"{tmp_path}/cut", b"a\r\n--X\r\nb"))
     for size in (1, 2, 3, 7):
         pieces = [body[start : start + size] for start in range(0, len(body), size)]
@@ -114,7 +114,7 @@ def test_a_malformed_multipart_body(agent, tmp_path, body):
     assert status == 400, answer
 
 
-def test_errors(agent, tmp_path):
+def test_errors_have_codes(agent, tmp_path):
     (tmp_path / "file").write_text("x")
     os.mkfifo(tmp_path / "pipe")
     for path, status in (
@@ -133,8 +133,8 @@ def test_errors(agent, tmp_path):
     assert get(agent, tmp_path / "file", username="no-such-user")[0] == 401
 
 
-def test_no_space_is_507(root, running, unmanaged, tmp_path):
-    """On a file system of one MiB, mounted where only this agent sees it."""
+def test_a_full_disk_is_507(root, running, unmanaged, tmp_path):
+    """The file system has one MiB and is mounted where only this agent sees it."""
     script = 'mount -t tmpfs -o size=1m tmpfs "$1"; shift; exec "$@"'
     argv = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", str(tmp_path)]
     with running([*argv, *unmanaged]) as agent:
@@ -153,11 +153,11 @@ def test_a_relative_path_starts_at_home(agent):
         assert status == 404 and str(Path.home() / "no-such-file") in json.loads(data)["message"]
 
 
-def test_a_file_is_not_held_in_memory(agent, tmp_path):
+def test_large_uploads_use_little_memory(agent, tmp_path):
     size = 200_000_000
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(size)
-    before = peak(agent.process.pid)
+    before = peak_memory(agent.process.pid)
     with socket.create_connection(("127.0.0.1", agent.port)) as sock:
         sock.sendall(f"GET /files?path={tmp_path}/sparse HTTP/1.1\r\n\r\n".encode())
         received = 0
@@ -167,16 +167,16 @@ def test_a_file_is_not_held_in_memory(agent, tmp_path):
         put(agent, iter([bytes(1 << 20)] * 60), headers={"Transfer-Encoding": "chunked"}, path=f"{tmp_path}/up")[0]
         == 200
     )
-    assert peak(agent.process.pid) - before < 20_000
+    assert peak_memory(agent.process.pid) - before < 20_000
 
 
-def peak(pid: int) -> int:
+def peak_memory(pid: int) -> int:
     """The peak memory of a process, in KiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
-def test_the_user_owns_what_is_made(agent, tmp_path):
+def test_the_user_owns_uploaded_files(agent, tmp_path):
     if os.geteuid() != 0:
         pytest.skip("needs root")
     assert put(agent, b"x", path=f"{tmp_path}/made/deep/file", username="nobody")[0] == 200
@@ -184,7 +184,7 @@ def test_the_user_owns_what_is_made(agent, tmp_path):
     assert owners == {65534} and tmp_path.stat().st_uid == 0
 
 
-def test_an_upload_cut_short(agent, tmp_path):
+def test_an_aborted_upload(agent, tmp_path):
     with socket.create_connection(("127.0.0.1", agent.port)) as sock:
         sock.sendall(f"POST /files?path={tmp_path}/cut HTTP/1.1\r\nContent-Length: 100\r\n\r\nabc".encode())
         sock.shutdown(socket.SHUT_WR)
@@ -192,7 +192,7 @@ def test_an_upload_cut_short(agent, tmp_path):
 
 
 def test_a_refused_upload_is_still_answered(agent, tmp_path):
-    """The client is still sending, much more than the agent will read."""
+    """The client keeps sending much more than the agent will read."""
     status, answer = put(
         agent, iter([bytes(1 << 20)] * 8), headers={"Transfer-Encoding": "chunked"}, path=str(tmp_path)
     )

@@ -15,7 +15,7 @@ def call(agent, method, user="", **message):
     )
 
 
-def names(agent, path, **message):
+def list_names(agent, path, **message):
     status, answer = call(agent, "ListDir", path=path, **message)
     assert status == 200, answer
     return [os.path.relpath(item["path"], path) for item in answer["entries"]]
@@ -53,10 +53,10 @@ def test_list_by_depth(agent, tmp_path):
     (tmp_path / "b/c/d").mkdir(parents=True)
     (tmp_path / "a").write_text("")
     (tmp_path / "loop").symlink_to(".")
-    assert names(agent, tmp_path) == ["a", "b", "loop"]
-    assert names(agent, tmp_path, depth=0) == ["a", "b", "loop"]
-    assert names(agent, tmp_path, depth=2) == ["a", "b", "b/c", "loop"]
-    assert names(agent, tmp_path, depth=9) == ["a", "b", "b/c", "b/c/d", "loop"]
+    assert list_names(agent, tmp_path) == ["a", "b", "loop"]
+    assert list_names(agent, tmp_path, depth=0) == ["a", "b", "loop"]
+    assert list_names(agent, tmp_path, depth=2) == ["a", "b", "b/c", "loop"]
+    assert list_names(agent, tmp_path, depth=9) == ["a", "b", "b/c", "b/c/d", "loop"]
 
 
 def test_make_dir(agent, tmp_path):
@@ -158,8 +158,8 @@ def test_special_files_have_no_type(agent, tmp_path):
     ]
 
 
-def test_a_directory_deeper_than_a_path_can_be(agent, tmp_path):
-    """It is listed as far as paths reach, and removed."""
+def test_a_directory_deeper_than_the_path_limit(agent, tmp_path):
+    """It is listed as far as paths can reach, and it can be removed."""
     name = "d" * 20
     here = os.open(tmp_path, os.O_RDONLY)
     for _ in range(300):
@@ -168,13 +168,13 @@ def test_a_directory_deeper_than_a_path_can_be(agent, tmp_path):
         os.close(here)
         here = below
     os.close(here)
-    listed = names(agent, tmp_path, depth=10**6)
+    listed = list_names(agent, tmp_path, depth=10**6)
     assert 150 < len(listed) < 200 and listed[9] == "/".join([name] * 10)
     assert call(agent, "Remove", path=tmp_path / name) == (200, {})
     assert not (tmp_path / name).exists()
 
 
-def test_too_much_to_list(running, unmanaged, tmp_path):
+def test_too_many_entries_to_list(running, unmanaged, tmp_path):
     code = (
         "import sys; from sandbox_agent import agent; from sandbox_agent.files import filesystem; "
         "filesystem.MAX_ENTRIES = 5; sys.argv = sys.argv[1:]"
@@ -183,7 +183,7 @@ def test_too_much_to_list(running, unmanaged, tmp_path):
         for number in range(3):
             (tmp_path / f"d{number}").mkdir()
         (tmp_path / "d1/below").write_text("")
-        assert len(names(agent, tmp_path, depth=2)) == 4
+        assert len(list_names(agent, tmp_path, depth=2)) == 4
         for number in range(2):
             (tmp_path / f"d2/{number}").write_text("")
         status, answer = call(agent, "ListDir", path=tmp_path, depth=2)

@@ -35,17 +35,17 @@ FULL = {
 CAP_SYS_TIME = 25
 
 
-def test_an_unmanaged_agent_says_what_it_skipped(fresh):
+def test_an_unmanaged_agent_reports_what_it_skipped(fresh_agent):
     before = socket.gethostname(), Path("/etc/hostname").exists() and Path("/etc/hostname").read_text()
-    answer = fresh.ok("/identity", {**FULL, "accessToken": "", "time": time.time() + 999, "growDisk": True})
+    answer = fresh_agent.post_ok("/identity", {**FULL, "accessToken": "", "time": time.time() + 999, "growDisk": True})
     skipped = {reason.partition(":")[0] for reason in answer["skipped"]}
     assert skipped == {"entropy", "time", "hostname", "hostname file", "machine-id", "resolv.conf", "growDisk"}
     assert answer["hostname"] == socket.gethostname() and answer["bootID"]
     assert before == (socket.gethostname(), Path("/etc/hostname").exists() and Path("/etc/hostname").read_text())
 
 
-def test_the_token_guards_everything_but_health(fresh):
-    fresh.ok("/identity", {"accessToken": "one"})
+def test_every_route_except_health_needs_the_token(fresh_agent):
+    fresh_agent.post_ok("/identity", {"accessToken": "one"})
     for method, path in (
         ("POST", "/exec"),
         ("POST", "/identity"),
@@ -58,47 +58,47 @@ def test_the_token_guards_everything_but_health(fresh):
         ("GET", "/nowhere"),
     ):
         for headers in ({}, {"X-Access-Token": ""}, {"X-Access-Token": "two"}, {"X-Access-Token": "ön"}):
-            status, data = fresh.request(method, path, b"{}" if method == "POST" else None, headers)
+            status, data = fresh_agent.request(method, path, b"{}" if method == "POST" else None, headers)
             assert status == 401 and b"X-Access-Token" in data, (path, headers)
-    assert fresh.request("GET", "/health") == (204, b"")
-    fresh.headers = {"X-Access-Token": "one"}
-    fresh.ok("/exec", {"args": ["true"]})
+    assert fresh_agent.request("GET", "/health") == (204, b"")
+    fresh_agent.headers = {"X-Access-Token": "one"}
+    fresh_agent.post_ok("/exec", {"args": ["true"]})
     # A caller with the token can replace it and remove it.
-    fresh.ok("/identity", {"accessToken": "two"})
-    assert fresh.post("/exec", {"args": ["true"]})[0] == 401
-    fresh.headers = {"X-Access-Token": "two"}
-    fresh.ok("/identity", {"env": {}})
-    assert fresh.request("POST", "/exec", b"{}", {"X-Access-Token": ""})[0] == 401
-    fresh.ok("/identity", {"accessToken": ""})
-    fresh.headers = {}
-    fresh.ok("/exec", {"args": ["true"]})
+    fresh_agent.post_ok("/identity", {"accessToken": "two"})
+    assert fresh_agent.post("/exec", {"args": ["true"]})[0] == 401
+    fresh_agent.headers = {"X-Access-Token": "two"}
+    fresh_agent.post_ok("/identity", {"env": {}})
+    assert fresh_agent.request("POST", "/exec", b"{}", {"X-Access-Token": ""})[0] == 401
+    fresh_agent.post_ok("/identity", {"accessToken": ""})
+    fresh_agent.headers = {}
+    fresh_agent.post_ok("/exec", {"args": ["true"]})
 
 
-def test_an_answer_that_is_not_waited_for_is_followed_by_what_was_promised(fresh):
+def test_promised_actions_run_even_if_the_client_hangs_up(fresh_agent):
     for round in range(20):
         body = {"env": {"ROUND": str(round)}, "accessToken": f"token-{round}", "wait": False}
-        assert fresh.ok("/identity", body) == {"accepted": True}
-        fresh.headers = {"X-Access-Token": f"token-{round}"}
-        answer = fresh.ok("/exec", {"args": ["/bin/sh", "-c", "echo $ROUND"]})
+        assert fresh_agent.post_ok("/identity", body) == {"accepted": True}
+        fresh_agent.headers = {"X-Access-Token": f"token-{round}"}
+        answer = fresh_agent.post_ok("/exec", {"args": ["/bin/sh", "-c", "echo $ROUND"]})
         assert base64.b64decode(answer["stdout"]).decode().strip() == str(round)
 
 
-def test_the_environment_of_every_process(fresh):
-    def seen() -> list[str]:
+def test_every_process_gets_the_environment(fresh_agent):
+    def read_environment() -> list[str]:
         script = 'echo "$GREETING $E2B_SANDBOX_ID"'
-        one = base64.b64decode(fresh.ok("/exec", {"args": ["sh", "-c", script]})["stdout"])
-        two = fresh.start("sh", "-c", script).rest()[0]
+        one = base64.b64decode(fresh_agent.post_ok("/exec", {"args": ["sh", "-c", script]})["stdout"])
+        two = fresh_agent.start("sh", "-c", script).read_to_end()[0]
         assert one == two
         return one.decode().rstrip("\n").split(" ")
 
-    assert seen() == ["", ""]
-    fresh.ok("/identity", {"sandboxID": "0123456789ab", "env": {"GREETING": "hello"}})
-    assert seen() == ["hello", "0123456789ab"]
-    fresh.ok("/identity", {"dns": []})
-    assert seen() == ["hello", "0123456789ab"]
-    fresh.ok("/identity", {"env": {}})
-    assert seen() == ["", "0123456789ab"]
-    assert fresh.start("sh", "-c", "echo $GREETING", envs={"GREETING": "mine"}).rest()[0] == b"mine\n"
+    assert read_environment() == ["", ""]
+    fresh_agent.post_ok("/identity", {"sandboxID": "0123456789ab", "env": {"GREETING": "hello"}})
+    assert read_environment() == ["hello", "0123456789ab"]
+    fresh_agent.post_ok("/identity", {"dns": []})
+    assert read_environment() == ["hello", "0123456789ab"]
+    fresh_agent.post_ok("/identity", {"env": {}})
+    assert read_environment() == ["", "0123456789ab"]
+    assert fresh_agent.start("sh", "-c", "echo $GREETING", envs={"GREETING": "mine"}).read_to_end()[0] == b"mine\n"
 
 
 @pytest.mark.parametrize(
@@ -121,17 +121,17 @@ def test_the_environment_of_every_process(fresh):
         {"dns": "192.0.2.1"},
     ],
 )
-def test_nonsense_is_refused_before_anything_is_done(agent, body):
+def test_an_invalid_identity_changes_nothing(agent, body):
     status, answer = agent.post("/identity", {"sandboxID": "feedfeedfeed", **body})
     assert status == 400, answer
-    assert b"feedfeedfeed" not in base64.b64decode(agent.ok("/exec", {"args": ["env"]})["stdout"])
+    assert b"feedfeedfeed" not in base64.b64decode(agent.post_ok("/exec", {"args": ["env"]})["stdout"])
 
 
-def test_freeze_of_an_unmanaged_agent_only_syncs(agent):
-    answer = agent.ok("/freeze", {"seconds": 5})
+def test_an_unmanaged_agent_only_syncs_on_freeze(agent):
+    answer = agent.post_ok("/freeze", {"seconds": 5})
     assert answer["frozen"] is False and "does not manage" in answer["skipped"][0]
-    agent.ok("/thaw")
-    agent.ok("/sync")
+    agent.post_ok("/thaw")
+    agent.post_ok("/sync")
     assert agent.post("/freeze", {"seconds": 3600})[0] == 400
 
 
@@ -175,7 +175,7 @@ def line():
 
 @pytest.fixture
 def machine(root, tmp_path, running, line):
-    """A managing agent in its own namespaces; ``(agent, etc)``."""
+    """A managing agent in its own namespaces, as ``(agent, etc)``."""
     etc = tmp_path / "etc"
     shutil.copytree("/etc", etc, symlinks=True, ignore_dangling_symlinks=True)
     for name in ("hostname", "machine-id", "resolv.conf"):
@@ -217,7 +217,7 @@ def run(agent, script, token="s3cret"):
     return base64.b64decode(answer["stdout"]).decode()
 
 
-def test_a_managed_machine_gets_its_identity(machine):
+def test_a_managed_machine_applies_its_identity(machine):
     agent, etc = machine
     assert run(agent, "cat /etc/hostname /etc/machine-id /etc/resolv.conf", "") == (
         "old hostname\nold machine-id\nold resolv.conf\n"
@@ -246,7 +246,7 @@ def test_the_gateway_needs_no_token_for_the_identity(machine):
     assert ask(agent, "/exec", {"args": ["true"]}, source="192.0.2.1", token="second")[0] == 200
 
 
-def heard(host, size, seconds=10.0):
+def receive(host, size, seconds=10.0):
     """Up to ``size`` bytes that the agent sends over the line."""
     data, until = b"", time.monotonic() + seconds
     while len(data) < size and select.select([host], [], [], max(0, until - time.monotonic()))[0]:
@@ -254,45 +254,47 @@ def heard(host, size, seconds=10.0):
     return data
 
 
-def question(text):
+def make_question(text):
     return b"?" + text.encode().ljust(16, b".")
 
 
-def tell(host, body):
-    """Ask over the line who is there, and send the identity."""
-    name = question(os.urandom(8).hex())
+def send_identity(host, body):
+    """Ask over the line who is there, then send the identity."""
+    name = make_question(os.urandom(8).hex())
     os.write(host, name)
-    assert heard(host, len(name)) == name
+    assert receive(host, len(name)) == name
     os.write(host, b"=" + (body if isinstance(body, bytes) else json.dumps(body).encode()))
 
 
-def test_who_is_told_over_the_line_lets_nobody_in_before_it_has_obeyed(machine, line):
+def test_connections_are_refused_until_the_identity_is_applied(machine, line):
     (agent, _), (host, _) = machine, line
     for round in range(20):
-        tell(host, {"env": {"ROUND": str(round)}, "accessToken": f"token-{round}", "hostname": f"sibling-{round}"})
+        send_identity(
+            host, {"env": {"ROUND": str(round)}, "accessToken": f"token-{round}", "hostname": f"sibling-{round}"}
+        )
         assert run(agent, "echo $ROUND $(hostname)", f"token-{round}") == f"{round} sibling-{round}\n"
 
 
-def test_between_its_answer_and_what_it_is_told_the_agent_lets_nobody_in(machine, line):
+def test_connections_are_refused_between_answer_and_identity(machine, line):
     (agent, _), (host, _) = machine, line
-    os.write(host, question("who"))
-    assert heard(host, 17) == question("who")
+    os.write(host, make_question("who"))
+    assert receive(host, 17) == make_question("who")
     said: list[str] = []
     asking = threading.Thread(target=lambda: said.append(run(agent, "echo $N", "")))
     asking.start()
     asking.join(0.7)
     assert asking.is_alive() and not said
     # A fork of a machine in exactly this state is asked again.
-    os.write(host, question("again"))
-    assert heard(host, 17) == question("again")
+    os.write(host, make_question("again"))
+    assert receive(host, 17) == make_question("again")
     os.write(host, b'={"env": {"N": "1"}}')
-    asking.join(10)
+    asking.join(30)
     assert said == ["1\n"]
 
 
-def test_what_was_said_to_another_machine_is_no_order(machine, line):
+def test_an_identity_for_another_machine_is_ignored(machine, line):
     (agent, _), (host, _) = machine, line
-    tell(host, {"env": {"N": "1"}})
+    send_identity(host, {"env": {"N": "1"}})
     assert run(agent, "echo $N", "") == "1\n"
     os.write(host, b'={"env": {"N": "2"}}')
     time.sleep(0.2)
@@ -300,22 +302,22 @@ def test_what_was_said_to_another_machine_is_no_order(machine, line):
 
 
 @pytest.mark.parametrize("nonsense", [b"{", b"[]", b"", b'{"env": {"N": "2"}, "hostname": "a b"}', b"\xff" * 4000])
-def test_nonsense_over_the_line_changes_nothing(machine, line, nonsense):
+def test_invalid_messages_on_the_line_are_ignored(machine, line, nonsense):
     (agent, _), (host, _) = machine, line
-    tell(host, {"env": {"N": "1"}})
+    send_identity(host, {"env": {"N": "1"}})
     assert run(agent, "echo $N", "") == "1\n"
-    tell(host, nonsense)
+    send_identity(host, nonsense)
     assert run(agent, "echo $N", "") == "1\n"
-    tell(host, {"env": {"N": "3"}})
+    send_identity(host, {"env": {"N": "3"}})
     assert run(agent, "echo $N", "") == "3\n"
 
 
-def test_when_the_host_hangs_up_the_agent_goes_on_and_does_not_spin(machine, line):
+def test_the_agent_does_not_spin_when_the_host_hangs_up(machine, line):
     (agent, _), (host, _) = machine, line
-    tell(host, {"env": {"N": "1"}})
+    send_identity(host, {"env": {"N": "1"}})
     assert run(agent, "echo $N", "") == "1\n"
-    os.write(host, question("who"))
-    assert heard(host, 17)
+    os.write(host, make_question("who"))
+    assert receive(host, 17)
     os.close(host)
     assert run(agent, "echo $N", "") == "1\n"
 
@@ -327,14 +329,14 @@ def test_when_the_host_hangs_up_the_agent_goes_on_and_does_not_spin(machine, lin
     assert processor_time() - before < 0.1 * os.sysconf("SC_CLK_TCK")
 
 
-def test_a_clock_that_cannot_be_set_is_said(machine):
+def test_a_failure_to_set_the_clock_is_reported(machine):
     agent, _ = machine
     _, answer = ask(agent, "/identity", {"time": time.time() + 3600})
     assert [reason.partition(":")[0] for reason in answer["skipped"]] == ["time"]
     assert abs(float(run(agent, "date +%s", "")) - time.time()) < 60
 
 
-def test_an_agent_started_anew_keeps_token_and_mounts(machine):
+def test_a_restarted_agent_keeps_token_and_mounts(machine):
     """The first agent keeps running; the second, in the same namespaces, finds the state that the first one kept."""
     agent, _ = machine
     ask(agent, "/identity", FULL)

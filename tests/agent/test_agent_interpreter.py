@@ -46,7 +46,7 @@ class Code:
         return data.decode().splitlines()
 
     def run(self, code, **fields):
-        """The execution, as both clients parse it."""
+        """Run the code and parse the result as both clients do."""
         execution, other = Execution(), CubeExecution()
         for line in self.lines(textwrap.dedent(code), **fields):
             parse_output(execution, line)
@@ -57,7 +57,7 @@ class Code:
         assert other.execution_count == execution.execution_count
         return execution
 
-    def out(self, code, **fields):
+    def output_of(self, code, **fields):
         execution = self.run(code, **fields)
         assert execution.error is None, execution.error
         return "".join(execution.logs.stdout)
@@ -67,16 +67,16 @@ class Code:
         found = [json.loads(line) for line in self.lines(textwrap.dedent(code), **fields)]
         return [(event["type"], event.get("text", event.get("name"))) for event in found[1:]]
 
-    def context(self, **fields):
+    def create_context(self, **fields):
         response = self.request("POST", "/contexts", fields)
         answer = json.loads(response.read())
         assert response.status == 200, answer
         return answer
 
-    def listed(self):
+    def list_contexts(self):
         return json.loads(self.request("GET", "/contexts").read())
 
-    def refused(self, method, path, body=None):
+    def request_refused(self, method, path, body=None):
         response = self.request(method, path, body)
         return response.status, json.loads(response.read())["message"]
 
@@ -89,7 +89,7 @@ def code(unmanaged, running):
         yield Code(agent)
 
 
-def kernels(code):
+def kernel_pids(code):
     """The processes that the agent started."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -102,7 +102,7 @@ def kernels(code):
 # -- results ---------------------------------------------------------------------------------------------------------
 
 
-def test_state_and_the_last_value(code):
+def test_state_and_the_last_value_are_kept(code):
     assert code.run("x = 1").text is None
     first = code.run("x += 1\nx + 40")
     assert (first.text, [result.is_main_result for result in first.results]) == ("42", [True])
@@ -114,7 +114,7 @@ def test_state_and_the_last_value(code):
     assert code.run("s = '\\x0c\\u2028é'; s").text == repr("\x0c\u2028é")
 
 
-def test_prints_and_results_keep_their_order(code):
+def test_prints_and_results_stay_in_order(code):
     assert code.events("""
         import os, sys
         print("a")
@@ -131,7 +131,7 @@ def test_prints_and_results_keep_their_order(code):
     ]  # fmt: skip
 
 
-def test_it_streams(code):
+def test_output_is_streamed(code):
     response = code.request("POST", "/execute", {"code": "import time\nprint(1)\ntime.sleep(30)", "timeout": 20})
     seen = [json.loads(response.readline()) for _ in range(2)]
     assert [event["type"] for event in seen] == ["number_of_executions", "stdout"]
@@ -139,7 +139,7 @@ def test_it_streams(code):
     response.close()
 
 
-def test_an_answer_begins_before_there_is_output(code):
+def test_the_answer_begins_before_any_output(code):
     started = time.monotonic()
     response = code.request("POST", "/execute", {"code": "import time\ntime.sleep(1)\n1"})
     assert time.monotonic() - started < 0.95
@@ -171,7 +171,7 @@ def test_rich_results(code):
     }  # fmt: skip
 
 
-def test_a_bundle_has_its_say_first(code):
+def test_a_mime_bundle_takes_precedence(code):
     result = code.run("""
         class Both:
             def _repr_mimebundle_(self, include=None, exclude=None):
@@ -183,7 +183,7 @@ def test_a_bundle_has_its_say_first(code):
     assert result.extra == {"application/x-thing": {"a": 1}, "image/gif": base64.b64encode(b"GIF").decode()}
 
 
-def test_what_fails_to_look_rich_is_still_text(code):
+def test_a_failing_rich_representation_falls_back_to_text(code):
     execution = code.run("""
         class Broken:
             def __repr__(self): return "text"
@@ -203,7 +203,7 @@ def test_what_fails_to_look_rich_is_still_text(code):
     assert code.run("class R:\n  def __repr__(self): raise KeyError(1)\nR()").error.name == "KeyError"
 
 
-def test_figures_are_shown_at_the_end_of_a_cell(code, tmp_path):
+def test_figures_are_shown_at_the_end_of_the_cell(code, tmp_path):
     folder = tmp_path / "matplotlib"
     folder.mkdir()
     (folder / "__init__.py").touch()
@@ -222,7 +222,7 @@ def test_figures_are_shown_at_the_end_of_a_cell(code, tmp_path):
         "    import warnings\n"
         "    warnings.warn('FigureCanvasAgg is non-interactive, and thus cannot be shown')\n"
     )
-    context = code.context()["id"]
+    context = code.create_context()["id"]
     shown = code.run(
         f"""
         import sys
@@ -246,7 +246,7 @@ def test_figures_are_shown_at_the_end_of_a_cell(code, tmp_path):
     assert failed.error.name == "ZeroDivisionError" and len(failed.results) == 1
 
 
-def test_await(code):
+def test_top_level_await(code):
     assert code.run("""
         import asyncio
         async def f(x):
@@ -262,8 +262,8 @@ def test_await(code):
     assert code.run("await f(1) / 0").error.name == "ZeroDivisionError"
 
 
-def test_future_features_are_the_users_own(code):
-    context = code.context()["id"]
+def test_future_imports_apply_to_user_code_only(code):
+    context = code.create_context()["id"]
     ask = "def f(x: undefined): ..."
     assert code.run(ask, context_id=context).error.name == "NameError" or sys.version_info >= (3, 14)
     code.run("from __future__ import annotations", context_id=context)
@@ -272,8 +272,8 @@ def test_future_features_are_the_users_own(code):
 
 @settings(max_examples=25, deadline=None)
 @given(text=st.text(), error=st.text())
-def test_any_text_arrives_whole(code, text, error):
-    """The two clients split lines differently, and the pipe cuts anywhere."""
+def test_any_text_arrives_unchanged(code, text, error):
+    """The two clients split lines differently, and the pipe splits the text at any byte."""
     execution = code.run(
         f"import sys\nsys.stdout.write({text!a})\nsys.stderr.write({error!a})\nraise OSError({text!a})"
     )
@@ -281,9 +281,9 @@ def test_any_text_arrives_whole(code, text, error):
     assert execution.error.value == text
 
 
-def test_characters_are_not_cut(code):
+def test_multibyte_characters_are_not_split(code):
     assert (
-        code.out("""
+        code.output_of("""
         import os, time
         for byte in "€𝄞".encode():
             os.write(1, bytes([byte]))
@@ -297,7 +297,7 @@ def test_characters_are_not_cut(code):
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_errors_show_the_users_lines_only(code):
+def test_tracebacks_show_only_user_code(code):
     code.run("def broken(x):\n    return 1 / x  # here")
     error = code.run("print('before')\nbroken(0)").error
     assert (error.name, error.value) == ("ZeroDivisionError", "division by zero")
@@ -310,13 +310,13 @@ def test_errors_show_the_users_lines_only(code):
     assert code.run("def f(): f()\nf()").error.name == "RecursionError"
 
 
-def test_input_says_why_not(code):
+def test_input_is_refused_with_a_reason(code):
     error = code.run("input('name? ')").error
     assert error.name == "RuntimeError" and "input() is not available" in error.value
     assert code.run("import sys; sys.stdin.read()").text == "''"
 
 
-def test_sys_exit_is_an_error_and_no_end(code):
+def test_sys_exit_is_an_error_and_the_kernel_survives(code):
     code.run("kept = 5")
     assert code.run("import sys\nsys.exit(3)").error.name == "SystemExit"
     assert code.run("kept").text == "5"
@@ -330,7 +330,7 @@ def test_sys_exit_is_an_error_and_no_end(code):
         ("os.closerange(3, 100); time.sleep(60)", "SIGKILL"),
     ],
 )
-def test_a_dead_kernel_is_told_and_replaced(code, ending, how):
+def test_a_dead_kernel_is_reported_and_replaced(code, ending, how):
     code.run("gone = 1")
     execution = code.run(f"import os, time\nprint('last words')\n{ending}")
     assert execution.logs.stdout == ["last words\n"]
@@ -339,71 +339,71 @@ def test_a_dead_kernel_is_told_and_replaced(code, ending, how):
     assert (fresh.text, fresh.execution_count) == ("False", 1)
 
 
-def test_a_kernel_that_died_between_cells_is_told_too(code, eventually):
+def test_a_kernel_that_died_between_cells_is_reported(code, eventually):
     pid = int(code.run("import os; os.getpid()").text)
     os.kill(pid, signal.SIGKILL)
     assert code.run("1").error.name == "KernelDied"
     assert code.run("1").text == "1"
 
 
-def test_a_directory_that_went_away(code, tmp_path):
+def test_a_deleted_working_directory(code, tmp_path):
     (tmp_path / "d").mkdir()
-    context = code.context(cwd=str(tmp_path / "d"))
+    context = code.create_context(cwd=str(tmp_path / "d"))
     (tmp_path / "d").rmdir()
-    status, message = code.refused("POST", "/execute", {"code": "1", "context_id": context["id"]})
+    status, message = code.request_refused("POST", "/execute", {"code": "1", "context_id": context["id"]})
     assert status == 400 and str(tmp_path / "d") in message
 
 
 # -- options of a request --------------------------------------------------------------------------------------------
 
 
-def test_variables_of_one_execution(code):
+def test_variables_for_a_single_execution(code):
     ask = "import os; [os.environ.get(n) for n in ('ONE', 'HOME')], os.popen('echo $ONE').read()"
     home = code.run("import os; os.environ['HOME']").text
     assert code.run(ask, env_vars={"ONE": "ü", "HOME": "/h"}).text == "(['ü', '/h'], 'ü\\n')"
     assert code.run(ask).text == f"([None, {home}], '\\n')"
     assert code.run("1/0", env_vars={"ONE": "1"}).error and code.run(ask).text == f"([None, {home}], '\\n')"
-    assert code.refused("POST", "/execute", {"code": "1", "env_vars": {"a": 1}})[0] == 400
+    assert code.request_refused("POST", "/execute", {"code": "1", "env_vars": {"a": 1}})[0] == 400
 
 
-def test_the_sandboxs_variables_are_taken_anew_each_time(code):
-    set_env = lambda env: code.agent.ok("/identity", {"env": env})  # noqa: E731
+def test_sandbox_variables_are_read_at_each_execution(code):
+    set_env = lambda env: code.agent.post_ok("/identity", {"env": env})  # noqa: E731
     ask = "import os; [os.environ.get(n) for n in 'AB']"
-    context = code.context(language="bash")["id"]
+    context = code.create_context(language="bash")["id"]
     try:
         set_env({"A": "1", "B": "2"})
         assert code.run(ask).text == "['1', '2']"
-        assert code.out("echo $A$B", context_id=context) == "12\n"
+        assert code.output_of("echo $A$B", context_id=context) == "12\n"
         set_env({"A": "it's"})
         assert code.run(ask).text == '["it\'s", None]'
-        assert code.out("echo $A$B; sh -c 'echo $A'", context_id=context) == "it's\nit's\n"
+        assert code.output_of("echo $A$B; sh -c 'echo $A'", context_id=context) == "it's\nit's\n"
     finally:
         set_env({})
     assert code.run(ask).text == "[None, None]"
 
 
 def test_contexts(code, tmp_path):
-    made = code.context(cwd=str(tmp_path))
+    made = code.create_context(cwd=str(tmp_path))
     assert made == {"id": made["id"], "language": "python", "cwd": str(tmp_path)}
     assert code.run("import os; os.getcwd()", context_id=made["id"]).text == repr(str(tmp_path))
     assert code.run("os.chdir('/'); its_own = 1", context_id=made["id"]).error is None
     assert code.run("'its_own' in globals()").text == "False"
-    assert made in code.listed()
+    assert made in code.list_contexts()
     assert code.request("POST", f"/contexts/{made['id']}/restart").status == 200
     again = code.run("import os; os.getcwd(), 'its_own' in globals()", context_id=made["id"])
     assert again.text == f"({str(tmp_path)!r}, False)"
-    before = set(kernels(code))
+    before = set(kernel_pids(code))
     assert code.request("DELETE", f"/contexts/{made['id']}").status == 204
-    assert made not in code.listed() and len(before - set(kernels(code))) == 1
+    assert made not in code.list_contexts() and len(before - set(kernel_pids(code))) == 1
     for method, path in (("DELETE", ""), ("POST", "/restart"), ("POST", "/start")):
-        status, message = code.refused(method, f"/contexts/{made['id']}{path}")
+        status, message = code.request_refused(method, f"/contexts/{made['id']}{path}")
         assert status == 404 and f"context {made['id']} not found" in message
-    assert code.refused("POST", "/execute", {"code": "1", "context_id": made["id"]})[0] == 404
+    assert code.request_refused("POST", "/execute", {"code": "1", "context_id": made["id"]})[0] == 404
 
 
 def test_the_default_context(code):
     code.run("1")
-    default = next(context for context in code.listed() if context["id"] == "default")
+    default = next(context for context in code.list_contexts() if context["id"] == "default")
     home = "/home/user" if Path("/home/user").is_dir() else str(Path.home())
     assert default == {"id": "default", "language": "python", "cwd": home}
     assert code.run("1", context_id="default", language="Python").text == "1"
@@ -411,7 +411,7 @@ def test_the_default_context(code):
     assert code.run("1").execution_count == 1
 
 
-def test_refusals(code):
+def test_invalid_requests_are_refused(code):
     for body, sentence in (
         ({"code": "1", "language": "r"}, "the language 'r' is not available: use python or bash"),
         ({"code": "1", "context_id": "default", "language": "bash"}, "the context default runs python, not bash"),
@@ -420,41 +420,41 @@ def test_refusals(code):
         ({"code": "1", "timeout": -1}, "timeout must be a number"),
         ({"code": "1", "language": "bash", "env_vars": {"a-b": "1"}}, "'a-b' is not a name"),
     ):
-        status, message = code.refused("POST", "/execute", body)
+        status, message = code.request_refused("POST", "/execute", body)
         assert status == 400 and sentence in message
-    assert code.refused("POST", "/contexts", {"cwd": "/no/such"}) == (
+    assert code.request_refused("POST", "/contexts", {"cwd": "/no/such"}) == (
         400, "the working directory /no/such does not exist"
     )  # fmt: skip
-    assert code.refused("POST", "/contexts", {"language": "r"})[0] == 400
-    assert code.refused("GET", "/execute")[0] == 405
-    assert code.refused("POST", "/contexts/")[0] == code.refused("POST", "/contexts/a/b/c")[0] == 404
+    assert code.request_refused("POST", "/contexts", {"language": "r"})[0] == 400
+    assert code.request_refused("GET", "/execute")[0] == 405
+    assert code.request_refused("POST", "/contexts/")[0] == code.request_refused("POST", "/contexts/a/b/c")[0] == 404
 
 
-def test_there_are_not_too_many_contexts(fresh):
-    code = Code(fresh)
+def test_the_number_of_contexts_is_limited(fresh_agent):
+    code = Code(fresh_agent)
     for _ in range(64):
-        code.context()
-    status, message = code.refused("POST", "/contexts", {})
+        code.create_context()
+    status, message = code.request_refused("POST", "/contexts", {})
     assert status == 429 and "remove one first" in message
 
 
-def test_the_token_is_asked_for(fresh):
-    code = Code(fresh)
+def test_the_token_is_required(fresh_agent):
+    code = Code(fresh_agent)
     assert code.request("GET", "/health").status == 200
-    fresh.ok("/identity", {"accessToken": "secret"})
+    fresh_agent.post_ok("/identity", {"accessToken": "secret"})
     for method, path in (("POST", "/execute"), ("GET", "/contexts"), ("POST", "/contexts/default/restart")):
         assert code.request(method, path, {"code": "1"}).status == 401
     assert code.request("GET", "/health").status == 200
     made_of_it = hashlib.sha256(b"code secret").hexdigest()
     for token in ("secret", made_of_it):
         assert code.request("POST", "/execute", {"code": "1"}, {"X-Access-Token": token}).status == 200
-    assert fresh.request("POST", "/eval", '{"code": "1"}', {"X-Access-Token": made_of_it})[0] == 401
-    assert fresh.request("POST", "/eval", '{"code": "1"}')[0] == 401
+    assert fresh_agent.request("POST", "/eval", '{"code": "1"}', {"X-Access-Token": made_of_it})[0] == 401
+    assert fresh_agent.request("POST", "/eval", '{"code": "1"}')[0] == 401
 
 
 def test_eval(code):
     def evaluate(text, **fields):
-        return code.agent.ok("/eval", {"code": text, **fields})
+        return code.agent.post_ok("/eval", {"code": text, **fields})
 
     assert evaluate("[1] * 2") == {"result": "[1, 1]", "error": "", "exit_code": 0}
     assert evaluate("y = 7; print(y)") == {"result": "None", "error": "", "exit_code": 0}
@@ -468,8 +468,8 @@ def test_eval(code):
 # -- a busy context --------------------------------------------------------------------------------------------------
 
 
-def test_one_after_another_and_contexts_at_once(code, tmp_path):
-    other = code.context()["id"]
+def test_contexts_run_in_parallel_and_their_cells_in_order(code, tmp_path):
+    other = code.create_context()["id"]
     code.run("import os, time")
     first = code.request("POST", "/execute", {
         "code": f"print('on', flush=True)\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\nn = 1"
@@ -496,7 +496,7 @@ def test_one_after_another_and_contexts_at_once(code, tmp_path):
     assert answers == {2: "12", 3: "123", 4: "1234"}
 
 
-def test_who_hangs_up_while_waiting_is_forgotten(code, tmp_path):
+def test_a_queued_execution_is_dropped_when_its_client_hangs_up(code, tmp_path):
     code.run("import os, time; ran = []")
     first = code.request("POST", "/execute", {
         "code": f"print('on', flush=True)\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
@@ -513,7 +513,7 @@ def test_who_hangs_up_while_waiting_is_forgotten(code, tmp_path):
     assert code.run("ran").text == "[]"
 
 
-def test_a_restart_ends_what_runs(code):
+def test_a_restart_ends_the_running_code(code):
     response = code.request("POST", "/execute", {"code": "print(1, flush=True)\nwhile True: pass"})
     while b"stdout" not in response.readline():
         pass
@@ -540,7 +540,7 @@ def test_a_time_limit_interrupts(code):
 
 
 @pytest.mark.parametrize("busy", ["time.sleep(60)", "while True: print('x' * 1000)", "while True: display('x' * 1000)"])
-def test_a_client_that_goes_away_interrupts(code, busy):
+def test_a_disconnect_interrupts_the_code(code, busy):
     code.run("import time; ended = ''")
     text = f"try:\n    print('on')\n    {busy}\nexcept BaseException as error:\n    ended = type(error).__name__"
     response = code.request("POST", "/execute", {"code": text})
@@ -550,8 +550,8 @@ def test_a_client_that_goes_away_interrupts(code, busy):
     assert code.run("ended").text == "'KeyboardInterrupt'"
 
 
-def test_an_interrupt_in_time_hits_only_the_users_code(code):
-    """Whenever it arrives, the kernel and its agent stay in step."""
+def test_an_interrupt_hits_only_user_code(code):
+    """Whenever the interrupt arrives, kernel and agent stay in step."""
     code.run("import time; kept = 0")
     for step in range(30):
         code.run("kept += 1; time.sleep(0.002); display(kept)", timeout=0.0005 + step * 0.0002)
@@ -562,33 +562,33 @@ def test_an_interrupt_in_time_hits_only_the_users_code(code):
 # -- much output, and output between cells ---------------------------------------------------------------------------
 
 
-def memory(code):
+def memory_use(code):
     status = Path(f"/proc/{code.agent.process.pid}/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) // 1024
 
 
-def test_a_slow_client_makes_the_code_wait(code):
-    before = memory(code)
+def test_a_slow_client_blocks_the_code(code):
+    before = memory_use(code)
     response = code.request("POST", "/execute", {
         "code": "import os\nfor n in range(100): os.write(1, b'x' * 100_000)\n1"
     })  # fmt: skip
     first = json.loads(response.readline())
     time.sleep(0.5)
-    assert memory(code) < before + 5
+    assert memory_use(code) < before + 5
     events = [json.loads(line) for line in response.read().splitlines()]
     assert first["type"] == "number_of_executions" and events[-1]["type"] == "result"
     assert sum(len(event["text"]) for event in events[:-1]) == 10_000_000
 
 
-def test_a_result_has_a_limit(code):
+def test_the_size_of_a_result_is_limited(code):
     assert len(code.run("'x' * (2 << 20)").text) == (2 << 20) + 2
     too_big = code.run("'x' * (33 << 20)")
     assert too_big.error is None and "was left out: the limit is 33554432" in too_big.text
     assert len(code.run("raise ValueError('x' * (2 << 20))").error.value) == 1 << 20
 
 
-def test_output_between_cells_disturbs_nobody(code):
-    """More than a pipe holds, from a thread and from a process; neither of them is blocked."""
+def test_output_between_cells_is_discarded(code):
+    """A thread and a process write more than a pipe holds, and neither blocks."""
     code.run("""
         import subprocess, threading, time
         def chatter():
@@ -606,7 +606,7 @@ def test_output_between_cells_disturbs_nobody(code):
     assert code.events("print('mine')") == [("stdout", "mine\n")]
 
 
-def test_a_thread_that_shows_things_later_is_ignored(code):
+def test_a_late_display_from_a_thread_is_ignored(code):
     code.run("import threading\nt = threading.Timer(0.1, display, ['late'])\nt.start()")
     time.sleep(0.2)
     assert code.run("t.join(); 1").text == "1"
@@ -614,7 +614,7 @@ def test_a_thread_that_shows_things_later_is_ignored(code):
     assert [result.text for result in both.results] == ["'thread'", "2"]
 
 
-def test_children_of_the_kernel_leave_its_channel_alone(code):
+def test_children_of_the_kernel_cannot_write_to_its_channel(code):
     assert code.events("""
         import os, sys
         if os.fork() == 0:
@@ -637,34 +637,34 @@ def test_children_of_the_kernel_leave_its_channel_alone(code):
 # -- lazy loading and memory use -------------------------------------------------------------------------------------
 
 
-def test_nothing_is_loaded_before_it_is_needed(unmanaged, running):
+def test_modules_are_loaded_on_demand(unmanaged, running):
     with running(unmanaged) as agent:
         agent.request("GET", "/health")
         maps = Path(f"/proc/{agent.process.pid}/task").iterdir()
-        assert len(list(maps)) <= 3  # the two that listen, and one that answered
+        assert len(list(maps)) <= 3  # The two listeners, and the thread that answered.
         code = Code(agent)
-        assert kernels(code) == [] and code.listed() == []
+        assert kernel_pids(code) == [] and code.list_contexts() == []
         assert agent.post("/contexts/default/start")[1]["id"] == "default"
-        assert len(kernels(code)) == 1
+        assert len(kernel_pids(code)) == 1
         assert code.run("1").execution_count == 1
 
 
-def test_what_lies_in_its_directory_stands_in_for_nothing_installed(code, tmp_path):
+def test_files_in_the_working_directory_do_not_shadow_installed_modules(code, tmp_path):
     (tmp_path / "random.py").write_text("planted = True")
     (tmp_path / "own.py").write_text("value = 7")
-    context = code.context(cwd=str(tmp_path))["id"]
+    context = code.create_context(cwd=str(tmp_path))["id"]
     assert code.run("import random; hasattr(random, 'planted')", context_id=context).text == "False"
     assert code.run("import own; own.value", context_id=context).text == "7"
 
 
-def test_the_kernel_is_bare(code, unmanaged):
-    context = code.context()["id"]
+def test_the_kernel_imports_few_modules(code, unmanaged):
+    context = code.create_context()["id"]
     names = code.run("sorted(name for name in globals() if not name.startswith('__'))", context_id=context).text
     assert names == "[]"
     found = code.run("import sys\nsys.path[0], sys.path[-1], sys.argv, __name__", context_id=context)
     first, last, *rest = ast.literal_eval(found.text)
     assert first and not last and rest == [[""], "__main__"]
-    # Python's own site packages may load anything.
+    # Python's own site packages may import anything.
     plain = subprocess.check_output(
         [unmanaged[0], "-c", "import sys; print('random' in sys.modules)"], text=True
     ).strip()
@@ -672,9 +672,9 @@ def test_the_kernel_is_bare(code, unmanaged):
     assert code.run("'random' in sys.modules", context_id=context).text == plain
 
 
-def test_files_of_the_user_do_not_break_it(code, tmp_path):
+def test_user_files_do_not_break_the_kernel(code, tmp_path):
     for name in ("json", "ast", "traceback", "sandbox_agent"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('mine')")
     (tmp_path / "helper.py").write_text("x = 'imported'")
-    context = code.context(cwd=str(tmp_path))["id"]
+    context = code.create_context(cwd=str(tmp_path))["id"]
     assert code.run("import helper\nhelper.x", context_id=context).text == "'imported'"

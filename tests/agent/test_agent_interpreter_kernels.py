@@ -50,8 +50,8 @@ class Code:
         connection.close()
         return execution
 
-    def shell(self, code, **fields):
-        """Standard output, and the error's value."""
+    def run_shell(self, code, **fields):
+        """Run the code in the shell. Returns its standard output and the error's value."""
         execution = self.run(code, "bash", **fields)
         return "".join(execution.logs.stdout), execution.error and execution.error.value
 
@@ -77,69 +77,71 @@ def shells(request, unmanaged, running, tmp_path_factory):
 # -- the shell -------------------------------------------------------------------------------------------------------
 
 
-def test_the_shell_keeps_what_cells_leave(shells):
-    assert shells.shell("x='a  b'; f() { echo \"f:$1\"; }; cd /tmp") == ("", None)
-    assert shells.shell('echo "$x"; f "$x"; pwd') == ("a  b\nf:a  b\n/tmp\n", None)
-    assert shells.shell("cat <<E\nit's $x\nE\n") == ("it's a  b\n", None)
-    assert shells.shell("cat; read y; echo end") == ("end\n", None)
-    assert shells.shell("") == ("", None)
-    assert shells.shell("echo é\ud800") == ("é?\n", None)
+def test_the_shell_keeps_state_between_cells(shells):
+    assert shells.run_shell("x='a  b'; f() { echo \"f:$1\"; }; cd /tmp") == ("", None)
+    assert shells.run_shell('echo "$x"; f "$x"; pwd') == ("a  b\nf:a  b\n/tmp\n", None)
+    assert shells.run_shell("cat <<E\nit's $x\nE\n") == ("it's a  b\n", None)
+    assert shells.run_shell("cat; read y; echo end") == ("end\n", None)
+    assert shells.run_shell("") == ("", None)
+    assert shells.run_shell("echo é\ud800") == ("é?\n", None)
 
 
-def test_the_shells_statuses(shells):
-    assert shells.shell("echo 1; false") == ("1\n", "exit code 1")
-    assert shells.shell("(exit 77)") == ("", "exit code 77")
-    assert shells.shell("echo $?")[1] is None
+def test_exit_statuses_of_the_shell(shells):
+    assert shells.run_shell("echo 1; false") == ("1\n", "exit code 1")
+    assert shells.run_shell("(exit 77)") == ("", "exit code 77")
+    assert shells.run_shell("echo $?")[1] is None
     broken = shells.run("echo 'open", "bash")
     assert broken.error.value == "exit code 2" and broken.logs.stderr
-    assert shells.shell("no-such-command-at-all")[1] == "exit code 127"
-    assert shells.shell("echo fine") == ("fine\n", None)
+    assert shells.run_shell("no-such-command-at-all")[1] == "exit code 127"
+    assert shells.run_shell("echo fine") == ("fine\n", None)
 
 
-def test_the_shells_variables_of_one_execution(shells):
-    assert shells.shell("B=kept; unset A") == ("", None)
-    assert shells.shell("echo $A; env | head -c 0; sh -c 'echo $B'", env_vars={"A": "it's", "B": "é"}) == (
+def test_shell_variables_for_a_single_execution(shells):
+    assert shells.run_shell("B=kept; unset A") == ("", None)
+    assert shells.run_shell("echo $A; env | head -c 0; sh -c 'echo $B'", env_vars={"A": "it's", "B": "é"}) == (
         "it's\né\n",
         None,
     )
-    assert shells.shell("echo ${A-unset} $B") == ("unset kept\n", None)
-    assert shells.shell("false", env_vars={"A": "1"})[1] == "exit code 1"
-    assert shells.shell("sleep 60", env_vars={"A": "1", "B": "2"}, timeout=0.2)[1] == "the code ran longer than 0.2 s"
-    assert shells.shell("echo ${A-unset} $B") == ("unset kept\n", None)
+    assert shells.run_shell("echo ${A-unset} $B") == ("unset kept\n", None)
+    assert shells.run_shell("false", env_vars={"A": "1"})[1] == "exit code 1"
+    assert (
+        shells.run_shell("sleep 60", env_vars={"A": "1", "B": "2"}, timeout=0.2)[1] == "the code ran longer than 0.2 s"
+    )
+    assert shells.run_shell("echo ${A-unset} $B") == ("unset kept\n", None)
 
 
-def test_the_shell_is_interrupted_and_lives(shells):
-    shells.shell("kept=1; f() { while true; do sleep 0.05; echo x; done; }")
+def test_an_interrupted_shell_survives(shells):
+    shells.run_shell("kept=1; f() { while true; do sleep 0.05; echo x; done; }")
     for busy in ("sleep 60", "f", "while :; do :; done", "sleep 60; echo after"):
         execution = shells.run(busy, "bash", timeout=0.2)
         assert execution.error.name == "TimeoutError" and "after\n" not in execution.logs.stdout
-    assert shells.shell("echo $kept") == ("1\n", None)
+    assert shells.run_shell("echo $kept") == ("1\n", None)
 
 
-def test_the_shells_end(shells):
+def test_exit_ends_the_shell(shells):
     execution = shells.run("gone=1; echo last; exit 4", "bash")
     assert execution.logs.stdout == ["last\n"]
     assert (execution.error.name, "with exit code 4" in execution.error.value) == ("KernelDied", True)
-    assert shells.shell("echo ${gone-fresh}") == ("fresh\n", None)
+    assert shells.run_shell("echo ${gone-fresh}") == ("fresh\n", None)
 
 
-def test_the_shells_tracing_shows_nothing_of_ours(shells):
+def test_shell_tracing_hides_our_own_commands(shells):
     execution = shells.run("set -x; echo 1", "bash", env_vars={"A": "1"})
     assert "".join(execution.logs.stderr).strip().lstrip("+") == " echo 1"
     shells.run("set +x", "bash")
 
 
-def test_what_runs_on_in_the_background(shells):
+def test_background_jobs_keep_running(shells):
     started = time.monotonic()
-    assert shells.shell("(sleep 0.2; echo late) & echo now")[0] == "now\n"
+    assert shells.run_shell("(sleep 0.2; echo late) & echo now")[0] == "now\n"
     assert time.monotonic() - started < 0.2
     time.sleep(0.4)
-    assert shells.shell("echo then")[0] == "then\n"
+    assert shells.run_shell("echo then")[0] == "then\n"
 
 
 @pytest.mark.parametrize("language", ["python", "bash"])
-def test_an_interrupt_that_comes_before_the_code_is_not_lost(code, language):
-    """For example, the sandbox is so busy that its kernel has not yet read the code."""
+def test_an_early_interrupt_is_not_lost(code, language):
+    """The kernel has not read the code yet, for example because the sandbox is busy."""
     python = language == "python"
     asked = code.run("import os; kept = 1; print(os.getpid())" if python else "kept=1; echo $$", language)
     pid = int(asked.logs.stdout[0])
@@ -150,7 +152,7 @@ def test_an_interrupt_that_comes_before_the_code_is_not_lost(code, language):
     assert code.run("print(kept)" if python else "echo $kept", language).logs.stdout == ["1\n"]
 
 
-def test_an_interrupt_between_cells_is_nobodys(code):
+def test_an_interrupt_between_cells_is_ignored(code):
     pid = int(code.run("import os, time; os.getpid()").text)
     os.kill(pid, signal.SIGINT)
     time.sleep(0.05)
@@ -207,14 +209,14 @@ def test_the_published_client(code, tmp_path):
         'while True: say(b\'S\', b\'{"type":"result","text":"x","is_main_result":true}\')',
     ],
 )
-def test_who_writes_to_the_channel_ends_its_kernel(code, attack):
+def test_a_kernel_that_writes_to_its_channel_is_ended(code, attack):
     error = code.run(f"{CHANNEL}\n{attack}\ntime.sleep(0.3)", timeout=20).error
     assert error.name == "KernelDied" and "wrote to its channel" in error.value
     assert code.run("1").execution_count == 1
     assert code.agent.process.poll() is None
 
 
-def test_a_forged_end_ends_one_cell_early_and_no_other(code):
+def test_a_forged_end_marker_affects_one_cell_only(code):
     code.agent.post("/contexts/default/start")
     count = code.run("1").execution_count
     forged = code.run(f"{CHANNEL}\nsay(b'D', b'%d' % {count + 1})\ntime.sleep(0.3)\n'late'")
@@ -224,14 +226,14 @@ def test_a_forged_end_ends_one_cell_early_and_no_other(code):
     assert code.agent.post("/contexts/default/start")[0] == 200
 
 
-def test_a_stopped_kernel_is_killed_when_time_is_up(code):
-    """So is one that ignores an interrupt."""
+def test_a_stopped_kernel_is_killed_at_the_time_limit(code):
+    """The same holds for a kernel that ignores interrupts."""
     error = code.run("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", timeout=0.1).error
     assert error.name == "TimeoutError" and "its kernel was killed" in error.value
     assert code.run("1").execution_count == 1
 
 
-def test_a_python_that_does_not_start_says_so(unmanaged, running, tmp_path):
+def test_a_python_that_does_not_start_is_reported(unmanaged, running, tmp_path):
     (tmp_path / "python3").write_text("#!/bin/sh\necho no such luck >&2\nexit 9\n")
     (tmp_path / "python3").chmod(0o755)
     with running(unmanaged, env={"PATH": str(tmp_path)}) as agent:
@@ -243,14 +245,14 @@ def test_a_python_that_does_not_start_says_so(unmanaged, running, tmp_path):
         assert Code(agent).run("__import__('sys').executable").error is None
 
 
-def test_a_taken_port_leaves_the_agent_without_it(unmanaged, running, agent):
+def test_the_agent_runs_without_a_port_that_is_taken(unmanaged, running, agent):
     with running([*unmanaged, "--code-port", str(agent.code_port)]) as other:
         assert other.code_port == 0
         assert other.request("GET", "/health")[0] == 204
 
 
 @given(frames=st.lists(st.tuples(st.sampled_from("ES"), st.binary(max_size=20))), cuts=st.lists(st.integers(0, 200)))
-def test_frames_arrive_whole_however_they_are_cut(frames, cuts):
+def test_split_frames_are_joined(frames, cuts):
     data = b"".join(HEAD.pack(kind.encode(), len(content)) + content for kind, content in frames)
     data += HEAD.pack(b"D", 1) + b"6" + HEAD.pack(b"D", 1) + b"7"
     python, heard, start = Python(), [], 0
@@ -263,7 +265,7 @@ def test_frames_arrive_whole_however_they_are_cut(frames, cuts):
 
 
 @given(data=st.lists(st.binary(max_size=30)))
-def test_anything_may_be_heard(data):
+def test_arbitrary_bytes_do_not_break_the_channel(data):
     for language in (Python(), Shell()):
         language.encode_cell(Cell("", {}), 1)
         for piece in data:
@@ -280,7 +282,7 @@ EVENTS = st.fixed_dictionaries({"type": st.sampled_from(["result", "error", "std
 
 
 @given(line=st.binary() | EVENTS.map(lambda event: json.dumps(event).encode()))
-def test_what_is_no_event_is_not_passed_on(line):
+def test_invalid_events_are_dropped(line):
     if _parse_event(line) is not None:
         assert line.splitlines() == [line]
         execution = Execution()

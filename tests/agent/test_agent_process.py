@@ -27,49 +27,52 @@ def test_events_of_a_command(agent):
 
 
 def test_exit_code(agent):
-    end = agent.start("sh", "-c", "exit 3").rest()[2]
+    end = agent.start("sh", "-c", "exit 3").read_to_end()[2]
     assert end == {"exitCode": 3, "exited": True, "status": "exit status 3", "error": "exit status 3"}
 
 
-def test_no_byte_is_lost(agent):
-    out, _, end = agent.start("sh", "-c", "head -c 20000000 /dev/urandom | tee /dev/stderr | cksum >/dev/null").rest()
+def test_no_output_is_lost(agent):
+    out, _, end = agent.start(
+        "sh", "-c", "head -c 20000000 /dev/urandom | tee /dev/stderr | cksum >/dev/null"
+    ).read_to_end()
     assert end["exitCode"] == 0 and out == b""
-    out, err, _ = agent.start("sh", "-c", "seq 1 300000; seq 1 1000 >&2").rest()
+    out, err, _ = agent.start("sh", "-c", "seq 1 300000; seq 1 1000 >&2").read_to_end()
     assert out == b"".join(b"%d\n" % n for n in range(1, 300001))
     assert err == b"".join(b"%d\n" % n for n in range(1, 1001))
 
 
-def peak(pid: int) -> int:
+def peak_memory(pid: int) -> int:
     """The peak memory of a process, in KiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
-def test_a_slow_client_makes_the_process_wait(agent):
-    """A hundred megabytes for a client that does not read at first: the agent holds only a small part of them."""
-    before = peak(agent.process.pid)
+def test_a_slow_client_blocks_the_process(agent):
+    """The process writes a hundred megabytes, and the client does not read at first. The agent holds only a small part
+    of them."""
+    before = peak_memory(agent.process.pid)
     events = agent.start("sh", "-c", "head -c 100000000 /dev/zero; echo done >&2")
     time.sleep(0.5)
     received, last = 0, b""
     while piece := events._response.read1(1 << 20):
         received += len(piece)
         last = (last + piece)[-1000:]
-    # In base64, with a frame around each piece.
+    # The output is in base64, with a frame around each piece.
     assert 133_000_000 < received < 140_000_000
     assert b'"stderr":"ZG9uZQo="' in last and b'"exitCode": 0' in last
-    assert peak(agent.process.pid) - before < 20_000
+    assert peak_memory(agent.process.pid) - before < 20_000
 
 
 def test_environment_directory_and_user(agent, tmp_path):
-    out, _, _ = agent.start("sh", "-c", 'echo "$A:$B"; pwd', envs={"A": "1", "B": "ü"}, cwd=str(tmp_path)).rest()
+    out, _, _ = agent.start("sh", "-c", 'echo "$A:$B"; pwd', envs={"A": "1", "B": "ü"}, cwd=str(tmp_path)).read_to_end()
     assert out.decode() == f"1:ü\n{tmp_path}\n"
     if os.geteuid() == 0:
-        out, _, _ = agent.start("sh", "-c", "id -un; id -Gn; echo $USER", user="nobody").rest()
+        out, _, _ = agent.start("sh", "-c", "id -un; id -Gn; echo $USER", user="nobody").read_to_end()
         assert out.split()[0] == out.split()[-1] == b"nobody" and b"root" not in out
 
 
 def test_an_empty_directory_is_the_home(agent):
-    assert agent.start("pwd", cwd="").rest()[0].decode().strip() == str(Path.home())
+    assert agent.start("pwd", cwd="").read_to_end()[0].decode().strip() == str(Path.home())
 
 
 @pytest.mark.parametrize(
@@ -103,17 +106,17 @@ def test_the_codec_must_be_json(agent):
 def test_stdin(agent):
     events = agent.start("cat", stdin=True)
     pid = events.next()["start"]["pid"]
-    agent.ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"stdin": b64(b"one ")}})
+    agent.post_ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"stdin": b64(b"one ")}})
     # The input stream consists of frames, the last of them empty; its answer has one message.
     messages = [{"start": {"process": {"pid": pid}}}, {"keepalive": {}}]
     messages += [{"data": {"input": {"stdin": b64(part)}}} for part in (b"two ", b"x" * 300_000)]
     streamed = agent.stream("StreamInput", *messages)
     assert (list(streamed), streamed.error) == ([{}], None)
-    agent.ok("/process.Process/CloseStdin", {"process": {"pid": pid}})
-    assert events.rest()[0] == b"one two " + b"x" * 300_000
+    agent.post_ok("/process.Process/CloseStdin", {"process": {"pid": pid}})
+    assert events.read_to_end()[0] == b"one two " + b"x" * 300_000
 
 
-def test_input_that_pauses(running, unmanaged):
+def test_input_with_a_pause(running, unmanaged):
     """The pause is longer than other connections may be silent."""
     code = (
         "import sys; from sandbox_agent import agent; from sandbox_agent.http import server; "
@@ -131,22 +134,22 @@ def test_input_that_pauses(running, unmanaged):
         headers = {"Content-Type": "application/connect+json", "Transfer-Encoding": "chunked"}
         status, answer = agent.request("POST", "/process.Process/StreamInput", frames(), headers)
         assert status == 200 and b"error" not in answer
-        agent.ok("/process.Process/CloseStdin", {"process": {"tag": "cat"}})
-        assert agent.stream("Connect", {"process": {"tag": "cat"}}).rest()[0] == b"late"
+        agent.post_ok("/process.Process/CloseStdin", {"process": {"tag": "cat"}})
+        assert agent.stream("Connect", {"process": {"tag": "cat"}}).read_to_end()[0] == b"late"
 
 
-def test_input_that_comes_with_the_start(agent):
+def test_input_in_the_start_request(agent):
     given = b"x" * 3_000_000
     events = agent.start("sh", "-c", "sleep 0.3; cat; echo end", input=b64(given))
     assert events.next()["start"]["input"] is True
-    assert events.rest()[0] == given + b"end\n"
-    assert agent.start("cat", input="").rest()[0] == b""
+    assert events.read_to_end()[0] == given + b"end\n"
+    assert agent.start("cat", input="").read_to_end()[0] == b""
 
 
-def test_input_that_nobody_reads_keeps_nobody(agent):
-    out, _, end = agent.start("sh", "-c", "sleep 30.2 & echo done", input=b64(b"x" * 3_000_000)).rest()
+def test_unread_input_does_not_block_the_agent(agent):
+    out, _, end = agent.start("sh", "-c", "sleep 30.2 & echo done", input=b64(b"x" * 3_000_000)).read_to_end()
     assert (out, end["exitCode"]) == (b"done\n", 0)
-    closed = agent.start("sh", "-c", "exec 0<&-; echo closed; sleep 0.3", input=b64(b"x" * 3_000_000)).rest()
+    closed = agent.start("sh", "-c", "exec 0<&-; echo closed; sleep 0.3", input=b64(b"x" * 3_000_000)).read_to_end()
     assert closed[0] == b"closed\n"
     refused = agent.start("true", pty={"size": {"cols": 80, "rows": 24}}, input="")
     assert (list(refused), refused.error["code"]) == ([], "invalid_argument")
@@ -157,8 +160,8 @@ def test_input_without_stdin(agent):
     pid = events.next()["start"]["pid"]
     status, answer = agent.post("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"stdin": b64(b"x")}})
     assert (status, answer["code"]) == (400, "failed_precondition")
-    agent.ok("/process.Process/SendSignal", {"process": {"pid": pid}, "signal": "SIGNAL_SIGKILL"})
-    end = events.rest()[2]
+    agent.post_ok("/process.Process/SendSignal", {"process": {"pid": pid}, "signal": "SIGNAL_SIGKILL"})
+    end = events.read_to_end()[2]
     assert end == {"exitCode": -1, "exited": False, "status": "signal: killed", "error": "signal: killed"}
 
 
@@ -171,12 +174,12 @@ def test_a_signal_reaches_the_group(agent):
     )
     pid = events.next()["start"]["pid"]
     assert base64.b64decode(events.next()["data"]["stdout"]) == b"up\n"
-    agent.ok("/process.Process/SendSignal", {"process": {"pid": pid}, "signal": "SIGNAL_SIGTERM"})
-    out, _, end = events.rest()
+    agent.post_ok("/process.Process/SendSignal", {"process": {"pid": pid}, "signal": "SIGNAL_SIGTERM"})
+    out, _, end = events.read_to_end()
     assert (sorted(out.split()), end["exitCode"]) == ([b"child", b"parent"], 5)
 
 
-def test_what_does_not_run_is_not_found(agent):
+def test_an_ended_process_is_not_found(agent):
     for method, extra in (
         ("SendSignal", {"signal": "SIGNAL_SIGKILL"}),
         ("SendInput", {"input": {"stdin": ""}}),
@@ -189,7 +192,7 @@ def test_what_does_not_run_is_not_found(agent):
     assert list(events) == [] and events.error and events.error["code"] == "not_found"
 
 
-def test_a_client_that_goes_away_does_not_end_the_process(agent, eventually):
+def test_a_disconnect_does_not_end_the_process(agent, eventually):
     body = json.dumps({"process": {"cmd": "sh", "args": ["-c", "echo a; read x; echo b"]}, "tag": "orphan"}).encode()
     with socket.create_connection(("127.0.0.1", agent.port)) as sock:
         sock.sendall(
@@ -197,27 +200,27 @@ def test_a_client_that_goes_away_does_not_end_the_process(agent, eventually):
             b"Content-Length: %d\r\n\r\n" % (len(body) + 5) + struct.pack(">BI", 0, len(body)) + body
         )
         assert b"start" in sock.recv(1000)
-    listed = [item for item in agent.ok("/process.Process/List")["processes"] if item.get("tag") == "orphan"]
+    listed = [item for item in agent.post_ok("/process.Process/List")["processes"] if item.get("tag") == "orphan"]
     assert listed[0]["config"] == {"cmd": "sh", "args": ["-c", "echo a; read x; echo b"], "envs": {}}
     events = agent.stream("Connect", {"process": {"tag": "orphan"}})
     assert events.next()["start"]["pid"] == listed[0]["pid"]
     assert base64.b64decode(events.next()["data"]["stdout"]) == b"a\n"
-    agent.ok("/process.Process/SendInput", {"process": {"tag": "orphan"}, "input": {"stdin": b64(b"\n")}})
-    assert events.rest()[0] == b"b\n"
-    # After its end it is not listed any more, but its result remains available.
-    assert not [item for item in agent.ok("/process.Process/List")["processes"] if item.get("tag") == "orphan"]
-    out, _, end = agent.stream("Connect", {"process": {"tag": "orphan"}}).rest()
+    agent.post_ok("/process.Process/SendInput", {"process": {"tag": "orphan"}, "input": {"stdin": b64(b"\n")}})
+    assert events.read_to_end()[0] == b"b\n"
+    # After its end the process is not listed any more, but its result remains available.
+    assert not [item for item in agent.post_ok("/process.Process/List")["processes"] if item.get("tag") == "orphan"]
+    out, _, end = agent.stream("Connect", {"process": {"tag": "orphan"}}).read_to_end()
     assert (out, end["exitCode"]) == (b"a\nb\n", 0)
 
 
-def test_only_the_tail_is_kept_for_later(agent):
+def test_only_the_last_output_is_kept(agent):
     events = agent.start("sh", "-c", "head -c 3000000 /dev/zero; printf end", tag="long")
-    assert len(events.rest()[0]) == 3_000_003
-    out = agent.stream("Connect", {"process": {"tag": "long"}}).rest()[0]
+    assert len(events.read_to_end()[0]) == 3_000_003
+    out = agent.stream("Connect", {"process": {"tag": "long"}}).read_to_end()[0]
     assert out.endswith(b"end") and 100_000 < len(out) < 400_000
 
 
-def test_nobody_following_does_not_hold_up_the_process(agent, tmp_path, eventually):
+def test_a_process_without_a_reader_keeps_running(agent, tmp_path, eventually):
     done = tmp_path / "done"
     events = agent.start("sh", "-c", f"sleep 0.2; head -c 9000000 /dev/zero; touch {done}")
     events.next()
@@ -229,23 +232,23 @@ def test_a_deadline_ends_the_process(agent, eventually):
     started = time.monotonic()
     events = agent.start("sh", "-c", "echo $$; sleep 31.1", Connect_Timeout_Ms="400")
     pid = events.next()["start"]["pid"]
-    out, _, end = events.rest()
+    out, _, end = events.read_to_end()
     assert (int(out), end, events.error["code"]) == (pid, {}, "deadline_exceeded")
     assert time.monotonic() - started < 10
     # A stream without a deadline shows the effect of the deadline.
-    assert agent.stream("Connect", {"process": {"pid": pid}}).rest()[2]["status"] == "signal: killed"
-    eventually(lambda: all(item["pid"] != pid for item in agent.ok("/process.Process/List")["processes"]))
+    assert agent.stream("Connect", {"process": {"pid": pid}}).read_to_end()[2]["status"] == "signal: killed"
+    eventually(lambda: all(item["pid"] != pid for item in agent.post_ok("/process.Process/List")["processes"]))
 
 
-def test_the_deadline_of_a_follower_is_its_own(agent):
+def test_the_deadline_of_a_stream_ends_only_the_stream(agent):
     first = agent.start("sleep", "30.2", tag="sleeper")
     pid = first.next()["start"]["pid"]
     events = agent.stream("Connect", {"process": {"pid": pid}}, **{"Connect-Timeout-Ms": "100"})
     assert [list(event) for event in events] == [["start"]]
     assert events.error and events.error["code"] == "deadline_exceeded"
-    assert pid in [item["pid"] for item in agent.ok("/process.Process/List")["processes"]]
+    assert pid in [item["pid"] for item in agent.post_ok("/process.Process/List")["processes"]]
     os.kill(pid, signal.SIGKILL)
-    assert first.rest()[2]["status"] == "signal: killed"
+    assert first.read_to_end()[2]["status"] == "signal: killed"
 
 
 def test_keepalives(agent):
@@ -257,7 +260,7 @@ def test_keepalives(agent):
         "Start", {"process": {"cmd": "sleep", "args": ["1.2"]}, "stdin": False}, **{"Keepalive-Ping-Interval": "1"}
     )
     assert [next(iter(event)) for event in quiet] == ["start", "keepalive", "end"]
-    events.rest()
+    events.read_to_end()
 
 
 def test_terminal(agent):
@@ -269,9 +272,9 @@ def test_terminal(agent):
     while b"30 100" not in out:
         out += base64.b64decode(events.next()["data"]["pty"])
     assert out.startswith(b"/dev/")
-    agent.ok("/process.Process/Update", {"process": {"pid": pid}, "pty": {"size": {"cols": 90, "rows": 20}}})
-    agent.ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"pty": b64(b"in\n")}})
-    out, _, end = events.rest()
+    agent.post_ok("/process.Process/Update", {"process": {"pid": pid}, "pty": {"size": {"cols": 90, "rows": 20}}})
+    agent.post_ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"pty": b64(b"in\n")}})
+    out, _, end = events.read_to_end()
     assert b"20 90" in out and b"got in" in out and end["exitCode"] == 0
 
 
@@ -281,43 +284,43 @@ def test_a_terminal_controls_its_session(agent):
     pid = events.next()["start"]["pid"]
     status, answer = agent.post("/process.Process/CloseStdin", {"process": {"pid": pid}})
     assert (status, answer["code"]) == (400, "failed_precondition")
-    agent.ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"pty": b64(b"\x03")}})
-    assert events.rest()[2]["status"] == "signal: interrupt"
+    agent.post_ok("/process.Process/SendInput", {"process": {"pid": pid}, "input": {"pty": b64(b"\x03")}})
+    assert events.read_to_end()[2]["status"] == "signal: interrupt"
 
 
-def test_a_child_left_behind_does_not_hold_up_the_end(agent):
+def test_a_background_child_does_not_delay_the_end(agent):
     started = time.monotonic()
-    out, _, _ = agent.start("sh", "-c", "sleep 30.4 & echo $!").rest()
+    out, _, _ = agent.start("sh", "-c", "sleep 30.4 & echo $!").read_to_end()
     assert time.monotonic() - started < 5
     os.kill(int(out), signal.SIGKILL)
 
 
-def test_descriptors_and_threads_are_given_back(fresh, eventually):
-    def count(what: str) -> int:
-        return len(list(Path(f"/proc/{fresh.process.pid}/{what}").iterdir()))
+def test_descriptors_and_threads_are_released(fresh_agent, eventually):
+    def count_entries(what: str) -> int:
+        return len(list(Path(f"/proc/{fresh_agent.process.pid}/{what}").iterdir()))
 
-    threads = count("task")
-    fresh.start("true").rest()
-    eventually(lambda: count("task") == threads)
-    before = count("fd")
+    threads = count_entries("task")
+    fresh_agent.start("true").read_to_end()
+    eventually(lambda: count_entries("task") == threads)
+    before = count_entries("fd")
     for _ in range(5):
-        fresh.start("true", stdin=True).rest()
-        fresh.start("true", pty={"size": {}}).rest()
-        fresh.ok("/exec", {"args": ["true"]})
-        fresh.stream("Start", {"process": {"cmd": "no-such"}, "pty": {"size": {}}}).rest()
-        fresh.stream("Start", {"process": {"cmd": "no-such"}}).rest()
-    eventually(lambda: (count("task"), count("fd")) == (threads, before))
-    assert Path(f"/proc/{fresh.process.pid}/task/{fresh.process.pid}/children").read_text() == ""
+        fresh_agent.start("true", stdin=True).read_to_end()
+        fresh_agent.start("true", pty={"size": {}}).read_to_end()
+        fresh_agent.post_ok("/exec", {"args": ["true"]})
+        fresh_agent.stream("Start", {"process": {"cmd": "no-such"}, "pty": {"size": {}}}).read_to_end()
+        fresh_agent.stream("Start", {"process": {"cmd": "no-such"}}).read_to_end()
+    eventually(lambda: (count_entries("task"), count_entries("fd")) == (threads, before))
+    assert Path(f"/proc/{fresh_agent.process.pid}/task/{fresh_agent.process.pid}/children").read_text() == ""
 
 
 def test_arguments_that_are_not_utf_8(agent):
-    """A byte that is not UTF-8 is half a surrogate pair in JSON, as Python writes it; other halves are refused."""
+    """JSON represents a byte that is not UTF-8 by half a surrogate pair, as Python does. Other halves are refused."""
     argv = ["sh", "-c", 'printf %s "$1" | od -An -tx1; sleep 0.5', "sh", "a\udcff"]
     events = agent.start(*argv, envs={"A": "\udcfe"}, tag="bytes")
     events.next()
-    listed = [item for item in agent.ok("/process.Process/List")["processes"] if item.get("tag") == "bytes"]
+    listed = [item for item in agent.post_ok("/process.Process/List")["processes"] if item.get("tag") == "bytes"]
     assert (listed[0]["config"]["args"][-1], listed[0]["config"]["envs"]) == ("a\ufffd", {"A": "\ufffd"})
-    assert events.rest()[0].split() == [b"61", b"ff"]
+    assert events.read_to_end()[0].split() == [b"61", b"ff"]
     for wrong in ({"envs": {"A": "\ud800"}}, {"args": ["\ud800"]}, {"cwd": "/\ud800"}):
         refused = agent.stream("Start", {"process": {"cmd": "true", **wrong}})
         assert (list(refused), refused.error["code"]) == ([], "invalid_argument"), wrong

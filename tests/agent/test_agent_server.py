@@ -16,9 +16,9 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "gateway/src/sandbox_agent"
 
 
-def talk(agent, data: bytes) -> bytes:
+def send_raw(agent, data: bytes) -> bytes:
     """Send the bytes unchanged; returns everything that arrives until the agent closes."""
-    with socket.create_connection(("127.0.0.1", agent.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", agent.port), timeout=30) as sock:
         sock.sendall(data)
         received = b""
         while piece := sock.recv(65536):
@@ -46,14 +46,15 @@ def test_many_requests_on_one_connection(agent):
 
 def test_pipelined_requests(agent):
     get = b"GET /health HTTP/1.1\r\nHost: x\r\n"
-    answer = talk(agent, get + b"\r\n" + get + b"Connection: close\r\n\r\n")
+    answer = send_raw(agent, get + b"\r\n" + get + b"Connection: close\r\n\r\n")
     assert answer.count(b"HTTP/1.1 204") == 2
 
 
 def test_errors_are_json(agent):
     status, answer = agent.post("/nowhere")
     assert (status, answer["code"]) == (404, 404)
-    assert "not found" in answer["message"]
+    # The gateway compares this text: see AgentClient.eval.
+    assert answer["message"] == "/nowhere not found"
     status, answer = agent.post("/health")
     assert status == 405
     status, answer = agent.post("/process.Process/Nothing")
@@ -67,7 +68,7 @@ def test_a_body_that_is_not_json(agent):
 
 
 def test_a_chunked_body(agent):
-    answer = talk(
+    answer = send_raw(
         agent,
         b"POST /exec HTTP/1.1\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
         b'8\r\n{"args":\r\n9;ext=1\r\n["true"]}\r\n0\r\nTrailer: x\r\n\r\n',
@@ -76,7 +77,7 @@ def test_a_chunked_body(agent):
 
 
 def test_expect_continue(agent):
-    with socket.create_connection(("127.0.0.1", agent.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", agent.port), timeout=30) as sock:
         sock.sendall(b"POST /exec HTTP/1.1\r\nContent-Length: 17\r\nExpect: 100-continue\r\n\r\n")
         assert sock.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
         sock.sendall(b'{"args":["true"]}')
@@ -84,11 +85,11 @@ def test_expect_continue(agent):
 
 
 def test_http_1_0_is_answered_and_closed(agent):
-    assert talk(agent, b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 204")
-    assert talk(agent, b"GET /files?path=/proc/version HTTP/1.0\r\n\r\n").endswith(b"\n")
+    assert send_raw(agent, b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 204")
+    assert send_raw(agent, b"GET /files?path=/proc/version HTTP/1.0\r\n\r\n").endswith(b"\n")
 
 
-def test_nonsense_ends_the_connection_only(agent):
+def test_an_invalid_request_ends_only_its_connection(agent):
     for data in (
         b"\x16\x03\x01\r\n\r\n",
         b"GET\r\n\r\n",
@@ -99,13 +100,13 @@ def test_nonsense_ends_the_connection_only(agent):
         b"GET /" + b"x" * 200_000,
     ):
         with contextlib.suppress(ConnectionResetError):
-            assert talk(agent, data) == b""
+            assert send_raw(agent, data) == b""
     assert agent.request("GET", "/health")[0] == 204
 
 
-def test_a_json_body_has_a_limit(agent):
+def test_the_size_of_a_json_body_is_limited(agent):
     head = b"POST /exec HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", agent.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", agent.port), timeout=30) as sock:
         sock.sendall(head + b"{" * 1000)
         assert sock.recv(1000).startswith(b"HTTP/1.1 413")
 
@@ -128,34 +129,34 @@ def test_many_connections_at_once(agent):
     assert not failures
 
 
-def test_connections_do_not_outlive_their_threads(agent, eventually):
-    def threads() -> int:
+def test_threads_end_with_their_connections(agent, eventually):
+    def count_threads() -> int:
         return len(list(Path(f"/proc/{agent.process.pid}/task").iterdir()))
 
-    def threads_after(seconds: float) -> int:
+    def wait_for_threads(seconds: float) -> int:
         time.sleep(seconds)
-        return threads()
+        return count_threads()
 
-    before = threads()
-    while (now := threads_after(0.5)) < before:  # connections of earlier tests are still ending
+    before = count_threads()
+    while (now := wait_for_threads(0.5)) < before:  # connections of earlier tests are still ending
         before = now
     sockets = [socket.create_connection(("127.0.0.1", agent.port)) for _ in range(10)]
-    eventually(lambda: threads() >= before + 10)
+    eventually(lambda: count_threads() >= before + 10)
     for sock in sockets:
         sock.close()
-    eventually(lambda: threads() <= before)
+    eventually(lambda: count_threads() <= before)
 
 
-def test_it_runs_as_a_folder_without_site_packages(tmp_path, running):
+def test_the_agent_runs_from_a_folder_without_site_packages(tmp_path, running):
     folder = tmp_path / "opt/sandbox_agent"
     shutil.copytree(SOURCE, folder, ignore=shutil.ignore_patterns("__pycache__"))
     argv = [sys.executable, "-I", "-S", "-B", str(folder), "--unmanaged", "--bind", "127.0.0.1", "--port", "0"]
     with running(argv, env={"PYTHONPATH": ""}) as agent:
-        assert agent.ok("/exec", {"args": ["true"]})["exitCode"] == 0
+        assert agent.post_ok("/exec", {"args": ["true"]})["exitCode"] == 0
     assert not list(folder.rglob("*.pyc")), "byte code was written"
 
 
-def test_a_taken_port_is_said(agent, unmanaged):
+def test_a_port_in_use_is_reported(agent, unmanaged):
     argv = [*unmanaged[:-1], str(agent.port)]
     done = subprocess.run(argv, env={**os.environ, "PYTHONPATH": str(SOURCE.parent)}, capture_output=True, text=True)
     assert done.returncode == 1

@@ -29,7 +29,7 @@ NEWER = {"UTC", "StrEnum", "batched", "pairwise", "setns", "unshare", "anext", "
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_python_3_9(path):
+def test_the_source_is_valid_python_3_9(path):
     tree = ast.parse(path.read_text(), feature_version=(3, 9))
     assert "from __future__ import annotations" in path.read_text() or path.name.startswith("__")
     for node in ast.walk(tree):
@@ -43,7 +43,7 @@ def test_python_3_9(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_standard_library_only(path):
+def test_only_the_standard_library_is_imported(path):
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.Import):
@@ -57,7 +57,7 @@ def test_standard_library_only(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_rooms_import_one_way(path):
+def test_packages_import_in_one_direction(path):
     room = path.relative_to(SOURCE).with_suffix("").parts[0]
     for node in ast.walk(ast.parse(path.read_text())):
         modules = []

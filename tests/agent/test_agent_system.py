@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[2] / "gateway/src"
 
 
 @pytest.mark.parametrize(("ahead", "set_to"), [(0.01, False), (-0.01, False), (5, True), (-5, True)])
-def test_the_clock_is_set_where_it_is_off(monkeypatch, ahead, set_to):
+def test_the_clock_is_set_only_if_it_is_wrong(monkeypatch, ahead, set_to):
     settings = []
     monkeypatch.setattr(time, "clock_settime", lambda clock, value: settings.append((clock, value)))
     monkeypatch.setattr(time, "time", lambda: 1_700_000_000.0)
@@ -46,7 +46,7 @@ system.grow_file_system(sys.argv[1])
 """
 
 
-def test_grow(root, tmp_path):
+def test_the_file_system_grows(root, tmp_path):
     """A scratch file system in its own mount namespace; both disappear with the process."""
     done = subprocess.run(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", GROW, "sh", str(tmp_path), sys.executable],

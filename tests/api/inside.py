@@ -11,23 +11,23 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 from tests.support import waiting
 
 AGENT_PORT = 49983
 PORT = 3000
-_START_SECONDS = 10
+_START_SECONDS = 30
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def to(sandbox: dict[str, Any], port: int | str = AGENT_PORT, **more: str) -> dict[str, str]:
+def port_headers(sandbox: dict[str, Any], port: int | str = AGENT_PORT, **more: str) -> dict[str, str]:
     """Headers that name a port of a sandbox."""
     return {"E2b-Sandbox-Id": sandbox["sandboxID"], "E2b-Sandbox-Port": str(port), **more}
 
 
-def at(sandbox: dict[str, Any], port: int | str = AGENT_PORT, **more: str) -> dict[str, str]:
-    """The same, with the Host header."""
+def port_headers_with_host(sandbox: dict[str, Any], port: int | str = AGENT_PORT, **more: str) -> dict[str, str]:
+    """The same headers, with Host."""
     return {"Host": host(sandbox, port), **more}
 
 
@@ -60,7 +60,7 @@ class Service:
             self._failure = error
             self._ready.set()
         finally:
-            self._loop.run_until_complete(_cancelled(asyncio.all_tasks(self._loop)))
+            self._loop.run_until_complete(_cancel(asyncio.all_tasks(self._loop)))
             self._loop.close()
 
     async def _serve(self) -> None:
@@ -81,17 +81,17 @@ class Service:
         self._thread.join(_START_SECONDS)
 
 
-async def _cancelled(tasks: set[asyncio.Task[Any]]) -> None:
+async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Raw:
+class RawService:
     """A service of bytes: each request gets the next of ``answers``, and the last one repeats."""
 
     def __init__(self, *answers: bytes, then: Handler | None = None) -> None:
-        self.answers = answers or (reply(),)
+        self.answers = answers or (make_reply(),)
         self.then = then
         """Takes over the connection after an answer."""
         self.heads: list[bytes] = []
@@ -123,11 +123,11 @@ class Raw:
             self.open -= 1
             writer.close()
 
-    def headers(self, number: int = -1) -> dict[str, str]:
+    def request_headers(self, number: int = -1) -> dict[str, str]:
         lines = self.heads[number].decode("latin-1").split("\r\n")[1:-2]
         return {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
 
-    def target(self, number: int = -1) -> str:
+    def request_target(self, number: int = -1) -> str:
         return self.heads[number].split(b" ")[1].decode()
 
 
@@ -144,44 +144,46 @@ async def _body(reader: asyncio.StreamReader, head: bytes) -> bytes:
     return body
 
 
-def reply(status: str = "200 OK", body: bytes = b"ok", *fields: str) -> bytes:
+def make_reply(status: str = "200 OK", body: bytes = b"ok", *fields: str) -> bytes:
     head = "".join(f"{field}\r\n" for field in (f"Content-Length: {len(body)}", *fields))
     return f"HTTP/1.1 {status}\r\n{head}\r\n".encode("latin-1") + body
 
 
-def address(served: Served, sandbox: dict[str, Any]) -> str:
-    return served.machine(sandbox["sandboxID"]).address
+def machine_address(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> str:
+    return memory_gateway.machine(sandbox["sandboxID"]).address
 
 
 @contextlib.contextmanager
-def raw(served: Served, sandbox: dict[str, Any], *answers: bytes, port: int = PORT, **more: Any) -> Iterator[Raw]:
-    """A ``Raw`` on a port of the sandbox's machine."""
+def raw_service(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], *answers: bytes, port: int = PORT, **more: Any
+) -> Iterator[RawService]:
+    """Run a ``RawService`` on a port of the sandbox's machine."""
     if port == AGENT_PORT:
-        agent = served.machine(sandbox["sandboxID"])._server
+        agent = memory_gateway.machine(sandbox["sandboxID"])._server
         assert agent is not None
-        served.loop.call_soon_threadsafe(agent.close)
+        memory_gateway.loop.call_soon_threadsafe(agent.close)
         eventually(lambda: not agent.sockets)
-    service = Raw(*answers, **more)
-    with Service(address(served, sandbox), port, service.listen):
+    service = RawService(*answers, **more)
+    with Service(machine_address(memory_gateway, sandbox), port, service.listen):
         yield service
 
 
 @contextlib.contextmanager
-def line(served: Served, *pieces: bytes) -> Iterator[socket.socket]:
+def raw_connection(memory_gateway: MemoryGateway, *pieces: bytes) -> Iterator[socket.socket]:
     """A connection to the gateway on which ``pieces`` were sent unchanged."""
-    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=30) as connection:
         for piece in pieces:
             connection.sendall(piece)
         yield connection
 
 
-def head(request: str, *fields: str, **headers: str) -> bytes:
+def request_head(request: str, *fields: str, **headers: str) -> bytes:
     """The head of a request: ``request`` is its first line without the version."""
     given = [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([f"{request} HTTP/1.1", *fields, *given, "", ""]).encode("latin-1")
 
 
-def status_of(connection: socket.socket) -> tuple[int, dict[str, Any]]:
+def read_status(connection: socket.socket) -> tuple[int, dict[str, Any]]:
     """The status of the answer, and its body if that is our own JSON."""
     data = b""
     while b"\r\n\r\n" not in data:

@@ -77,7 +77,7 @@ class Machine:
         assert task is not None
         self._connections.add(task)
         try:
-            while await self._one(reader, writer):
+            while await self._serve_request(reader, writer):
                 pass
         except (OSError, ValueError, asyncio.IncompleteReadError):
             pass
@@ -85,7 +85,7 @@ class Machine:
             self._connections.discard(task)
             writer.transport.abort() if task.cancelling() else writer.close()
 
-    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _serve_request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         line, *fields = head.strip().split("\r\n")
         headers = {name.strip().lower(): value.strip() for name, value in (field.split(":", 1) for field in fields)}
@@ -103,7 +103,7 @@ class Machine:
             _send(writer, 200, json.dumps({"skipped": []}).encode())
         elif target.startswith(("/echo", "/stream", "/hang")):
             self.seen.append((line, headers, body))
-            await self._public(target, headers, body, writer)
+            await self._answer_agent_call(target, headers, body, writer)
         elif headers.get("x-access-token") != self.identity.get("accessToken"):
             _send(writer, 401, b'{"message": "wrong token"}')
         elif target == "/exec":
@@ -111,14 +111,16 @@ class Machine:
         elif target == "/eval":
             _send(writer, 200, json.dumps(self._eval(json.loads(body)["code"])).encode())
         elif target == "/mounts":
-            status, answer = self._mount(json.loads(body)["mounts"])
+            status, answer = self._set_mounts(json.loads(body)["mounts"])
             _send(writer, status, json.dumps(answer).encode())
         elif target == "/process.Process/Start":
-            _send(writer, 200, self._started(body), "application/connect+json")
+            _send(writer, 200, self._start_process(body), "application/connect+json")
         else:
             _send(writer, 200, b'{"frozen": true}')
 
-    async def _public(self, target: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter) -> None:
+    async def _answer_agent_call(
+        self, target: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter
+    ) -> None:
         if target.startswith("/echo"):
             told = {"target": target, "headers": headers, "length": len(body), "body": body[:100].decode("latin-1")}
             _send(writer, 201, json.dumps(told).encode(), extra="X-Inside: yes\r\nKeep-Alive: timeout=5\r\n")
@@ -131,7 +133,7 @@ class Machine:
         else:
             await asyncio.sleep(3600)
 
-    def _mount(self, wanted: list[dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+    def _set_mounts(self, wanted: list[dict[str, Any]]) -> tuple[int, dict[str, Any]]:
         for each in wanted:
             if each["source"] not in self.allowed:
                 return 500, {"message": f"{each['source']} cannot be mounted on {each['path']}: access denied"}
@@ -141,7 +143,7 @@ class Machine:
             "unmounted": [path for path, source in before.items() if self.mounted.get(path) != source],
         }
 
-    def _place(self, key: str) -> tuple[dict[str, str], str, bool]:
+    def _resolve(self, key: str) -> tuple[dict[str, str], str, bool]:
         """The mapping that holds a key, the key in it, and whether it is writable."""
         for path, volume in self.mounted.items():
             if key.startswith(f"{path}/"):
@@ -154,13 +156,13 @@ class Machine:
         verb, *words = request["args"]
         code, out, err, late = 0, "", "", False
         if verb == "write":
-            place, key, writable = self._place(words[0])
+            place, key, writable = self._resolve(words[0])
             if writable:
                 place[key] = words[1]
             else:
                 code, err = 1, "Read-only file system\n"
         elif verb == "read":
-            place, key, _ = self._place(words[0])
+            place, key, _ = self._resolve(words[0])
             code, out = (0, place[key]) if key in place else (1, "")
         elif verb == "sleep":
             late = float(words[0]) > request["timeout"]
@@ -192,7 +194,7 @@ class Machine:
             return {"result": "", "error": f"{type(error).__name__}: {error}", "exit_code": 1}
         return {"result": repr(value), "error": "", "exit_code": 0}
 
-    def _started(self, body: bytes) -> bytes:
+    def _start_process(self, body: bytes) -> bytes:
         """A Connect stream: `fail` exits 1, `wait` is not known, anything else prints itself and succeeds."""
         command = json.loads(body[5:])["process"]["args"][1]
         text = base64.b64encode(f"ran {command}\n".encode()).decode()
@@ -279,12 +281,12 @@ class MemoryHost:
         if sandbox.name in self.failing:
             raise BackendFailed(f"no machine for {sandbox.name}")
         self.disks[sandbox.instance] = self.disks[snapshot.id]
-        await self.start(sandbox)
+        await self.boot(sandbox)
         if with_memory:
             self.machines[sandbox.instance].mounted = dict(self.mounted.get(snapshot.id, {}))
             self.machines[sandbox.instance].names = dict(self.names.get(snapshot.id, {}))
 
-    async def start(self, sandbox: Sandbox) -> None:
+    async def boot(self, sandbox: Sandbox) -> None:
         machine = self.machine_type(self.disks[sandbox.instance], self.files)
         machine.allowed = {mount.volume: mount.read_only for mount in sandbox.mounts}
         await machine.start()
@@ -315,15 +317,15 @@ class MemoryHost:
             self.disks[sandbox.instance] = machine.state
             await machine.stop()
 
-    async def discard(self, instance: Sandbox) -> None:
-        await self.stop(instance)
-        self.disks.pop(instance.instance, None)
+    async def discard(self, sandbox: Sandbox) -> None:
+        await self.stop(sandbox)
+        self.disks.pop(sandbox.instance, None)
 
     async def remove(self, sandbox: Sandbox) -> None:
         self.saved.pop(sandbox.id, None)
         await self.discard(sandbox)
 
-    def places(self, snapshot: Snapshot) -> dict[str, str]:
+    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         return {"dir": f"/memory/{snapshot.id}"}
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
@@ -367,7 +369,7 @@ class MemoryHost:
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         return [GuestMount(each.path, each.volume, "double", "", each.read_only) for each in sandbox.mounts]
 
-    async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
+    async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         machine = self.machines.get(sandbox.instance)
         if machine is None:
             raise Conflict(f"sandbox {sandbox.id} is gone")
@@ -379,7 +381,7 @@ class MemoryHost:
     async def console(self, sandbox: Sandbox) -> str:
         return ""
 
-    def ended(self, sandbox: Sandbox) -> str:
+    def end_reason(self, sandbox: Sandbox) -> str:
         return "" if sandbox.instance in self.machines else "its machine ended"
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:

@@ -13,97 +13,115 @@ import httpx
 import pytest
 from e2b.sandbox.signature import get_signature
 
-from sandbox_gateway.api.access.ports import inner_token, signed_query
+from sandbox_gateway.api.access.ports import signed_query, token_for_port
 from sandbox_gateway.errors import Unauthorized
 from tests.api import memory_host
-from tests.api.inside import AGENT_PORT, PORT, at, eventually, host, raw, to
-from tests.api.served import ADMIN_KEY, READ_KEY, Served
-from tests.api.test_sandboxes import create
+from tests.api.inside import AGENT_PORT, PORT, eventually, host, port_headers, port_headers_with_host, raw_service
+from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
+from tests.api.test_sandboxes import create_sandbox
 
 TOKEN = "5" * 64
 NOW = 1_800_000_000
 
 
-def test_two_tokens_each_of_one_sandbox(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
-    other = create(api)
-    tokens = {sandbox[name] for sandbox in (one, other) for name in ("envdAccessToken", "trafficAccessToken")}
+def test_each_sandbox_has_two_tokens_of_its_own(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
+) -> None:
+    other = create_sandbox(api)
+    tokens = {each[name] for each in (sandbox, other) for name in ("envdAccessToken", "trafficAccessToken")}
     assert len(tokens) == 4
-    assert api.get("/sandboxes/one").json()["trafficAccessToken"] == one["trafficAccessToken"]
-    with served.client(READ_KEY) as looker:
+    assert api.get("/sandboxes/one").json()["trafficAccessToken"] == sandbox["trafficAccessToken"]
+    with memory_gateway.client(READ_KEY) as looker:
         assert not tokens & set(looker.get("/sandboxes/one").text.split('"'))
     assert "trafficAccessToken" not in api.get("/sandboxes").text
 
 
 @pytest.mark.parametrize("header", ["E2B-Traffic-Access-Token", "Cube-Traffic-Access-Token"])
-def test_the_traffic_token_opens_every_port_but_the_agents(
-    served: Served, api: httpx.Client, anyone: httpx.Client, one: dict[str, Any], header: str
+def test_the_traffic_token_opens_every_port_except_the_agents(
+    memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client, sandbox: dict[str, Any], header: str
 ) -> None:
-    token = {header: one["trafficAccessToken"]}
-    with raw(served, one) as service:
-        assert anyone.get("/", headers=to(one, PORT, **token)).text == "ok"
-        assert one["trafficAccessToken"] not in str(service.heads) and header.lower() not in service.headers()
-        for wrong in (one["envdAccessToken"], create(api)["trafficAccessToken"], "", "é"):
-            refused = anyone.get("/", headers=to(one, PORT) | {header: wrong.encode("latin-1")})  # type: ignore[dict-item]
+    token = {header: sandbox["trafficAccessToken"]}
+    with raw_service(memory_gateway, sandbox) as service:
+        assert keyless_client.get("/", headers=port_headers(sandbox, PORT, **token)).text == "ok"
+        assert (
+            sandbox["trafficAccessToken"] not in str(service.heads) and header.lower() not in service.request_headers()
+        )
+        for wrong in (sandbox["envdAccessToken"], create_sandbox(api)["trafficAccessToken"], "", "é"):
+            refused = keyless_client.get("/", headers=port_headers(sandbox, PORT) | {header: wrong.encode("latin-1")})  # type: ignore[dict-item]
             assert refused.status_code == 401 and (not wrong or wrong not in refused.text)
         assert len(service.heads) == 1
-    assert anyone.get("/echo", headers=to(one, AGENT_PORT, **token)).status_code == 401
-    assert anyone.get("/sandboxes", headers=token).status_code == 401
+    assert keyless_client.get("/echo", headers=port_headers(sandbox, AGENT_PORT, **token)).status_code == 401
+    assert keyless_client.get("/sandboxes", headers=token).status_code == 401
 
 
-def test_the_code_interpreter_is_given_a_token_that_opens_nothing_else(
-    served: Served, anyone: httpx.Client, one: dict[str, Any]
+def test_the_code_interpreter_token_opens_nothing_else(
+    memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    with raw(served, one, port=49999) as service:
+    with raw_service(memory_gateway, sandbox, port=49999) as service:
         for let_in in (
             {"X-API-Key": ADMIN_KEY},
-            {"E2B-Traffic-Access-Token": one["trafficAccessToken"]},
-            {"X-Access-Token": one["envdAccessToken"], "E2B-Traffic-Access-Token": "wrong"},
+            {"E2B-Traffic-Access-Token": sandbox["trafficAccessToken"]},
+            {"X-Access-Token": sandbox["envdAccessToken"], "E2B-Traffic-Access-Token": "wrong"},
         ):
-            assert anyone.get("/contexts", headers=to(one, 49999, **let_in)).status_code == 200
-            headers = service.headers()
+            assert keyless_client.get("/contexts", headers=port_headers(sandbox, 49999, **let_in)).status_code == 200
+            headers = service.request_headers()
             given = headers["x-access-token"]
-            assert given == inner_token(one["envdAccessToken"], 49999) != one["envdAccessToken"]
-            assert anyone.get("/files", headers=to(one, AGENT_PORT, **{"X-Access-Token": given})).status_code == 401
+            assert given == token_for_port(sandbox["envdAccessToken"], 49999) != sandbox["envdAccessToken"]
+            assert (
+                keyless_client.get(
+                    "/files", headers=port_headers(sandbox, AGENT_PORT, **{"X-Access-Token": given})
+                ).status_code
+                == 401
+            )
             assert service.heads[-1].lower().count(b"x-access-token") == 1
             assert not {"x-api-key", "e2b-traffic-access-token"} & set(headers)
 
 
-def test_no_other_port_is_given_any_token(served: Served, anyone: httpx.Client, one: dict[str, Any]) -> None:
-    with raw(served, one) as service:
-        for let_in in ({"X-API-Key": ADMIN_KEY}, {"X-Access-Token": one["envdAccessToken"]}):
-            assert anyone.get("/", headers=to(one, PORT, **let_in)).status_code == 200
-        for secret in (ADMIN_KEY, one["envdAccessToken"], one["trafficAccessToken"]):
+def test_other_ports_receive_no_token(
+    memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any]
+) -> None:
+    with raw_service(memory_gateway, sandbox) as service:
+        for let_in in ({"X-API-Key": ADMIN_KEY}, {"X-Access-Token": sandbox["envdAccessToken"]}):
+            assert keyless_client.get("/", headers=port_headers(sandbox, PORT, **let_in)).status_code == 200
+        for secret in (ADMIN_KEY, sandbox["envdAccessToken"], sandbox["trafficAccessToken"]):
             assert secret not in str(service.heads)
 
 
-def test_ports_are_public_only_where_the_creator_said_so(
-    served: Served, api: httpx.Client, anyone: httpx.Client
+def test_ports_are_public_only_on_request(
+    memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client
 ) -> None:
-    shut, said_no = create(api), create(api, network={"allowPublicTraffic": False})
-    public = create(api, network={"allowPublicTraffic": True})
+    shut, said_no = create_sandbox(api), create_sandbox(api, network={"allowPublicTraffic": False})
+    public = create_sandbox(api, network={"allowPublicTraffic": True})
     assert public["network"]["allowPublicTraffic"] is True and shut["network"]["allowPublicTraffic"] is False
     for sandbox in (shut, said_no):
-        assert anyone.get("/", headers=at(sandbox, PORT)).status_code == 401
-    with raw(served, public):
-        assert anyone.get("/", headers=at(public, PORT)).text == "ok"
+        assert keyless_client.get("/", headers=port_headers_with_host(sandbox, PORT)).status_code == 401
+    with raw_service(memory_gateway, public):
+        assert keyless_client.get("/", headers=port_headers_with_host(public, PORT)).text == "ok"
         ref = public["sandboxID"]
         assert api.put(f"/sandboxes/{ref}/network", json={"denyOut": ["10.0.0.0/8"]}).status_code == 204
-        assert anyone.get("/", headers=at(public, PORT)).text == "ok", "a policy for the other way leaves it open"
+        assert keyless_client.get("/", headers=port_headers_with_host(public, PORT)).text == "ok", (
+            "a policy for the other way leaves it open"
+        )
         for port in (AGENT_PORT, 49999):
-            assert anyone.get("/echo", headers=at(public, port)).status_code == 401
+            assert keyless_client.get("/echo", headers=port_headers_with_host(public, port)).status_code == 401
         fork = api.post(f"/sandboxes/{ref}/clone", json={"count": 1}).json()["sandboxes"][0]
-        assert anyone.get("/", headers=at(fork, PORT)).status_code == 401, "a sibling is not asked"
+        assert keyless_client.get("/", headers=port_headers_with_host(fork, PORT)).status_code == 401, (
+            "a sibling is not asked"
+        )
         assert api.put(f"/sandboxes/{ref}/network", json={"allowPublicTraffic": False}).status_code == 204
-        assert anyone.get("/", headers=at(public, PORT)).status_code == 401
+        assert keyless_client.get("/", headers=port_headers_with_host(public, PORT)).status_code == 401
     for sloppy in ("yes", 1, "true"):
         assert api.post("/sandboxes", json={"templateID": "base", "network": {"allowPublicTraffic": sloppy}}).is_error
 
 
-def test_secrets_are_in_no_log(
-    served: Served, anyone: httpx.Client, one: dict[str, Any], caplog: pytest.LogCaptureFixture
+def test_secrets_are_not_logged(
+    memory_gateway: MemoryGateway,
+    keyless_client: httpx.Client,
+    sandbox: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, "sandbox_gateway")
-    envd, traffic = one["envdAccessToken"], one["trafficAccessToken"]
+    envd, traffic = sandbox["envdAccessToken"], sandbox["trafficAccessToken"]
     signature = get_signature("/x", "read", None, envd)["signature"]
     for headers, target in (
         ({"X-API-Key": ADMIN_KEY, "X-Access-Token": envd, "E2B-Traffic-Access-Token": traffic}, "/"),
@@ -112,10 +130,10 @@ def test_secrets_are_in_no_log(
         ({"X-Access-Token": envd[:-1]}, f"/files?path=/y&signature={quote(signature)}"),
     ):
         for port in (AGENT_PORT, PORT):
-            told = anyone.get(target, headers=to(one, port, **headers)).text
+            told = keyless_client.get(target, headers=port_headers(sandbox, port, **headers)).text
             upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
             nonce = {"Sec-WebSocket-Key": "A" * 22 + "=="}
-            told += anyone.get(target, headers=to(one, port, **headers, **upgrade, **nonce)).text
+            told += keyless_client.get(target, headers=port_headers(sandbox, port, **headers, **upgrade, **nonce)).text
             for secret in (ADMIN_KEY, envd, envd[:-1], traffic, signature, quote(signature)):
                 assert secret not in told
     # Refusals are logged after the answer.
@@ -128,29 +146,36 @@ def test_secrets_are_in_no_log(
 # --- gone, paused, closed --------------------------------------------------------------------------------------------
 
 
-def test_a_sandbox_that_is_gone_is_told_to_who_had_its_token(
-    api: httpx.Client, anyone: httpx.Client, one: dict[str, Any]
+def test_a_removed_sandbox_is_reported_to_holders_of_its_token(
+    api: httpx.Client, keyless_client: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     api.delete("/sandboxes/one")
     for port, let_in in (
         (AGENT_PORT, {"X-API-Key": ADMIN_KEY}),
-        (AGENT_PORT, {"X-Access-Token": one["envdAccessToken"]}),
-        (PORT, {"E2B-Traffic-Access-Token": one["trafficAccessToken"]}),
+        (AGENT_PORT, {"X-Access-Token": sandbox["envdAccessToken"]}),
+        (PORT, {"E2B-Traffic-Access-Token": sandbox["trafficAccessToken"]}),
     ):
-        answer = anyone.get("/echo", headers=to(one, port, **let_in))
+        answer = keyless_client.get("/echo", headers=port_headers(sandbox, port, **let_in))
         assert answer.status_code == answer.json()["code"] == 502 and answer.json()["kind"] == "not_found"
-        assert "was not found" in answer.json()["message"] and one["sandboxID"] in answer.json()["message"]
+        assert "was not found" in answer.json()["message"] and sandbox["sandboxID"] in answer.json()["message"]
     refusals = [
-        anyone.get("/echo", headers=to({"sandboxID": ref}, **{"X-Access-Token": token})).text
-        for ref, token in ((one["sandboxID"], "wrong"), ("0" * 12, "wrong"), ("0" * 12, one["envdAccessToken"]))
+        keyless_client.get("/echo", headers=port_headers({"sandboxID": ref}, **{"X-Access-Token": token})).text
+        for ref, token in ((sandbox["sandboxID"], "wrong"), ("0" * 12, "wrong"), ("0" * 12, sandbox["envdAccessToken"]))
     ]
-    alive = create(api)
-    refusals.append(anyone.get("/echo", headers=to(alive, **{"X-Access-Token": "wrong"})).text)
+    alive = create_sandbox(api)
+    refusals.append(keyless_client.get("/echo", headers=port_headers(alive, **{"X-Access-Token": "wrong"})).text)
     assert len(set(refusals)) == 1 and '"unauthorized"' in refusals[0]
 
 
-def test_what_the_e2b_client_makes_of_it(served: Served, api: httpx.Client, anyone: httpx.Client) -> None:
-    options: Any = {"api_key": ADMIN_KEY, "api_url": served.url, "sandbox_url": served.url, "retries": 0}
+def test_errors_as_the_e2b_client_sees_them(
+    memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client
+) -> None:
+    options: Any = {
+        "api_key": ADMIN_KEY,
+        "api_url": memory_gateway.url,
+        "sandbox_url": memory_gateway.url,
+        "retries": 0,
+    }
     box = e2b.Sandbox.create(template="base", **options)
     assert box.is_running()
     box.pause()
@@ -160,7 +185,7 @@ def test_what_the_e2b_client_makes_of_it(served: Served, api: httpx.Client, anyo
     box = e2b.Sandbox.connect(box.sandbox_id, **options)
     assert box.is_running()
     # Its agent ends, but the machine keeps running.
-    asyncio.run_coroutine_threadsafe(served.machine(box.sandbox_id).stop(), served.loop).result(10)
+    asyncio.run_coroutine_threadsafe(memory_gateway.machine(box.sandbox_id).stop(), memory_gateway.loop).result(30)
     with pytest.raises(e2b.exceptions.SandboxUnreachableException, match="port is not open"):
         box.files.read("/etc/hostname")
     box.kill()
@@ -172,10 +197,15 @@ def test_what_the_e2b_client_makes_of_it(served: Served, api: httpx.Client, anyo
 
 
 @pytest.mark.parametrize("ending", ["kill", "rollback"])
-def test_what_the_e2b_client_makes_of_a_stream_that_ends_with_its_machine(
-    served: Served, api: httpx.Client, ending: str
+def test_the_e2b_client_when_a_machine_ends_during_a_stream(
+    memory_gateway: MemoryGateway, api: httpx.Client, ending: str
 ) -> None:
-    options: Any = {"api_key": ADMIN_KEY, "api_url": served.url, "sandbox_url": served.url, "retries": 0}
+    options: Any = {
+        "api_key": ADMIN_KEY,
+        "api_url": memory_gateway.url,
+        "sandbox_url": memory_gateway.url,
+        "retries": 0,
+    }
     box = e2b.Sandbox.create(template="base", **options)
     one = api.get(f"/sandboxes/{box.sandbox_id}").json()
     api.post(f"/sandboxes/{box.sandbox_id}/snapshots", json={"name": "s1"})
@@ -185,7 +215,9 @@ def test_what_the_e2b_client_makes_of_a_stream_that_ends_with_its_machine(
     async def hold(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         await reader.read(1)
 
-    with raw(served, one, begun + b"%x\r\n%s\r\n" % (len(started), started), port=AGENT_PORT, then=hold):
+    with raw_service(
+        memory_gateway, one, begun + b"%x\r\n%s\r\n" % (len(started), started), port=AGENT_PORT, then=hold
+    ):
         command = box.commands.run("sleep 100", background=True)
         assert command.pid == 7
         if ending == "kill":
@@ -204,7 +236,9 @@ def test_what_the_e2b_client_makes_of_a_stream_that_ends_with_its_machine(
 # --- signed URLs -----------------------------------------------------------------------------------------------------
 
 
-def query(operation: Any = "read", path: str = "/etc/hostname", user: str | None = None, **more: Any) -> dict[str, str]:
+def sign_query(
+    operation: Any = "read", path: str = "/etc/hostname", user: str | None = None, **more: Any
+) -> dict[str, str]:
     made = get_signature(path, operation, user, more.pop("token", TOKEN), more.pop("seconds", None))
     fields = {"path": path, "signature": made["signature"]}
     if user:
@@ -214,26 +248,28 @@ def query(operation: Any = "read", path: str = "/etc/hostname", user: str | None
     return fields | more
 
 
-def checked(fields: dict[str, str] | str, method: str = "GET", now: float = NOW) -> bytes | None:
+def verify(fields: dict[str, str] | str, method: str = "GET", now: float = NOW) -> bytes | None:
     text = fields if isinstance(fields, str) else urlencode(fields, quote_via=quote)
     return signed_query(method, text.encode(), TOKEN, now)
 
 
 @pytest.mark.parametrize("user", [None, "root", "ü user"])
 @pytest.mark.parametrize("path", ["/etc/hostname", "a b/ü+&=?#%2F;x", "/with:colon:write:root", "~"])
-def test_what_was_signed_is_what_is_passed_on(path: str, user: str | None) -> None:
+def test_a_signed_path_is_forwarded_unchanged(path: str, user: str | None) -> None:
     for operation, method in (("read", "GET"), ("write", "POST")):
-        passed = checked(query(operation, path, user), method)
+        passed = verify(sign_query(operation, path, user), method)
         assert passed is not None
         assert dict(parse_qsl(passed.decode())) == ({"path": path, "username": user} if user else {"path": path})
         wrong = "POST" if method == "GET" else "GET"
-        assert checked(query(operation, path, user), wrong) is None
-    assert checked(query("read", path, user, extra="1")) == checked(query("read", path, user)), "the rest is left out"
+        assert verify(sign_query(operation, path, user), wrong) is None
+    assert verify(sign_query("read", path, user, extra="1")) == verify(sign_query("read", path, user)), (
+        "the rest is left out"
+    )
 
 
-def test_signatures_that_are_none() -> None:
-    good = query("read", "/a", "bob")
-    assert checked(good) is not None
+def test_invalid_signatures_are_refused() -> None:
+    good = sign_query("read", "/a", "bob")
+    assert verify(good) is not None
     signed = good["signature"]
     text = urlencode(good, quote_via=quote)
     for bad in (
@@ -247,7 +283,7 @@ def test_signatures_that_are_none() -> None:
         good | {"signature": signed.removeprefix("v1_")},
         good | {"signature": "é"},
         good | {"signature_expiration": str(NOW + 60)},
-        query("read", "/a", "bob", token="6" * 64),
+        sign_query("read", "/a", "bob", token="6" * 64),
         # A second value, which another parser might prefer.
         text + "&path=/b",
         "path=/b&" + text,
@@ -258,44 +294,44 @@ def test_signatures_that_are_none() -> None:
         text.replace("%2Fa", "%ff"),
         "",
     ):
-        assert checked(bad) is None, bad
+        assert verify(bad) is None, bad
     for method in ("PUT", "DELETE", "HEAD", "OPTIONS"):
-        assert checked(good, method) is None
+        assert verify(good, method) is None
     # Parts of the path, moved into the user's name: the signed text is the same.
-    moved = query("read", "/a:write:root", None)
-    assert checked({"path": "/a", "username": "root:read:", "signature": moved["signature"]}, "POST") is None
-    assert checked(moved) == b"path=%2Fa%3Awrite%3Aroot"
+    moved = sign_query("read", "/a:write:root", None)
+    assert verify({"path": "/a", "username": "root:read:", "signature": moved["signature"]}, "POST") is None
+    assert verify(moved) == b"path=%2Fa%3Awrite%3Aroot"
 
 
-def test_expiration() -> None:
-    good = query(seconds=60)
+def test_signatures_expire() -> None:
+    good = sign_query(seconds=60)
     until = int(good["signature_expiration"])
-    assert checked(good, now=until) is not None
+    assert verify(good, now=until) is not None
     with pytest.raises(Unauthorized, match="has expired"):
-        checked(good, now=until + 1)
+        verify(good, now=until + 1)
     later = {**good, "signature_expiration": str(until + 1)}
     without = {name: value for name, value in good.items() if name != "signature_expiration"}
     for bad in (later, without, {**good, "signature_expiration": "-1"}, {**good, "signature_expiration": f"+{until}"}):
-        assert checked(bad, now=until + 1) is None
-    assert checked({**good, "signature_expiration": "9" * 5000}) is None
+        assert verify(bad, now=until + 1) is None
+    assert verify({**good, "signature_expiration": "9" * 5000}) is None
 
 
-def test_signed_urls_over_the_wire(served: Served, api: httpx.Client, anyone: httpx.Client) -> None:
-    one = create(api, name="one")
-    box = e2b.Sandbox.connect("one", api_key=ADMIN_KEY, api_url=served.url, domain="sandbox.local")
+def test_signed_urls_over_http(memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client) -> None:
+    one = create_sandbox(api, name="one")
+    box = e2b.Sandbox.connect("one", api_key=ADMIN_KEY, api_url=memory_gateway.url, domain="sandbox.local")
     urls = [httpx.URL(box.download_url("/a b/ü", user="bob")), httpx.URL(box.download_url("/x"))]
     upload = httpx.URL(box.upload_url("/x", use_signature_expiration=60))
     assert all(url.host == host(one) for url in (*urls, upload))
     named = {"Host": host(one)}
-    with raw(served, one, port=AGENT_PORT) as agent:
+    with raw_service(memory_gateway, one, port=AGENT_PORT) as agent:
         for url, target in zip(urls, ("/files?path=%2Fa%20b%2F%C3%BC&username=bob", "/files?path=%2Fx"), strict=True):
             for headers in (named, named | {"Authorization": "Basic cm9vdDo=", "X-Access-Token": "wrong"}):
-                assert anyone.get(url.raw_path.decode(), headers=headers).text == "ok"
-                assert agent.target() == target
-                assert agent.headers()["x-access-token"] == one["envdAccessToken"]
-                assert "authorization" not in agent.headers(), "it is good for the user it names"
-        assert anyone.post(upload.raw_path.decode(), headers=named, files={"file": b"new"}).text == "ok"
-        assert agent.target() == "/files?path=%2Fx" and b"new" in agent.bodies[-1]
+                assert keyless_client.get(url.raw_path.decode(), headers=headers).text == "ok"
+                assert agent.request_target() == target
+                assert agent.request_headers()["x-access-token"] == one["envdAccessToken"]
+                assert "authorization" not in agent.request_headers(), "it is good for the user it names"
+        assert keyless_client.post(upload.raw_path.decode(), headers=named, files={"file": b"new"}).text == "ok"
+        assert agent.request_target() == "/files?path=%2Fx" and b"new" in agent.bodies[-1]
         asked = len(agent.heads)
         read, write = urls[1].query.decode(), upload.query.decode()
         for method, path in (
@@ -307,18 +343,18 @@ def test_signed_urls_over_the_wire(served: Served, api: httpx.Client, anyone: ht
             ("GET", f"/files?{read}&path=/etc/shadow"),
             ("GET", "/files?path=/x"),
         ):
-            assert anyone.request(method, path, headers=named).status_code == 401, path
-        other = create(api)
-        assert anyone.get(f"/files?{read}", headers=at(other)).status_code == 401
-        assert anyone.get(f"/files?{read}", headers=at(one, 49999)).status_code == 401
+            assert keyless_client.request(method, path, headers=named).status_code == 401, path
+        other = create_sandbox(api)
+        assert keyless_client.get(f"/files?{read}", headers=port_headers_with_host(other)).status_code == 401
+        assert keyless_client.get(f"/files?{read}", headers=port_headers_with_host(one, 49999)).status_code == 401
         gone_by = get_signature("/x", "read", None, one["envdAccessToken"], -10)
         expired = urlencode(
             {"path": "/x", "signature": gone_by["signature"], "signature_expiration": gone_by["expiration"]}
         )
-        answer = anyone.get(f"/files?{expired}", headers=named)
+        answer = keyless_client.get(f"/files?{expired}", headers=named)
         assert answer.status_code == 401 and "has expired" in answer.json()["message"]
         assert len(agent.heads) == asked
         assert gone_by["expiration"] is not None and gone_by["expiration"] < time.time()
     api.delete("/sandboxes/one")
-    answer = anyone.get(f"/files?{read}", headers=named)
+    answer = keyless_client.get(f"/files?{read}", headers=named)
     assert answer.status_code == 502 and "was not found" in answer.json()["message"]

@@ -9,20 +9,20 @@ import pytest
 
 from sandbox_gateway.api.access.auth import Keys, Permission, required_permission
 from sandbox_gateway.errors import Invalid
-from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
-from tests.api.test_sandboxes import create
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
+from tests.api.test_sandboxes import create_sandbox
 
 KEY = "0123456789abcdef"
 
 
-def key_file(path: Path, text: str, mode: int = 0o600) -> Path:
+def write_key_file(path: Path, text: str, mode: int = 0o600) -> Path:
     path.write_text(text)
     path.chmod(mode)
     return path
 
 
 def test_key_file(tmp_path: Path) -> None:
-    keys = Keys.load(key_file(tmp_path / "keys", f"# who\n\nci  exec  {KEY}\nops admin {KEY}x\n"))
+    keys = Keys.load(write_key_file(tmp_path / "keys", f"# who\n\nci  exec  {KEY}\nops admin {KEY}x\n"))
     found = keys.find(KEY)
     assert len(keys) == 2 and found and (found.name, found.permission) == ("ci", Permission.EXEC)
     assert keys.find(KEY[:-1]) is None and keys.find("") is None
@@ -38,32 +38,32 @@ def test_key_file(tmp_path: Path) -> None:
         (f"ci exec {KEY}\nci read {KEY}y", "twice"),
     ],
 )
-def test_bad_key_files_say_where(tmp_path: Path, text: str, words: str) -> None:
+def test_errors_in_key_files_name_the_line(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(Invalid, match=words) as caught:
-        Keys.load(key_file(tmp_path / "keys", text))
+        Keys.load(write_key_file(tmp_path / "keys", text))
     assert "line" in caught.value.message and KEY not in caught.value.message
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
-def test_a_key_file_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(Invalid, match="chmod 600"):
-        Keys.load(key_file(tmp_path / "keys", f"ci exec {KEY}", mode))
+        Keys.load(write_key_file(tmp_path / "keys", f"ci exec {KEY}", mode))
 
 
 def test_a_missing_key_file(tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match="not found"):
+    with pytest.raises(Invalid, match="does not exist"):
         Keys.load(tmp_path / "keys")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_a_key_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
-    file = key_file(tmp_path / "keys", f"ci exec {KEY}")
+def test_a_key_file_of_another_owner_is_refused(tmp_path: Path) -> None:
+    file = write_key_file(tmp_path / "keys", f"ci exec {KEY}")
     os.chown(file, 12345, 12345)
     with pytest.raises(Invalid, match="chown root"):
         Keys.load(file)
 
 
-def test_what_is_needed() -> None:
+def test_required_scopes() -> None:
     assert required_permission("GET", "/sandboxes") is Permission.READ
     assert required_permission("POST", "/sandboxes/one/exec") is Permission.EXEC
     for method, path in (("POST", "/sandboxes"), ("DELETE", "/sandboxes/exec"), ("POST", "/snapshots/exec/fork")):
@@ -71,8 +71,8 @@ def test_what_is_needed() -> None:
     assert required_permission("POST", "/templates/x/exec") is Permission.ADMIN
 
 
-def test_without_a_key(served: Served) -> None:
-    with served.client("") as nobody:
+def test_requests_without_a_key(memory_gateway: MemoryGateway) -> None:
+    with memory_gateway.client("") as nobody:
         assert nobody.get("/health").status_code == 200
         for route in ("/sandboxes", "/openapi.json", "/metrics", "/nowhere", "/events"):
             answer = nobody.get(route)
@@ -80,20 +80,24 @@ def test_without_a_key(served: Served) -> None:
             assert answer.json()["kind"] == "unauthorized" and answer.headers["www-authenticate"]
         assert nobody.post("/sandboxes", content=b"{bad").status_code == 401
         wrong = nobody.get("/sandboxes", headers={"X-API-Key": "wrong-key-0123456789"})
-        assert wrong.status_code == 401 and "not known" in wrong.json()["message"]
+        assert wrong.status_code == 401 and "is unknown" in wrong.json()["message"]
         assert nobody.get("/sandboxes", headers={"Authorization": f"Bearer {READ_KEY}"}).status_code == 200
         assert nobody.get("/sandboxes", headers={"Authorization": f"Basic {READ_KEY}"}).status_code == 401
 
 
-def test_no_header_makes_a_caller_local(served: Served) -> None:
+def test_headers_cannot_make_a_caller_local(memory_gateway: MemoryGateway) -> None:
     spoofs = {"X-Forwarded-For": "unix", "X-Real-Ip": "", "Forwarded": "for=unix", "Host": "gateway", "X-Local": "1"}
-    with served.client("") as nobody:
+    with memory_gateway.client("") as nobody:
         assert nobody.get("/sandboxes", headers=spoofs).status_code == 401
 
 
-def test_scopes(served: Served) -> None:
-    with served.client(ADMIN_KEY) as admin, served.client(EXEC_KEY) as runner, served.client(READ_KEY) as reader:
-        create(admin, name="one")
+def test_scopes(memory_gateway: MemoryGateway) -> None:
+    with (
+        memory_gateway.client(ADMIN_KEY) as admin,
+        memory_gateway.client(EXEC_KEY) as runner,
+        memory_gateway.client(READ_KEY) as reader,
+    ):
+        create_sandbox(admin, name="one")
         assert reader.get("/sandboxes/one").status_code == runner.get("/sandboxes/one").status_code == 200
         body = {"args": ["exit", "0"]}
         assert runner.post("/sandboxes/one/exec", json=body).status_code == 200
@@ -105,5 +109,5 @@ def test_scopes(served: Served) -> None:
             assert caller.post("/sandboxes", json={"templateID": "base"}).status_code == 403
 
 
-def test_the_socket_is_for_its_group_alone(served: Served) -> None:
-    assert served.socket.stat().st_mode & 0o777 == 0o600
+def test_only_the_group_may_use_the_socket(memory_gateway: MemoryGateway) -> None:
+    assert memory_gateway.socket.stat().st_mode & 0o777 == 0o600

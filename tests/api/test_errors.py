@@ -8,15 +8,15 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.served import ADMIN_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 
 SHAPE = {"code", "message", "error", "kind", "blockers"}
 
 
-def refused(answer: httpx.Response, status: int, kind: str) -> str:
+def check_refused(answer: httpx.Response, status: int, kind: str) -> str:
     assert answer.status_code == status, answer.text
     body = answer.json()
-    assert set(body) == SHAPE and body["code"] == status and body["kind"] == kind
+    assert set(body) - {"details"} == SHAPE and body["code"] == status and body["kind"] == kind
     assert body["message"] == body["error"]
     message: str = body["message"]
     return message
@@ -43,12 +43,12 @@ def refused(answer: httpx.Response, status: int, kind: str) -> str:
 )
 def test_bad_bodies(api: httpx.Client, content: bytes, words: str) -> None:
     answer = api.post("/sandboxes", content=content, headers={"Content-Type": "application/json"})
-    message = refused(answer, 400, "invalid")
+    message = check_refused(answer, 400, "invalid")
     assert words in message and len(message) < 400
 
 
 def test_a_form_is_not_json(api: httpx.Client) -> None:
-    message = refused(api.post("/sandboxes", data={"templateID": "base"}), 400, "invalid")
+    message = check_refused(api.post("/sandboxes", data={"templateID": "base"}), 400, "invalid")
     assert "application/json" in message
 
 
@@ -73,28 +73,28 @@ def test_a_form_is_not_json(api: httpx.Client) -> None:
         {"lifecycle": {"onTimeout": "sleep"}},
     ],
 )
-def test_bad_values_name_the_field_and_shorten_the_input(api: httpx.Client, body: dict[str, Any]) -> None:
-    message = refused(api.post("/sandboxes", json={"templateID": "base", **body}), 400, "invalid")
+def test_validation_errors_name_the_field_and_shorten_the_value(api: httpx.Client, body: dict[str, Any]) -> None:
+    message = check_refused(api.post("/sandboxes", json={"templateID": "base", **body}), 400, "invalid")
     assert message.startswith(next(iter(body))) and len(message) < 400
     assert api.get("/sandboxes").json() == []
 
 
 def test_many_mistakes_are_counted(api: httpx.Client) -> None:
     body = {"templateID": "base", "metadata": {f"k{number}": number for number in range(50)}}
-    assert "and 44 more" in refused(api.post("/sandboxes", json=body), 400, "invalid")
+    assert "and 44 more" in check_refused(api.post("/sandboxes", json=body), 400, "invalid")
 
 
 def test_routes_and_methods(api: httpx.Client) -> None:
-    assert "GET /nowhere not found" in refused(api.get("/nowhere"), 404, "not_found")
+    assert "GET /nowhere not found" in check_refused(api.get("/nowhere"), 404, "not_found")
     answer = api.put("/sandboxes")
-    assert "takes" in refused(answer, 405, "invalid") and answer.headers["allow"]
-    assert len(refused(api.get("/" + "x" * 5000), 404, "not_found")) < 300
+    assert "accepts" in check_refused(answer, 405, "invalid") and answer.headers["allow"]
+    assert len(check_refused(api.get("/" + "x" * 5000), 404, "not_found")) < 300
 
 
 def test_long_references(api: httpx.Client) -> None:
     for route in ("/sandboxes/", "/snapshots/", "/templates/"):
-        assert len(refused(api.get(route + "x" * 10_000), 400, "invalid")) < 300
-    refused(api.get("/sandboxes/" + "x" * 100), 404, "not_found")
+        assert len(check_refused(api.get(route + "x" * 10_000), 400, "invalid")) < 300
+    check_refused(api.get("/sandboxes/" + "x" * 100), 404, "not_found")
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -102,25 +102,56 @@ def test_large_bodies(api: httpx.Client, chunked: bool) -> None:
     data = b'{"templateID": "' + b"x" * (5 << 20) + b'"}'
     content: Any = (data[start : start + 65536] for start in range(0, len(data), 65536)) if chunked else data
     answer = api.post("/sandboxes", content=content, headers={"Content-Type": "application/json"})
-    assert "4 MiB" in refused(answer, 413, "invalid")
+    assert "4 MiB" in check_refused(answer, 413, "invalid")
 
 
-def test_a_bug_is_an_incident_without_a_traceback(served: Served, api: httpx.Client) -> None:
-    def broken() -> list[Any]:
+def test_an_internal_error_has_an_incident_id_and_no_traceback(
+    memory_gateway: MemoryGateway, api: httpx.Client
+) -> None:
+    def fail_unexpectedly() -> list[Any]:
         raise ZeroDivisionError("secret detail")
 
-    honest = served.engine.sandboxes.list
-    served.engine.sandboxes.list = broken  # type: ignore[method-assign]
+    honest = memory_gateway.engine.sandboxes.list
+    memory_gateway.engine.sandboxes.list = fail_unexpectedly  # type: ignore[method-assign]
     try:
-        message = refused(api.get("/sandboxes"), 500, "internal")
+        message = check_refused(api.get("/sandboxes"), 500, "internal")
     finally:
-        served.engine.sandboxes.list = honest  # type: ignore[method-assign]
+        memory_gateway.engine.sandboxes.list = honest  # type: ignore[method-assign]
     assert "incident" in message and "secret" not in message and "Zero" not in message
 
 
-def test_garbage_on_the_wire_harms_nobody(served: Served, api: httpx.Client) -> None:
+def test_garbage_on_the_wire_affects_nobody(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
     for data in (b"\x00\xff\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /" + b"x" * 100_000, b"POST / HTTP/1.1\r\nHo"):
-        with socket.create_connection(("127.0.0.1", served.port), timeout=5) as raw:
+        with socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=5) as raw:
             raw.sendall(data)
-    with served.client(ADMIN_KEY) as client:
+    with memory_gateway.client(ADMIN_KEY) as client:
         assert client.get("/sandboxes").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("route", "resource", "parent"),
+    [
+        ("/sandboxes/nothing", "sandbox", ""),
+        ("/templates/nothing", "template", ""),
+        ("/templates/base/builds/nothing/status", "build", None),
+        ("/volumes/nothing", "volume", ""),
+        ("/volumes/nothing/snapshots", "volume", ""),
+        ("/lineage?root=nothing", "sandbox", ""),
+    ],
+)
+def test_not_found_says_what_as_data(api: httpx.Client, route: str, resource: str, parent: str | None) -> None:
+    body = api.get(route).json()
+    assert body["kind"] == "not_found" and body["details"]["resource"] == resource
+    assert parent is None or body["details"]["parent"] == parent
+
+
+def test_not_found_in_another_object_names_that(api: httpx.Client) -> None:
+    api.post("/volumes", json={"name": "data"})
+    api.post("/sandboxes", json={"templateID": "base", "name": "one"})
+    lost = api.delete("/volumes/data/snapshots/never").json()
+    assert lost["details"] == {"resource": "volume_snapshot", "parent": "data"}
+    assert api.delete("/sandboxes/one/volumes/data").json()["details"] == {"resource": "mount", "parent": "one"}
+
+
+def test_an_error_without_details_has_no_such_field(api: httpx.Client) -> None:
+    assert set(api.post("/templates", json={}).json()) == SHAPE

@@ -10,14 +10,16 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.served import Served
-from tests.api.test_sandboxes import create
+from tests.api.memory_gateway import MemoryGateway
+from tests.api.test_sandboxes import create_sandbox
 
 
-def collect(served: Served, operation: str, until: str, ready: threading.Event) -> list[tuple[str, dict[str, Any]]]:
+def collect(
+    memory_gateway: MemoryGateway, operation: str, until: str, ready: threading.Event
+) -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
     kind = ""
-    with served.client() as client, client.stream("GET", "/events", params={"operation": operation}) as answer:
+    with memory_gateway.client() as client, client.stream("GET", "/events", params={"operation": operation}) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         for line in answer.iter_lines():
             if line == ": connected":
@@ -31,73 +33,77 @@ def collect(served: Served, operation: str, until: str, ready: threading.Event) 
     return found
 
 
-def listen(served: Served, operation: str, until: str) -> tuple[threading.Thread, list[tuple[str, dict[str, Any]]]]:
+def listen(
+    memory_gateway: MemoryGateway, operation: str, until: str
+) -> tuple[threading.Thread, list[tuple[str, dict[str, Any]]]]:
     found: list[tuple[str, dict[str, Any]]] = []
     ready = threading.Event()
-    thread = threading.Thread(target=lambda: found.extend(collect(served, operation, until, ready)), daemon=True)
+    thread = threading.Thread(
+        target=lambda: found.extend(collect(memory_gateway, operation, until, ready)), daemon=True
+    )
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(30)
     return thread, found
 
 
-def test_an_operation_reports_its_progress_and_nothing_else(served: Served, api: httpx.Client) -> None:
-    create(api, name="one")
-    thread, found = listen(served, "abc123", "fork.progress")
-    create(api, name="other")
+def test_an_operation_reports_only_its_own_progress(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    create_sandbox(api, name="one")
+    thread, found = listen(memory_gateway, "abc123", "fork.progress")
+    create_sandbox(api, name="other")
     made = api.post("/sandboxes/one/clone", json={"count": 3}, headers={"X-Operation-Id": "abc123"})
     assert made.status_code == 201
-    thread.join(10)
+    thread.join(30)
     assert [(kind, data["done"], data["total"]) for kind, data in found] == [
         ("fork.progress", number, 3) for number in (1, 2, 3)
     ]
     assert all(data["operation"] == "abc123" and data["sandboxID"] and data["at"] for _, data in found)
 
 
-def test_every_change_is_told(served: Served, api: httpx.Client) -> None:
-    thread, found = listen(served, "", "sandbox.killed")
-    made = create(api, name="one")
+def test_every_change_is_reported(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    thread, found = listen(memory_gateway, "", "sandbox.killed")
+    made = create_sandbox(api, name="one")
     api.delete("/sandboxes/one")
-    thread.join(10)
+    thread.join(30)
     assert [(kind, data["sandboxID"]) for kind, data in found] == [
         ("sandbox.created", made["sandboxID"]),
         ("sandbox.killed", made["sandboxID"]),
     ]
 
 
-def test_listeners_are_forgotten(served: Served, api: httpx.Client) -> None:
-    before = len(served.engine.events._queues)
+def test_listeners_are_removed_when_they_disconnect(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    before = len(memory_gateway.engine.events._queues)
     for _ in range(3):
-        thread, _ = listen(served, "", "sandbox.killed")
-        create(api, name="one")
+        thread, _ = listen(memory_gateway, "", "sandbox.killed")
+        create_sandbox(api, name="one")
         api.delete("/sandboxes/one")
-        thread.join(10)
-    deadline = time.monotonic() + 5
-    while len(served.engine.events._queues) > before and time.monotonic() < deadline:
+        thread.join(30)
+    deadline = time.monotonic() + 30
+    while len(memory_gateway.engine.events._queues) > before and time.monotonic() < deadline:
         time.sleep(0.05)
     # A queue of an earlier test may have been removed meanwhile.
-    assert len(served.engine.events._queues) <= before
+    assert len(memory_gateway.engine.events._queues) <= before
 
 
 @pytest.mark.parametrize("route", ["/sandboxes", "/snapshots/s1/fork", "/sandboxes/one/clone"])
-def test_a_client_that_goes_away_leaves_nothing_half_made(served: Served, api: httpx.Client, route: str) -> None:
-    create(api, name="one")
+def test_a_disconnect_leaves_nothing_incomplete(memory_gateway: MemoryGateway, api: httpx.Client, route: str) -> None:
+    create_sandbox(api, name="one")
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
-    before = served.host.forked
-    served.host.slow = 1.0
-    with served.client() as hasty, pytest.raises(httpx.ReadTimeout):
+    before = memory_gateway.host.forked
+    memory_gateway.host.slow = 1.0
+    with memory_gateway.client() as hasty, pytest.raises(httpx.ReadTimeout):
         hasty.post(route, json={"templateID": "base", "count": 2}, timeout=0.3)
-    deadline = time.monotonic() + 5
-    while served.host.forked == before and time.monotonic() < deadline:
+    deadline = time.monotonic() + 30
+    while memory_gateway.host.forked == before and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(1.2)
-    assert served.host.forked > before, "the fork was under way"
+    assert memory_gateway.host.forked > before, "the fork was under way"
     assert [item["name"] for item in api.get("/sandboxes").json()] == ["one"]
-    assert len(served.host.machines) == 1
+    assert len(memory_gateway.host.machines) == 1
 
 
-def test_a_program_outlives_no_client_and_no_other_request_waits(served: Served, api: httpx.Client) -> None:
-    create(api, name="one")
-    with served.client() as hasty, pytest.raises(httpx.ReadTimeout):
+def test_a_command_ends_with_its_client_and_delays_no_request(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    create_sandbox(api, name="one")
+    with memory_gateway.client() as hasty, pytest.raises(httpx.ReadTimeout):
         hasty.post("/sandboxes/one/exec", json={"args": ["sleep", "30"]}, timeout=0.3)
     begun = time.monotonic()
     assert api.delete("/sandboxes/one").status_code == 204

@@ -19,7 +19,7 @@ import forkd
 import httpx
 import pytest
 
-from tests.api.served import ADMIN_KEY, READ_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, READ_KEY, MemoryGateway
 from tests.support import forkd_command, session
 from tests.support.waiting import eventually
 
@@ -28,12 +28,12 @@ _SECONDS = 20
 
 
 @pytest.fixture
-def target(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def target(memory_gateway: MemoryGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The address of the future port; the command is on PATH and configured for the gateway."""
     address = f"127.0.0.1:{session.free_port()}"
     forkd_command.install(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("FORKD_URL", served.url)
+    monkeypatch.setenv("FORKD_URL", memory_gateway.url)
     monkeypatch.setenv("FORKD_TOKEN", ADMIN_KEY)
     monkeypatch.setenv("FORKD_TARGET", address)
     monkeypatch.delenv("FORKD_REMOTE", raising=False)
@@ -45,7 +45,7 @@ def start(target: str, tmp_path: Path) -> Iterator[Start]:
     """Start the command, with its modules changed by ``settings``; returns when it listens."""
     running: list[subprocess.Popen[str]] = []
 
-    def started(*args: str, settings: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    def start_with(*args: str, settings: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         command = forkd_command.install(tmp_path, *settings)
         process = subprocess.Popen(
             [str(command), *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -54,7 +54,7 @@ def start(target: str, tmp_path: Path) -> Iterator[Start]:
         forkd_command.wait_for(target)
         return process
 
-    yield started
+    yield start_with
     for process in running:
         process.kill()
         process.communicate(timeout=_SECONDS)
@@ -66,18 +66,18 @@ def failing(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.syspath_prepend(str(forkd_command.PACKAGE / "src"))
     from sandbox_gateway_forkd.command import main  # type: ignore[import-not-found]
 
-    def said(*args: str) -> str:
+    def read_error(*args: str) -> str:
         assert main(args) == 1
         return capsys.readouterr().err
 
-    return said
+    return read_error
 
 
-def sandboxes(api: httpx.Client) -> list[str]:
+def list_sandboxes(api: httpx.Client) -> list[str]:
     return [sandbox["id"] for sandbox in api.get("/v1/sandboxes").json()]
 
 
-def talk(target: str, sent: bytes, *, half_close: bool = True) -> list[dict[str, Any]]:
+def exchange(target: str, sent: bytes, *, half_close: bool = True) -> list[dict[str, Any]]:
     """The answers to ``sent``, until the peer closes."""
     host, _, port = target.rpartition(":")
     heard = b""
@@ -116,7 +116,7 @@ def other_server() -> Iterator[str]:
 
 def test_the_published_client_spawns_and_kills(api: httpx.Client, target: str) -> None:
     with forkd.Sandbox(tag="base", target=target) as sandbox:
-        (there,) = sandboxes(api)
+        (there,) = list_sandboxes(api)
         assert sandbox.commands.run(["write", "k", "v"]).exit_code == 0
         assert sandbox.commands.run(["read", "k"]) == forkd.CommandResult(stdout="v", stderr="", exit_code=0)
         missing = sandbox.commands.run("nonsense")
@@ -130,7 +130,7 @@ def test_the_published_client_spawns_and_kills(api: httpx.Client, target: str) -
         assert sandbox.ping()["pong"] is True
         api.delete(f"/v1/sandboxes/{there}").raise_for_status()
         assert "not found" in sandbox.commands.run(["exit", "0"]).stderr
-    assert sandboxes(api) == []
+    assert list_sandboxes(api) == []
 
 
 def test_a_failure_reaches_the_clients_user(api: httpx.Client, target: str) -> None:
@@ -138,58 +138,64 @@ def test_a_failure_reaches_the_clients_user(api: httpx.Client, target: str) -> N
         forkd.Sandbox.create(tag="missing", target=target)
 
 
-def test_several_over_the_unix_socket(
-    served: Served, api: httpx.Client, start: Start, target: str, monkeypatch: pytest.MonkeyPatch
+def test_several_sandboxes_over_the_unix_socket(
+    memory_gateway: MemoryGateway, api: httpx.Client, start: Start, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FORKD_URL", served.unix_url)
+    monkeypatch.setenv("FORKD_URL", memory_gateway.unix_url)
     monkeypatch.delenv("FORKD_TOKEN")
     process = start("fork", "--tag", "base", "-n", "3", "--settle-secs", "3600")
     assert process.stdout is not None
     made = [process.stdout.readline().strip() for _ in range(3)]
-    assert sorted(made) == sorted(sandboxes(api))
+    assert sorted(made) == sorted(list_sandboxes(api))
     sandbox = forkd.Sandbox(target=target, spawn=False)
     sandbox.commands.run(["write", "k", "v"])
-    assert [served.machine(each).state for each in made] == [{"k": "v"}, {}, {}], "the first is served"
+    assert [memory_gateway.machine(each).state for each in made] == [{"k": "v"}, {}, {}], "the first is served"
     process.send_signal(signal.SIGINT)
-    assert process.wait(_SECONDS) == 0 and sandboxes(api) == []
+    assert process.wait(_SECONDS) == 0 and list_sandboxes(api) == []
     with pytest.raises(ConnectionRefusedError):
         sandbox.ping()
 
 
-def test_its_time_is_up(api: httpx.Client, target: str) -> None:
+def test_the_command_ends_at_the_timeout(api: httpx.Client, target: str) -> None:
     argv = ["forkd", "fork", "--tag", "base", "--settle-secs", "0"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=_SECONDS, check=True)
-    assert len(done.stdout.split()) == 1 and sandboxes(api) == []
+    assert len(done.stdout.split()) == 1 and list_sandboxes(api) == []
 
 
-def test_a_killed_command_leaves_nothing_for_long(served: Served, api: httpx.Client, start: Start) -> None:
+def test_the_sandbox_of_a_killed_command_expires(
+    memory_gateway: MemoryGateway, api: httpx.Client, start: Start
+) -> None:
     process = start("fork", "--tag", "base", "-n", "2", settings=("command.LEASE_SECONDS = 2",))
     time.sleep(2.2)
-    assert len(sandboxes(api)) == 2, "their lives are prolonged"
+    assert len(list_sandboxes(api)) == 2, "their lives are prolonged"
     process.kill()
-    eventually(lambda: sandboxes(api) == [], _SECONDS)
+    eventually(lambda: list_sandboxes(api) == [], _SECONDS)
 
 
-def test_without_its_sandbox_it_ends(api: httpx.Client, start: Start) -> None:
+def test_the_command_ends_with_its_sandbox(api: httpx.Client, start: Start) -> None:
     process = start("fork", "--tag", "base", "-n", "2", settings=("command.LEASE_SECONDS = 3",))
     assert process.stdout is not None
     first = process.stdout.readline().strip()
     api.delete(f"/v1/sandboxes/{first}").raise_for_status()
     _, errors = process.communicate(timeout=_SECONDS)
-    assert process.returncode == 1 and "not found" in errors and sandboxes(api) == []
+    assert process.returncode == 1 and "not found" in errors and list_sandboxes(api) == []
 
 
-def test_attach(served: Served, api: httpx.Client, start: Start, target: str) -> None:
+def test_attach(memory_gateway: MemoryGateway, api: httpx.Client, start: Start, target: str) -> None:
     made = api.post("/v1/sandboxes", json={"snapshot_tag": "base"}).json()[0]["id"]
     process = start("attach", made)
     sandbox = forkd.Sandbox(target=target, spawn=False)
     assert sandbox.eval("6 * 7") == "42"
     process.terminate()
-    assert process.wait(_SECONDS) == 0 and sandboxes(api) == [made]
+    assert process.wait(_SECONDS) == 0 and list_sandboxes(api) == [made]
 
 
-def test_what_keeps_it_from_starting(
-    served: Served, api: httpx.Client, target: str, failing: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+def test_startup_errors(
+    memory_gateway: MemoryGateway,
+    api: httpx.Client,
+    target: str,
+    failing: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fork = ("fork", "--tag", "base")
     assert "'gone' not found" in failing("attach", "gone")
@@ -197,10 +203,10 @@ def test_what_keeps_it_from_starting(
         assert "listens on" in failing(*fork)
     local = "set FORKD_TARGET=127.0.0.1:8888"
     assert f"not an address of this machine: {local}" in failing(*fork, "--listen", "192.0.2.1:8888")
-    assert "asks nobody" in failing(*fork, "--listen", f"0.0.0.0:{session.free_port()}")
+    assert "no authentication" in failing(*fork, "--listen", f"0.0.0.0:{session.free_port()}")
     assert "HOST:PORT" in failing(*fork, "--listen", "8888")
     monkeypatch.setenv("FORKD_TOKEN", READ_KEY)
-    assert "needs admin" in failing(*fork)
+    assert "needs a key with scope admin" in failing(*fork)
     monkeypatch.setenv("FORKD_TOKEN", "nonsense-0123456789")
     assert "set FORKD_TOKEN" in failing(*fork)
     monkeypatch.setenv("FORKD_URL", f"http://127.0.0.1:{session.free_port()}")
@@ -209,32 +215,32 @@ def test_what_keeps_it_from_starting(
     assert "cannot be reached" in failing(*fork)
     with other_server() as url:
         monkeypatch.setenv("FORKD_URL", url)
-        assert "is no gateway" in failing(*fork)
+        assert "is not a gateway" in failing(*fork)
     monkeypatch.setenv("FORKD_URL", "ftp://gateway")
     assert "not a gateway's address" in failing(*fork)
-    assert sandboxes(api) == []
+    assert list_sandboxes(api) == []
 
 
-def test_all_addresses_where_it_is_allowed(api: httpx.Client, start: Start, target: str) -> None:
+def test_all_addresses_are_allowed_on_request(api: httpx.Client, start: Start, target: str) -> None:
     start("fork", "--tag", "base", "--remote", "--listen", f"0.0.0.0:{target.rpartition(':')[2]}")
     assert forkd.Sandbox(target=target, spawn=False).ping()["pong"] is True
 
 
-def test_the_help_warns(target: str, failing: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_contains_a_warning(target: str, failing: object, capsys: pytest.CaptureFixture[str]) -> None:
     from sandbox_gateway_forkd.command import main
 
     for command in ("fork", "attach"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
-        assert "asks nobody" in " ".join(capsys.readouterr().out.split())
+        assert "no authentication" in " ".join(capsys.readouterr().out.split())
     for wrong in (["fork"], ["fork", "--tag", "x", "-n", "0"], ["fork", "--tag", "x", "--settle-secs", "nan"], []):
         with pytest.raises(SystemExit) as ended:
             main(wrong)
         assert ended.value.code == 2
 
 
-def test_clients_that_misbehave(api: httpx.Client, start: Start, target: str) -> None:
-    """One after the other; none of them affects the next."""
+def test_misbehaving_clients(api: httpx.Client, start: Start, target: str) -> None:
+    """The clients connect one after the other. None of them affects the next."""
     start("fork", "--tag", "base", settings=("port.IDLE_SECONDS = 2", "port.MOST_CONNECTIONS = 4"))
     for line, words in (
         (b"{\xff\xfe\n", "JSON"),
@@ -246,14 +252,14 @@ def test_clients_that_misbehave(api: httpx.Client, start: Start, target: str) ->
         (b"{}\n", "unknown action"),
         (b'{"action": "exec", "args": ["x"], "timeout": NaN}\n', "NaN"),
         (b'{"action": "exec", "args": ["x"], "timeout": -1}\n', "timeout_secs"),
-        (b'{"action": "exec", "args": ["\\ud800"]}\n', "asked"),
+        (b'{"action": "exec", "args": ["\\ud800"]}\n', "invalid request"),
         (b'{"action": "exec"}\n', "args"),
         (b'{"action": "eval"}\n', "code"),
     ):
-        (answer,) = talk(target, line)
+        (answer,) = exchange(target, line)
         assert words in answer["error"] and answer["exit_code"] == 1, line[:80]
-    assert talk(target, b"") == []
-    assert [one["pong"] for one in talk(target, b'{"action": "ping"}\n' * 3)] == [True] * 3
+    assert exchange(target, b"") == []
+    assert [one["pong"] for one in exchange(target, b'{"action": "ping"}\n' * 3)] == [True] * 3
     host, _, port = target.rpartition(":")
     with pytest.raises(OSError), socket.create_connection((host, int(port)), timeout=_SECONDS) as connection:
         for _ in range(100):
@@ -261,7 +267,7 @@ def test_clients_that_misbehave(api: httpx.Client, start: Start, target: str) ->
     idle = [socket.create_connection((host, int(port)), timeout=_SECONDS) for _ in range(4)]
     try:
         idle[0].sendall(b'{"action"')
-        assert "at once" in talk(target, b"")[0]["error"]
+        assert "connections is reached" in exchange(target, b"")[0]["error"]
         for connection in idle:
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(1) == b"", "who says nothing for long is let go"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.served import ADMIN_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 
 _SCRIPT = """
 import json, sys
@@ -37,12 +37,12 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     return cert, key
 
 
-def test_the_e2b_client_needs_no_setting(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+def test_the_e2b_client_works_without_settings(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
-    served = Served(tmp_path, server={"tls_cert": str(cert), "tls_key": str(key)})
+    gateway = MemoryGateway(tmp_path, server={"tls_cert": str(cert), "tls_key": str(key)})
     try:
-        served.build_template("base", packages=["python3"])
-        url = f"https://localhost:{served.port}"
+        gateway.build_template("base", packages=["python3"])
+        url = f"https://localhost:{gateway.port}"
         options = {"api_key": ADMIN_KEY, "api_url": url, "sandbox_url": url, "http_version": "2"}
         ended = subprocess.run(
             [sys.executable, "-c", _SCRIPT, json.dumps(options)],
@@ -54,4 +54,4 @@ def test_the_e2b_client_needs_no_setting(tmp_path: Path, certificate: tuple[Path
         )
         assert ended.stdout.split() == ["True", "True", "False"], ended.stderr
     finally:
-        served.end()
+        gateway.end()

@@ -9,7 +9,7 @@ from collections import Counter
 
 from benchmarks.mixed_use import MixedUse
 from tests.api.inside import eventually
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 
 ROUNDS = 40
 KEPT = 25
@@ -18,26 +18,26 @@ and three sandboxes; a leak in any of these leaves several objects.
 """
 
 
-def test_rounds_of_use_leave_nothing(served: Served) -> None:
-    use = MixedUse(served.client, "base", clients=2)
+def test_repeated_use_leaks_nothing(memory_gateway: MemoryGateway) -> None:
+    use = MixedUse(memory_gateway.client, "base", clients=2)
     use.rounds(15)
-    before, blocks = _objects()
+    before, blocks = _count_objects()
     use.rounds(ROUNDS)
 
-    def kept() -> dict[str, int]:
+    def leaked_types() -> dict[str, int]:
         """Types with at least one additional object for each round."""
-        now = _objects()[0]
+        now = _count_objects()[0]
         # The event loop keeps a cancelled timer and its context until the timer would have been due.
         kinds = now.keys() - {"TimerHandle", "Context"}
         return {name: now[name] - before[name] for name in kinds if now[name] - before[name] >= ROUNDS}
 
     with contextlib.suppress(AssertionError):
-        eventually(lambda: not kept(), seconds=30)
-    assert kept() == {}
-    assert _objects()[1] - blocks < ROUNDS * KEPT
+        eventually(lambda: not leaked_types(), seconds=30)
+    assert leaked_types() == {}
+    assert _count_objects()[1] - blocks < ROUNDS * KEPT
 
 
-def _objects() -> tuple[Counter[str], int]:
+def _count_objects() -> tuple[Counter[str], int]:
     """Objects that the garbage collector knows, by type; and the number of all allocated blocks."""
     gc.collect()
     return Counter(type(each).__name__ for each in gc.get_objects()), sys.getallocatedblocks()

@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from sandbox_gateway.server.serving import document
-from tests.api.served import ADMIN_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 
 EXAMPLES = 8
 """Requests of each route."""
@@ -25,17 +25,17 @@ REFS = ("base", "one", "vol", "nothing")
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
     """A separate gateway: the requests may rename or remove anything on it."""
-    served = Served(tmp_path_factory.mktemp("fuzzed"), limits={"sandboxes": 20})
+    gateway = MemoryGateway(tmp_path_factory.mktemp("fuzzed"), limits={"sandboxes": 20})
     try:
-        served.build_template("base")
-        with served.client() as client:
+        gateway.build_template("base")
+        with gateway.client() as client:
             client.post("/sandboxes", json={"templateID": "base", "name": "one"})
             client.post("/volumes", json={"name": "vol"})
-        yield served
+        yield gateway
     finally:
-        served.end()
+        gateway.end()
 
 
 def operations() -> list[Any]:
@@ -46,22 +46,22 @@ def operations() -> list[Any]:
 
 
 @pytest.mark.parametrize("operation", operations(), ids=lambda one: f"{one.method.upper()} {one.path}")
-def test_what_the_document_says_is_so(own: Served, operation: Any) -> None:
+def test_answers_match_the_document(own: MemoryGateway, operation: Any) -> None:
     checks = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(case=operation.as_strategy())
     @seed(20_26)
-    def tried(case: Any) -> None:
+    def try_request(case: Any) -> None:
         if "ref" in case.path_parameters and case.path_parameters["ref"] not in ("", ".", ".."):
             case.path_parameters["ref"] = REFS[len(case.path_parameters["ref"]) % len(REFS)]
         response = case.call(base_url=own.url, headers={"X-API-Key": ADMIN_KEY}, timeout=20)
         case.validate_response(response, checks=checks)
 
-    tried()
+    try_request()
 
 
-def test_the_document_has_everything(own: Served) -> None:
+def test_the_document_is_complete(own: MemoryGateway) -> None:
     with own.client(ADMIN_KEY) as client:
         raw = client.get("/openapi.json").json()
     assert raw["components"]["securitySchemes"].keys() == {"key", "bearer"}
@@ -73,7 +73,7 @@ def test_the_document_has_everything(own: Served) -> None:
     assert raw["paths"]["/health"]["get"]["security"] == []
 
 
-def test_metrics(own: Served) -> None:
+def test_metrics(own: MemoryGateway) -> None:
     with own.client(ADMIN_KEY) as client:
         client.get("/sandboxes/nothing")
         text = client.get("/metrics").text
@@ -81,7 +81,7 @@ def test_metrics(own: Served) -> None:
     assert 'route="/sandboxes/{ref}",status="404"' in text
 
 
-def test_health_needs_no_key(own: Served) -> None:
+def test_health_needs_no_key(own: MemoryGateway) -> None:
     answer = httpx.get(f"{own.url}/health")
     assert answer.status_code == 200
     assert answer.json().keys() == {"status", "sandboxes", "version", "backend"}

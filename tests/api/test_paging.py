@@ -7,10 +7,10 @@ import base64
 import httpx
 import pytest
 
-from tests.api.test_sandboxes import create
+from tests.api.test_sandboxes import create_sandbox
 
 
-def walk(api: httpx.Client, route: str, key: str, **params: str | int) -> list[list[str]]:
+def walk_pages(api: httpx.Client, route: str, key: str, **params: str | int) -> list[list[str]]:
     pages, token = [], ""
     while True:
         answer = api.get(route, params={**params, **({"nextToken": token} if token else {})})
@@ -21,32 +21,32 @@ def walk(api: httpx.Client, route: str, key: str, **params: str | int) -> list[l
             return pages
 
 
-def test_every_page(api: httpx.Client) -> None:
+def test_every_page_is_returned(api: httpx.Client) -> None:
     for number in range(5):
-        create(api, name=f"n{number}")
+        create_sandbox(api, name=f"n{number}")
     names = [f"n{number}" for number in range(5)]
-    assert walk(api, "/sandboxes", "name", limit=2) == [names[:2], names[2:4], names[4:]]
-    assert walk(api, "/sandboxes", "name", limit=5) == [names]
-    assert walk(api, "/v2/sandboxes", "name", limit=3, order="desc") == [names[:1:-1], names[1::-1]]
+    assert walk_pages(api, "/sandboxes", "name", limit=2) == [names[:2], names[2:4], names[4:]]
+    assert walk_pages(api, "/sandboxes", "name", limit=5) == [names]
+    assert walk_pages(api, "/v2/sandboxes", "name", limit=3, order="desc") == [names[:1:-1], names[1::-1]]
 
 
 def test_changes_between_pages(api: httpx.Client) -> None:
     for number in range(4):
-        create(api, name=f"n{number}")
+        create_sandbox(api, name=f"n{number}")
     first = api.get("/sandboxes", params={"limit": 2})
     api.delete("/sandboxes/n1")
     api.delete("/sandboxes/n2")
-    create(api, name="n4")
+    create_sandbox(api, name="n4")
     second = api.get("/sandboxes", params={"limit": 2, "nextToken": first.headers["x-next-token"]})
     assert [item["name"] for item in second.json()] == ["n3", "n4"]
 
 
-def test_snapshots_and_templates_have_pages_too(api: httpx.Client) -> None:
-    create(api, name="one")
+def test_snapshots_and_templates_have_pages(api: httpx.Client) -> None:
+    create_sandbox(api, name="one")
     for number in range(3):
         api.post("/sandboxes/one/snapshots", json={"name": f"s{number}"})
-    assert [len(page) for page in walk(api, "/snapshots", "snapshotID", limit=2)] == [2, 1]
-    assert len(walk(api, "/templates", "templateID", limit=1)) == len(api.get("/templates").json())
+    assert [len(page) for page in walk_pages(api, "/snapshots", "snapshotID", limit=2)] == [2, 1]
+    assert len(walk_pages(api, "/templates", "templateID", limit=1)) == len(api.get("/templates").json())
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_bad_tokens(api: httpx.Client, token: str) -> None:
     assert answer.status_code == 400 and "nextToken" in answer.json()["message"]
 
 
-def test_a_token_of_the_other_order(api: httpx.Client) -> None:
-    create(api), create(api)
+def test_a_token_for_the_other_order(api: httpx.Client) -> None:
+    create_sandbox(api), create_sandbox(api)
     token = api.get("/sandboxes", params={"limit": 1}).headers["x-next-token"]
     assert api.get("/sandboxes", params={"order": "desc", "nextToken": token}).status_code == 400
 

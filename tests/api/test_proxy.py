@@ -21,133 +21,150 @@ from tests.api.inside import (
     AGENT_PORT,
     PORT,
     Service,
-    address,
-    at,
     eventually,
-    head,
     host,
-    line,
-    raw,
-    reply,
-    status_of,
-    to,
+    machine_address,
+    make_reply,
+    port_headers,
+    port_headers_with_host,
+    raw_connection,
+    raw_service,
+    read_status,
+    request_head,
 )
-from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
-from tests.api.test_sandboxes import create
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
+from tests.api.test_sandboxes import create_sandbox
 
 
-@pytest.mark.parametrize("addressed", [to, at])
-def test_a_request_arrives_as_it_was_sent(api: httpx.Client, one: dict[str, Any], addressed: Any) -> None:
+@pytest.mark.parametrize("addressed", [port_headers, port_headers_with_host])
+def test_a_request_is_forwarded_unchanged(api: httpx.Client, sandbox: dict[str, Any], addressed: Any) -> None:
     own = {"X-Own": "1", "Keep-Alive": "timeout=3"}
-    answer = api.post("/echo/a%2Fb//c?x=1&y=%20z", content=b"hello", headers=addressed(one, **own))
+    answer = api.post("/echo/a%2Fb//c?x=1&y=%20z", content=b"hello", headers=addressed(sandbox, **own))
     assert answer.status_code == 201 and answer.headers["x-inside"] == "yes"
     assert "keep-alive" not in answer.headers
     told = answer.json()
     assert told["target"] == "/echo/a%2Fb//c?x=1&y=%20z" and told["body"] == "hello"
     headers = told["headers"]
     assert headers["x-own"] == "1" and headers["content-length"] == "5" and "keep-alive" not in headers
-    assert headers["x-access-token"] == one["envdAccessToken"]
-    assert headers["host"] == (host(one) if addressed is at else f"localhost:{AGENT_PORT}")
+    assert headers["x-access-token"] == sandbox["envdAccessToken"]
+    assert headers["host"] == (host(sandbox) if addressed is port_headers_with_host else f"localhost:{AGENT_PORT}")
 
 
-def test_hosts_with_ports_and_capitals(api: httpx.Client, one: dict[str, Any]) -> None:
-    name = one["sandboxID"]
+def test_hosts_with_ports_and_capitals(api: httpx.Client, sandbox: dict[str, Any]) -> None:
+    name = sandbox["sandboxID"]
     for asked in (f"{AGENT_PORT}-{name}.SANDBOX.local:8443", f"{AGENT_PORT}-{name.upper()}.sandbox.local"):
         assert api.get("/echo", headers={"Host": asked}).status_code == 201
     assert api.get("/echo", headers={"Host": f"{AGENT_PORT}-{name}.elsewhere.example"}).status_code == 404
 
 
-def test_keys_stay_outside(served: Served, one: dict[str, Any]) -> None:
-    with served.client("") as client:
+def test_keys_are_not_forwarded(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
+    with memory_gateway.client("") as client:
         for header in ({"X-API-Key": EXEC_KEY}, {"Authorization": f"Bearer {EXEC_KEY}"}):
-            told = client.get("/echo", headers=to(one, **header)).json()
+            told = client.get("/echo", headers=port_headers(sandbox, **header)).json()
             assert EXEC_KEY not in str(told)
         both = {"X-API-Key": EXEC_KEY, "Authorization": "Bearer the-services-own"}
-        passed = client.get("/echo", headers=to(one, **both)).json()["headers"]
-        twice = [*to(one).items(), ("Authorization", "Bearer other"), ("Authorization", f"Bearer {EXEC_KEY}")]
+        passed = client.get("/echo", headers=port_headers(sandbox, **both)).json()["headers"]
+        twice = [
+            *port_headers(sandbox).items(),
+            ("Authorization", "Bearer other"),
+            ("Authorization", f"Bearer {EXEC_KEY}"),
+        ]
         assert EXEC_KEY not in client.get("/echo", headers=[*twice, ("X-API-Key", EXEC_KEY)]).text
         assert passed["authorization"] == "Bearer the-services-own" and "x-api-key" not in passed
         basic = {"X-API-Key": EXEC_KEY, "Authorization": "Basic dXNlcjo="}
-        assert client.get("/echo", headers=to(one, **basic)).json()["headers"]["authorization"] == "Basic dXNlcjo="
+        assert (
+            client.get("/echo", headers=port_headers(sandbox, **basic)).json()["headers"]["authorization"]
+            == "Basic dXNlcjo="
+        )
 
 
-def test_who_may(api: httpx.Client, anyone: httpx.Client, one: dict[str, Any]) -> None:
-    token = {"X-Access-Token": one["envdAccessToken"]}
-    assert anyone.get("/echo", headers=to(one, **token)).status_code == 201
-    other = create(api)
+def test_access_to_ports(api: httpx.Client, keyless_client: httpx.Client, sandbox: dict[str, Any]) -> None:
+    token = {"X-Access-Token": sandbox["envdAccessToken"]}
+    assert keyless_client.get("/echo", headers=port_headers(sandbox, **token)).status_code == 201
+    other = create_sandbox(api)
     for headers in (
-        to(one),
-        to(other, **token),
-        to(one, **{"X-Access-Token": "wrong"}),
-        to({"sandboxID": "0" * 12}, **token),
-        to(one, **{"X-API-Key": "wrong-key-0123456789"}),
+        port_headers(sandbox),
+        port_headers(other, **token),
+        port_headers(sandbox, **{"X-Access-Token": "wrong"}),
+        port_headers({"sandboxID": "0" * 12}, **token),
+        port_headers(sandbox, **{"X-API-Key": "wrong-key-0123456789"}),
     ):
-        answer = anyone.get("/echo", headers=headers)
+        answer = keyless_client.get("/echo", headers=headers)
         assert answer.status_code == 401 and answer.json()["kind"] == "unauthorized", headers
-    assert anyone.get("/echo", headers=to(one, **{"X-API-Key": READ_KEY})).status_code == 403
-    assert anyone.get("/echo", headers=to(one, **{"X-API-Key": READ_KEY}, **token)).status_code == 201
-    assert anyone.get("/echo", headers=to({"sandboxID": "0" * 12}, **{"X-API-Key": ADMIN_KEY})).status_code == 502
-    assert anyone.get("/sandboxes", headers=token).status_code == 401, "a token opens no control plane"
+    assert keyless_client.get("/echo", headers=port_headers(sandbox, **{"X-API-Key": READ_KEY})).status_code == 403
+    assert (
+        keyless_client.get("/echo", headers=port_headers(sandbox, **{"X-API-Key": READ_KEY}, **token)).status_code
+        == 201
+    )
+    assert (
+        keyless_client.get(
+            "/echo", headers=port_headers({"sandboxID": "0" * 12}, **{"X-API-Key": ADMIN_KEY})
+        ).status_code
+        == 502
+    )
+    assert keyless_client.get("/sandboxes", headers=token).status_code == 401, "a token opens no control plane"
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "999999", "-1", "x", ""])
-def test_impossible_ports(api: httpx.Client, one: dict[str, Any], port: str) -> None:
-    answer = api.get("/echo", headers=to(one, port))
+def test_impossible_ports(api: httpx.Client, sandbox: dict[str, Any], port: str) -> None:
+    answer = api.get("/echo", headers=port_headers(sandbox, port))
     assert answer.status_code == 400 and "1 to 65535" in answer.json()["message"]
 
 
-def test_a_port_where_nothing_listens(api: httpx.Client, one: dict[str, Any]) -> None:
-    answer = api.get("/", headers=to(one, PORT))
+def test_a_port_where_nothing_listens(api: httpx.Client, sandbox: dict[str, Any]) -> None:
+    answer = api.get("/", headers=port_headers(sandbox, PORT))
     assert answer.status_code == 502 and answer.json()["kind"] == "backend_failed"
     assert "nothing listens on port 3000" in answer.json()["message"] and "port is not open" in answer.json()["message"]
 
 
-def test_a_large_body_passes(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+def test_a_large_body_is_forwarded(memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]) -> None:
     def chunks() -> Iterator[bytes]:
         for _ in range(80):
             yield b"x" * 100_000
 
-    told = api.post("/echo", content=chunks(), headers=to(one)).json()
+    told = api.post("/echo", content=chunks(), headers=port_headers(sandbox)).json()
     assert told["length"] == 8_000_000 and told["headers"]["transfer-encoding"] == "chunked"
 
 
-def test_an_answer_is_streamed_and_ends_with_its_reader(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
-    with served.client() as client, client.stream("GET", "/stream", headers=to(one)) as answer:
+def test_an_answer_is_streamed_until_its_reader_leaves(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
+) -> None:
+    with memory_gateway.client() as client, client.stream("GET", "/stream", headers=port_headers(sandbox)) as answer:
         lines = answer.iter_lines()
         assert [next(lines), next(lines)] == ["tick 0", "tick 1"]
-    machine = served.machine(one["sandboxID"])
+    machine = memory_gateway.machine(sandbox["sandboxID"])
     eventually(lambda: not machine.connections)
 
 
 def test_a_paused_sandbox(api: httpx.Client) -> None:
-    stays, wakes = create(api), create(api, autoPause=True, autoResume={"enabled": True})
+    stays, wakes = create_sandbox(api), create_sandbox(api, autoPause=True, autoResume={"enabled": True})
     for sandbox in (stays, wakes):
         api.post(f"/sandboxes/{sandbox['sandboxID']}/pause")
-    answer = api.get("/echo", headers=to(stays))
+    answer = api.get("/echo", headers=port_headers(stays))
     assert answer.status_code == 502 and answer.json()["kind"] == "conflict"
     assert "is paused: resume it first" in answer.json()["message"] and "was not found" in answer.json()["message"]
-    assert api.get("/echo", headers=to(wakes)).status_code == 201
+    assert api.get("/echo", headers=port_headers(wakes)).status_code == 201
     assert api.get(f"/sandboxes/{wakes['sandboxID']}").json()["state"] == "running"
 
 
-def test_hop_by_hop_headers_of_the_callers_choice(api: httpx.Client, one: dict[str, Any]) -> None:
+def test_hop_by_hop_headers_named_by_the_caller(api: httpx.Client, sandbox: dict[str, Any]) -> None:
     sent = {"Connection": "keep-alive, X-Private", "X-Private": "1", "TE": "trailers", "Proxy-Authorization": "x"}
-    headers = api.get("/echo", headers=to(one, **sent)).json()["headers"]
+    headers = api.get("/echo", headers=port_headers(sandbox, **sent)).json()["headers"]
     assert not {"x-private", "te", "proxy-authorization"} & set(headers)
 
 
-def test_of_many_first_requests_all_wait_for_the_one_resume(served: Served, api: httpx.Client) -> None:
-    wakes = create(api, autoPause=True, autoResume={"enabled": True})
+def test_concurrent_requests_wait_for_one_resume(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    wakes = create_sandbox(api, autoPause=True, autoResume={"enabled": True})
     api.post(f"/sandboxes/{wakes['sandboxID']}/pause")
-    before, served.host.slow = served.host.forked, 0.3
+    before, memory_gateway.host.slow = memory_gateway.host.forked, 0.3
 
     def ask(_: int) -> int:
-        with served.client() as client:
-            return client.get("/echo", headers=to(wakes)).status_code
+        with memory_gateway.client() as client:
+            return client.get("/echo", headers=port_headers(wakes)).status_code
 
     with ThreadPoolExecutor(6) as many:
         assert set(many.map(ask, range(6))) == {201}
-    assert served.host.forked == before + 1
+    assert memory_gateway.host.forked == before + 1
 
 
 # --- ambiguous requests, and harmful answers -------------------------------------------------------------------------
@@ -155,36 +172,36 @@ def test_of_many_first_requests_all_wait_for_the_one_resume(served: Served, api:
 KEY = f"X-API-Key: {EXEC_KEY}"
 
 
-def test_requests_that_could_be_understood_in_two_ways(served: Served, one: dict[str, Any]) -> None:
+def test_ambiguous_requests_are_refused(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     chunk = b"5\r\nhello\r\n0\r\n\r\n"
-    mine = f"Host: {host(one, PORT)}"
-    with raw(served, one) as service:
+    mine = f"Host: {host(sandbox, PORT)}"
+    with raw_service(memory_gateway, sandbox) as service:
         for request, status in (
-            (head("POST /", mine, KEY, "Content-Length: 5", "Transfer-Encoding: chunked") + chunk, 400),
-            (head("POST /", mine, KEY, "Transfer-Encoding: chunked", "Content-Length: 15") + chunk, 400),
-            (head("POST /", mine, KEY, "Content-Length: 5", "Content-Length: 6") + b"hello", 400),
-            (head("POST /", mine, KEY, "Transfer-Encoding: gzip, chunked") + chunk, 400),
-            (head("GET /", mine, mine, KEY), 400),
-            (head("GET /", mine, "Host: elsewhere", KEY), 400),
-            (head("GET /", KEY), 400),
-            (head("GET http://elsewhere.example/", mine, KEY), 400),
-            (head("OPTIONS *", mine, KEY), 400),
-            (head("CONNECT localhost:22", mine, KEY), 501),
-            (head("GET /", mine, KEY, "Connection: upgrade", "Upgrade: tcp"), 501),
+            (request_head("POST /", mine, KEY, "Content-Length: 5", "Transfer-Encoding: chunked") + chunk, 400),
+            (request_head("POST /", mine, KEY, "Transfer-Encoding: chunked", "Content-Length: 15") + chunk, 400),
+            (request_head("POST /", mine, KEY, "Content-Length: 5", "Content-Length: 6") + b"hello", 400),
+            (request_head("POST /", mine, KEY, "Transfer-Encoding: gzip, chunked") + chunk, 400),
+            (request_head("GET /", mine, mine, KEY), 400),
+            (request_head("GET /", mine, "Host: elsewhere", KEY), 400),
+            (request_head("GET /", KEY), 400),
+            (request_head("GET http://elsewhere.example/", mine, KEY), 400),
+            (request_head("OPTIONS *", mine, KEY), 400),
+            (request_head("CONNECT localhost:22", mine, KEY), 501),
+            (request_head("GET /", mine, KEY, "Connection: upgrade", "Upgrade: tcp"), 501),
         ):
-            with line(served, request) as connection:
-                assert status_of(connection)[0] == status, request
-        hidden = chunk + head("GET /hidden", mine, KEY)
+            with raw_connection(memory_gateway, request) as connection:
+                assert read_status(connection)[0] == status, request
+        hidden = chunk + request_head("GET /hidden", mine, KEY)
         for whose in (mine, "Host: gateway"):
-            both = head("POST /", whose, KEY, f"Content-Length: {len(hidden)}", "Transfer-Encoding: chunked")
-            with line(served, both + hidden) as connection:
-                assert status_of(connection)[0] == 400
+            both = request_head("POST /", whose, KEY, f"Content-Length: {len(hidden)}", "Transfer-Encoding: chunked")
+            with raw_connection(memory_gateway, both + hidden) as connection:
+                assert read_status(connection)[0] == 400
                 assert connection.recv(4096) == b"", "what follows is not read"
         assert not service.heads
         h2c = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk")
-        with line(served, head("GET /", mine, KEY, *h2c)) as connection:
-            assert status_of(connection)[0] == 200, "who offers HTTP/2 takes an answer of HTTP/1.1"
-        assert not {"upgrade", "http2-settings"} & set(service.headers())
+        with raw_connection(memory_gateway, request_head("GET /", mine, KEY, *h2c)) as connection:
+            assert read_status(connection)[0] == 200, "who offers HTTP/2 takes an answer of HTTP/1.1"
+        assert not {"upgrade", "http2-settings"} & set(service.request_headers())
 
 
 @pytest.mark.parametrize(
@@ -199,33 +216,35 @@ def test_requests_that_could_be_understood_in_two_ways(served: Served, one: dict
         b"",
     ],
 )
-def test_answers_that_are_none(served: Served, api: httpx.Client, one: dict[str, Any], answer: bytes) -> None:
-    with raw(served, one, answer) as service:
-        told = api.post("/", content=b"x", headers=to(one, PORT))
+def test_invalid_answers(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], answer: bytes
+) -> None:
+    with raw_service(memory_gateway, sandbox, answer) as service:
+        told = api.post("/", content=b"x", headers=port_headers(sandbox, PORT))
         assert told.status_code == 502 and "port 3000" in told.json()["message"], told.text
         eventually(lambda: not service.open)
 
 
-def test_of_two_lengths_of_an_answer_one_holds(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+def test_an_answer_with_two_lengths(memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]) -> None:
     both = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
-    with raw(served, one, both + b"0\r\nX-Trailer: 1\r\n\r\n"):
-        answer = api.get("/", headers=to(one, PORT))
+    with raw_service(memory_gateway, sandbox, both + b"0\r\nX-Trailer: 1\r\n\r\n"):
+        answer = api.get("/", headers=port_headers(sandbox, PORT))
         assert answer.text == "hello" and "content-length" not in answer.headers
         assert "x-trailer" not in answer.headers
 
 
-def test_headers_of_an_answer_that_are_for_more_than_its_sandbox(
-    served: Served, api: httpx.Client, one: dict[str, Any]
+def test_answer_headers_that_affect_other_sandboxes_are_removed(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
-    mine = host(one, PORT)
+    mine = host(sandbox, PORT)
     kept = ("a=1; Path=/", f"b=1; Domain={mine}", f"c=1; domain=.{mine.upper()}")
     wide = ("d=1; Domain=sandbox.local", "e=1;domain=.sandbox.local; Secure", f"f=1; Domain={mine}; Domain=local")
     fields = [f"Set-Cookie: {cookie}" for cookie in (*kept, *wide)]
     fields += ["Strict-Transport-Security: max-age=1", 'Alt-Svc: h3=":443"', "Proxy-Authenticate: Basic", "X-Own: 1"]
-    with raw(served, one, reply("200 OK", b"ok", *fields)):
-        by_host = api.get("/", headers=at(one, PORT)).headers
+    with raw_service(memory_gateway, sandbox, make_reply("200 OK", b"ok", *fields)):
+        by_host = api.get("/", headers=port_headers_with_host(sandbox, PORT)).headers
         assert by_host.get_list("set-cookie") == list(kept) and "strict-transport-security" in by_host
-        by_header = api.get("/", headers=to(one, PORT)).headers
+        by_header = api.get("/", headers=port_headers(sandbox, PORT)).headers
         assert not {"set-cookie", "strict-transport-security"} & set(by_header)
         for headers in (by_host, by_header):
             assert headers["x-own"] == "1" and not {"alt-svc", "proxy-authenticate"} & set(headers)
@@ -234,28 +253,35 @@ def test_headers_of_an_answer_that_are_for_more_than_its_sandbox(
 # --- bodies ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_body_is_asked_for_by_who_may_send_it(served: Served, one: dict[str, Any]) -> None:
-    waits = (f"Host: {host(one, PORT)}", "Content-Length: 5", "Expect: 100-continue")
-    with raw(served, one) as service:
-        with line(served, head("POST /", *waits)) as connection:
-            assert status_of(connection)[0] == 401
-        with line(served, head("POST /", *waits, KEY)) as connection:
+def test_a_body_is_requested_only_from_authorized_callers(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any]
+) -> None:
+    waits = (f"Host: {host(sandbox, PORT)}", "Content-Length: 5", "Expect: 100-continue")
+    with raw_service(memory_gateway, sandbox) as service:
+        with raw_connection(memory_gateway, request_head("POST /", *waits)) as connection:
+            assert read_status(connection)[0] == 401
+        with raw_connection(memory_gateway, request_head("POST /", *waits, KEY)) as connection:
             assert connection.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
             connection.sendall(b"hello")
-            assert status_of(connection)[0] == 200
-        assert service.bodies == [b"hello"] and "expect" not in service.headers()
+            assert read_status(connection)[0] == 200
+        assert service.bodies == [b"hello"] and "expect" not in service.request_headers()
 
 
-def test_pieces_pass_as_they_come(served: Served, one: dict[str, Any]) -> None:
+def test_chunks_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     begun = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     rest = threading.Event()
 
-    async def later(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def send_later(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await asyncio.to_thread(rest.wait, 10)
         writer.write(b"3\r\ntwo\r\n0\r\nX-Trailer: 1\r\n\r\n")
 
-    chunked = head("POST /", f"Host: {host(one, PORT)}", KEY, "Transfer-Encoding: chunked", "Trailer: X-Sum")
-    with raw(served, one, begun + b"3\r\none\r\n", then=later) as service, line(served, chunked) as connection:
+    chunked = request_head(
+        "POST /", f"Host: {host(sandbox, PORT)}", KEY, "Transfer-Encoding: chunked", "Trailer: X-Sum"
+    )
+    with (
+        raw_service(memory_gateway, sandbox, begun + b"3\r\none\r\n", then=send_later) as service,
+        raw_connection(memory_gateway, chunked) as connection,
+    ):
         for piece in (b"4\r\nsent\r\n", b"5\r\nlater\r\n"):
             connection.sendall(piece)
             time.sleep(0.05)
@@ -263,7 +289,7 @@ def test_pieces_pass_as_they_come(served: Served, one: dict[str, Any]) -> None:
         got = b""
         while b"one" not in got:
             got += connection.recv(4096)
-        assert service.bodies == [b"sentlater"] and "trailer" not in service.headers() and b"two" not in got
+        assert service.bodies == [b"sentlater"] and "trailer" not in service.request_headers() and b"two" not in got
         rest.set()
         connection.settimeout(10)
         while not got.endswith(b"0\r\n\r\n"):
@@ -271,7 +297,7 @@ def test_pieces_pass_as_they_come(served: Served, one: dict[str, Any]) -> None:
         assert b"two" in got and b"Trailer" not in got
 
 
-def test_who_reads_slowly_is_waited_for(served: Served, one: dict[str, Any]) -> None:
+def test_a_slow_reader_slows_the_service(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     piece, sent = b"x" * 65536, 0
 
     async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -282,8 +308,8 @@ def test_who_reads_slowly_is_waited_for(served: Served, one: dict[str, Any]) -> 
             sent += len(piece)
 
     endless = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
-    with raw(served, one, endless, then=flood) as service:
-        with line(served, head("GET /", f"Host: {host(one, PORT)}", KEY)) as connection:
+    with raw_service(memory_gateway, sandbox, endless, then=flood) as service:
+        with raw_connection(memory_gateway, request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)) as connection:
             before = -1
             while sent != before:
                 before = sent
@@ -296,7 +322,7 @@ def test_who_reads_slowly_is_waited_for(served: Served, one: dict[str, Any]) -> 
         eventually(lambda: not service.open)
 
 
-async def _idle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _accept_and_stop_reading(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Accepts a request and then stops reading."""
     try:
         await reader.readuntil(b"\r\n\r\n")
@@ -305,13 +331,16 @@ async def _idle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-async def _idling(address: str, port: int) -> asyncio.Server:
-    return await asyncio.start_server(_idle, address, port)
+async def _listen_without_reading(address: str, port: int) -> asyncio.Server:
+    return await asyncio.start_server(_accept_and_stop_reading, address, port)
 
 
-def test_who_takes_slowly_is_waited_for(served: Served, one: dict[str, Any]) -> None:
-    request = head("PUT /", f"Host: {host(one, PORT)}", KEY, "Content-Length: 1000000000")
-    with Service(address(served, one), PORT, _idling), line(served, request) as connection:
+def test_a_slow_service_slows_the_client(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
+    request = request_head("PUT /", f"Host: {host(sandbox, PORT)}", KEY, "Content-Length: 1000000000")
+    with (
+        Service(machine_address(memory_gateway, sandbox), PORT, _listen_without_reading),
+        raw_connection(memory_gateway, request) as connection,
+    ):
         connection.settimeout(0.5)
         sent = 0
         with pytest.raises(TimeoutError):
@@ -320,10 +349,10 @@ def test_who_takes_slowly_is_waited_for(served: Served, one: dict[str, Any]) -> 
         assert 0 < sent < 32 << 20
 
 
-def test_an_answer_before_the_end_of_the_body(served: Served, one: dict[str, Any]) -> None:
+def test_an_answer_before_the_end_of_the_body(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(reply("413 Too Large", b"enough"))
+        writer.write(make_reply("413 Too Large", b"enough"))
         while await reader.read(65536):
             pass
         writer.close()
@@ -331,13 +360,15 @@ def test_an_answer_before_the_end_of_the_body(served: Served, one: dict[str, Any
     async def listen(address: str, port: int) -> asyncio.Server:
         return await asyncio.start_server(refuse, address, port)
 
-    with Service(address(served, one), PORT, listen), served.client(EXEC_KEY) as client:
-        answer = client.post("/", content=(b"x" * 65536 for _ in range(100)), headers=to(one, PORT))
+    with Service(machine_address(memory_gateway, sandbox), PORT, listen), memory_gateway.client(EXEC_KEY) as client:
+        answer = client.post("/", content=(b"x" * 65536 for _ in range(100)), headers=port_headers(sandbox, PORT))
         assert answer.status_code == 413 and answer.text == "enough"
 
 
 @pytest.mark.parametrize("half", [True, False])
-def test_a_client_that_ends_its_side_is_gone(served: Served, one: dict[str, Any], half: bool) -> None:
+def test_a_client_that_closes_its_side_has_disconnected(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], half: bool
+) -> None:
     ended = threading.Event()
 
     async def listen(address: str, port: int) -> asyncio.Server:
@@ -348,8 +379,8 @@ def test_a_client_that_ends_its_side_is_gone(served: Served, one: dict[str, Any]
 
         return await asyncio.start_server(wait, address, port)
 
-    with Service(address(served, one), PORT, listen):
-        with line(served, head("GET /", f"Host: {host(one, PORT)}", KEY)) as connection:
+    with Service(machine_address(memory_gateway, sandbox), PORT, listen):
+        with raw_connection(memory_gateway, request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)) as connection:
             time.sleep(0.1)
             assert not ended.is_set()
             if half:
@@ -361,42 +392,42 @@ def test_a_client_that_ends_its_side_is_gone(served: Served, one: dict[str, Any]
 # --- connections -----------------------------------------------------------------------------------------------------
 
 
-def test_a_connection_that_was_closed_while_it_idled_is_not_the_clients_trouble(
-    served: Served, api: httpx.Client, one: dict[str, Any]
+def test_a_closed_idle_connection_is_replaced(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     # The connection for the second request is closed when the request arrives.
-    with raw(served, one, reply(), b"", reply(body=b"anew")) as service:
-        assert api.get("/", headers=to(one, PORT)).text == "ok"
-        assert api.get("/", headers=to(one, PORT)).text == "anew"
+    with raw_service(memory_gateway, sandbox, make_reply(), b"", make_reply(body=b"anew")) as service:
+        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
+        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "anew"
         assert service.accepted == 2 and len(service.heads) == 3
-    with raw(served, one, reply(), b"", reply()) as service:
-        assert api.get("/", headers=to(one, PORT)).text == "ok"
+    with raw_service(memory_gateway, sandbox, make_reply(), b"", make_reply()) as service:
+        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
         for method, content in (("POST", b"x"), ("POST", b""), ("DELETE", b"")):
             service.heads.clear()
-            assert api.get("/", headers=to(one, PORT)).text == "ok"
-            answer = api.request(method, "/", content=content, headers=to(one, PORT))
+            assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
+            answer = api.request(method, "/", content=content, headers=port_headers(sandbox, PORT))
             assert answer.status_code == 502, "it may have been done: nobody but its sender may say it again"
             assert len(service.heads) == 2
 
 
-def test_a_limit_of_what_is_under_way(tmp_path: Path) -> None:
-    served = Served(tmp_path, limits={"connections": 2})
+def test_the_number_of_open_requests_is_limited(tmp_path: Path) -> None:
+    gateway = MemoryGateway(tmp_path, limits={"connections": 2})
     try:
-        served.build_template("base", packages=["python3"])
-        with served.client() as api:
-            one, other = create(api), create(api)
-            streams = [api.stream("GET", "/stream", headers=to(one)) for _ in range(2)]
+        gateway.build_template("base", packages=["python3"])
+        with gateway.client() as api:
+            one, other = create_sandbox(api), create_sandbox(api)
+            streams = [api.stream("GET", "/stream", headers=port_headers(one)) for _ in range(2)]
             for stream in streams:
                 stream.__enter__()
-            busy = api.get("/echo", headers=to(one))
+            busy = api.get("/echo", headers=port_headers(one))
             assert busy.status_code == 429 and int(busy.headers["retry-after"]) > 0
             assert "limits.connections" in busy.json()["message"]
-            assert api.get("/echo", headers=to(other)).status_code == 201, "it is for each sandbox"
+            assert api.get("/echo", headers=port_headers(other)).status_code == 201, "it is for each sandbox"
             streams[0].__exit__(None, None, None)
-            eventually(lambda: api.get("/echo", headers=to(one)).status_code == 201)
+            eventually(lambda: api.get("/echo", headers=port_headers(one)).status_code == 201)
             streams[1].__exit__(None, None, None)
     finally:
-        served.end()
+        gateway.end()
 
 
 _ENDINGS = {
@@ -407,39 +438,41 @@ _ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", _ENDINGS)
-def test_all_that_is_open_ends_with_the_machine(
-    served: Served, api: httpx.Client, one: dict[str, Any], ending: str
+def test_all_connections_end_with_the_machine(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], ending: str
 ) -> None:
-    """Here the service outlives the machine and closes nothing, like one in a virtual machine that was killed."""
+    """The service outlives the machine and closes nothing, like one in a virtual machine that was killed."""
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
     begun = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n"
-    mine = f"Host: {host(one, PORT)}"
+    mine = f"Host: {host(sandbox, PORT)}"
 
     async def hold(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         if len(service.heads) > 1:
             await reader.read(1)
 
     with (
-        raw(served, one, reply(), begun, b"HTTP/1.1 100 Continue\r\n\r\n", then=hold) as service,
-        served.client(EXEC_KEY) as client,
-        line(served, head("GET /", mine, KEY)) as streaming,
-        line(served) as waiting,
-        line(served) as uploading,
+        raw_service(
+            memory_gateway, sandbox, make_reply(), begun, b"HTTP/1.1 100 Continue\r\n\r\n", then=hold
+        ) as service,
+        memory_gateway.client(EXEC_KEY) as client,
+        raw_connection(memory_gateway, request_head("GET /", mine, KEY)) as streaming,
+        raw_connection(memory_gateway) as waiting,
+        raw_connection(memory_gateway) as uploading,
     ):
         eventually(lambda: len(service.heads) == 1)
-        assert status_of(streaming)[0] == 200
-        streaming.sendall(head("GET /", mine, KEY))
+        assert read_status(streaming)[0] == 200
+        streaming.sendall(request_head("GET /", mine, KEY))
         eventually(lambda: len(service.heads) == 2)
         eventually(lambda: b"first" in streaming.recv(4096, socket.MSG_PEEK))
-        waiting.sendall(head("GET /", mine, KEY))
+        waiting.sendall(request_head("GET /", mine, KEY))
         eventually(lambda: len(service.heads) == 3)
-        uploading.sendall(head("POST /", mine, KEY, "Content-Length: 10") + b"half")
+        uploading.sendall(request_head("POST /", mine, KEY, "Content-Length: 10") + b"half")
         eventually(lambda: len(service.heads) == 4)
         eventually(lambda: service.open == 3)
         method, path, body = _ENDINGS[ending]
         assert api.request(method, path, json=body).is_success
         for connection in (waiting, uploading):
-            status, told = status_of(connection)
+            status, told = read_status(connection)
             assert status == 502 and "rolled back, paused or ended" in told["message"]
         data = b""
         while piece := streaming.recv(4096):
@@ -447,32 +480,34 @@ def test_all_that_is_open_ends_with_the_machine(
         assert data.endswith(b"5\r\nfirst\r\n"), "it ends without its last piece"
         eventually(lambda: not service.open)
         asked = len(service.heads)
-        answer = client.get("/", headers=to(one, PORT))
+        answer = client.get("/", headers=port_headers(sandbox, PORT))
         assert answer.status_code == 502 and len(service.heads) == asked, "nothing goes to the old machine"
         if ending == "rollback":
             assert "port is not open" in answer.json()["message"]
-            assert client.get("/echo", headers=to(one)).status_code == 201
+            assert client.get("/echo", headers=port_headers(sandbox)).status_code == 201
         else:
             assert "was not found" in answer.json()["message"]
 
 
-def test_idle_connections_end_with_the_machine(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
+def test_idle_connections_end_with_the_machine(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
+) -> None:
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
-    with raw(served, one) as old:
-        assert api.get("/", headers=to(one, PORT)).text == "ok" and old.open == 1
+    with raw_service(memory_gateway, sandbox) as old:
+        assert api.get("/", headers=port_headers(sandbox, PORT)).text == "ok" and old.open == 1
         assert api.post("/sandboxes/one/rollback", json={"snapshotID": "s1"}).status_code == 200
         eventually(lambda: not old.open)
-        with raw(served, one, reply(body=b"new")) as new:
-            assert api.get("/", headers=to(one, PORT)).text == "new"
+        with raw_service(memory_gateway, sandbox, make_reply(body=b"new")) as new:
+            assert api.get("/", headers=port_headers(sandbox, PORT)).text == "new"
             assert len(old.heads) == len(new.heads) == 1
 
 
-def test_given_up_at_any_turn_it_leaves_no_connection() -> None:
-    """An agent ended and left idle connections; a request finds them closed, and is cancelled while it removes them."""
-    asyncio.run(_given_up_at_each_turn())
+def test_cancellation_at_any_await_leaks_no_connection() -> None:
+    """An agent ended and left idle connections. A request finds them closed, and is cancelled while it removes them."""
+    asyncio.run(_cancel_at_each_await())
 
 
-async def _given_up_at_each_turn() -> None:
+async def _cancel_at_each_await() -> None:
     accepted: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -486,8 +521,8 @@ async def _given_up_at_each_turn() -> None:
     async with server:
         port = server.sockets[0].getsockname()[1]
         for turns in range(30):
-            machine = _machine()
-            errand = _errand(port)
+            machine = _memory_machine()
+            errand = _make_request(port)
             asking = [asyncio.create_task(proxy._http(errand, machine, 300, has_body=False)) for _ in range(12)]
             writers = [await accepted.get() for _ in asking]
             for writer in writers:
@@ -504,17 +539,17 @@ async def _given_up_at_each_turn() -> None:
             while not accepted.empty():
                 accepted.get_nowait().close()
             await asyncio.sleep(0.02)
-            if stay := _connections(port):
+            if stay := _open_connections(port):
                 left[turns] = stay
     assert left == {}
 
 
-def _machine() -> pools.Machine:
+def _memory_machine() -> pools.MachineConnections:
     sandbox = types.SimpleNamespace(instance="i", started_at=None)
-    return pools.Machine(cast(Any, sandbox), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cast(Any, None))
+    return pools.MachineConnections(cast(Any, sandbox), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cast(Any, None))
 
 
-def _errand(port: int) -> proxy.Errand:
+def _make_request(port: int) -> proxy.ServiceRequest:
     async def receive() -> dict[str, Any]:
         await asyncio.Event().wait()
         raise AssertionError
@@ -524,10 +559,10 @@ def _errand(port: int) -> proxy.Errand:
 
     sandbox = types.SimpleNamespace(id="one")
     target = proxy.Target("one", port, "localhost", by_host=False)
-    return proxy.Errand({"method": "GET"}, receive, send, target, cast(Any, sandbox), "127.0.0.1", b"/", [])
+    return proxy.ServiceRequest({"method": "GET"}, receive, send, target, cast(Any, sandbox), "127.0.0.1", b"/", [])
 
 
-def _connections(port: int) -> int:
+def _open_connections(port: int) -> int:
     """Connections to ``port`` that any process still holds open."""
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     return sum(row[2].endswith(f":{port:04X}") and row[9] != "0" for row in rows)

@@ -13,25 +13,25 @@ import pytest
 
 from sandbox_gateway.api.native.shapes import ENVD_VERSION
 from tests.api.inside import eventually
-from tests.api.served import READ_KEY, Served
+from tests.api.memory_gateway import READ_KEY, MemoryGateway
 
 
-def create(api: httpx.Client, **body: Any) -> dict[str, Any]:
+def create_sandbox(api: httpx.Client, **body: Any) -> dict[str, Any]:
     answer = api.post("/sandboxes", json={"templateID": "base", **body})
     assert answer.status_code == 201, answer.text
     made: dict[str, Any] = answer.json()
     return made
 
 
-def run(api: httpx.Client, ref: str, *args: str, **more: Any) -> dict[str, Any]:
+def run_command(api: httpx.Client, ref: str, *args: str, **more: Any) -> dict[str, Any]:
     answer = api.post(f"/sandboxes/{ref}/exec", json={"args": args, **more})
     assert answer.status_code == 200, answer.text
     result: dict[str, Any] = answer.json()
     return result
 
 
-def test_create_answers_what_the_dialects_need(api: httpx.Client) -> None:
-    made = create(api, name="one", metadata={"team": "red"}, timeout=300, envVars={"A": "1"}, mcp={}, iam=None)
+def test_create_returns_the_fields_of_all_dialects(api: httpx.Client) -> None:
+    made = create_sandbox(api, name="one", metadata={"team": "red"}, timeout=300, envVars={"A": "1"}, mcp={}, iam=None)
     assert made["name"] == "one" and made["state"] == "running" and made["alias"] == "base"
     assert made["metadata"] == {"team": "red"} and made["envdVersion"] == ENVD_VERSION and made["envdAccessToken"]
     end = datetime.fromisoformat(made["endAt"])
@@ -39,27 +39,27 @@ def test_create_answers_what_the_dialects_need(api: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("timeout", [-1, None])
-def test_what_never_ends_has_a_date_all_the_same(api: httpx.Client, timeout: int | None) -> None:
-    assert create(api, timeout=timeout)["endAt"].startswith("9999-")
+def test_a_sandbox_without_timeout_has_an_end_date(api: httpx.Client, timeout: int | None) -> None:
+    assert create_sandbox(api, timeout=timeout)["endAt"].startswith("9999-")
 
 
-def test_both_versions_of_a_route_answer_alike(api: httpx.Client) -> None:
+def test_both_versions_of_a_route_give_the_same_answer(api: httpx.Client) -> None:
     made = api.post("/v2/sandboxes", json={"templateID": "base", "name": "two"}).json()
     listed = api.get("/v2/sandboxes").json()
     assert [item["sandboxID"] for item in listed] == [made["sandboxID"]]
     assert api.post("/v2/sandboxes/two/connect", json={}).json()["sandboxID"] == made["sandboxID"]
 
 
-def test_lifecycle_in_all_its_spellings(api: httpx.Client) -> None:
-    said = create(api, lifecycle={"onTimeout": "pause", "autoResume": True})
+def test_lifecycle_options_in_every_spelling(api: httpx.Client) -> None:
+    said = create_sandbox(api, lifecycle={"onTimeout": "pause", "autoResume": True})
     assert said["lifecycle"] == {"onTimeout": "pause", "autoResume": True}
-    assert create(api, autoPause=True, autoResume={"enabled": True})["lifecycle"] == said["lifecycle"]
-    assert create(api)["lifecycle"] == {"onTimeout": "kill", "autoResume": False}
+    assert create_sandbox(api, autoPause=True, autoResume={"enabled": True})["lifecycle"] == said["lifecycle"]
+    assert create_sandbox(api)["lifecycle"] == {"onTimeout": "kill", "autoResume": False}
 
 
-def test_network_in_all_its_spellings(api: httpx.Client) -> None:
-    assert create(api, allow_internet_access=False)["network"]["allowInternetAccess"] is False
-    made = create(api, network={"allowOut": ["10.0.0.1"], "denyOut": ["0.0.0.0/0"]})
+def test_network_options_in_every_spelling(api: httpx.Client) -> None:
+    assert create_sandbox(api, allow_internet_access=False)["network"]["allowInternetAccess"] is False
+    made = create_sandbox(api, network={"allowOut": ["10.0.0.1"], "denyOut": ["0.0.0.0/0"]})
     assert made["network"] == {
         "allowInternetAccess": True,
         "allowOut": ["10.0.0.1"],
@@ -87,31 +87,31 @@ def test_network_in_all_its_spellings(api: httpx.Client) -> None:
         {"autoPause": True, "autoPauseMemory": False},
     ],
 )
-def test_what_its_creator_counts_on_is_refused_not_ignored(api: httpx.Client, body: dict[str, Any]) -> None:
+def test_unsupported_options_are_refused(api: httpx.Client, body: dict[str, Any]) -> None:
     answer = api.post("/sandboxes", json={"templateID": "base", **body})
-    assert answer.status_code == 400 and "not supported here" in answer.json()["message"]
+    assert answer.status_code == 400 and "not supported, because" in answer.json()["message"]
     assert api.get("/sandboxes").json() == []
 
 
-def test_one_whose_end_fails_keeps_no_other_from_ending(
-    served: Served, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_removal_does_not_block_others(
+    memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expire = served.engine.sandboxes.expire
+    expire = memory_gateway.engine.sandboxes.expire
 
-    async def broken(ref: str) -> None:
-        if served.engine.sandboxes.get(ref).name == "stuck":
+    async def fail_for_one(ref: str) -> None:
+        if memory_gateway.engine.sandboxes.get(ref).name == "stuck":
             raise ValueError(ref)
         await expire(ref)
 
-    monkeypatch.setattr(served.engine.sandboxes, "expire", broken)
-    create(api, name="stuck", timeout=0, autoPause=True)
-    create(api, name="mortal", timeout=0)
+    monkeypatch.setattr(memory_gateway.engine.sandboxes, "expire", fail_for_one)
+    create_sandbox(api, name="stuck", timeout=0, autoPause=True)
+    create_sandbox(api, name="mortal", timeout=0)
     eventually(lambda: [each["name"] for each in api.get("/sandboxes").json()] == ["stuck"])
     monkeypatch.undo()
     eventually(lambda: api.get("/sandboxes/stuck").json()["state"] == "paused")
 
 
-def test_an_idempotency_key_makes_one_sandbox(api: httpx.Client) -> None:
+def test_an_idempotency_key_creates_one_sandbox(api: httpx.Client) -> None:
     first, second = (
         api.post("/sandboxes", json={"templateID": "base"}, headers={"Idempotency-Key": "k1"}).json() for _ in "ab"
     )
@@ -119,9 +119,23 @@ def test_an_idempotency_key_makes_one_sandbox(api: httpx.Client) -> None:
     assert len(api.get("/sandboxes").json()) == 1
 
 
+@pytest.mark.parametrize("route", ["/sandboxes/one/clone", "/sandboxes/one/fork", "/snapshots/base/fork"])
+def test_an_idempotency_key_creates_siblings_once(api: httpx.Client, route: str) -> None:
+    create_sandbox(api, name="one")
+    body, headers = {"names": ["a", "b"]}, {"Idempotency-Key": f"k {route}"}
+    for gone in ("", "b"):
+        if gone:
+            api.delete(f"/sandboxes/{gone}").raise_for_status()
+        answer = api.post(route, json=body, headers=headers)
+        assert answer.status_code == 201, answer.text
+        assert len(answer.json() if route.endswith("one/fork") else answer.json()["sandboxes"]) == (1 if gone else 2)
+    assert api.post(route, json=body, headers=headers).status_code == 201
+    assert len(api.get("/sandboxes").json()) == 2
+
+
 def test_list_filters(api: httpx.Client) -> None:
-    one = create(api, name="one", metadata={"team": "red", "odd": "a b&c"})
-    create(api, name="two", metadata={"team": "blue"}, paused=True)
+    one = create_sandbox(api, name="one", metadata={"team": "red", "odd": "a b&c"})
+    create_sandbox(api, name="two", metadata={"team": "blue"}, paused=True)
 
     def names(**params: str) -> list[str]:
         answer = api.get("/sandboxes", params=params)
@@ -139,35 +153,40 @@ def test_list_filters(api: httpx.Client) -> None:
     assert api.get("/sandboxes", params={"state": "dead"}).status_code == 400
 
 
-def test_tokens_are_not_in_lists_nor_for_readers(served: Served, api: httpx.Client) -> None:
-    create(api, name="one")
+def test_tokens_are_hidden_in_lists_and_from_readers(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    create_sandbox(api, name="one")
     assert "envdAccessToken" not in api.get("/sandboxes").json()[0]
-    with served.client(READ_KEY) as reader:
+    with memory_gateway.client(READ_KEY) as reader:
         assert "envdAccessToken" not in reader.get("/sandboxes/one").json()
     assert "envdAccessToken" in api.get("/sandboxes/one").json()
 
 
-def test_divergence_is_told_of_one(api: httpx.Client) -> None:
-    create(api, name="one")
+def test_divergence_is_reported_for_one_sandbox(api: httpx.Client) -> None:
+    create_sandbox(api, name="one")
     assert api.get("/sandboxes/one").json()["diverged"] is False
-    run(api, "one", "write", "k", "v")
+    run_command(api, "one", "write", "k", "v")
     assert api.get("/sandboxes/one").json()["diverged"] is True
     assert "diverged" not in api.get("/sandboxes").json()[0]
     assert api.get("/sandboxes?diverged=true").json()[0]["diverged"] is True
 
 
-def test_exec_passes_everything_both_ways(api: httpx.Client) -> None:
-    create(api, name="one")
-    told = run(api, "one", "env", env={"A": "1"}, cwd="/srv", user="nobody")
+def test_exec_passes_all_options_and_results(api: httpx.Client) -> None:
+    create_sandbox(api, name="one")
+    told = run_command(api, "one", "env", env={"A": "1"}, cwd="/srv", user="nobody")
     assert '"cwd": "/srv"' in told["stdout"] and '"user": "nobody"' in told["stdout"]
-    assert run(api, "one", "exit", "7") == {"exitCode": 7, "stdout": "", "stderr": "leaving\n", "timedOut": False}
-    assert run(api, "one", "cat", stdin=base64.b64encode(b"in\n").decode())["stdout"] == "in\n"
+    assert run_command(api, "one", "exit", "7") == {
+        "exitCode": 7,
+        "stdout": "",
+        "stderr": "leaving\n",
+        "timedOut": False,
+    }
+    assert run_command(api, "one", "cat", stdin=base64.b64encode(b"in\n").decode())["stdout"] == "in\n"
     assert api.post("/sandboxes/one/exec", json={"args": ["cat"], "stdin": "%"}).status_code == 400
 
 
 def test_pause_and_resume(api: httpx.Client) -> None:
-    create(api, name="one")
-    run(api, "one", "write", "k", "v")
+    create_sandbox(api, name="one")
+    run_command(api, "one", "write", "k", "v")
     assert api.post("/sandboxes/one/pause").status_code == 204
     again = api.post("/sandboxes/one/pause")
     assert again.status_code == 409 and again.json()["kind"] == "conflict"
@@ -175,12 +194,12 @@ def test_pause_and_resume(api: httpx.Client) -> None:
     assert paused["state"] == "paused" and "address" not in paused
     resumed = api.post("/sandboxes/one/resume", json={"timeout": 60})
     assert resumed.status_code == 201 and resumed.json()["state"] == "running"
-    assert run(api, "one", "read", "k")["stdout"] == "v"
+    assert run_command(api, "one", "read", "k")["stdout"] == "v"
     assert api.post("/sandboxes/one/resume").status_code == 409
 
 
 def test_connect_resumes_and_never_shortens(api: httpx.Client) -> None:
-    create(api, name="one", timeout=1000)
+    create_sandbox(api, name="one", timeout=1000)
     end = api.get("/sandboxes/one").json()["endAt"]
     assert api.post("/sandboxes/one/connect", json={"timeout": 10}).json()["endAt"] == end
     assert api.post("/sandboxes/one/connect").json()["endAt"] == end
@@ -192,7 +211,7 @@ def test_connect_resumes_and_never_shortens(api: httpx.Client) -> None:
 
 
 def test_timeouts_and_patches(api: httpx.Client) -> None:
-    made = create(api, name="one", metadata={"a": "1"})
+    made = create_sandbox(api, name="one", metadata={"a": "1"})
     assert api.post("/sandboxes/one/timeout", json={"timeout": 100}).status_code == 204
     assert not api.get("/sandboxes/one").json()["endAt"].startswith("9999-")
     changed = api.patch("/sandboxes/one", json={"name": "uno", "metadata": {"b": "2"}, "timeout": None}).json()
@@ -202,11 +221,11 @@ def test_timeouts_and_patches(api: httpx.Client) -> None:
 
 
 def test_snapshot_rollback_and_promote(api: httpx.Client) -> None:
-    source = create(api, name="one")
-    run(api, "one", "write", "k", "before")
+    source = create_sandbox(api, name="one")
+    run_command(api, "one", "write", "k", "before")
     taken = api.post("/sandboxes/one/snapshots", json={"name": "s1", "description": "first"})
     assert taken.status_code == 201 and taken.json()["pauseMs"] == 6.25
-    run(api, "one", "write", "k", "after")
+    run_command(api, "one", "write", "k", "after")
     back = api.post("/sandboxes/one/rollback", json={"snapshotID": "s1"})
     assert back.status_code == 200
     assert back.json() | {"operationID": ""} == {
@@ -215,16 +234,16 @@ def test_snapshot_rollback_and_promote(api: httpx.Client) -> None:
         "operationID": "",
         "status": "READY",
     }
-    assert run(api, "one", "read", "k")["stdout"] == "before"
+    assert run_command(api, "one", "read", "k")["stdout"] == "before"
     fork = api.post("/snapshots/s1/fork").json()
-    run(api, fork["sandboxID"], "write", "k", "won")
+    run_command(api, fork["sandboxID"], "write", "k", "won")
     promoted = api.post(f"/sandboxes/{fork['sandboxID']}/promote")
     assert promoted.status_code == 200 and promoted.json()["sandboxID"] == source["sandboxID"]
-    assert run(api, "one", "read", "k")["stdout"] == "won"
+    assert run_command(api, "one", "read", "k")["stdout"] == "won"
 
 
-def test_memoryless_in_both_spellings(api: httpx.Client) -> None:
-    create(api, name="one")
+def test_memory_options_in_both_spellings(api: httpx.Client) -> None:
+    create_sandbox(api, name="one")
     for word in (False, "none"):
         taken = api.post("/sandboxes/one/snapshots", json={"memory": word})
         assert taken.status_code == 201 and taken.json()["memory"] == "none", taken.text
@@ -233,15 +252,15 @@ def test_memoryless_in_both_spellings(api: httpx.Client) -> None:
     assert api.post("/sandboxes/one/snapshots", json={"memory": "some"}).status_code == 400
 
 
-def test_clone_and_fork_of_a_running_sandbox(served: Served, api: httpx.Client) -> None:
-    create(api, name="one")
-    run(api, "one", "write", "k", "v")
+def test_clone_and_fork_of_a_running_sandbox(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    create_sandbox(api, name="one")
+    run_command(api, "one", "write", "k", "v")
     made = api.post("/sandboxes/one/clone", json={"names": ["a", "b"]})
     assert made.status_code == 201 and made.json()["errors"] == []
-    assert [run(api, name, "read", "k")["stdout"] for name in ("a", "b")] == ["v", "v"]
+    assert [run_command(api, name, "read", "k")["stdout"] for name in ("a", "b")] == ["v", "v"]
     forked = api.post("/sandboxes/one/fork", json={"count": 2, "timeout": 300})
     assert forked.status_code == 201 and [set(each) for each in forked.json()] == [{"sandbox"}, {"sandbox"}]
-    served.host.failing = {"d"}
+    memory_gateway.host.failing = {"d"}
     mixed = api.post("/sandboxes/one/fork", json={"names": ["c", "d"], "atomic": False}).json()
     assert mixed[0]["sandbox"]["name"] == "c"
     assert mixed[1]["error"] == {
@@ -258,12 +277,12 @@ def test_clone_and_fork_of_a_running_sandbox(served: Served, api: httpx.Client) 
 
 @pytest.mark.parametrize("body", [{"count": 0}, {"count": 1001}, {"names": []}, {"names": ["a", "a"]}])
 def test_impossible_numbers_of_forks(api: httpx.Client, body: dict[str, Any]) -> None:
-    create(api, name="one")
+    create_sandbox(api, name="one")
     assert api.post("/sandboxes/one/clone", json=body).status_code == 400
 
 
 def test_kill_and_missing(api: httpx.Client) -> None:
-    made = create(api, name="one")
+    made = create_sandbox(api, name="one")
     assert api.delete("/sandboxes/one").status_code == 204
     missing = api.get(f"/sandboxes/{made['sandboxID']}")
     assert missing.status_code == 404
@@ -272,7 +291,7 @@ def test_kill_and_missing(api: httpx.Client) -> None:
 
 
 def test_usage(api: httpx.Client) -> None:
-    create(api, name="one")
+    create_sandbox(api, name="one")
     assert api.get("/sandboxes/one/usage").json() == {"diskBytes": 200_000, "memoryBytes": 3 << 20}
 
 
@@ -286,27 +305,27 @@ def test_usage(api: httpx.Client) -> None:
     ],
 )
 @pytest.mark.parametrize("path", ["/sandboxes/box/exec", "/v1/sandboxes/box/exec"])
-def test_a_command_whose_sandbox_somebody_ends_says_so(
-    served: Served, api: httpx.Client, end: Any, status: int, kind: str, what: str, path: str
+def test_a_command_in_a_removed_sandbox_fails_with_a_reason(
+    memory_gateway: MemoryGateway, api: httpx.Client, end: Any, status: int, kind: str, what: str, path: str
 ) -> None:
     api.post("/sandboxes", json={"templateID": "base", "name": "box"}).raise_for_status()
     api.post("/sandboxes/box/snapshots", json={"name": "mark"}).raise_for_status()
     answers: list[httpx.Response] = []
 
-    def run() -> None:
-        with served.client() as own:
+    def run_command() -> None:
+        with memory_gateway.client() as own:
             answers.append(own.post(path, json={"args": ["sleep", "30"]}))
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run_command)
     thread.start()
-    machine = served.machine("box")
-    deadline = time.monotonic() + 10
+    machine = memory_gateway.machine("box")
+    deadline = time.monotonic() + 30
     while not machine.connections:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     method, target, body = end
     api.request(method, target, json=body).raise_for_status()
-    thread.join(20)
+    thread.join(30)
     (answer,) = answers
     assert (answer.status_code, answer.json()["kind"]) == (status, kind), answer.text
     assert what in answer.json()["message"]

@@ -7,19 +7,19 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.test_sandboxes import create
+from tests.api.test_sandboxes import create_sandbox
 from tests.support.waiting import eventually
 
 
 @pytest.fixture
 def taken(api: httpx.Client) -> str:
     """A snapshot named s1 of a sandbox named one; returns its id."""
-    create(api, name="one")
+    create_sandbox(api, name="one")
     snapshot: str = api.post("/sandboxes/one/snapshots", json={"name": "s1"}).json()["snapshotID"]
     return snapshot
 
 
-def test_one_fork_answers_a_sandbox_many_answer_a_list(api: httpx.Client, taken: str) -> None:
+def test_one_fork_returns_a_sandbox_and_several_a_list(api: httpx.Client, taken: str) -> None:
     one = api.post(f"/snapshots/{taken}/fork", json={})
     assert one.status_code == 201 and one.json()["forkedFrom"] == taken
     assert one.json()["parentSandboxID"] == api.get("/sandboxes/one").json()["sandboxID"]
@@ -36,8 +36,8 @@ def test_forks_of_another_size(api: httpx.Client, taken: str) -> None:
     assert cold.status_code == 201 and cold.json()["memoryMB"] == 512
 
 
-def test_a_snapshot_taken_under_a_rule_says_so_and_older_ones_go(api: httpx.Client) -> None:
-    create(api, name="one")
+def test_a_snapshot_with_a_retention_rule_removes_older_ones(api: httpx.Client) -> None:
+    create_sandbox(api, name="one")
     for name in ("old", "new"):
         taken = api.post("/sandboxes/one/snapshots", json={"name": name, "retention": {"keepLast": 1}})
         assert taken.json()["retention"] == {"keepLast": 1, "keepDaily": None, "maxAge": None}
@@ -46,8 +46,8 @@ def test_a_snapshot_taken_under_a_rule_says_so_and_older_ones_go(api: httpx.Clie
 
 
 @pytest.mark.parametrize("rule", [{}, {"keepLast": 0}, {"keepDaily": -1}, {"maxAge": 0}])
-def test_a_rule_that_is_none_is_refused(api: httpx.Client, rule: dict[str, int]) -> None:
-    create(api, name="one")
+def test_an_invalid_retention_rule_is_refused(api: httpx.Client, rule: dict[str, int]) -> None:
+    create_sandbox(api, name="one")
     refused = api.post("/sandboxes/one/snapshots", json={"retention": rule})
     assert refused.status_code == 400 and "retention" in refused.json()["message"]
 
@@ -77,7 +77,7 @@ def test_a_single_fork_takes_a_name(api: httpx.Client, taken: str, route: str) -
     assert len(api.get("/sandboxes", params={"name": "single"}).json()) == 1
 
 
-def test_one_of_a_count_of_one_takes_the_name(api: httpx.Client, taken: str) -> None:
+def test_a_count_of_one_keeps_the_name(api: httpx.Client, taken: str) -> None:
     made = api.post("/snapshots/s1/fork", json={"name": "single", "count": 1}).json()
     assert [sandbox["name"] for sandbox in made["sandboxes"]] == ["single"]
 
@@ -85,23 +85,26 @@ def test_one_of_a_count_of_one_takes_the_name(api: httpx.Client, taken: str) -> 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"name": "a", "count": 2}, "name is for a single sandbox and count is 2: give names"),
+        ({"name": "a", "count": 2}, "name is for a single sandbox, but count is 2: use names"),
         ({"name": "a", "names": ["b", "c"]}, "leave name out"),
-        ({"count": 3, "names": ["b", "c"]}, "count is 3 and there are 2 names"),
-        ({"names": ["b", "b"]}, "each can be given to one sandbox only"),
+        ({"count": 3, "names": ["b", "c"]}, "count is 3, but there are 2 names"),
+        ({"names": ["b", "b"]}, "each name can be used only once"),
     ],
 )
-def test_names_of_forks_that_disagree(api: httpx.Client, taken: str, body: dict[str, Any], words: str) -> None:
+def test_conflicting_names_for_forks(api: httpx.Client, taken: str, body: dict[str, Any], words: str) -> None:
     answer = api.post("/snapshots/s1/fork", json=body)
     assert answer.status_code == 400 and words in answer.json()["message"]
     assert len(api.get("/sandboxes").json()) == 1
 
 
-def test_delete_names_what_stands_in_the_way(api: httpx.Client, taken: str) -> None:
+def test_delete_names_every_blocker(api: httpx.Client, taken: str) -> None:
     fork = api.post("/snapshots/s1/fork").json()["sandboxID"]
     refused = api.delete("/snapshots/s1")
     assert refused.status_code == 409
     assert refused.json()["kind"] == "in_use" and refused.json()["blockers"] == [fork]
+    details = refused.json()["details"]
+    assert details["resource"] == "snapshot" and details["overrides"] == ["when=unused"]
+    assert [(user["kind"], user["id"]) for user in details["users"]] == [("sandbox", fork)]
     hidden = api.delete("/snapshots/s1?when=unused")
     assert hidden.status_code == 202
     assert hidden.json() == {"snapshotID": taken, "status": "hidden", "blockers": [fork]}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import httpx
+from pathlib import Path
+from typing import Any
 
-from tests.api.served import Served
+import httpx
+import pytest
+
+from tests.api.memory_gateway import MemoryGateway
 
 
 def test_a_ready_template(api: httpx.Client) -> None:
@@ -17,15 +21,15 @@ def test_a_ready_template(api: httpx.Client) -> None:
     assert api.get("/templates?name=other").json() == []
 
 
-def test_the_shown_recipe_may_be_posted_again(api: httpx.Client) -> None:
+def test_a_returned_recipe_can_be_posted_again(api: httpx.Client) -> None:
     shown = api.get("/templates/base").json()
     again = api.post("/templates", json={"name": "base", **shown["recipe"]})
     assert again.status_code == 200
     assert again.json()["buildStatus"] == "ready" and again.json()["templateID"] == shown["templateID"]
 
 
-def test_a_build_is_followed_to_its_end(served: Served, api: httpx.Client) -> None:
-    served.host.build_seconds = 0.2
+def test_a_build_can_be_followed_to_its_end(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    memory_gateway.host.build_seconds = 0.2
     started = api.post("/templates", json={"name": "made", "setup": ["touch /made"], "memoryMB": 512})
     assert started.status_code == 202 and started.json()["buildStatus"] == "building"
     assert api.get("/templates/made").json()["buildStatus"] == "building"
@@ -42,7 +46,7 @@ def test_a_build_is_followed_to_its_end(served: Served, api: httpx.Client) -> No
     assert api.get("/templates/made").status_code == 404
 
 
-def test_a_failed_build_says_why(api: httpx.Client) -> None:
+def test_a_failed_build_gives_a_reason(api: httpx.Client) -> None:
     started = api.post("/templates", json={"name": "broken", "setup": ["fail"]}).json()
     route = f"/templates/{started['templateID']}/builds/{started['buildID']}"
     api.get(f"{route}/logs", params={"follow": "true"})
@@ -81,3 +85,67 @@ def test_missing_templates_and_builds(api: httpx.Client) -> None:
     answer = api.post("/sandboxes", json={"templateID": "nothing"})
     assert answer.status_code == 404
     assert "template" in answer.json()["message"] and "'nothing' not found" in answer.json()["message"]
+
+
+def test_a_template_of_another_guest_is_outdated_until_it_is_built_again(
+    memory_gateway: MemoryGateway, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"name": "mine", "packages": ["curl"]}
+    first = build(api, body)
+    assert first["outdated"] is False
+    monkeypatch.setattr(memory_gateway.host, "guest_digest", lambda: "a newer guest")
+    assert api.get("/templates/mine").json()["outdated"] is True
+    assert [each["outdated"] for each in api.get("/templates?name=mine").json()] == [True]
+    again = build(api, body)
+    assert again["outdated"] is False and again["templateID"] != first["templateID"]
+    assert api.post("/templates", json=body).status_code == 200
+
+
+def test_a_template_being_built_and_a_failed_one_are_not_outdated(
+    memory_gateway: MemoryGateway, api: httpx.Client
+) -> None:
+    memory_gateway.host.build_seconds = 0.2
+    started = api.post("/templates", json={"name": "made", "setup": ["fail"]}).json()
+    assert api.get("/templates/made").json()["outdated"] is False
+    api.get(f"/templates/{started['templateID']}/builds/{started['buildID']}/logs", params={"follow": "true"})
+    failed = api.get("/templates/made").json()
+    assert failed["buildStatus"] == "error" and failed["outdated"] is False
+
+
+def test_new_files_at_the_path_do_not_make_a_template_outdated(
+    memory_gateway: MemoryGateway, api: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tarball = tmp_path / "rootfs.tar"
+    tarball.write_bytes(b"one")
+    body = {"name": "mine", "from": "rootfs", "path": str(tarball)}
+    build(api, body)
+    assert api.get("/templates/mine").json()["outdated"] is False
+    tarball.write_bytes(b"two")
+    assert api.get("/templates/mine").json()["outdated"] is False
+    monkeypatch.setattr(memory_gateway.host, "guest_digest", lambda: "a newer guest")
+    assert api.get("/templates/mine").json()["outdated"] is True
+
+
+def test_a_template_of_an_older_gateway_is_outdated_as_far_as_its_record_tells(
+    memory_gateway: MemoryGateway, api: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older records do not have the digest of the files at the path."""
+    tarball = tmp_path / "rootfs.tar"
+    tarball.write_bytes(b"one")
+    build(api, {"name": "mine", "from": "rootfs", "path": str(tarball)})
+    for name in ("base", "mine"):
+        memory_gateway.engine.templates.get(name).source_digest = ""
+    assert [api.get(f"/templates/{name}").json()["outdated"] for name in ("base", "mine")] == [False, None]
+    monkeypatch.setattr(memory_gateway.host, "guest_digest", lambda: "a newer guest")
+    assert [api.get(f"/templates/{name}").json()["outdated"] for name in ("base", "mine")] == [True, None]
+
+
+def build(api: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
+    """Build a template, and return its description."""
+    started = api.post("/templates", json=body)
+    assert started.status_code == 202
+    route = f"/templates/{started.json()['templateID']}/builds/{started.json()['buildID']}"
+    api.get(f"{route}/logs", params={"follow": "true"})
+    shown: dict[str, Any] = api.get(f"/templates/{body['name']}").json()
+    assert shown["buildStatus"] == "ready"
+    return shown

@@ -18,8 +18,8 @@ from sandbox_gateway.api.forkd import shapes as forkd
 from sandbox_gateway.api.native import requests
 from sandbox_gateway.api.unknown_fields import find_unknown
 from sandbox_gateway.cli.client import Client as CommandClient
-from tests.api.served import Served
-from tests.api.test_errors import refused
+from tests.api.memory_gateway import MemoryGateway
+from tests.api.test_errors import check_refused
 
 
 def paths(model: type[Body], data: Any) -> list[str]:
@@ -56,13 +56,13 @@ def paths(model: type[Body], data: Any) -> list[str]:
         ("POST", "/v1/sandboxes/one/branch", {"mod": "diff"}, "mod", "mode"),
     ],
 )
-def test_an_unknown_field_is_warned_of_and_refused_when_strict(
-    api: httpx.Client, one: dict[str, Any], method: str, route: str, body: dict[str, Any], path: str, close: str
+def test_an_unknown_field_causes_a_warning_or_an_error(
+    api: httpx.Client, sandbox: dict[str, Any], method: str, route: str, body: dict[str, Any], path: str, close: str
 ) -> None:
     api.post("/volumes", json={"name": "vol"}).raise_for_status()
-    message = refused(api.request(method, route, params={"strict": True}, json=body), 400, "invalid")
+    message = check_refused(api.request(method, route, params={"strict": True}, json=body), 400, "invalid")
     hint = f" (did you mean {close}?)" if close else ""
-    assert message == f"unknown field: {path}{hint}; correct or leave out each of them"
+    assert message == f"unknown field: {path}{hint}: correct or leave out each of them"
     answer = api.request(method, route, json=body)
     assert answer.is_success, answer.text
     assert answer.headers.get_list("warning") == [f'299 - "ignored fields: {path}"']
@@ -70,19 +70,19 @@ def test_an_unknown_field_is_warned_of_and_refused_when_strict(
 
 def test_all_unknown_fields_are_named(api: httpx.Client) -> None:
     body = {"templateId": "base", "one": 1, "network": {"two": 2}}
-    message = refused(api.post("/sandboxes?strict=true", json=body), 400, "invalid")
+    message = check_refused(api.post("/sandboxes?strict=true", json=body), 400, "invalid")
     assert message.startswith("unknown fields: templateId (did you mean templateID?), one")
     assert "network.two" in message
 
 
-def test_a_refusal_for_another_reason_has_the_warning_too(api: httpx.Client) -> None:
+def test_other_errors_include_the_warning(api: httpx.Client) -> None:
     answer = api.post("/sandboxes", json={"templateId": "base"})
-    assert "templateID: this field is required" in refused(answer, 400, "invalid")
+    assert "templateID: this field is required" in check_refused(answer, 400, "invalid")
     assert answer.headers["warning"] == '299 - "ignored fields: templateId"'
 
 
 @pytest.mark.parametrize("strict", ["", "?strict=true"])
-def test_a_request_without_unknown_fields_passes_without_a_warning(api: httpx.Client, strict: str) -> None:
+def test_known_fields_cause_no_warning(api: httpx.Client, strict: str) -> None:
     body = {"templateID": "base", "name": "one", "metadata": {"any": "key"}, "envVars": {"ANY": "1"}}
     answer = api.post(f"/sandboxes{strict}", json=body | {"network": {"allow_internet_access": True}})
     assert answer.status_code == 201 and "warning" not in answer.headers
@@ -95,15 +95,15 @@ def test_a_request_without_unknown_fields_passes_without_a_warning(api: httpx.Cl
         assert answer.is_success and "warning" not in answer.headers
 
 
-def test_strict_is_true_or_false(api: httpx.Client) -> None:
-    assert "strict" in refused(api.post("/sandboxes?strict=perhaps", json={"templateID": "base"}), 400, "invalid")
+def test_strict_must_be_true_or_false(api: httpx.Client) -> None:
+    assert "strict" in check_refused(api.post("/sandboxes?strict=perhaps", json={"templateID": "base"}), 400, "invalid")
 
 
 @pytest.mark.parametrize("content", [b"", b"null", b"[1]", b"{bad", b"[" * 100_000, b'"x"'])
-def test_other_bodies_are_refused_as_without_it(api: httpx.Client, content: bytes) -> None:
+def test_invalid_bodies_are_refused_in_both_modes(api: httpx.Client, content: bytes) -> None:
     for kind in ("application/json", "text/plain"):
         said = [
-            refused(api.post(route, content=content, headers={"Content-Type": kind}), 400, "invalid")
+            check_refused(api.post(route, content=content, headers={"Content-Type": kind}), 400, "invalid")
             for route in ("/sandboxes", "/sandboxes?strict=true")
         ]
         assert said[0] == said[1]
@@ -116,11 +116,11 @@ def test_a_warning_is_short_and_printable(api: httpx.Client) -> None:
     assert answer.status_code == 201 and "x-evil" not in answer.headers
     warning = answer.headers["warning"]
     assert len(warning) < 700 and re.fullmatch(r'299 - "ignored fields: [ !#-\[\]-~]*"', warning)
-    message = refused(api.post("/sandboxes?strict=true", content=json.dumps(body).encode()), 400, "invalid")
+    message = check_refused(api.post("/sandboxes?strict=true", content=json.dumps(body).encode()), 400, "invalid")
     assert len(message) < 4001 and "and more" in message and message.isprintable()
 
 
-def test_a_large_body_costs_little() -> None:
+def test_checking_a_large_body_is_fast() -> None:
     """The event loop waits for this check."""
     worst = {f"tmeout{number}" + "x" * 100: 1 for number in range(30_000)}
     nested = {"volumeMounts": [{}] * 1_000_000}
@@ -150,19 +150,19 @@ E2B = {
 
 
 @pytest.mark.parametrize("name", E2B)
-def test_the_published_client_sends_nothing_unknown(name: str) -> None:
+def test_the_published_client_sends_only_known_fields(name: str) -> None:
     source = inspect.getsource(getattr(e2b_models, name).from_dict)
     sent = re.findall(r'd\.pop\("(\w+)"', source)
     assert sent and paths(E2B[name], dict.fromkeys(sent)) == []
 
 
-def test_python_names_of_fields_are_known() -> None:
+def test_python_field_names_are_known() -> None:
     assert paths(requests.CreateSandbox, {"template": "base", "memory_mb": 1}) == []
     assert paths(forkd.Branch, {"tag": "a", "measure_diff": True, "wait": False, "parent_tag": "b"}) == []
 
 
 @pytest.mark.parametrize("client", [Client, CommandClient])
-def test_our_own_clients_are_strict(served: Served, client: Any) -> None:
+def test_our_clients_use_strict_mode(memory_gateway: MemoryGateway, client: Any) -> None:
     with pytest.raises(Exception, match=r"unknown field: nmae \(did you mean name\?\)"):
-        client(served.unix_url).call("POST", "/sandboxes", body={"templateID": "base", "nmae": "one"})
-    assert client(served.unix_url).call("POST", "/sandboxes", body={"templateID": "base"})
+        client(memory_gateway.unix_url).call("POST", "/sandboxes", body={"templateID": "base", "nmae": "one"})
+    assert client(memory_gateway.unix_url).call("POST", "/sandboxes", body={"templateID": "base"})

@@ -7,21 +7,21 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
-from tests.api.test_sandboxes import create, run
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
+from tests.api.test_sandboxes import create_sandbox, run_command
 
 e2b = pytest.importorskip("e2b", reason="needs the e2b client: pip install e2b==2.63.0")
 HERE = {"name": "data", "path": "/srv/data", "readOnly": False}
 
 
-def volume(api: httpx.Client, name: str = "data", **body: Any) -> dict[str, Any]:
+def create_volume(api: httpx.Client, name: str = "data", **body: Any) -> dict[str, Any]:
     answer = api.post("/volumes", json={"name": name, **body})
     assert answer.status_code == 201, answer.text
     made: dict[str, Any] = answer.json()
     return made
 
 
-def refused(answer: httpx.Response, status: int, kind: str, *words: str) -> dict[str, Any]:
+def check_refused(answer: httpx.Response, status: int, kind: str, *words: str) -> dict[str, Any]:
     body: dict[str, Any] = answer.json()
     assert (answer.status_code, body["kind"]) == (status, kind), body
     assert all(word in body["message"] for word in words), body
@@ -29,7 +29,7 @@ def refused(answer: httpx.Response, status: int, kind: str, *words: str) -> dict
 
 
 def test_a_volume_has_all_its_fields(api: httpx.Client) -> None:
-    made = volume(api, sizeMB=2048, driver="nfs")
+    made = create_volume(api, sizeMB=2048, driver="nfs")
     assert made.pop("token") and made.pop("createdAt")
     assert made == {
         "volumeID": "data",
@@ -44,19 +44,19 @@ def test_a_volume_has_all_its_fields(api: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"name": ""}, {"name": None}])
-def test_a_name_is_made_up(api: httpx.Client, body: dict[str, Any]) -> None:
+def test_a_name_is_generated(api: httpx.Client, body: dict[str, Any]) -> None:
     made = api.post("/volumes", json=body)
     assert made.status_code == 201 and made.json()["sizeMB"] == 1024
     assert api.get(f"/volumes/{made.json()['name']}").status_code == 200
 
 
-def test_the_token_is_its_own_and_stays_and_is_not_for_everybody(served: Served, api: httpx.Client) -> None:
-    made, other = volume(api), volume(api, "other")
+def test_the_volume_token_is_unique_stable_and_restricted(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    made, other = create_volume(api), create_volume(api, "other")
     assert made["token"] != other["token"]
     assert api.get("/volumes/data").json()["token"] == made["token"]
     assert all("token" not in item for item in api.get("/volumes").json())
     assert "token" not in api.patch("/volumes/data", json={"sizeMB": 2048}).json()
-    with served.client(READ_KEY) as reader, served.client(EXEC_KEY) as runner:
+    with memory_gateway.client(READ_KEY) as reader, memory_gateway.client(EXEC_KEY) as runner:
         assert reader.get("/volumes/data").json()["token"] == ""
         assert runner.get("/volumes/data").json()["token"] == made["token"]
         assert reader.get("/volumes").status_code == reader.get("/volumes/data/snapshots").status_code == 200
@@ -69,7 +69,7 @@ def test_the_token_is_its_own_and_stays_and_is_not_for_everybody(served: Served,
 
 def test_lists_are_paged_and_filtered(api: httpx.Client) -> None:
     for name in ("a", "b", "c"):
-        volume(api, name)
+        create_volume(api, name)
     first = api.get("/volumes?limit=2")
     assert [item["name"] for item in first.json()] == ["a", "b"]
     rest = api.get("/volumes", params={"limit": 2, "nextToken": first.headers["x-next-token"]})
@@ -82,35 +82,35 @@ def test_lists_are_paged_and_filtered(api: httpx.Client) -> None:
     assert [item["name"] for item in api.get("/volumes/a/snapshots?name=s2").json()] == ["s2"]
 
 
-def test_a_volume_without_a_word_of_paging_is_in_the_one_page_that_clients_ask_for(api: httpx.Client) -> None:
+def test_an_unpaged_list_contains_every_volume(api: httpx.Client) -> None:
     for number in range(101):
-        volume(api, f"v{number}")
+        create_volume(api, f"v{number}")
     assert len(api.get("/volumes").json()) == 101
 
 
-def test_it_grows_and_does_not_shrink(api: httpx.Client) -> None:
-    volume(api)
+def test_a_volume_grows_and_never_shrinks(api: httpx.Client) -> None:
+    create_volume(api)
     assert api.patch("/volumes/data", json={"sizeMB": 4096}).json()["sizeMB"] == 4096
     assert api.get("/volumes/data").json()["sizeMB"] == 4096
-    refused(api.patch("/volumes/data", json={"sizeMB": 1024}), 400, "invalid", "4096", "shrink")
-    refused(api.patch("/volumes/data", json={}), 400, "invalid", "sizeMB", "required")
-    refused(api.post("/volumes", json={"name": "x", "sizeMB": 63}), 400, "invalid", "sizeMB")
-    refused(api.post("/volumes", json={"name": "a b"}), 400, "invalid", "not allowed")
+    check_refused(api.patch("/volumes/data", json={"sizeMB": 1024}), 400, "invalid", "4096", "shrink")
+    check_refused(api.patch("/volumes/data", json={}), 400, "invalid", "sizeMB", "required")
+    check_refused(api.post("/volumes", json={"name": "x", "sizeMB": 63}), 400, "invalid", "sizeMB")
+    check_refused(api.post("/volumes", json={"name": "a b"}), 400, "invalid", "not allowed")
 
 
-def test_one_namespace_of_names(api: httpx.Client) -> None:
-    volume(api)
-    create(api, name="one")
-    refused(api.post("/volumes", json={"name": "one"}), 409, "name_taken")
-    refused(api.post("/volumes", json={"name": "data"}), 409, "name_taken")
-    refused(api.post("/sandboxes", json={"templateID": "base", "name": "data"}), 409, "name_taken")
+def test_volumes_share_the_namespace_of_names(api: httpx.Client) -> None:
+    create_volume(api)
+    create_sandbox(api, name="one")
+    check_refused(api.post("/volumes", json={"name": "one"}), 409, "name_taken")
+    check_refused(api.post("/volumes", json={"name": "data"}), 409, "name_taken")
+    check_refused(api.post("/sandboxes", json={"templateID": "base", "name": "data"}), 409, "name_taken")
 
 
-def test_mounts_from_the_beginning(api: httpx.Client) -> None:
-    volume(api)
-    volume(api, "lib")
+def test_mounts_at_creation(api: httpx.Client) -> None:
+    create_volume(api)
+    create_volume(api, "lib")
     wanted = [HERE, {"name": "lib", "path": "/srv/lib", "readOnly": True}]
-    made = create(api, name="one", volumeMounts=wanted)
+    made = create_sandbox(api, name="one", volumeMounts=wanted)
     assert made["volumeMounts"] == wanted
     assert api.get("/sandboxes/one").json()["volumeMounts"] == api.get("/sandboxes").json()[0]["volumeMounts"] == wanted
     user = {"sandboxID": made["sandboxID"], "sandboxName": "one", "path": "/srv/lib", "readonly": True}
@@ -120,15 +120,15 @@ def test_mounts_from_the_beginning(api: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["relative", "/", "/srv/../etc", "/proc/x", "/a b", "/usr", ""])
-def test_paths_that_cannot_be(api: httpx.Client, path: str) -> None:
-    volume(api)
+def test_invalid_mount_paths(api: httpx.Client, path: str) -> None:
+    create_volume(api)
     mount = {"name": "data", "path": path}
-    refused(api.post("/sandboxes", json={"templateID": "base", "volumeMounts": [mount]}), 400, "invalid", path)
+    check_refused(api.post("/sandboxes", json={"templateID": "base", "volumeMounts": [mount]}), 400, "invalid", path)
     assert api.get("/sandboxes").json() == []
 
 
-def test_a_volume_that_is_not_there(api: httpx.Client) -> None:
-    create(api, name="one")
+def test_a_missing_volume(api: httpx.Client) -> None:
+    create_sandbox(api, name="one")
     mount = {"name": "nothing", "path": "/srv/x"}
     for answer in (
         api.post("/sandboxes", json={"templateID": "base", "volumeMounts": [mount]}),
@@ -141,37 +141,39 @@ def test_a_volume_that_is_not_there(api: httpx.Client) -> None:
         api.delete("/volumes/nothing/snapshots/s"),
         api.post("/volumes/nothing/rollback", json={"snapshot": "s"}),
     ):
-        refused(answer, 404, "not_found", "volume", "'nothing'", "not found")
+        check_refused(answer, 404, "not_found", "volume", "'nothing'", "not found")
 
 
 def test_attach_and_detach(api: httpx.Client) -> None:
-    volume(api)
-    create(api, name="one")
+    create_volume(api)
+    create_sandbox(api, name="one")
     answer = api.post("/sandboxes/one/volumes", json={"name": "data", "path": "/srv/data"})
     assert answer.status_code == 201 and answer.json() == HERE
     assert api.get("/sandboxes/one").json()["volumeMounts"] == [HERE]
-    refused(api.post("/sandboxes/one/volumes", json=HERE), 409, "conflict", "already")
+    check_refused(api.post("/sandboxes/one/volumes", json=HERE), 409, "conflict", "already")
     assert api.delete("/sandboxes/one/volumes/data").status_code == 204
     assert api.get("/sandboxes/one").json()["volumeMounts"] == api.get("/volumes/data").json()["mounts"] == []
-    refused(api.delete("/sandboxes/one/volumes/data"), 404, "not_found", "data")
-    refused(api.delete("/sandboxes/none/volumes/data"), 404, "not_found", "none")
+    check_refused(api.delete("/sandboxes/one/volumes/data"), 404, "not_found", "data")
+    check_refused(api.delete("/sandboxes/none/volumes/data"), 404, "not_found", "none")
 
 
-def test_delete_counts_the_mounts_in_the_way(api: httpx.Client) -> None:
-    volume(api)
-    ids = [create(api, name=name, volumeMounts=[HERE])["sandboxID"] for name in ("one", "two")]
+def test_delete_names_the_mounts_that_block_it(api: httpx.Client) -> None:
+    create_volume(api)
+    ids = [create_sandbox(api, name=name, volumeMounts=[HERE])["sandboxID"] for name in ("one", "two")]
     api.post("/sandboxes/two/pause")
-    body = refused(api.delete("/volumes/data"), 409, "in_use", "2 mounts", "one", "two")
+    body = check_refused(api.delete("/volumes/data"), 409, "in_use", "2 mounts", "one", "two")
     assert sorted(body["blockers"]) == sorted(ids)
+    users = [{"kind": "mount", "id": id, "name": name} for id, name in zip(ids, ("one", "two"), strict=True)]
+    assert body["details"] == {"resource": "volume", "users": users, "overrides": []}
     api.delete("/sandboxes/two/volumes/data")
-    refused(api.delete("/volumes/data"), 409, "in_use", "1 mount")
+    check_refused(api.delete("/volumes/data"), 409, "in_use", "1 mount")
     api.delete("/sandboxes/one")
     assert api.delete("/volumes/data").status_code == 204
     assert api.get("/volumes").json() == []
 
 
 def test_snapshots_of_a_volume(api: httpx.Client) -> None:
-    volume(api, sizeMB=512)
+    create_volume(api, sizeMB=512)
     taken = api.post("/volumes/data/snapshots", json={"name": "monday"})
     assert taken.status_code == 201
     shape = taken.json()
@@ -186,61 +188,66 @@ def test_snapshots_of_a_volume(api: httpx.Client) -> None:
     nameless = api.post("/volumes/data/snapshots").json()
     assert nameless["name"] == nameless["snapshotID"]
     assert [item["name"] for item in api.get("/volumes/data/snapshots").json()] == ["monday", nameless["name"]]
-    refused(api.post("/volumes/data/snapshots", json={"name": "monday"}), 409, "name_taken")
-    copy = volume(api, "copy", fromSnapshot="data@monday")
+    check_refused(api.post("/volumes/data/snapshots", json={"name": "monday"}), 409, "name_taken")
+    copy = create_volume(api, "copy", fromSnapshot="data@monday")
     assert copy["fromSnapshot"] == shape["snapshotID"] and copy["sizeMB"] == 512
-    assert volume(api, "other", fromSnapshot=shape["snapshotID"], sizeMB=1024)["sizeMB"] == 1024
-    refused(api.post("/volumes", json={"name": "x", "fromSnapshot": "data@never"}), 404, "not_found", "never")
+    assert create_volume(api, "other", fromSnapshot=shape["snapshotID"], sizeMB=1024)["sizeMB"] == 1024
+    check_refused(api.post("/volumes", json={"name": "x", "fromSnapshot": "data@never"}), 404, "not_found", "never")
     assert api.delete(f"/volumes/data/snapshots/{nameless['snapshotID']}").status_code == 204
-    refused(api.delete("/volumes/data/snapshots/never"), 404, "not_found", "never")
+    check_refused(api.delete("/volumes/data/snapshots/never"), 404, "not_found", "never")
     for name in ("copy", "other"):
         assert api.delete(f"/volumes/{name}").status_code == 204
     longest = "x" * 64
-    volume(api, longest)
+    create_volume(api, longest)
     api.post(f"/volumes/{longest}/snapshots", json={"name": longest})
-    assert volume(api, "copy", fromSnapshot=f"{longest}@{longest}")["fromSnapshot"]
-    body = refused(api.delete("/volumes/data"), 409, "in_use", "1 snapshot")
+    assert create_volume(api, "copy", fromSnapshot=f"{longest}@{longest}")["fromSnapshot"]
+    body = check_refused(api.delete("/volumes/data"), 409, "in_use", "1 snapshot")
     assert body["blockers"] == [shape["snapshotID"]]
+    users = [{"kind": "volume_snapshot", "id": shape["snapshotID"], "name": "monday"}]
+    assert body["details"] == {"resource": "volume", "users": users, "overrides": ["withSnapshots"]}
     assert api.delete("/volumes/data?withSnapshots=true").status_code == 204
 
 
 def test_rollback_of_a_volume(api: httpx.Client) -> None:
-    volume(api)
-    made = create(api, name="one", volumeMounts=[HERE])
-    run(api, "one", "write", "/srv/data/k", "then")
+    create_volume(api)
+    made = create_sandbox(api, name="one", volumeMounts=[HERE])
+    run_command(api, "one", "write", "/srv/data/k", "then")
     api.post("/volumes/data/snapshots", json={"name": "monday"})
     api.patch("/volumes/data", json={"sizeMB": 2048})
-    run(api, "one", "write", "/srv/data/k", "now")
-    body = refused(api.post("/volumes/data/rollback", json={"snapshot": "monday"}), 409, "in_use", "one")
+    run_command(api, "one", "write", "/srv/data/k", "now")
+    body = check_refused(api.post("/volumes/data/rollback", json={"snapshot": "monday"}), 409, "in_use", "one")
     assert body["blockers"] == [made["sandboxID"]]
+    assert [user["kind"] for user in body["details"]["users"]] == ["mount"]
+    assert body["details"]["overrides"] == ["force"]
     done = api.post("/volumes/data/rollback", json={"snapshot": "monday", "force": True})
     assert done.status_code == 200 and done.json()["sizeMB"] == 2048 and "token" not in done.json()
-    assert run(api, "one", "read", "/srv/data/k")["stdout"] == "then"
-    refused(api.post("/volumes/data/rollback", json={"snapshot": "never"}), 404, "not_found", "never")
+    assert run_command(api, "one", "read", "/srv/data/k")["stdout"] == "then"
+    check_refused(api.post("/volumes/data/rollback", json={"snapshot": "never"}), 404, "not_found", "never")
 
 
-def test_what_a_snapshot_of_a_sandbox_holds_of_volumes(api: httpx.Client) -> None:
-    volume(api)
-    create(api, name="one", volumeMounts=[HERE])
+def test_a_snapshot_lists_its_volumes(api: httpx.Client) -> None:
+    create_volume(api)
+    create_sandbox(api, name="one", volumeMounts=[HERE])
     answer = api.post("/sandboxes/one/snapshots", json={"name": "s1", "volumes": ["data"]})
     assert answer.status_code == 201, answer.text
     (part,) = api.get("/volumes/data/snapshots").json()
     assert part["sandboxSnapshotID"] == answer.json()["snapshotID"]
     assert answer.json()["volumes"] == [{"name": "data", "snapshotID": part["snapshotID"]}]
-    assert api.get("/snapshots/s1").json() == api.get("/snapshots").json()[0] == answer.json()
+    assert api.get("/snapshots").json()[0] == answer.json()
+    assert api.get("/snapshots/s1").json() == {**answer.json(), "users": []}
     assert answer.json()["volumeMounts"] == [HERE] and "zfsSnapshot" not in answer.json()
-    refused(api.delete("/volumes/data?withSnapshots=true"), 409, "in_use")
-    refused(api.delete(f"/volumes/data/snapshots/{part['snapshotID']}"), 409, "in_use", "s1")
-    refused(api.post("/sandboxes/one/snapshots", json={"volumes": ["nothing"]}), 404, "not_found", "volume")
+    check_refused(api.delete("/volumes/data?withSnapshots=true"), 409, "in_use")
+    check_refused(api.delete(f"/volumes/data/snapshots/{part['snapshotID']}"), 409, "in_use", "s1")
+    check_refused(api.post("/sandboxes/one/snapshots", json={"volumes": ["nothing"]}), 404, "not_found", "volume")
     assert api.delete("/snapshots/s1").status_code == 204
     assert api.get("/volumes/data/snapshots").json() == []
 
 
 @pytest.mark.parametrize("route", ["/snapshots/s1/fork", "/sandboxes/one/clone", "/sandboxes/one/fork"])
-def test_siblings_inherit_or_are_told(api: httpx.Client, route: str) -> None:
-    volume(api)
-    volume(api, "other")
-    create(api, name="one", volumeMounts=[HERE])
+def test_forks_inherit_or_replace_volumes(api: httpx.Client, route: str) -> None:
+    create_volume(api)
+    create_volume(api, "other")
+    create_sandbox(api, name="one", volumeMounts=[HERE])
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
 
     def mounts(**body: Any) -> Any:
@@ -255,9 +262,9 @@ def test_siblings_inherit_or_are_told(api: httpx.Client, route: str) -> None:
     assert mounts(volumeMounts=[elsewhere]) == [elsewhere]
 
 
-def test_clones_of_their_own(api: httpx.Client) -> None:
-    volume(api)
-    create(api, name="one", volumeMounts=[HERE])
+def test_forks_with_cloned_volumes(api: httpx.Client) -> None:
+    create_volume(api)
+    create_sandbox(api, name="one", volumeMounts=[HERE])
     api.post("/sandboxes/one/snapshots", json={"name": "s1", "volumes": ["data"]})
     body = {"names": ["a", "b"], "volumeMounts": [{**HERE, "clone": True}]}
     made = api.post("/snapshots/s1/fork", json=body).json()["sandboxes"]
@@ -268,24 +275,24 @@ def test_clones_of_their_own(api: httpx.Client) -> None:
     assert [item["name"] for item in api.get("/volumes").json()] == ["data", "b-data"]
 
 
-def test_a_fork_whose_volume_is_gone(api: httpx.Client) -> None:
-    volume(api)
-    create(api, name="one", volumeMounts=[HERE])
+def test_a_fork_whose_volume_is_missing(api: httpx.Client) -> None:
+    create_volume(api)
+    create_sandbox(api, name="one", volumeMounts=[HERE])
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
     api.delete("/sandboxes/one/volumes/data")
     api.delete("/volumes/data")
     assert api.get("/snapshots/s1").json()["volumeMounts"][0]["path"] == "/srv/data"
-    refused(api.post("/snapshots/s1/fork"), 409, "conflict", "volumeMounts")
+    check_refused(api.post("/snapshots/s1/fork"), 409, "conflict", "volumeMounts")
     assert api.post("/snapshots/s1/fork", json={"volumeMounts": []}).status_code == 201
 
 
-def test_the_published_client_knows_its_volumes(served: Served, api: httpx.Client) -> None:
-    access = {"api_key": ADMIN_KEY, "api_url": served.url, "validate_api_key": False}
+def test_the_published_client_reads_volumes(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    access = {"api_key": ADMIN_KEY, "api_url": memory_gateway.url, "validate_api_key": False}
     made = e2b.Volume.create("data", **access)
     assert (made.volume_id, made.name) == ("data", "data") and made.token
     assert e2b.Volume.connect("data", **access).token == made.token
     assert [(item.volume_id, item.name) for item in e2b.Volume.list(**access)] == [("data", "data")]
-    create(api, name="one", volumeMounts=[HERE])
+    create_sandbox(api, name="one", volumeMounts=[HERE])
     info = e2b.Sandbox.get_info(api.get("/sandboxes/one").json()["sandboxID"], **access)
     assert info.volume_mounts == [{"name": "data", "path": "/srv/data"}]
     with pytest.raises(e2b.VolumeException, match="1 mount"):

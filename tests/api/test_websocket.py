@@ -16,19 +16,31 @@ from websockets.exceptions import ConnectionClosed, ConnectionClosedError, Inval
 from websockets.sync.client import ClientConnection, connect
 
 from sandbox_gateway.api.data_plane import websocket
-from tests.api.inside import PORT, Service, address, eventually, head, host, line, raw, reply, status_of, to
-from tests.api.served import EXEC_KEY, READ_KEY, Served
-from tests.api.test_sandboxes import create
+from tests.api.inside import (
+    PORT,
+    Service,
+    eventually,
+    host,
+    machine_address,
+    make_reply,
+    port_headers,
+    raw_connection,
+    raw_service,
+    read_status,
+    request_head,
+)
+from tests.api.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway
+from tests.api.test_sandboxes import create_sandbox
 
 KEY = {"X-API-Key": EXEC_KEY}
 NONCE = "A" * 22 + "=="
-Talk = Callable[[ServerConnection], Awaitable[None]]
+Handler = Callable[[ServerConnection], Awaitable[None]]
 
 
-class Inside:
+class RecordingService:
     """A service that handles each connection with ``talk``, and records what it saw."""
 
-    def __init__(self, talk: Talk, **settings: Any) -> None:
+    def __init__(self, talk: Handler, **settings: Any) -> None:
         self._talk = talk
         self._settings = {"max_size": None, "ping_interval": None, "close_timeout": 0.2} | settings
         self.headers: list[tuple[str, str]] = []
@@ -57,22 +69,24 @@ async def echo(connection: ServerConnection) -> None:
 
 
 @contextlib.contextmanager
-def inside(served: Served, sandbox: dict[str, Any], talk: Talk = echo, **settings: Any) -> Iterator[Inside]:
-    service = Inside(talk, **settings)
-    with Service(address(served, sandbox), PORT, service.listen):
+def recording_service(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], talk: Handler = echo, **settings: Any
+) -> Iterator[RecordingService]:
+    service = RecordingService(talk, **settings)
+    with Service(machine_address(memory_gateway, sandbox), PORT, service.listen):
         yield service
 
 
-def opened(
-    served: Served, sandbox: dict[str, Any], path: str = "/", *, by_host: bool = True, **more: Any
+def open_websocket(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], path: str = "/", *, by_host: bool = True, **more: Any
 ) -> ClientConnection:
     headers = more.pop("headers", KEY)
     if not by_host:
-        headers = headers | to(sandbox, PORT)
-    name = host(sandbox, PORT) if by_host else f"127.0.0.1:{served.port}"
+        headers = headers | port_headers(sandbox, PORT)
+    name = host(sandbox, PORT) if by_host else f"127.0.0.1:{memory_gateway.port}"
     return connect(
         f"ws://{name}{path}",
-        sock=socket.create_connection(("127.0.0.1", served.port), timeout=10),
+        sock=socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=30),
         additional_headers=headers,
         max_size=None,
         proxy=None,
@@ -81,10 +95,12 @@ def opened(
 
 
 @pytest.mark.parametrize("by_host", [True, False])
-def test_messages_pass_both_ways(served: Served, one: dict[str, Any], by_host: bool) -> None:
+def test_messages_pass_both_ways(memory_gateway: MemoryGateway, sandbox: dict[str, Any], by_host: bool) -> None:
     own = {"Origin": "http://example.org", "Cookie": "a=1", "Authorization": "Bearer the-services-own"}
-    with inside(served, one) as service:
-        with opened(served, one, "/a%2Fb;c=1/?x=%20y", by_host=by_host, headers=KEY | own) as client:
+    with recording_service(memory_gateway, sandbox) as service:
+        with open_websocket(
+            memory_gateway, sandbox, "/a%2Fb;c=1/?x=%20y", by_host=by_host, headers=KEY | own
+        ) as client:
             for message in ("text ü", b"\x00\xff", "", b""):
                 client.send(message)
                 assert client.recv(10) == message
@@ -93,59 +109,72 @@ def test_messages_pass_both_ways(served: Served, one: dict[str, Any], by_host: b
         seen = {name.lower(): value for name, value in service.headers}
         assert len(service.headers) == len(seen)
         assert {name.lower(): seen[name.lower()] for name in own} == {name.lower(): own[name] for name in own}
-        assert seen["host"] == (host(one, PORT) if by_host else f"localhost:{PORT}")
+        assert seen["host"] == (host(sandbox, PORT) if by_host else f"localhost:{PORT}")
         assert "sec-websocket-extensions" not in seen and EXEC_KEY not in str(seen)
         assert not {"x-api-key", "e2b-sandbox-id", "e2b-sandbox-port", "x-access-token"} & set(seen)
         eventually(lambda: service.codes == [1000])
 
 
-def test_subprotocols(served: Served, one: dict[str, Any]) -> None:
-    with inside(served, one, subprotocols=["v2", "v3"]), opened(served, one, subprotocols=["v1", "v2"]) as client:
+def test_subprotocols(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
+    with (
+        recording_service(memory_gateway, sandbox, subprotocols=["v2", "v3"]),
+        open_websocket(memory_gateway, sandbox, subprotocols=["v1", "v2"]) as client,
+    ):
         assert client.subprotocol == "v2"
-    with inside(served, one), opened(served, one, subprotocols=["v1"]) as client:
+    with (
+        recording_service(memory_gateway, sandbox),
+        open_websocket(memory_gateway, sandbox, subprotocols=["v1"]) as client,
+    ):
         assert client.subprotocol is None
 
 
 @pytest.mark.parametrize(("code", "reason"), [(1000, ""), (1001, "away"), (1011, "ü"), (4321, "own")])
-def test_closing_codes_pass_both_ways(served: Served, one: dict[str, Any], code: int, reason: str) -> None:
+def test_close_codes_pass_both_ways(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], code: int, reason: str
+) -> None:
     async def close(connection: ServerConnection) -> None:
         if connection.request is not None and connection.request.path == "/close":
             await connection.close(code, reason)
 
-    with inside(served, one, close) as service:
-        with opened(served, one, "/close") as client, pytest.raises(ConnectionClosed) as closed:
+    with recording_service(memory_gateway, sandbox, close) as service:
+        with open_websocket(memory_gateway, sandbox, "/close") as client, pytest.raises(ConnectionClosed) as closed:
             client.recv(10)
         assert closed.value.rcvd is not None
         assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (code, reason)
-        with opened(served, one) as client:
+        with open_websocket(memory_gateway, sandbox) as client:
             client.close(code, reason)
         eventually(lambda: service.codes == [code, code])
 
 
-def test_large_messages_in_fragments(served: Served, one: dict[str, Any]) -> None:
+def test_large_messages_in_fragments(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     large = bytes(range(256)) * (4 << 12)
-    with inside(served, one), opened(served, one) as client:
+    with recording_service(memory_gateway, sandbox), open_websocket(memory_gateway, sandbox) as client:
         client.send(large[start : start + 100_000] for start in range(0, len(large), 100_000))
         assert client.recv(20) == large
 
 
-def test_what_is_too_large_is_refused_either_way(served: Served, one: dict[str, Any]) -> None:
+def test_oversized_messages_are_refused_in_both_directions(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any]
+) -> None:
     async def large(connection: ServerConnection) -> None:
         if connection.request is not None and connection.request.path == "/large":
-            await connection.send(b"x" * (websocket.LARGEST_MESSAGE + 1))
+            await connection.send(b"x" * (websocket.MAX_MESSAGE_BYTES + 1))
         await connection.wait_closed()
 
-    with inside(served, one, large) as service:
-        with opened(served, one, "/large") as client, pytest.raises(ConnectionClosedError) as closed:
+    with recording_service(memory_gateway, sandbox, large) as service:
+        with (
+            open_websocket(memory_gateway, sandbox, "/large") as client,
+            pytest.raises(ConnectionClosedError) as closed,
+        ):
             client.recv(20)
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
-        with opened(served, one) as client, pytest.raises(ConnectionClosedError) as closed:
-            client.send(b"x" * (websocket.LARGEST_MESSAGE + 1))
+        with open_websocket(memory_gateway, sandbox) as client, pytest.raises(ConnectionClosedError) as closed:
+            client.send(b"x" * (websocket.MAX_MESSAGE_BYTES + 1))
             client.recv(20)
         eventually(lambda: service.codes == [1009, 1009])
 
 
-def test_neither_side_is_sent_more_than_it_reads(served: Served, one: dict[str, Any]) -> None:
+def test_a_slow_reader_blocks_the_sender(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     sent = 0
 
     async def flood(connection: ServerConnection) -> None:
@@ -154,10 +183,13 @@ def test_neither_side_is_sent_more_than_it_reads(served: Served, one: dict[str, 
             await connection.send(b"x" * 65536)
             sent += 65536
 
-    async def deaf(connection: ServerConnection) -> None:
+    async def never_read(connection: ServerConnection) -> None:
         await connection.wait_closed()
 
-    with inside(served, one, flood) as service, opened(served, one, max_queue=1, close_timeout=0.1) as client:
+    with (
+        recording_service(memory_gateway, sandbox, flood) as service,
+        open_websocket(memory_gateway, sandbox, max_queue=1, close_timeout=0.1) as client,
+    ):
         before = -1
         while sent != before:
             before = sent
@@ -166,7 +198,10 @@ def test_neither_side_is_sent_more_than_it_reads(served: Served, one: dict[str, 
         client.recv(5)
         client.socket.close()
         eventually(lambda: service.codes)
-    with inside(served, one, deaf), opened(served, one, close_timeout=0.1) as client:
+    with (
+        recording_service(memory_gateway, sandbox, never_read),
+        open_websocket(memory_gateway, sandbox, close_timeout=0.1) as client,
+    ):
         client.socket.settimeout(0.5)
         given = 0
         with pytest.raises((TimeoutError, ConnectionClosed)):
@@ -177,80 +212,88 @@ def test_neither_side_is_sent_more_than_it_reads(served: Served, one: dict[str, 
         client.socket.close()
 
 
-def test_a_side_that_goes_away_without_a_word(served: Served, one: dict[str, Any]) -> None:
+def test_a_peer_that_vanishes_without_a_close_frame(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     async def leave(connection: ServerConnection) -> None:
         if connection.request is not None and connection.request.path == "/leave":
             connection.transport.abort()
 
-    with inside(served, one, leave) as service:
-        with opened(served, one, "/leave") as client, pytest.raises(ConnectionClosedError) as closed:
+    with recording_service(memory_gateway, sandbox, leave) as service:
+        with (
+            open_websocket(memory_gateway, sandbox, "/leave") as client,
+            pytest.raises(ConnectionClosedError) as closed,
+        ):
             client.recv(10)
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1014
-        client = opened(served, one)
+        client = open_websocket(memory_gateway, sandbox)
         client.socket.shutdown(socket.SHUT_RDWR)
         eventually(lambda: service.codes == [1006, 1006])
 
 
-def test_the_service_refuses(served: Served, one: dict[str, Any]) -> None:
+def test_a_refused_handshake_is_passed_on(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     chunked = (
         b"HTTP/1.1 403 Forbidden\r\nTransfer-Encoding: chunked\r\nX-Own: 1\r\nSet-Cookie: a=1; Domain=local\r\n\r\n"
     )
     for answer, status, body in (
-        (reply("401 Unauthorized", b"who?", "WWW-Authenticate: Basic"), 401, b"who?"),
+        (make_reply("401 Unauthorized", b"who?", "WWW-Authenticate: Basic"), 401, b"who?"),
         (chunked + b"2\r\nno\r\n0\r\n\r\n", 403, b"no"),
     ):
-        with raw(served, one, answer) as service, pytest.raises(InvalidStatus) as refused:
-            opened(served, one)
+        with raw_service(memory_gateway, sandbox, answer) as service, pytest.raises(InvalidStatus) as refused:
+            open_websocket(memory_gateway, sandbox)
         response = refused.value.response
         assert (response.status_code, response.body) == (status, body) and len(service.heads) == 1
         assert "set-cookie" not in response.headers
-    elsewhere = reply("302 Found", b"", "Location: ws://127.0.0.1:1/")
+    elsewhere = make_reply("302 Found", b"", "Location: ws://127.0.0.1:1/")
     # It is the client that refuses the redirect.
-    with raw(served, one, elsewhere) as service, pytest.raises(ValueError, match=r"redirect to ws://127\.0\.0\.1:1/"):
-        opened(served, one)
-    for answer in (reply(), b"SSH-2.0-OpenSSH_9.2\r\n\r\n", b"", b"HTTP/1.1 101 Switching Protocols\r\n\r\n"):
-        with raw(served, one, answer) as service, pytest.raises(InvalidStatus) as refused:
-            opened(served, one)
-        assert refused.value.response.status_code == (200 if answer == reply() else 502), answer
+    with (
+        raw_service(memory_gateway, sandbox, elsewhere) as service,
+        pytest.raises(ValueError, match=r"redirect to ws://127\.0\.0\.1:1/"),
+    ):
+        open_websocket(memory_gateway, sandbox)
+    for answer in (make_reply(), b"SSH-2.0-OpenSSH_9.2\r\n\r\n", b"", b"HTTP/1.1 101 Switching Protocols\r\n\r\n"):
+        with raw_service(memory_gateway, sandbox, answer) as service, pytest.raises(InvalidStatus) as refused:
+            open_websocket(memory_gateway, sandbox)
+        assert refused.value.response.status_code == (200 if answer == make_reply() else 502), answer
         eventually(lambda: not service.open)
 
 
-def test_who_may_and_where(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
-    def refused(sandbox: dict[str, Any], **headers: str) -> tuple[int, str]:
+def test_access_and_ports(memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]) -> None:
+    def is_refused(each: dict[str, Any], **headers: str) -> tuple[int, str]:
         with pytest.raises(InvalidStatus) as error:
-            opened(served, sandbox, headers=headers)
+            open_websocket(memory_gateway, each, headers=headers)
         return error.value.response.status_code, error.value.response.body.decode()
 
-    assert refused(one)[0] == refused(one, **{"X-Access-Token": "wrong"})[0] == 401
-    assert refused(one, **{"X-API-Key": READ_KEY})[0] == 403
-    status, told = refused(one, **KEY)
+    assert is_refused(sandbox)[0] == is_refused(sandbox, **{"X-Access-Token": "wrong"})[0] == 401
+    assert is_refused(sandbox, **{"X-API-Key": READ_KEY})[0] == 403
+    status, told = is_refused(sandbox, **KEY)
     assert status == 502 and "port is not open" in told and '"kind":"backend_failed"' in told
-    status, told = refused({"sandboxID": "0" * 12}, **KEY)
+    status, told = is_refused({"sandboxID": "0" * 12}, **KEY)
     assert status == 502 and "was not found" in told
-    with inside(served, one) as service:
+    with recording_service(memory_gateway, sandbox) as service:
         for let_in in (
-            {"X-Access-Token": one["envdAccessToken"]},
-            {"E2B-Traffic-Access-Token": one["trafficAccessToken"]},
+            {"X-Access-Token": sandbox["envdAccessToken"]},
+            {"E2B-Traffic-Access-Token": sandbox["trafficAccessToken"]},
             {"Authorization": f"Bearer {EXEC_KEY}"},
         ):
-            with opened(served, one, headers=let_in) as client:
+            with open_websocket(memory_gateway, sandbox, headers=let_in) as client:
                 client.send("x")
                 assert client.recv(10) == "x"
             assert not {value for _, value in service.headers} & set(let_in.values())
     upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
-    ours = head("GET /events", "Host: gateway", *upgrade, f"Sec-WebSocket-Key: {NONCE}")
-    with line(served, ours) as connection:
-        status, body = status_of(connection)
+    ours = request_head("GET /events", "Host: gateway", *upgrade, f"Sec-WebSocket-Key: {NONCE}")
+    with raw_connection(memory_gateway, ours) as connection:
+        status, body = read_status(connection)
         assert status == 400 and body["kind"] == "unsupported"
-    broken = head("GET /", f"Host: {host(one, PORT)}", f"X-API-Key: {EXEC_KEY}", *upgrade)
-    with line(served, broken) as connection:
-        assert status_of(connection)[0] == 400, "a handshake without its key"
+    broken = request_head("GET /", f"Host: {host(sandbox, PORT)}", f"X-API-Key: {EXEC_KEY}", *upgrade)
+    with raw_connection(memory_gateway, broken) as connection:
+        assert read_status(connection)[0] == 400, "a handshake without its key"
 
 
 @pytest.mark.parametrize("ending", ["rollback", "pause", "kill"])
-def test_it_ends_with_the_machine(served: Served, api: httpx.Client, one: dict[str, Any], ending: str) -> None:
+def test_the_connection_ends_with_the_machine(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], ending: str
+) -> None:
     api.post("/sandboxes/one/snapshots", json={"name": "s1"})
-    with inside(served, one) as service, opened(served, one) as client:
+    with recording_service(memory_gateway, sandbox) as service, open_websocket(memory_gateway, sandbox) as client:
         client.send("x")
         assert client.recv(10) == "x"
         if ending == "rollback":
@@ -266,21 +309,21 @@ def test_it_ends_with_the_machine(served: Served, api: httpx.Client, one: dict[s
         assert "rolled back, paused or ended" in closed.value.rcvd.reason
         eventually(lambda: service.codes == [1006])
     if ending == "rollback":
-        with inside(served, one), opened(served, one) as client:
+        with recording_service(memory_gateway, sandbox), open_websocket(memory_gateway, sandbox) as client:
             client.send("new")
             assert client.recv(10) == "new"
 
 
-def test_it_resumes_a_paused_sandbox(served: Served, api: httpx.Client) -> None:
-    wakes = create(api, name="wakes", autoPause=True, autoResume={"enabled": True})
+def test_a_connection_resumes_a_paused_sandbox(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    wakes = create_sandbox(api, name="wakes", autoPause=True, autoResume={"enabled": True})
     api.post("/sandboxes/wakes/pause")
     with pytest.raises(InvalidStatus) as refused:
-        opened(served, wakes)
+        open_websocket(memory_gateway, wakes)
     assert refused.value.response.status_code == 502 and b"port is not open" in refused.value.response.body
     assert api.get("/sandboxes/wakes").json()["state"] == "running"
 
 
-def test_a_client_that_leaves_before_the_service_has_answered(served: Served, one: dict[str, Any]) -> None:
+def test_a_client_that_leaves_during_the_handshake(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     left = threading.Event()
 
     async def listen(address: str, port: int) -> asyncio.Server:
@@ -294,16 +337,20 @@ def test_a_client_that_leaves_before_the_service_has_answered(served: Served, on
         return await asyncio.start_server(wait, address, port)
 
     fields = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
-    shake = head(
-        "GET /", f"Host: {host(one, PORT)}", f"X-API-Key: {EXEC_KEY}", *fields, "Sec-WebSocket-Key: " + "A" * 22 + "=="
+    shake = request_head(
+        "GET /",
+        f"Host: {host(sandbox, PORT)}",
+        f"X-API-Key: {EXEC_KEY}",
+        *fields,
+        "Sec-WebSocket-Key: " + "A" * 22 + "==",
     )
-    with Service(address(served, one), PORT, listen):
-        with line(served, shake):
+    with Service(machine_address(memory_gateway, sandbox), PORT, listen):
+        with raw_connection(memory_gateway, shake):
             assert not left.wait(0.2)
         assert left.wait(5)
 
 
-async def _pings(connection: ServerConnection) -> None:
+async def _send_pings(connection: ServerConnection) -> None:
     """Make the service answer pings forever, without reading the answers."""
     connection.transport.pause_reading()
     frame = b"\x89\x7d" + b"x" * 125
@@ -315,16 +362,20 @@ async def _pings(connection: ServerConnection) -> None:
         await asyncio.sleep(0.0005)
 
 
-def test_who_has_pings_answered_and_reads_no_answer_is_cut_off(
-    served: Served, one: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_a_client_that_ignores_pongs_is_disconnected(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(websocket, "MOST_UNSENT", 1 << 20)
-    with inside(served, one, _pings), opened(served, one) as client, pytest.raises(ConnectionClosed):
+    monkeypatch.setattr(websocket, "MAX_UNSENT_BYTES", 1 << 20)
+    with (
+        recording_service(memory_gateway, sandbox, _send_pings),
+        open_websocket(memory_gateway, sandbox) as client,
+        pytest.raises(ConnectionClosed),
+    ):
         client.recv(timeout=30)
 
 
-def test_fragments_pass_as_they_come(served: Served, one: dict[str, Any]) -> None:
-    """A large frame is also forwarded before all of it has arrived."""
+def test_fragments_are_forwarded_as_they_arrive(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
+    """The gateway forwards a large frame before all of it has arrived."""
     seen: list[str | bytes] = []
 
     async def stream(connection: ServerConnection) -> None:
@@ -333,7 +384,7 @@ def test_fragments_pass_as_they_come(served: Served, one: dict[str, Any]) -> Non
         await connection.send(["a", "b"])
         await connection.wait_closed()
 
-    with inside(served, one, stream), opened(served, one) as client:
+    with recording_service(memory_gateway, sandbox, stream), open_websocket(memory_gateway, sandbox) as client:
         client.socket.sendall(b"\x01\x83" + b"\0" * 4 + b"one")
         eventually(lambda: seen == ["one"])
         client.socket.sendall(b"\x80\xff" + (1 << 20).to_bytes(8, "big") + b"\0" * 4 + b"x" * 100_000)
@@ -343,16 +394,16 @@ def test_fragments_pass_as_they_come(served: Served, one: dict[str, Any]) -> Non
         assert "".join(map(str, seen)) == "one" + "x" * (1 << 20)
 
 
-def test_messages_sent_before_leaving_arrive(served: Served, one: dict[str, Any]) -> None:
-    """Although only one fragment is parsed at a time."""
+def test_messages_sent_before_a_close_arrive(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
+    """The gateway parses only one fragment at a time."""
     seen: list[str | bytes] = []
 
     async def keep(connection: ServerConnection) -> None:
         async for message in connection:
             seen.append(message)
 
-    with inside(served, one, keep) as service:
-        with opened(served, one, close_timeout=0.1) as client:
+    with recording_service(memory_gateway, sandbox, keep) as service:
+        with open_websocket(memory_gateway, sandbox, close_timeout=0.1) as client:
             client.socket.sendall(b"".join(b"\x81\x81\0\0\0\0%d" % (number % 10) for number in range(500)))
             client.socket.sendall(b"\x88\x82\0\0\0\0\x03\xe8")
             eventually(lambda: service.codes == [1000], seconds=30)

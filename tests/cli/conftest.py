@@ -6,17 +6,17 @@ import sys
 import pytest
 
 from sandbox_gateway.cli import main as sandboxctl
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 from tests.cli.running import Outcome, Run
 
 
 @pytest.fixture
-def run(served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(memory_gateway: MemoryGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run sandboxctl with these arguments; over the socket unless ``url`` is set."""
     for name in ("SANDBOX_GATEWAY_TOKEN", "SANDBOX_GATEWAY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
 
-    def running(*args: str, url: str = served.unix_url, token: str = "", stdin: bytes = b"") -> Outcome:
+    def running(*args: str, url: str = memory_gateway.unix_url, token: str = "", stdin: bytes = b"") -> Outcome:
         monkeypatch.setenv("SANDBOX_GATEWAY_URL", url)
         monkeypatch.setenv("SANDBOX_GATEWAY_TOKEN", token)
         monkeypatch.setattr(sys, "argv", ["sandboxctl", *args])

@@ -24,6 +24,6 @@ Run = Callable[..., Outcome]
 SANDBOXCTL = [sys.executable, "-m", "sandbox_gateway.cli.main"]
 
 
-def done(outcome: Outcome) -> Outcome:
+def check_succeeded(outcome: Outcome) -> Outcome:
     assert outcome.code == 0, outcome.err
     return outcome

@@ -20,7 +20,7 @@ import pytest
 from sandbox_gateway.config import Config, Server
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.server import config_docs, serving
-from tests.api.served import ADMIN_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 
 DAEMON = [sys.executable, "-m", "sandbox_gateway.server.daemon"]
 STAND_IN = """
@@ -35,7 +35,7 @@ asyncio.run(serving.run(load(Path(sys.argv[1]))))
 """The daemon's own start from its configuration, above a host in memory."""
 
 
-def server(tmp_path: Path, **more: Any) -> Server:
+def server_config(tmp_path: Path, **more: Any) -> Server:
     return Server.model_validate({"socket": "", **more})
 
 
@@ -49,7 +49,7 @@ def keys(tmp_path: Path) -> Path:
 
 def test_loopback_needs_no_tls(tmp_path: Path, keys: Path) -> None:
     for listen in ("127.0.0.1:8700", "[::1]:8700", "localhost:8700"):
-        _, address, tls = serving.prepare(server(tmp_path, listen=listen, key_file=keys))
+        _, address, tls = serving.prepare(server_config(tmp_path, listen=listen, key_file=keys))
         assert address and address.loopback and tls is None
 
 
@@ -60,30 +60,30 @@ def test_an_open_address_needs_keys_and_tls(tmp_path: Path, keys: Path) -> None:
     for listen in ("0.0.0.0:8700", ":8700", "[::]:8700", "192.0.2.1:8700"):
         for file in (None, empty):
             with pytest.raises(Invalid, match=r"set server\.key_file"):
-                serving.prepare(server(tmp_path, listen=listen, key_file=file, allow_plaintext=True))
+                serving.prepare(server_config(tmp_path, listen=listen, key_file=file, allow_plaintext=True))
         with pytest.raises(Invalid, match=r"server\.tls_cert.*allow_plaintext"):
-            serving.prepare(server(tmp_path, listen=listen, key_file=keys))
-        serving.prepare(server(tmp_path, listen=listen, key_file=keys, allow_plaintext=True))
+            serving.prepare(server_config(tmp_path, listen=listen, key_file=keys))
+        serving.prepare(server_config(tmp_path, listen=listen, key_file=keys, allow_plaintext=True))
 
 
 @pytest.mark.parametrize("listen", ["8700", "host:", "127.0.0.1:x", "127.0.0.1:70000", "nowhere.invalid:80"])
-def test_addresses_that_are_none(tmp_path: Path, listen: str) -> None:
+def test_invalid_addresses(tmp_path: Path, listen: str) -> None:
     with pytest.raises(Invalid, match=r"server\.listen"):
-        serving.prepare(server(tmp_path, listen=listen))
+        serving.prepare(server_config(tmp_path, listen=listen))
 
 
-def test_tls_that_is_not_whole(tmp_path: Path, keys: Path) -> None:
+def test_incomplete_tls_settings(tmp_path: Path, keys: Path) -> None:
     junk = tmp_path / "cert.pem"
     junk.write_text("junk")
     with pytest.raises(Invalid, match="both"):
-        serving.prepare(server(tmp_path, listen="127.0.0.1:1", tls_cert=junk))
+        serving.prepare(server_config(tmp_path, listen="127.0.0.1:1", tls_cert=junk))
     with pytest.raises(Invalid, match="cannot be loaded"):
-        serving.prepare(server(tmp_path, listen="127.0.0.1:1", tls_cert=junk, tls_key=junk))
+        serving.prepare(server_config(tmp_path, listen="127.0.0.1:1", tls_cert=junk, tls_key=junk))
 
 
-def test_nowhere_to_listen(tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match="nowhere to listen"):
-        serving.prepare(server(tmp_path))
+def test_a_configuration_without_addresses(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match=r"neither server\.socket nor server\.listen"):
+        serving.prepare(server_config(tmp_path))
 
 
 def test_sockets(tmp_path: Path) -> None:
@@ -113,15 +113,15 @@ def test_sockets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (None, "not found"),
+        (None, "does not exist"),
         ("server = ", "cannot be read"),
         ("[server]\nlistn = 'x'\n", "listn: unknown key"),
         ("[server]\nlisten = '0.0.0.0:0'\nsocket = ''\n", "server.key_file"),
-        ("[server]\nkey_file = '/nowhere/keys'\n", "key file /nowhere/keys not found"),
+        ("[server]\nkey_file = '/nowhere/keys'\n", "the key file /nowhere/keys does not exist"),
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "check"])
-def test_start_up_failures_are_one_sentence(tmp_path: Path, command: str, config: str | None, words: str) -> None:
+def test_startup_failures_are_one_sentence(tmp_path: Path, command: str, config: str | None, words: str) -> None:
     file = tmp_path / "config.toml"
     if config is not None:
         file.write_text(config)
@@ -142,8 +142,8 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> httpx.Client:
     raise AssertionError(f"it did not start: {process.stderr.read() if process.stderr else ''}")
 
 
-def test_sigterm_finishes_requests_and_ends_streams(tmp_path: Path, served: Served) -> None:
-    run = Path(served.run.name)
+def test_sigterm_finishes_requests_and_ends_streams(tmp_path: Path, memory_gateway: MemoryGateway) -> None:
+    run = Path(memory_gateway.run.name)
     path, notified = run / "daemon.sock", run / "notify.sock"
     config = tmp_path / "config.toml"
     config.write_text(f'[server]\nsocket = "{path}"\n[host]\nstate_root = "{tmp_path}"\n')
@@ -191,7 +191,7 @@ def test_sigterm_finishes_requests_and_ends_streams(tmp_path: Path, served: Serv
         finally:
             if process.poll() is None:
                 process.kill()
-                process.wait(10)
+                process.wait(30)
             assert process.stderr is not None
             log = process.stderr.read()
             process.stderr.close()
@@ -211,18 +211,18 @@ def test_tls(tmp_path: Path, keys: Path) -> None:
         timeout=60,
     )
     tls = {"tls_cert": str(cert), "tls_key": str(key)}
-    served = Served(tmp_path, server=tls)
+    gateway = MemoryGateway(tmp_path, server=tls)
     try:
         with httpx.Client(verify=ssl.create_default_context(cafile=str(cert))) as client:
-            answer = client.get(f"https://127.0.0.1:{served.port}/sandboxes", headers={"X-API-Key": ADMIN_KEY})
+            answer = client.get(f"https://127.0.0.1:{gateway.port}/sandboxes", headers={"X-API-Key": ADMIN_KEY})
             assert answer.status_code == 200
         with pytest.raises(httpx.TransportError):
-            httpx.get(f"http://127.0.0.1:{served.port}/health", timeout=5)
+            httpx.get(f"http://127.0.0.1:{gateway.port}/health", timeout=5)
     finally:
-        served.end()
+        gateway.end()
 
 
-def test_stopped_while_it_opens() -> None:
+def test_a_stop_during_startup() -> None:
     class Slow:
         closed = False
 
@@ -232,14 +232,14 @@ def test_stopped_while_it_opens() -> None:
         async def close(self) -> None:
             self.closed = True
 
-    async def stopped(engine: Any) -> None:
+    async def was_stopped(engine: Any) -> None:
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(0.1, stop.set)
         config = Config.model_validate({"server": {"socket": "/nowhere/gateway.sock"}})
         await asyncio.wait_for(serving.serve(config, engine, stop), 5)
 
     engine = Slow()
-    asyncio.run(stopped(engine))
+    asyncio.run(was_stopped(engine))
     assert engine.closed
 
 
@@ -248,7 +248,7 @@ def test_openapi_is_printed_without_a_host() -> None:
     assert '"/sandboxes/{ref}/rollback"' in ended.stdout
 
 
-def test_configuration_page_names_every_key() -> None:
+def test_the_configuration_page_names_every_key() -> None:
     page = config_docs.page(Config)
     for name, field in Config.model_fields.items():
         section = field.annotation

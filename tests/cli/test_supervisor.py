@@ -51,13 +51,13 @@ class Manager:
             env={**os.environ, **paths, **environment},
         )
 
-    def hear(self) -> bytes:
+    def receive(self) -> bytes:
         return self.socket.recv(100)
 
-    def hear_until(self, state: bytes) -> list[bytes]:
+    def receive_until(self, state: bytes) -> list[bytes]:
         """The notifications before ``state``."""
         heard: list[bytes] = []
-        while (said := self.hear()) != state:
+        while (said := self.receive()) != state:
             heard.append(said)
         return heard
 
@@ -74,22 +74,22 @@ class Manager:
 
 
 @pytest.fixture
-def run() -> Iterator[Path]:
+def start_daemon() -> Iterator[Path]:
     # Socket paths must be short.
     with tempfile.TemporaryDirectory(prefix="grove-notify-") as directory:
         yield Path(directory)
 
 
-def test_it_says_that_its_event_loop_turns_and_only_then(run: Path) -> None:
-    manager = Manager(run, {"WATCHDOG_USEC": "400000"}, 0)
+def test_the_watchdog_is_notified_only_while_the_event_loop_runs(start_daemon: Path) -> None:
+    manager = Manager(start_daemon, {"WATCHDOG_USEC": "400000"}, 0)
     try:
-        manager.hear_until(b"READY=1")
+        manager.receive_until(b"READY=1")
         for _ in range(5):
-            assert manager.hear() == ALIVE
+            assert manager.receive() == ALIVE
         times = [time.monotonic()]
         manager.process.send_signal(signal.SIGUSR1)
         for _ in range(15):
-            assert manager.hear() == ALIVE
+            assert manager.receive() == ALIVE
             times.append(time.monotonic())
         assert max(later - earlier for earlier, later in itertools.pairwise(times)) > 2
     finally:
@@ -97,43 +97,43 @@ def test_it_says_that_its_event_loop_turns_and_only_then(run: Path) -> None:
     assert manager.process.returncode == 0 and "Traceback" not in log
 
 
-def test_it_reports_until_it_has_stopped(run: Path) -> None:
-    manager = Manager(run, {"WATCHDOG_USEC": "100000"}, 0)
+def test_notifications_continue_until_the_daemon_has_stopped(start_daemon: Path) -> None:
+    manager = Manager(start_daemon, {"WATCHDOG_USEC": "100000"}, 0)
     try:
-        manager.hear_until(b"READY=1")
+        manager.receive_until(b"READY=1")
         manager.process.send_signal(signal.SIGTERM)
-        assert set(manager.hear_until(b"STOPPING=1")) <= {ALIVE}
+        assert set(manager.receive_until(b"STOPPING=1")) <= {ALIVE}
     finally:
         manager.end(signal.SIGTERM)
 
 
-def test_what_ends_a_hung_one_shows_where_it_hangs(run: Path) -> None:
-    manager = Manager(run, {"WATCHDOG_USEC": "400000"}, 0)
-    manager.hear_until(b"READY=1")
+def test_a_killed_hung_daemon_logs_where_it_hangs(start_daemon: Path) -> None:
+    manager = Manager(start_daemon, {"WATCHDOG_USEC": "400000"}, 0)
+    manager.receive_until(b"READY=1")
     log = manager.end(signal.SIGABRT)
     assert manager.process.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in log and "asyncio" in log
 
 
 @pytest.mark.parametrize("watched", [{}, {"WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}, {"WATCHDOG_USEC": "x"}])
-def test_who_does_not_watch_it_is_not_told(run: Path, watched: dict[str, str]) -> None:
-    manager = Manager(run, watched, 0)
+def test_without_a_watchdog_no_notifications_are_sent(start_daemon: Path, watched: dict[str, str]) -> None:
+    manager = Manager(start_daemon, watched, 0)
     try:
-        manager.hear_until(b"READY=1")
+        manager.receive_until(b"READY=1")
         manager.socket.settimeout(1)
         with pytest.raises(TimeoutError):
-            manager.hear()
+            manager.receive()
     finally:
         assert "Traceback" not in manager.end(signal.SIGTERM)
 
 
-def test_a_long_start_asks_for_more_time(run: Path) -> None:
-    manager = Manager(run, {}, 2)
+def test_a_slow_startup_requests_more_time(start_daemon: Path) -> None:
+    manager = Manager(start_daemon, {}, 2)
     try:
-        before = manager.hear_until(b"READY=1")
+        before = manager.receive_until(b"READY=1")
         assert len(before) >= 2 and set(before) == {b"EXTEND_TIMEOUT_USEC=60000000"}
         manager.socket.settimeout(1)
         with pytest.raises(TimeoutError):
-            manager.hear()
+            manager.receive()
     finally:
         manager.end(signal.SIGTERM)

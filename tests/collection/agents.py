@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.api.memory_gateway import MemoryGateway
 from tests.api.memory_host import AGENT_PORT, Machine, MemoryHost, _address
-from tests.api.served import Served
 from tests.support.session import REPOSITORY
 
 SOURCE = REPOSITORY / "gateway" / "src"
@@ -59,9 +59,9 @@ class AgentHost(MemoryHost):
 
 
 @contextmanager
-def serve(root: Path, **sections: dict[str, Any]) -> Iterator[Served]:
+def serve(root: Path, **sections: dict[str, Any]) -> Iterator[MemoryGateway]:
     """A gateway with the template `base`; ``sections`` are sections of its configuration."""
-    gateway = Served(root, AgentHost(), **sections)
+    gateway = MemoryGateway(root, AgentHost(), **sections)
     try:
         gateway.build_template("base")
         yield gateway

@@ -50,7 +50,7 @@ def _download(into: Path) -> None:
 
 
 @cache
-def options(module: str) -> dict[str, dict[str, Any]]:
+def module_options(module: str) -> dict[str, dict[str, Any]]:
     """The options of a module of awx.awx, from its documentation."""
     source = collections_path() / _PREFIX / "plugins" / "modules" / f"{module}.py"
     _, _, rest = source.read_text().partition("DOCUMENTATION = '''")

@@ -99,7 +99,7 @@ class Refused(Exception):
         self.status, self.body = status, body
 
 
-def wrong(field: str, message: str) -> Refused:
+def validation_error(field: str, message: str) -> Refused:
     return Refused(400, {field: [message]})
 
 
@@ -118,11 +118,11 @@ class Awx:
         self._ids = itertools.count(1)
         self._lock = threading.RLock()
         # The content of a fresh AWX, and a credential that somebody created by hand.
-        self._put("organizations", {"name": "Default"})
-        machine = self._put(
+        self._store("organizations", {"name": "Default"})
+        machine = self._store(
             "credential_types", {"name": "Machine", "kind": "ssh", "managed": True, "inputs": {"fields": []}}
         )
-        self._put("credentials", {"name": "Root of the hosts", "credential_type": machine["id"], "inputs": {}})
+        self._store("credentials", {"name": "Root of the hosts", "credential_type": machine["id"], "inputs": {}})
 
     # Requests
 
@@ -145,11 +145,11 @@ class Awx:
     def _route(self, method: str, steps: list[str], query: dict[str, str], body: Any) -> tuple[int, Any]:
         match (method, *steps):
             case ("GET", "unified_job_templates"):
-                return 200, self._page("job_templates", query)
+                return 200, self._list_page("job_templates", query)
             case ("GET", "project_updates", ident):
-                return 200, self._update(int(ident))
+                return 200, self._update_project(int(ident))
             case ("GET", endpoint) if endpoint in MODULES:
-                return 200, self._page(endpoint, query)
+                return 200, self._list_page(endpoint, query)
             case ("POST", endpoint) if endpoint in MODULES:
                 return 201, self._show(endpoint, self._write(endpoint, None, body))
             case ("GET", endpoint, ident) if endpoint in MODULES:
@@ -157,7 +157,7 @@ class Awx:
             case ("PATCH", endpoint, ident) if endpoint in MODULES:
                 return 200, self._show(endpoint, self._write(endpoint, self._find(endpoint, ident), body))
             case (_, "job_templates", ident, "survey_spec"):
-                return 200, self._survey(method, self._find("job_templates", ident)["id"], body)
+                return 200, self._handle_survey(method, self._find("job_templates", ident)["id"], body)
             case (_, "job_templates", ident, "credentials"):
                 return self._attach(method, self._find("job_templates", ident)["id"], body)
         raise Refused(404, {"detail": "Not found."})
@@ -168,8 +168,8 @@ class Awx:
             raise Refused(404, {"detail": "Not found."})
         return found
 
-    def _page(self, endpoint: str, query: dict[str, str]) -> dict[str, Any]:
-        unknown = query.keys() - {"id", *self.fields(endpoint)}
+    def _list_page(self, endpoint: str, query: dict[str, str]) -> dict[str, Any]:
+        unknown = query.keys() - {"id", *self.writable_fields(endpoint)}
         if unknown:
             raise Refused(400, {"detail": f"{endpoint} has no field {', '.join(sorted(unknown))}"})
         found = [
@@ -194,22 +194,22 @@ class Awx:
 
     # Writable fields
 
-    def fields(self, endpoint: str) -> dict[str, dict[str, Any]]:
+    def writable_fields(self, endpoint: str) -> dict[str, dict[str, Any]]:
         """The writable fields with their types: the options of the module, except those that are not fields."""
         found = {
             name: option
-            for name, option in awx_collection.options(MODULES[endpoint]).items()
+            for name, option in awx_collection.module_options(MODULES[endpoint]).items()
             if name not in OF_THE_MODULE and option.get("type", "str") != "list"
         }
         return {**found, "managed": {"type": "bool"}} if endpoint == "credential_types" else found
 
     def _write(self, endpoint: str, old: dict[str, Any] | None, body: Any) -> dict[str, Any]:
-        fields = self.fields(endpoint)
+        fields = self.writable_fields(endpoint)
         if not isinstance(body, dict):
             raise Refused(400, {"detail": "JSON parse error"})
         for name, value in body.items():
             if name not in fields:
-                raise wrong(name, "AWX has no such field")
+                raise validation_error(name, "AWX has no such field")
             self._check_value(name, value, fields[name])
         blank = {"bool": False, "int": 0, "dict": {}, "str": ""}
         unset = {name: blank.get(each.get("type", "str"), "") for name, each in fields.items()}
@@ -219,7 +219,7 @@ class Awx:
             new["inputs"] = {k: old["inputs"].get(k) if v == HIDDEN else v for k, v in new["inputs"].items()}
         for name in REQUIRED[endpoint]:
             if new[name] in ("", None):
-                raise wrong(name, "This field is required.")
+                raise validation_error(name, "This field is required.")
         same = [name for name in ("name", *SPACES) if name in fields]
         for item in self.tables[endpoint].values():
             if item is not old and all(item.get(name) == new[name] for name in same):
@@ -227,9 +227,9 @@ class Awx:
         check = getattr(self, f"_check_{endpoint}", None)
         if check:
             check(new)
-        return self._put(endpoint, new)
+        return self._store(endpoint, new)
 
-    def _put(self, endpoint: str, item: dict[str, Any]) -> dict[str, Any]:
+    def _store(self, endpoint: str, item: dict[str, Any]) -> dict[str, Any]:
         item = {**item, "id": item.get("id") or next(self._ids)}
         if endpoint == "projects":
             self.updates[item["id"]] = 0
@@ -241,82 +241,89 @@ class Awx:
             return
         if name in NAMED:
             if not isinstance(value, int) or value not in self.tables[NAMED[name]]:
-                raise wrong(name, f'Invalid pk "{value}" - object does not exist.')
+                raise validation_error(name, f'Invalid pk "{value}" - object does not exist.')
             return
         if name in AS_TEXT:
             if not isinstance(value, str) or not isinstance(json.loads(value), dict):
-                raise wrong(name, "Cannot parse as JSON: this is to be the text of a mapping")
+                raise validation_error(name, "Cannot parse as JSON: this is to be the text of a mapping")
             return
         kind = {"bool": bool, "int": int, "dict": dict}.get(option.get("type", "str"), str)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise wrong(name, f"Not a valid {kind.__name__}: {value!r}")
+            raise validation_error(name, f"Not a valid {kind.__name__}: {value!r}")
         if option.get("choices") and value not in (*option["choices"], ""):
-            raise wrong(name, f'"{value}" is not a valid choice.')
+            raise validation_error(name, f'"{value}" is not a valid choice.')
 
     def _check_credential_types(self, item: dict[str, Any]) -> None:
         if item["kind"] not in ("cloud", "net") and not item.get("managed"):
-            raise wrong("kind", "Must be 'cloud' or 'net'")
+            raise validation_error("kind", "Must be 'cloud' or 'net'")
         inputs, injectors = item["inputs"], item["injectors"]
         known = [field.get("id") for field in inputs.get("fields", [])]
         malformed = [field for field in inputs.get("fields", []) if field.keys() - INPUT_KEYS or not field.get("label")]
         if inputs.keys() - {"fields", "required"} or malformed or not set(inputs.get("required", [])) <= set(known):
-            raise wrong("inputs", "Additional properties are not allowed")
+            raise validation_error("inputs", "Additional properties are not allowed")
         if injectors.keys() - {"env", "extra_vars", "file"}:
-            raise wrong("injectors", "Additional properties are not allowed")
+            raise validation_error("injectors", "Additional properties are not allowed")
         for name, text in injectors.get("env", {}).items():
             if not re.fullmatch(r"[a-zA-Z_]\w*", name) or name.startswith("ANSIBLE_"):
-                raise wrong("injectors", f"Environment variable {name} is not allowed to be used in credentials.")
-            self._fill(text, dict.fromkeys(known, "EXAMPLE"))
+                raise validation_error(
+                    "injectors", f"Environment variable {name} is not allowed to be used in credentials."
+                )
+            self._substitute(text, dict.fromkeys(known, "EXAMPLE"))
 
-    def _fill(self, text: str, inputs: dict[str, Any]) -> str:
+    def _substitute(self, text: str, inputs: dict[str, Any]) -> str:
         try:
             return jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(text).render(inputs)
         except jinja2.UndefinedError as error:
-            raise wrong("injectors", f"uses an undefined field ({error})") from None
+            raise validation_error("injectors", f"uses an undefined field ({error})") from None
 
-    def _type_of(self, credential: dict[str, Any]) -> dict[str, Any]:
+    def _credential_type(self, credential: dict[str, Any]) -> dict[str, Any]:
         return self.tables["credential_types"][credential["credential_type"]]
 
     def _secrets(self, credential: dict[str, Any]) -> set[str]:
-        return {field["id"] for field in self._type_of(credential)["inputs"]["fields"] if field.get("secret")}
+        return {field["id"] for field in self._credential_type(credential)["inputs"]["fields"] if field.get("secret")}
 
     def _check_credentials(self, item: dict[str, Any]) -> None:
-        inputs = self._type_of(item)["inputs"]
+        inputs = self._credential_type(item)["inputs"]
         unknown = item["inputs"].keys() - {field["id"] for field in inputs["fields"]}
         missing = [name for name in inputs.get("required", []) if not item["inputs"].get(name)]
         if unknown or missing:
-            raise wrong("inputs", f"unknown: {sorted(unknown)}; required: {missing}")
+            raise validation_error("inputs", f"unknown: {sorted(unknown)}; required: {missing}")
 
     def _check_inventory_sources(self, item: dict[str, Any]) -> None:
         if item["source"] == "scm" and not item["source_project"]:
-            raise wrong("source_project", "Project required for scm type sources.")
+            raise validation_error("source_project", "Project required for scm type sources.")
         if not (self.tree / item["source_path"]).is_file():
-            raise wrong("source_path", "the project has no such file")
-        if item["credential"] and self._type_of(self.tables["credentials"][item["credential"]])["kind"] != "cloud":
-            raise wrong("credential", "Credentials of type machine, source control, insights and vault are disallowed")
+            raise validation_error("source_path", "the project has no such file")
+        if (
+            item["credential"]
+            and self._credential_type(self.tables["credentials"][item["credential"]])["kind"] != "cloud"
+        ):
+            raise validation_error(
+                "credential", "Credentials of type machine, source control, insights and vault are disallowed"
+            )
 
     def _check_job_templates(self, item: dict[str, Any]) -> None:
         if self.updates[item["project"]] < 2:
-            raise wrong("playbook", "the project has not been updated yet")
+            raise validation_error("playbook", "the project has not been updated yet")
         known = {str(path.relative_to(self.tree)) for path in self.tree.glob("playbooks/*.yml")}
         if item["playbook"] not in known:
-            raise wrong("playbook", "Playbook not found for project.")
+            raise validation_error("playbook", "Playbook not found for project.")
 
     def _check_schedules(self, item: dict[str, Any]) -> None:
         if not NIGHT.fullmatch(item["rrule"]):
-            raise wrong("rrule", "DTSTART and one RRULE are required.")
-        problems = self._wrong_answers(item["unified_job_template"], item["extra_data"])
+            raise validation_error("rrule", "DTSTART and one RRULE are required.")
+        problems = self._check_answers(item["unified_job_template"], item["extra_data"])
         if problems:
             raise Refused(400, {"variables_needed_to_start": problems})
 
-    def _wrong_answers(self, template: int, answers: dict[str, Any]) -> list[str]:
+    def _check_answers(self, template: int, answers: dict[str, Any]) -> list[str]:
         others = self.tables["job_templates"][template]["ask_variables_on_launch"]
         survey = self.surveys[template]
-        return awx_survey.wrong_answers(survey, {**awx_survey.defaults(survey), **answers}, others=others)
+        return awx_survey.check_answers(survey, {**awx_survey.default_answers(survey), **answers}, others=others)
 
-    def _survey(self, method: str, template: int, body: Any) -> Any:
+    def _handle_survey(self, method: str, template: int, body: Any) -> Any:
         if method == "POST":
-            if problem := awx_survey.problem(body):
+            if problem := awx_survey.find_problem(body):
                 raise Refused(400, {"error": problem})
             self.surveys[template] = body
         return self.surveys.get(template, {})
@@ -327,7 +334,7 @@ class Awx:
             found = [self._show("credentials", self.tables["credentials"][ident]) for ident in attached]
             return 200, {"count": len(found), "next": None, "previous": None, "results": found}
         if body.keys() - {"id", "disassociate"}:
-            raise wrong("id", "unknown keys")
+            raise validation_error("id", "unknown keys")
         credential = self._find("credentials", body["id"])
         if body.get("disassociate"):
             attached.remove(credential["id"])
@@ -337,32 +344,32 @@ class Awx:
         attached.append(credential["id"])
         return 204, None
 
-    def _update(self, project: int) -> dict[str, Any]:
+    def _update_project(self, project: int) -> dict[str, Any]:
         self._find("projects", project)
         self.updates[project] += 1
         return {"id": project, "status": "successful" if self.updates[project] > 1 else "running"}
 
     # The launch of jobs
 
-    def named(self, endpoint: str, name: str) -> dict[str, Any]:
+    def find_by_name(self, endpoint: str, name: str) -> dict[str, Any]:
         (found,) = [item for item in self.tables[endpoint].values() if item["name"] == name]
         return found
 
     def launch(self, name: str, answers: dict[str, Any]) -> dict[str, Any]:
         """``{playbook, extra_vars, env, inventory}`` of a job. Raises Refused if its survey rejects an answer."""
-        template = self.named("job_templates", name)
-        problems = self._wrong_answers(template["id"], answers)
+        template = self.find_by_name("job_templates", name)
+        problems = self._check_answers(template["id"], answers)
         if problems:
             raise Refused(400, {"variables_needed_to_start": problems})
         env = {}
         for ident in self.attached.get(template["id"], []):
             credential = self.tables["credentials"][ident]
-            for variable, text in self._type_of(credential).get("injectors", {}).get("env", {}).items():
-                env[variable] = self._fill(text, credential["inputs"])
+            for variable, text in self._credential_type(credential).get("injectors", {}).get("env", {}).items():
+                env[variable] = self._substitute(text, credential["inputs"])
         inventory = self.tables["inventories"][template["inventory"]]
         return {
             "playbook": template["playbook"],
-            "extra_vars": {**awx_survey.defaults(self.surveys[template["id"]]), **answers},
+            "extra_vars": {**awx_survey.default_answers(self.surveys[template["id"]]), **answers},
             "env": env,
             "inventory": inventory["name"],
             "hosts": {
@@ -375,6 +382,7 @@ class Awx:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # otherwise each body waits 40 ms for the client to acknowledge the headers
     awx: Awx
 
     def _serve(self) -> None:

@@ -19,7 +19,7 @@ KEYS = {
 }
 
 
-def problem(survey: Any) -> str:
+def find_problem(survey: Any) -> str:
     """The error in a survey; empty if it is valid."""
     if not isinstance(survey, dict) or survey.keys() != {"name", "description", "spec"}:
         return "a survey has a name, a description and a spec"
@@ -28,10 +28,10 @@ def problem(survey: Any) -> str:
     variables = [question.get("variable") for question in survey["spec"]]
     if len(set(variables)) < len(variables):
         return "a variable is asked for twice"
-    return next(filter(None, map(_wrong_question, survey["spec"])), "")
+    return next(filter(None, map(_check_question, survey["spec"])), "")
 
 
-def _wrong_question(question: dict[str, Any]) -> str:
+def _check_question(question: dict[str, Any]) -> str:
     name = question.get("variable")
     if unknown := question.keys() - KEYS:
         return f"{name}: unknown {sorted(unknown)}"
@@ -50,16 +50,16 @@ def _wrong_question(question: dict[str, Any]) -> str:
         return ""
     if not isinstance(default, TYPES[question["type"]]) or isinstance(default, bool):
         return f"{name}: default value {default!r} is of another type"
-    return "; ".join(wrong_answer(question, default))
+    return "; ".join(check_answer(question, default))
 
 
-def wrong_answers(survey: dict[str, Any], answers: dict[str, Any], *, others: bool) -> list[str]:
-    """The errors in the answers; ``others``: whether variables outside the survey are allowed."""
+def check_answers(survey: dict[str, Any], answers: dict[str, Any], *, others: bool) -> list[str]:
+    """Return the errors in the answers. ``others``: whether variables outside the survey are allowed."""
     found = []
     for question in survey["spec"]:
         name = question["variable"]
         if name in answers:
-            found += wrong_answer(question, answers[name])
+            found += check_answer(question, answers[name])
         elif question["required"]:
             found.append(f"'{name}' value missing")
     asked = {question["variable"] for question in survey["spec"]}
@@ -68,7 +68,7 @@ def wrong_answers(survey: dict[str, Any], answers: dict[str, Any], *, others: bo
     )
 
 
-def wrong_answer(question: dict[str, Any], answer: Any) -> list[str]:
+def check_answer(question: dict[str, Any], answer: Any) -> list[str]:
     name, kind = question["variable"], question["type"]
     if kind in ("multiplechoice", "multiselect"):
         given = answer if isinstance(answer, list) else [answer]
@@ -80,10 +80,10 @@ def wrong_answer(question: dict[str, Any], answer: Any) -> list[str]:
     if not isinstance(answer, TYPES[kind]) or isinstance(answer, bool):
         return [f"Value {answer!r} for '{name}' expected to be {kind}"]
     size = len(answer) if isinstance(answer, str) else answer
-    least, most = question.get("min"), question.get("max")
+    least, maximum = question.get("min"), question.get("max")
     too = [f"'{name}' is too small"] if least is not None and size < least else []
-    return too + ([f"'{name}' is too large"] if most is not None and size > most else [])
+    return too + ([f"'{name}' is too large"] if maximum is not None and size > maximum else [])
 
 
-def defaults(survey: dict[str, Any]) -> dict[str, Any]:
+def default_answers(survey: dict[str, Any]) -> dict[str, Any]:
     return {each["variable"]: each["default"] for each in survey["spec"] if "default" in each}

@@ -1,9 +1,8 @@
 """Calls the connection plugin in a separate process, as Ansible would, and returns the results.
 
 `python connect.py COLLECTIONS` reads ``{variables, remember, become, calls: [[method, argument…]…]}`` as JSON and
-writes ``{results: [{value} | {error, message}…], growth}``; bytes are base64, ``growth`` is the growth of the process
-in KiB since the first call.
-"""
+writes ``{results: [{value} | {error, message}…], growth}``. Bytes are base64; ``growth`` is the growth of the process
+in KiB since the first call."""
 
 from __future__ import annotations
 
@@ -28,23 +27,23 @@ def main() -> None:
 
     for sandbox, gateway in asked.get("remember", {}).items():
         _gateways.remember(sandbox, _gateways.Gateway(**gateway))
-    as_of_an_inventory(connection, asked["variables"])
+    set_inventory_variables(connection, asked["variables"])
     if asked.get("become"):
         become = become_loader.get(asked["become"].pop("method"))
         become.set_options(direct=asked["become"])
         connection.set_become_plugin(become)
-    before, results = _largest(), []
+    before, results = _peak_memory(), []
     for method, *arguments in asked["calls"]:
         try:
             results.append({"value": call(connection, method, arguments)})
         except AnsibleError as error:
             (kind, *_) = (each.__name__ for each in type(error).__mro__ if each.__module__ == "ansible.errors")
             results.append({"error": kind, "message": str(error)})
-    json.dump({"results": results, "growth": _largest() - before}, sys.stdout)
+    json.dump({"results": results, "growth": _peak_memory() - before}, sys.stdout)
 
 
-def as_of_an_inventory(connection: Any, variables: dict[str, Any]) -> None:
-    """Give the connection the variables of a host of an inventory, as a task does."""
+def set_inventory_variables(connection: Any, variables: dict[str, Any]) -> None:
+    """Set the connection's variables from a host of an inventory, as a task does."""
     from ansible.inventory.manager import InventoryManager
     from ansible.parsing.dataloader import DataLoader
     from ansible.vars.hostvars import HostVars
@@ -76,7 +75,7 @@ def exec_command(connection: Any, command: str, data: bytes | None = None) -> li
     return [code, base64.b64encode(out).decode(), base64.b64encode(err).decode()]
 
 
-def _largest() -> int:
+def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

@@ -54,7 +54,7 @@ class Case:
     fails: str = ""
     unforeseen: str = ""
 
-    def covers(self) -> set[tuple[str, str, str]]:
+    def covered_items(self) -> set[tuple[str, str, str]]:
         """(module, "state", the state) and (module, "option", its name) for this case's options and default state."""
         spec = THINGS[self.module].ARGUMENTS
         found = {(self.module, "option", name) for name in self.options}
@@ -63,8 +63,8 @@ class Case:
         return found or {(self.module, "option", "")}
 
 
-def wanted() -> set[tuple[str, str, str]]:
-    """All values that ``covers`` of all cases together must contain, from every module's argument spec."""
+def required_items() -> set[tuple[str, str, str]]:
+    """All values that ``covered_items`` of all cases together must contain, from every module's argument spec."""
     found: set[tuple[str, str, str]] = set()
     for module, thing in THINGS.items():
         spec = thing.ARGUMENTS
@@ -75,17 +75,17 @@ def wanted() -> set[tuple[str, str, str]]:
 
 
 def task(module: str, options: Mapping[str, Any], prefix: str) -> Task:
-    return {f"grove.sandbox.{module}": named(dict(options), prefix)}
+    return {f"grove.sandbox.{module}": with_prefix(dict(options), prefix)}
 
 
-def named(value: Any, prefix: str) -> Any:
+def with_prefix(value: Any, prefix: str) -> Any:
     """``value`` with the prefix in place of ``%``."""
     if isinstance(value, str):
         return value.replace("%", prefix)
     if isinstance(value, dict):
-        return {key: named(item, prefix) for key, item in value.items()}
+        return {key: with_prefix(item, prefix) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [named(item, prefix) for item in value]
+        return [with_prefix(item, prefix) for item in value]
     return value
 
 
@@ -105,12 +105,12 @@ WRITTEN = (("write", "%box"),)
 SANDBOX = (
     Case("sandbox", "state: present", {"name": "%box", "template": "base", "state": "present"}),
     Case("sandbox", "state: running", {"name": "%box", "template": "base", "state": "running"}),
-    Case("sandbox", "state: running, of one that is paused", {"name": "%box", "state": "running"},
+    Case("sandbox", "state: running, for a paused sandbox", {"name": "%box", "state": "running"},
          (("sandbox", {"name": "%box", "template": "base", "state": "paused"}),)),
-    Case("sandbox", "state: running, of one whose machine ended", {"name": "%box", "state": "running"}, (BOX,),
+    Case("sandbox", "state: running, after the machine terminated", {"name": "%box", "state": "running"}, (BOX,),
          (("end", "%box"),)),
     Case("sandbox", "state: paused", {"name": "%box", "state": "paused"}, (BOX,)),
-    Case("sandbox", "state: paused, of a new one", {"name": "%box", "template": "base", "state": "paused"}),
+    Case("sandbox", "state: paused, for a new sandbox", {"name": "%box", "template": "base", "state": "paused"}),
     Case("sandbox", "state: absent", {"name": "%box", "state": "absent"}, (BOX,)),
     Case("sandbox", "several names", {"name": ["%a", "%b"], "template": "base"},
          (("sandbox", {"name": "%a", "template": "base"}),)),
@@ -122,11 +122,11 @@ SANDBOX = (
          (BOX,)),
     Case("sandbox", "volumes", {"name": "%box", "volumes": [MOUNT]}, (DATA, BOX)),
     Case("sandbox", "env, set only at creation", {"name": "%box", "template": "base", "env": {"A": "b"}}),
-    Case("sandbox", "cpus, memory_mb and disk_mb of a new one, cold_start",
+    Case("sandbox", "cpus, memory_mb and disk_mb for a new sandbox, cold_start",
          {"name": "%box", "template": "base", "cpus": 2, "memory_mb": 512, "disk_mb": 4096, "cold_start": True}),
-    Case("sandbox", "other memory_mb", {"name": "%box", "template": "base", "memory_mb": 512}, (BOX,),
+    Case("sandbox", "different memory_mb", {"name": "%box", "template": "base", "memory_mb": 512}, (BOX,),
          fails="conflict"),
-    Case("sandbox", "other memory_mb, recreate",
+    Case("sandbox", "different memory_mb, recreate",
          {"name": "%box", "template": "base", "memory_mb": 512, "cold_start": True, "recreate": True}, (BOX,)),
     Case("sandbox", "continue_on_error, one of three refused",
          {"name": ["%a", "%box", "%c"], "template": "base", "cpus": 2, "cold_start": True, "continue_on_error": True},
@@ -136,20 +136,24 @@ SANDBOX = (
 TEMPLATE = (
     Case("sandbox_template", "state: present", {"name": "%web", "state": "present", "packages": ["nginx", "curl"]}),
     Case("sandbox_template", "state: absent", {"name": "%web", "state": "absent"}, (WEB,)),
-    Case("sandbox_template", "state: absent, of one in use", {"name": "%web", "state": "absent"},
+    Case("sandbox_template", "state: absent, while in use", {"name": "%web", "state": "absent"},
          (WEB, ("sandbox", {"name": "%box", "template": "%web"})), fails="in_use"),
     Case("sandbox_template", "state: absent, when_unused", {"name": "%web", "state": "absent", "when_unused": True},
          (WEB, ("sandbox", {"name": "%box", "template": "%web"}))),
-    Case("sandbox_template", "another recipe",
+    Case("sandbox_template", "different recipe",
          {"name": "%web", "packages": ["curl"], "setup": ["echo hello"], "start_command": "sleep 1",
           "ready_probe": "true", "ready_timeout": 30, "setup_timeout": 60, "cpus": 2, "memory_mb": 512,
           "disk_mb": 4096}, (WEB,)),
+    Case("sandbox_template", "same recipe, outdated by an upgrade of the gateway",
+         {"name": "%web", "packages": ["curl"]}, (WEB,), (("outdate", "%web"),)),
+    Case("sandbox_template", "same recipe, outdated, rebuild_outdated: false",
+         {"name": "%web", "packages": ["curl"], "rebuild_outdated": False}, (WEB,), (("outdate", "%web"),)),
     Case("sandbox_template", "from: debootstrap, suite and mirror",
          {"name": "%web", "from": "debootstrap", "suite": "trixie", "mirror": "http://mirror.example/debian"}),
     Case("sandbox_template", "from: rootfs", {"name": "%web", "from": "rootfs", "path": TARBALL}),
     Case("sandbox_template", "from: rootfs, with a missing path",
          {"name": "%web", "from": "rootfs", "path": "/nowhere/rootfs.tar"}, unforeseen="invalid"),
-    Case("sandbox_template", "a recipe whose build fails", {"name": "%web", "setup": ["fail"]},
+    Case("sandbox_template", "recipe whose build fails", {"name": "%web", "setup": ["fail"]},
          unforeseen="backend_failed"),
     Case("sandbox_template", "wait_timeout", {"name": "%web", "wait_timeout": 60}),
     Case("sandbox_template", "continue_on_error, one of two refused",
@@ -159,7 +163,7 @@ TEMPLATE = (
 SNAPSHOT = (
     Case("sandbox_snapshot", "state: present", {"name": "%golden", "sandbox": "%box", "state": "present"}, (BOX,)),
     Case("sandbox_snapshot", "state: absent", {"name": "%golden", "state": "absent"}, (BOX, GOLDEN)),
-    Case("sandbox_snapshot", "state: absent, of one in use", {"name": "%golden", "state": "absent"},
+    Case("sandbox_snapshot", "state: absent, while in use", {"name": "%golden", "state": "absent"},
          (BOX, GOLDEN, THREE), fails="in_use"),
     Case("sandbox_snapshot", "state: absent, when_unused",
          {"name": "%golden", "state": "absent", "when_unused": True}, (BOX, GOLDEN, THREE)),
@@ -167,15 +171,15 @@ SNAPSHOT = (
          (BOX, ("sandbox", {"name": "%b", "template": "base"}))),
     Case("sandbox_snapshot", "description, memory: none",
          {"name": "%golden", "sandbox": "%box", "description": "a fork point", "memory": "none"}, (BOX,)),
-    Case("sandbox_snapshot", "another description of an existing one",
+    Case("sandbox_snapshot", "different description for an existing snapshot",
          {"name": "%golden", "sandbox": "%box", "description": "another"}, (BOX, GOLDEN), fails="conflict"),
     Case("sandbox_snapshot", "volumes", {"name": "%golden", "sandbox": "%box", "volumes": ["%data"]}, (DATA, MOUNTED)),
     Case("sandbox_snapshot", "expires_in, retention",
          {"name": "%golden", "sandbox": "%box", "expires_in": 86400, "retention": {"keep_last": 3, "max_age": 864000}},
          (BOX,)),
-    Case("sandbox_snapshot", "when_changed, of a changed sandbox",
+    Case("sandbox_snapshot", "when_changed, for a changed sandbox",
          {"name": "%new", "sandbox": "%box", "when_changed": True}, (BOX, GOLDEN), WRITTEN),
-    Case("sandbox_snapshot", "when_changed, of an unchanged sandbox",
+    Case("sandbox_snapshot", "when_changed, for an unchanged sandbox",
          {"name": "%new", "sandbox": "%box", "when_changed": True}, (BOX, GOLDEN)),
     Case("sandbox_snapshot", "continue_on_error, one of two refused",
          {"name": ["%one", "%two"], "sandbox": ["%box", "%b"], "continue_on_error": True},
@@ -188,17 +192,19 @@ FORK = (
     Case("sandbox_fork", "state: absent, name_prefix",
          {"snapshot": "%golden", "state": "absent", "name_prefix": "%ci"}, (BOX, GOLDEN, THREE)),
     Case("sandbox_fork", "names", {"snapshot": "%golden", "names": ["%red", "%blue"]}, (BOX, GOLDEN)),
-    Case("sandbox_fork", "fewer", {"snapshot": "%golden", "count": 2, "name_prefix": "%ci"}, (BOX, GOLDEN, THREE)),
-    Case("sandbox_fork", "more", {"snapshot": "%golden", "count": 4, "name_prefix": "%ci"}, (BOX, GOLDEN, THREE)),
-    Case("sandbox_fork", "fewer, exact", {"snapshot": "%golden", "count": 2, "name_prefix": "%ci", "exact": True},
+    Case("sandbox_fork", "smaller count", {"snapshot": "%golden", "count": 2, "name_prefix": "%ci"},
          (BOX, GOLDEN, THREE)),
-    Case("sandbox_fork", "one whose machine ended", {"snapshot": "%golden", "count": 3, "name_prefix": "%ci"},
+    Case("sandbox_fork", "larger count", {"snapshot": "%golden", "count": 4, "name_prefix": "%ci"},
+         (BOX, GOLDEN, THREE)),
+    Case("sandbox_fork", "smaller count, exact",
+         {"snapshot": "%golden", "count": 2, "name_prefix": "%ci", "exact": True}, (BOX, GOLDEN, THREE)),
+    Case("sandbox_fork", "sibling whose machine terminated", {"snapshot": "%golden", "count": 3, "name_prefix": "%ci"},
          (BOX, GOLDEN, THREE), (("end", "%ci-2"),)),
-    Case("sandbox_fork", "sandbox: clones of it", {"sandbox": "%box", "names": ["%twin"]}, (BOX,)),
+    Case("sandbox_fork", "sandbox (clones)", {"sandbox": "%box", "names": ["%twin"]}, (BOX,)),
     Case("sandbox_fork", "metadata, paused",
          {"snapshot": "%golden", "count": 3, "name_prefix": "%ci", "metadata": {"run": 7}, "paused": True},
          (BOX, GOLDEN, THREE)),
-    Case("sandbox_fork", "timeout, with one that is missing",
+    Case("sandbox_fork", "timeout, with one sibling missing",
          {"snapshot": "%golden", "count": 4, "name_prefix": "%ci", "timeout": 3600}, (BOX, GOLDEN, THREE)),
     Case("sandbox_fork", "concurrency, atomic: false",
          {"snapshot": "%golden", "names": ["%a", "%b"], "concurrency": 1, "atomic": False}, (BOX, GOLDEN)),
@@ -209,9 +215,9 @@ FORK = (
          (DATA, MOUNTED, HOLDING)),
     Case("sandbox_fork", "volumes, clone", {"snapshot": "%golden", "names": ["%own"],
                                             "volumes": [{**MOUNT, "clone": True}]}, (DATA, MOUNTED, HOLDING)),
-    Case("sandbox_fork", "a name that is taken", {"snapshot": "%golden", "names": ["%box"]}, (BOX, GOLDEN),
+    Case("sandbox_fork", "name already taken", {"snapshot": "%golden", "names": ["%box"]}, (BOX, GOLDEN),
          fails="conflict"),
-    Case("sandbox_fork", "a name that is taken, recreate",
+    Case("sandbox_fork", "name already taken, recreate",
          {"snapshot": "%golden", "names": ["%box"], "recreate": True}, (BOX, GOLDEN)),
     Case("sandbox_fork", "continue_on_error, one of two refused",
          {"snapshot": "%golden", "names": ["%a", "%box"], "continue_on_error": True}, (BOX, GOLDEN), fails="conflict"),
@@ -220,7 +226,7 @@ FORK = (
 VOLUME = (
     Case("sandbox_volume", "state: present", {"name": "%data", "state": "present", "size_mb": 64}),
     Case("sandbox_volume", "state: absent", {"name": "%data", "state": "absent"}, (DATA,)),
-    Case("sandbox_volume", "state: absent, of one in use", {"name": "%data", "state": "absent"}, (MONDAY, MOUNTED),
+    Case("sandbox_volume", "state: absent, while in use", {"name": "%data", "state": "absent"}, (MONDAY, MOUNTED),
          fails="in_use"),
     Case("sandbox_volume", "state: absent, purge, attachments: []",
          {"name": "%data", "state": "absent", "purge": True, "attachments": []}, (MONDAY, MOUNTED)),
@@ -232,46 +238,46 @@ VOLUME = (
          (DATA, MOUNTED, ("sandbox", {"name": "%b", "template": "base"}))),
     Case("sandbox_volume", "snapshots", {"name": "%data", "snapshots": ["monday", "tuesday"]}, (MONDAY,)),
     Case("sandbox_volume", "snapshots, purge", {"name": "%data", "snapshots": [], "purge": True}, (MONDAY,)),
-    Case("sandbox_volume", "snapshots, purge, on a jail host, of the origin of another volume",
+    Case("sandbox_volume", "snapshots, purge, for the origin of another volume on a jail host",
          {"name": "%data", "snapshots": [], "purge": True},
          (MONDAY, ("sandbox_volume", {"name": "%copy", "from_snapshot": "%data@monday"})), (("keep", "%data"),),
          unforeseen="in_use"),
     Case("sandbox_volume", "from_snapshot", {"name": "%copy", "from_snapshot": "%data@monday"}, (MONDAY,)),
     Case("sandbox_volume", "rollback_to", {"name": "%data", "rollback_to": "monday"}, (MONDAY,),
-         again="nothing tells whether a volume was written to since"),
+         again="changes since then cannot be detected"),
     Case("sandbox_volume", "rollback_to, while a sandbox writes", {"name": "%data", "rollback_to": "monday"},
          (MONDAY, MOUNTED), fails="in_use"),
     Case("sandbox_volume", "rollback_to, while a sandbox writes, force",
          {"name": "%data", "rollback_to": "monday", "force": True}, (MONDAY, MOUNTED),
-         again="nothing tells whether a volume was written to since"),
+         again="changes since then cannot be detected"),
     Case("sandbox_volume", "continue_on_error, one of two refused",
          {"name": ["%data", "%new"], "size_mb": 64, "continue_on_error": True},
          (("sandbox_volume", {"name": "%data", "size_mb": 128}),), fails="conflict"),
 )  # fmt: skip
 
 ROLLBACK = (
-    Case("sandbox_rollback", "of a changed sandbox", {"sandbox": "%box", "snapshot": "%golden"},
+    Case("sandbox_rollback", "changed sandbox", {"sandbox": "%box", "snapshot": "%golden"},
          (BOX, GOLDEN), WRITTEN),
-    Case("sandbox_rollback", "of an unchanged sandbox", {"sandbox": "%box", "snapshot": "%golden"}, (BOX, GOLDEN)),
+    Case("sandbox_rollback", "unchanged sandbox", {"sandbox": "%box", "snapshot": "%golden"}, (BOX, GOLDEN)),
     Case("sandbox_rollback", "backup_name",
          {"sandbox": "%box", "snapshot": "%golden", "backup_name": "%backup"}, (BOX, GOLDEN), WRITTEN),
     Case("sandbox_rollback", "unless_clean: false",
          {"sandbox": "%box", "snapshot": "%golden", "unless_clean": False}, (BOX, GOLDEN),
-         again="that is what it is for"),
+         again="intended"),
     Case("sandbox_rollback", "continue_on_error, one of two missing",
          {"sandbox": ["%lost", "%box"], "snapshot": "%golden", "continue_on_error": True}, (BOX, GOLDEN), WRITTEN,
          fails="not_found"),
 )  # fmt: skip
 
 INFO = (
-    Case("sandbox_info", "every filter",
+    Case("sandbox_info", "all filters",
          {"name": ["%box"], "state": ["running"], "metadata": {"team": "blue"}, "template": "base", "snapshot": "base",
           "started_after": "2020-01-01T00:00:00Z", "diverged": True},
          (("sandbox", {"name": "%box", "template": "base", "metadata": {"team": "blue"}}),)),
-    Case("sandbox_template_info", "every filter", {"name": ["base"]}),
-    Case("sandbox_snapshot_info", "every filter", {"name": ["%golden"], "sandbox": "%box", "template": "base"},
+    Case("sandbox_template_info", "all filters", {"name": ["base"]}),
+    Case("sandbox_snapshot_info", "all filters", {"name": ["%golden"], "sandbox": "%box", "template": "base"},
          (BOX, GOLDEN)),
-    Case("sandbox_volume_info", "every filter", {"name": ["%data"]}, (DATA,)),
+    Case("sandbox_volume_info", "all filters", {"name": ["%data"]}, (DATA,)),
 )  # fmt: skip
 
 CASES = (*SANDBOX, *TEMPLATE, *SNAPSHOT, *FORK, *VOLUME, *ROLLBACK, *INFO)

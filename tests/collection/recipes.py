@@ -32,8 +32,8 @@ class Played:
 
 
 @cache
-def plays() -> dict[str, dict[str, Any]]:
-    """The plays of the pages, by the playbook that they import."""
+def plays_by_playbook() -> dict[str, dict[str, Any]]:
+    """The plays of the pages by the playbook that they import."""
     text = "".join(page.read_text() for page in PAGES)
     blocks = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     found = [play for block in blocks for play in yaml.safe_load(block)]
@@ -48,7 +48,7 @@ class Player:
 
     def page(self, name: str, *options: str, **variables: Any) -> Played:
         """The page's play with ``grove.sandbox.<name>``; ``variables`` extend or override its own."""
-        play = plays()[f"grove.sandbox.{name}"]
+        play = plays_by_playbook()[f"grove.sandbox.{name}"]
         book = self.scratch / f"{name}.yml"
         book.write_text(json.dumps([{**play, "vars": {**play["vars"], **variables}}]))
         return self._run(str(book), *options)
@@ -75,12 +75,12 @@ def run_playbook(scratch: Path, *words: str, **variables: str) -> Played:
     return Played(done.stdout + done.stderr, done.returncode != 0)
 
 
-def succeeds(played: Played, changed: int | None = None) -> str:
+def check_success(played: Played, changed: int | None = None) -> str:
     assert not played.failed, played.output
     if changed is not None:
         assert played.changed == changed, played.output
     return played.output
 
 
-def refuses(played: Played, sentence: str) -> None:
+def check_refusal(played: Played, sentence: str) -> None:
     assert played.failed and sentence in " ".join(played.output.split()), played.output

@@ -90,11 +90,9 @@ class Target:
             "RECORD_FILE": str(record),
         }
 
-    def prove(self, *tasks: Task, **more: Any) -> list[Result]:
-        """Check that check mode predicts each task's run and that a second run changes nothing.
-
-        Returns the results of the real runs.
-        """
+    def verify(self, *tasks: Task, **more: Any) -> list[Result]:
+        """Check that check mode predicts each task's run and that a second run changes nothing. Return the results of
+        the real runs."""
         thrice = [{**task, **way} for task in tasks for way in ({"check_mode": True}, {}, {})]
         results = self.play(*thrice, options=("--diff",), **more)
         real = []
@@ -102,7 +100,7 @@ class Target:
             said, done, again = results[3 * number : 3 * number + 3]
             for result in (said, done, again):
                 assert not result.get("failed"), (task, result.get("msg"), result.get("module_stderr"))
-            foretold(said, done)
+            check_prediction(said, done)
             assert done["changed"], task
             assert not again["changed"], (task, again["outcomes"], again["diff"])
             assert again["diff"] == {"before": {}, "after": {}}, task
@@ -113,8 +111,9 @@ class Target:
 LISTS = ("sandboxes", "snapshots", "templates", "volumes", "backups")
 
 
-def foretold(said: Result, done: Result) -> None:
-    """The prediction matches the run: the same changes and objects, except for values that were not yet known."""
+def check_prediction(said: Result, done: Result) -> None:
+    """Check that the prediction matches the run: the same changes and objects, except for values that were not yet
+    known."""
     assert said["changed"] == done["changed"]
     assert said["diff"] == done["diff"]
     assert said["outcomes"] == done["outcomes"]

@@ -55,7 +55,7 @@ def gateway(place: Path) -> Iterator[str]:
         settings = {"gateway_url": faulty.url, "gateway_token": faulty.token, "gateway_template": TEMPLATE}
         config.write_text(json.dumps(settings))
         yield faulty.url
-        left = {kind: faulty.names(kind) for kind in ("sandboxes", "snapshots", "templates", "volumes")}
+        left = {kind: faulty.list_names(kind) for kind in ("sandboxes", "snapshots", "templates", "volumes")}
         wanted = {"sandboxes": [], "snapshots": [], "templates": [TEMPLATE], "volumes": []}
         assert left == wanted, "the targets remove what they made, captured and built"
 
@@ -71,7 +71,7 @@ def test_integration(place: Path, gateway: str) -> None:
     assert [name for name in _MODULES if f"Running {name} integration test role" not in said] == []
 
 
-def test_every_module_has_a_target_and_says_what_it_needs() -> None:
+def test_every_module_has_an_integration_target() -> None:
     assert sorted(path.name for path in _TARGETS.iterdir()) == sorted([*_MODULES, "setup_gateway"])
     for name in _MODULES:
         assert (_TARGETS / name / "aliases").read_text().startswith("unsupported #")

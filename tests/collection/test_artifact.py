@@ -44,7 +44,7 @@ def installed(artifact: Path) -> Path:
     return path
 
 
-def test_the_artifact_carries_the_gateway_and_nothing_of_the_workshop(artifact: Path) -> None:
+def test_the_artifact_contains_the_gateway_and_no_development_files(artifact: Path) -> None:
     with tarfile.open(artifact) as archive:
         names = set(archive.getnames())
     assert {"gateway/pyproject.toml", "gateway/src/sandbox_agent/__main__.py", "meta/runtime.yml", "README.md"} <= names
@@ -75,7 +75,7 @@ def demo_state() -> Iterator[Path]:
         _play("demo_clean", state, session.COLLECTIONS)
 
 
-def test_the_demo_runs_from_the_artifact_and_changes_nothing_when_run_again(installed: Path, demo_state: Path) -> None:
+def test_the_installed_demo_is_idempotent(installed: Path, demo_state: Path) -> None:
     _play("demo", demo_state, installed)
     said = (demo_state / "demo.txt").read_text()
     rows = [line.split() for line in said.splitlines() if line.split()[:1] and line.split()[0] in ("source", *_FORKS)]
@@ -85,7 +85,7 @@ def test_the_demo_runs_from_the_artifact_and_changes_nothing_when_run_again(inst
     assert all(row[4:6] == [rows[0][4], "same"] for row in rows), "in the process that was captured"
     for row in rows:
         assert " ".join(row[6:]) == ("source" if row[0] == "source" else f"{row[0]}, source")
-    assert _changed(_play("demo", demo_state, installed)) == 0
+    assert _count_changes(_play("demo", demo_state, installed)) == 0
 
 
 def _play(playbook: str, state: Path, collections: Path) -> str:
@@ -94,7 +94,7 @@ def _play(playbook: str, state: Path, collections: Path) -> str:
     return _run(*argv, collections=collections, seconds=900)
 
 
-def _changed(output: str) -> int:
+def _count_changes(output: str) -> int:
     found = re.search(r"changed=(\d+) +unreachable=0 +failed=0", output)
     assert found, output[-2000:]
     return int(found[1])

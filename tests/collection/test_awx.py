@@ -18,10 +18,10 @@ import httpx
 import pytest
 import yaml
 
-from tests.api.served import ADMIN_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.collection import agents, awx_collection, awx_survey
 from tests.collection.awx_server import HIDDEN, MODULES, TOKEN, Awx, Refused, serve
-from tests.collection.recipes import SECONDS, Player, plays, refuses, run_playbook, succeeds
+from tests.collection.recipes import SECONDS, Player, check_refusal, check_success, plays_by_playbook, run_playbook
 from tests.freebsd_shim.harness import shim_in
 from tests.jail_zfs import pools
 from tests.support import session
@@ -38,13 +38,13 @@ class Declared:
 
     awx: Awx
     url: str
-    gateway: Served
+    gateway: MemoryGateway
     scratch: Path
     said: str = ""
 
     def declare(self, *options: str, **variables: Any) -> tuple[bool, str]:
-        """Whether it failed, and its output."""
-        play = plays()["grove.sandbox.awx.declare"]
+        """Run the play. Returns whether it failed, and its output."""
+        play = plays_by_playbook()["grove.sandbox.awx.declare"]
         told = {
             **play["vars"],
             "awx_gateway_url": self.gateway.url,
@@ -85,13 +85,13 @@ def changed(output: str) -> int:
 # --- the declaration -------------------------------------------------------------------------------------------------
 
 
-def test_everything_is_declared_once(declared: Declared) -> None:
+def test_a_second_declaration_changes_nothing(declared: Declared) -> None:
     assert changed(declared.said) >= 9, declared.said
     made = {endpoint: {item["name"] for item in table.values()} for endpoint, table in declared.awx.tables.items()}
     assert made["job_templates"] == set(NAMES.values())
     assert made["inventories"] == {"Sandboxes", "Sandbox hosts"} and made["hosts"] == {"here"}
     assert made["schedules"] == {"Every night"} and made["execution_environments"] == {"Sandboxes"}
-    credential = declared.awx.named("credentials", "Sandbox gateway")
+    credential = declared.awx.find_by_name("credentials", "Sandbox gateway")
     assert credential["inputs"] == {"url": declared.gateway.url, "token": ADMIN_KEY}
     assert ADMIN_KEY not in declared.said
 
@@ -100,16 +100,16 @@ def test_everything_is_declared_once(declared: Declared) -> None:
     assert not failed and changed(said) == 0 and declared.awx.writes == [], said
 
 
-def test_what_differs_is_mended_and_only_that(declared: Declared) -> None:
+def test_only_differences_are_corrected(declared: Declared) -> None:
     awx = declared.awx
-    template = awx.named("job_templates", "Build a template")
+    template = awx.find_by_name("job_templates", "Build a template")
     awx.surveys[template["id"]]["spec"][0]["required"] = False
     awx.tables["job_templates"][template["id"]]["description"] = "by hand"
     awx.attached[template["id"]].clear()
     awx.writes.clear()
     failed, said = declared.declare(awx_gateway_token="another-key-0123456789", awx_new_token=True)
     assert not failed and changed(said) == 2, said
-    credential, place = awx.named("credentials", "Sandbox gateway"), f"/api/v2/job_templates/{template['id']}/"
+    credential, place = awx.find_by_name("credentials", "Sandbox gateway"), f"/api/v2/job_templates/{template['id']}/"
     assert awx.writes == [
         ("PATCH", f"/api/v2/credentials/{credential['id']}/"),
         *[("PATCH", place), ("POST", f"{place}credentials/"), ("POST", f"{place}survey_spec/")],
@@ -119,10 +119,10 @@ def test_what_differs_is_mended_and_only_that(declared: Declared) -> None:
 
 
 @pytest.mark.parametrize("missing", ["awx_image", "awx_gateway_url"])
-def test_what_it_is_not_told(declared: Declared, missing: str) -> None:
+def test_missing_variables_are_reported(declared: Declared, missing: str) -> None:
     declared.awx.writes.clear()
     failed, said = declared.declare(**{missing: "unix:///a/socket" if missing == "awx_gateway_url" else ""})
-    assert failed and "Give awx_project_url, a git repository" in said
+    assert failed and "Set awx_project_url to a Git repository" in said
     assert declared.awx.writes == []
 
 
@@ -166,38 +166,38 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_the_small_awx_refuses(declared: Declared, case: str) -> None:
+def test_the_awx_double_refuses_invalid_requests(declared: Declared, case: str) -> None:
     method, place, body = REFUSED[case]
     awx = declared.awx
     endpoint, _, rest = place.partition("/")
     name, _, sub = rest.partition("/")
-    steps = [endpoint, str(awx.named(endpoint, name)["id"]), sub] if name else [place]
+    steps = [endpoint, str(awx.find_by_name(endpoint, name)["id"]), sub] if name else [place]
     ids = {"inventory": "inventories", "credential_type": "credential_types", "credential": "credentials"}
-    named = {key: awx.named(ids[key], value)["id"] if key in ids else value for key, value in body.items()}
+    named = {key: awx.find_by_name(ids[key], value)["id"] if key in ids else value for key, value in body.items()}
     path, query, found = f"/api/v2/{'/'.join(filter(None, steps))}".partition("?")
     before = len(awx.writes)
     status, said = awx.answer(method, f"{path}/{query}{found}", named, TOKEN)
     assert status in (400, 404) and said and len(awx.writes) == before, said
 
 
-def test_the_small_awx_wants_a_token_and_shows_no_secret(declared: Declared) -> None:
+def test_the_awx_double_needs_a_token_and_hides_secrets(declared: Declared) -> None:
     assert declared.awx.answer("GET", "/api/v2/projects/", None, "wrong")[0] == 401
     status, found = declared.awx.answer("GET", "/api/v2/credentials/?name=Sandbox+gateway", None, TOKEN)
     assert status == 200 and found["results"][0]["inputs"] == {"url": declared.gateway.url, "token": HIDDEN}
 
 
-def test_its_fields_are_those_of_the_modules() -> None:
+def test_the_doubles_fields_match_the_modules() -> None:
     for endpoint, module in MODULES.items():
-        assert "name" in awx_collection.options(module), endpoint
+        assert "name" in awx_collection.module_options(module), endpoint
 
 
 # --- surveys ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template["playbook"])
-def test_a_survey_asks_for_what_the_playbook_reads(template: dict[str, Any]) -> None:
+def test_a_survey_asks_for_the_playbooks_variables(template: dict[str, Any]) -> None:
     survey = {"name": template["name"], "description": template["description"], "spec": template["survey"]}
-    assert awx_survey.problem(survey) == ""
+    assert awx_survey.find_problem(survey) == ""
     read = (PLAYBOOKS / f"{template['playbook']}.yml").read_text()
     read += (PLAYBOOKS / "vars" / f"{template['playbook']}.yml").read_text()
     roles = "".join(path.read_text() for path in (session.REPOSITORY / "roles").glob("*/meta/argument_specs.yml"))
@@ -238,7 +238,9 @@ def test_a_job_starts_with_its_required_answers_only(declared: Declared, playboo
 
 
 @pytest.mark.parametrize(("playbook", "answer", "message"), WRONG)
-def test_a_wrong_answer_starts_nothing(declared: Declared, playbook: str, answer: dict[str, Any], message: str) -> None:
+def test_an_invalid_answer_starts_no_job(
+    declared: Declared, playbook: str, answer: dict[str, Any], message: str
+) -> None:
     with pytest.raises(Refused, match=message):
         declared.awx.launch(NAMES[playbook], {**ANSWERS[playbook], **answer})
 
@@ -262,7 +264,7 @@ def launch(declared: Declared, tmp_path: Path) -> Iterator[Launch]:
         (place / "env" / "envvars").write_text(json.dumps({**job["env"], "ANSIBLE_HOME": str(place / "home")}))
         (place / "env" / "cmdline").write_text(" ".join(options))
         if job["inventory"] == "Sandboxes":
-            source = declared.awx.named("inventory_sources", "Gateway")["source_path"]
+            source = declared.awx.find_by_name("inventory_sources", "Gateway")["source_path"]
             (place / "inventory" / "sandboxes.yml").write_text((session.REPOSITORY / source).read_text())
         else:
             (place / "inventory" / "hosts.json").write_text(json.dumps({"all": {"hosts": job["hosts"]}}))
@@ -288,15 +290,15 @@ def launch(declared: Declared, tmp_path: Path) -> Iterator[Launch]:
     declared.gateway.clear()
 
 
-def make(declared: Declared, name: str, **metadata: str) -> None:
+def create_sandbox(declared: Declared, name: str, **metadata: str) -> None:
     with declared.gateway.client() as api:
         made = api.post("/sandboxes", json={"templateID": "base", "name": name, "metadata": metadata})
         assert made.status_code == 201, made.text
 
 
 def test_the_inventory_lists_the_sandboxes(declared: Declared, launch: Launch) -> None:
-    make(declared, "web")
-    source = session.REPOSITORY / declared.awx.named("inventory_sources", "Gateway")["source_path"]
+    create_sandbox(declared, "web")
+    source = session.REPOSITORY / declared.awx.find_by_name("inventory_sources", "Gateway")["source_path"]
     env = declared.awx.launch("Nightly snapshots", {})["env"]
     assert env == {"SANDBOX_GATEWAY_URL": declared.gateway.url, "SANDBOX_GATEWAY_TOKEN": ADMIN_KEY}
     program = Path(sys.executable).with_name("ansible-inventory")
@@ -311,7 +313,7 @@ def test_the_inventory_lists_the_sandboxes(declared: Declared, launch: Launch) -
     assert json.loads(listed.stdout)["template_base"]["hosts"] == ["web"] and ADMIN_KEY not in listed.stdout
 
 
-def test_the_job_that_builds(declared: Declared, launch: Launch) -> None:
+def test_the_build_job(declared: Declared, launch: Launch) -> None:
     assert "web was built" in launch("build_template", build_packages="curl", build_setup="true\ntrue\n")
     with declared.gateway.client() as api:
         recipe = api.get("/templates/web").json()["recipe"]
@@ -319,11 +321,11 @@ def test_the_job_that_builds(declared: Declared, launch: Launch) -> None:
         api.delete("/templates/web").raise_for_status()
 
 
-def test_the_jobs_of_a_night_and_a_morning(declared: Declared, launch: Launch) -> None:
-    """With the schedule's own answers; the next job runs in check mode first."""
-    make(declared, "web", team="blue")
-    make(declared, "other")
-    answers = declared.awx.named("schedules", "Every night")["extra_data"]
+def test_the_nightly_job_and_the_morning_job(declared: Declared, launch: Launch) -> None:
+    """With the schedule's own answers. The next job runs in check mode first."""
+    create_sandbox(declared, "web", team="blue")
+    create_sandbox(declared, "other")
+    answers = declared.awx.find_by_name("schedules", "Every night")["extra_data"]
     launch("nightly_snapshots", **answers, nightly_when_changed="no")
     with declared.gateway.client() as api:
         (taken,) = api.get("/snapshots").json()
@@ -338,11 +340,11 @@ def test_the_jobs_of_a_night_and_a_morning(declared: Declared, launch: Launch) -
         assert api.get("/snapshots/kept").json()["sourceSandboxID"] == head["sandboxID"]
 
 
-def test_the_job_that_tries_ways(declared: Declared, launch: Launch, tmp_path: Path) -> None:
-    make(declared, "web")
+def test_the_fork_and_test_job(declared: Declared, launch: Launch, tmp_path: Path) -> None:
+    create_sandbox(declared, "web")
     lines = f"one: cp /etc/passwd {tmp_path}/one\ntwo: cp /dev/null {tmp_path}/two\n"
     said = launch("fork_and_test", fork_variants=lines, fork_test=f"stat -c %s {tmp_path}/$(ls {tmp_path} | grep one)")
-    assert re.search("web goes on as web-try-(one|two)", said), said
+    assert re.search("web continues from web-try-(one|two)", said), said
 
 
 # --- hosts -----------------------------------------------------------------------------------------------------------
@@ -368,7 +370,7 @@ class Host:
             "gateway_pid_file": str(self.root / "gateway.pid"),
         }
 
-    def asked(self, route: str) -> Any:
+    def expected_answers(self, route: str) -> Any:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket)), base_url="http://gateway") as client:
             return client.get(route).raise_for_status().json()
 
@@ -407,21 +409,21 @@ def linux(root: Path) -> Iterator[Host]:
     host.remove("kvm_xfs_host")
 
 
-def test_a_host_of_virtual_machines(linux: Host, launch: Launch, tmp_path: Path) -> None:
-    """Installed by the play of docs/recipes.md; the job with the same answers then finds nothing to do."""
+def test_the_job_for_a_kvm_host(linux: Host, launch: Launch, tmp_path: Path) -> None:
+    """The play of docs/recipes.md installs the host. The job with the same answers then changes nothing."""
     inventory = tmp_path / "hosts.yml"
     here = {"ansible_connection": "local", "ansible_python_interpreter": "/usr/bin/python3"}
     inventory.write_text(json.dumps({"sandbox_hosts": {"hosts": {"here": here}}}))
     player = Player(tmp_path, inventory=str(inventory))
-    page = plays()["grove.sandbox.install_host"]["vars"]
+    page = plays_by_playbook()["grove.sandbox.install_host"]["vars"]
     told = {"install_gateway_config": {**page["install_gateway_config"], **linux.gateway_config}}
     size = {"kvm_xfs_host_loop_size_mb": 2048}
     options = {**linux.variables, **told, **size}
-    refuses(player.page("install_host", **options, gateway_config={}), "is in install_gateway_config")
+    check_refusal(player.page("install_host", **options, gateway_config={}), "in install_gateway_config")
     foretold = player.page("install_host", "--check", **options)
-    assert succeeds(foretold) and foretold.changed > 3 and not (linux.root / "state").exists()
-    succeeds(player.page("install_host", **options))
-    assert linux.asked("/health")["status"] == "ok"
+    assert check_success(foretold) and foretold.changed > 3 and not (linux.root / "state").exists()
+    check_success(player.page("install_host", **options))
+    assert linux.expected_answers("/health")["status"] == "ok"
     config = linux.config()
     assert config["kvm_xfs"] == {"accelerator": "tcg"} and config["limits"] == {"sandboxes": 50}
     assert changed(launch("install_host", **linux.variables, **told, **size)) == 0
@@ -446,13 +448,14 @@ def freebsd(linux: Host, root: Path, tmp_path: Path) -> Iterator[tuple[Host, tup
         host.remove("jail_zfs_host", inside=inside, gateway_install_dir=str(host.root / "none"), gateway_link_dir="")
 
 
-def test_the_job_that_makes_the_other_kind_of_host(freebsd: tuple[Host, tuple[str, ...]], launch: Launch) -> None:
-    """Jails on ZFS. Needs the test above: from inside the doubles' environment, packages cannot be fetched."""
+def test_the_job_for_a_jail_host(freebsd: tuple[Host, tuple[str, ...]], launch: Launch) -> None:
+    """Jails on ZFS. Needs the previous test, because packages cannot be fetched inside the environment of the
+    doubles."""
     host, inside = freebsd
     cache = {"install_gateway_config": {"host": {"cache_root": str(session.cache_dir())}, "network": {"pool": 1}}}
     options = {**host.variables, **cache, "install_kind": "jail_zfs"}
     launch("install_host", inside=inside, **options)
-    assert host.asked("/health")["status"] == "ok"
+    assert host.expected_answers("/health")["status"] == "ok"
     config = host.config()
     assert config["host"]["kind"] == "jail_zfs" and config["network"] == {**host.network, "pool": 1}
     assert config["jail_zfs"] == {"dataset": host.variables["jail_zfs_host_dataset"]}

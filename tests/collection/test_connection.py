@@ -24,7 +24,7 @@ from unittest import mock
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tests.api.served import ADMIN_KEY, EXEC_KEY, READ_KEY, Served
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, READ_KEY, MemoryGateway
 from tests.collection import agents
 from tests.collection.runner import Target, ansible_playbook
 from tests.support import session
@@ -35,13 +35,13 @@ PYTHON = "/usr/bin/python3"
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
     with agents.serve(tmp_path_factory.mktemp("agents")) as made:
         yield made
 
 
 @pytest.fixture
-def web(gateway: Served) -> Iterator[str]:
+def web(gateway: MemoryGateway) -> Iterator[str]:
     """The id of a running sandbox called web."""
     with gateway.client() as api:
         made = api.post("/sandboxes", json={"templateID": "base", "name": "web"})
@@ -67,7 +67,7 @@ def calls(*asked: list[Any], variables: dict[str, Any], **more: Any) -> dict[str
     return answer
 
 
-def ways(gateway: Served) -> dict[str, dict[str, str]]:
+def wrong_connections(gateway: MemoryGateway) -> dict[str, dict[str, str]]:
     return {
         "socket": {"ansible_host": "web", "ansible_sandbox_gateway_url": gateway.unix_url},
         "tcp": {
@@ -78,32 +78,32 @@ def ways(gateway: Served) -> dict[str, dict[str, str]]:
     }
 
 
-def ran(result: dict[str, Any]) -> tuple[int, bytes, bytes]:
+def check_success(result: dict[str, Any]) -> tuple[int, bytes, bytes]:
     assert "value" in result, result
     code, out, err = result["value"]
     return code, base64.b64decode(out), base64.b64decode(err)
 
 
-def encoded(data: bytes) -> str:
+def encode(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
 @pytest.mark.parametrize("way", ["socket", "tcp"])
-def test_commands(gateway: Served, web: str, way: str) -> None:
+def test_commands(gateway: MemoryGateway, web: str, way: str) -> None:
     odd = bytes(range(256)) * 8192
     answer = calls(
         ["exec_command", "printf 'a\\0b'; printf 'c\\377' >&2; exit 7"],
         ["exec_command", "kill -9 $$"],
         ["exec_command", "read line || echo nothing to read; pwd; id -un"],
-        ["exec_command", "cat", encoded(odd)],
-        ["exec_command", "head -c 3", encoded(odd)],
-        ["exec_command", "exec <&-; echo done", encoded(odd)],
+        ["exec_command", "cat", encode(odd)],
+        ["exec_command", "head -c 3", encode(odd)],
+        ["exec_command", "exec <&-; echo done", encode(odd)],
         ["exec_command", "sleep 60 >/dev/null 2>&1 & echo gone"],
         ["exec_command", f"head -c {20 << 20} /dev/zero"],
         ["exec_command", "exec /nowhere/to/be/found"],
-        variables=ways(gateway)[way],
+        variables=wrong_connections(gateway)[way],
     )
-    first, killed, user, same, head, closed, background, large, missing = map(ran, answer["results"])
+    first, killed, user, same, head, closed, background, large, missing = map(check_success, answer["results"])
     assert first == (7, b"a\0b", b"c\xff")
     assert killed == (137, b"", b"")
     home = pwd.getpwnam("root").pw_dir
@@ -116,7 +116,7 @@ def test_commands(gateway: Served, web: str, way: str) -> None:
     assert missing[0] == 127 and b"/nowhere/to/be/found" in missing[2]
 
 
-def test_users(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_users(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     for above in tmp_path.parents[:3]:
         above.chmod(0o755)
@@ -125,13 +125,13 @@ def test_users(gateway: Served, web: str, tmp_path: Path) -> None:
     folder.chmod(0o777)
     given, group = tmp_path / "given", grp.getgrgid(pwd.getpwnam("nobody").pw_gid).gr_name
     given.write_text("text")
-    variables = {**ways(gateway)["socket"], "ansible_user": "nobody"}
+    variables = {**wrong_connections(gateway)["socket"], "ansible_user": "nobody"}
     answer = calls(
         ["exec_command", "id -un; touch /etc/hostname 2>/dev/null || echo no"],
         ["put_file", str(given), str(folder / "put")],
         variables=variables,
     )
-    assert ran(answer["results"][0])[:2] == (0, b"nobody\nno\n")
+    assert check_success(answer["results"][0])[:2] == (0, b"nobody\nno\n")
     assert "value" in answer["results"][1]
     assert (folder / "put").owner() == "nobody" and (folder / "put").group() == group
     (refused,) = calls(["exec_command", "id"], variables={**variables, "ansible_user": "nosuchuser"})["results"]
@@ -141,7 +141,7 @@ def test_users(gateway: Served, web: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["plain", "a b  c", "qu'o\"te$HOME;`id`", "grün-日本", "per%20cent?x=1&y#z+", "-n\nline"]
 )
-def test_files_of_any_name_and_bytes(gateway: Served, web: str, tmp_path: Path, name: str) -> None:
+def test_files_with_any_name_and_content(gateway: MemoryGateway, web: str, tmp_path: Path, name: str) -> None:
     source, inside, back = tmp_path / "source", tmp_path / "in side" / name, tmp_path / "back"
     data = bytes(range(256)) * 300 + os.urandom(4097)
     source.write_bytes(data)
@@ -153,16 +153,16 @@ def test_files_of_any_name_and_bytes(gateway: Served, web: str, tmp_path: Path, 
         ["put_file", str(empty), str(inside)],
         ["exec_command", f"wc -c < {shlex.quote(str(inside))}"],
         ["fetch_file", str(inside), str(back) + ".2"],
-        variables=ways(gateway)["tcp"],
+        variables=wrong_connections(gateway)["tcp"],
     )
     assert all("value" in result for result in answer["results"]), answer
     assert back.read_bytes() == data
-    assert ran(answer["results"][3])[1].strip() == b"0"
+    assert check_success(answer["results"][3])[1].strip() == b"0"
     assert (tmp_path / "back.2").read_bytes() == b""
 
 
 @pytest.mark.parametrize("way", ["socket", "tcp"])
-def test_large_files_need_little_memory(gateway: Served, web: str, tmp_path: Path, way: str) -> None:
+def test_large_files_use_little_memory(gateway: MemoryGateway, web: str, tmp_path: Path, way: str) -> None:
     source, inside, back = tmp_path / "source", tmp_path / "inside", tmp_path / "back"
     block, digest = os.urandom(1 << 20), hashlib.sha256()
     with source.open("wb") as file:
@@ -170,18 +170,18 @@ def test_large_files_need_little_memory(gateway: Served, web: str, tmp_path: Pat
             piece = number.to_bytes(8, "big") + block[8:]
             file.write(piece)
             digest.update(piece)
-    agent, here = peak_of(gateway, web), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    variables = ways(gateway)[way]
+    agent, here = peak_memory(gateway, web), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    variables = wrong_connections(gateway)[way]
     answer = calls(["put_file", str(source), str(inside)], ["fetch_file", str(inside), str(back)], variables=variables)
     assert all("value" in result for result in answer["results"]), answer
     assert inside.stat().st_size == MANY and sha256(back) == digest.hexdigest()
     assert answer["growth"] < 16 << 10, "the plugin held the file in memory"
-    assert peak_of(gateway, web) - agent < 16 << 10, "the agent held the file in memory"
+    assert peak_memory(gateway, web) - agent < 16 << 10, "the agent held the file in memory"
     # The gateway runs in this process.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - here < 32 << 10, "the gateway held the file in memory"
 
 
-def peak_of(gateway: Served, sandbox: str) -> int:
+def peak_memory(gateway: MemoryGateway, sandbox: str) -> int:
     machine = gateway.machine(sandbox)
     assert isinstance(machine, agents.AgentMachine)
     status = Path(f"/proc/{machine.pid}/status").read_text()
@@ -196,7 +196,7 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def test_files_that_cannot_be(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_impossible_transfers(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     (tmp_path / "there").write_text("x")
     answer = calls(
         ["put_file", str(tmp_path / "missing"), "/tmp/x"],
@@ -204,7 +204,7 @@ def test_files_that_cannot_be(gateway: Served, web: str, tmp_path: Path) -> None
         ["fetch_file", str(tmp_path / "missing"), str(tmp_path / "back")],
         ["fetch_file", str(tmp_path), str(tmp_path / "back")],
         ["exec_command", "echo still here"],
-        variables=ways(gateway)["tcp"],
+        variables=wrong_connections(gateway)["tcp"],
     )
     missing, folder, nothing, directory, after = answer["results"]
     assert missing["error"] == "AnsibleFileNotFound"
@@ -212,11 +212,11 @@ def test_files_that_cannot_be(gateway: Served, web: str, tmp_path: Path) -> None
         assert result["error"] == "AnsibleError" and str(tmp_path) in result["message"], result
     assert "not a regular file" in folder["message"] and "a directory" in directory["message"]
     assert not (tmp_path / "back").exists()
-    assert ran(after)[1] == b"still here\n"
+    assert check_success(after)[1] == b"still here\n"
 
 
 @pytest.mark.parametrize("way", ["socket", "tcp"])
-def test_one_connection_serves_many_calls(gateway: Served, web: str, tmp_path: Path, way: str) -> None:
+def test_calls_share_one_connection(gateway: MemoryGateway, web: str, tmp_path: Path, way: str) -> None:
     (tmp_path / "file").write_text("x")
     asked = [["exec_command", "true"], ["put_file", str(tmp_path / "file"), str(tmp_path / "copy")]] * 10
     made: list[bool] = []
@@ -228,7 +228,7 @@ def test_one_connection_serves_many_calls(gateway: Served, web: str, tmp_path: P
         before(self, transport)
 
     with mock.patch.object(H11Protocol, "connection_made", connection_made):
-        answer = calls(*asked, ["reset"], ["exec_command", "true"], variables=ways(gateway)[way])
+        answer = calls(*asked, ["reset"], ["exec_command", "true"], variables=wrong_connections(gateway)[way])
     assert all("value" in result for result in answer["results"]), answer
     assert len(made) == 2, "one before the reset, one after"
     assert all(made), "an answer waits for the client's acknowledgement, 40 ms each"
@@ -255,22 +255,22 @@ def test_tls(tmp_path: Path) -> None:
             "ansible_sandbox_gateway_token": EXEC_KEY,
         }
         asked = [
-            ["exec_command", "cat", encoded(sent.read_bytes())],
+            ["exec_command", "cat", encode(sent.read_bytes())],
             ["put_file", str(sent), str(tmp_path / "inside")],
             ["fetch_file", str(tmp_path / "inside"), str(tmp_path / "back")],
         ]
         said, *files = calls(*asked, variables={**over, "ansible_sandbox_ca_path": str(certificate)})["results"]
-        assert ran(said) == (0, sent.read_bytes(), b"")
+        assert check_success(said) == (0, sent.read_bytes(), b"")
         assert files == [{"value": None}] * 2 and (tmp_path / "back").read_bytes() == sent.read_bytes()
         (unchecked,) = calls(["exec_command", "true"], variables={**over, "ansible_sandbox_validate_certs": False})[
             "results"
         ]
-        assert ran(unchecked)[0] == 0
+        assert check_success(unchecked)[0] == 0
         (refused,) = calls(["exec_command", "true"], variables=over)["results"]
         assert refused["error"] == "AnsibleConnectionFailure" and "was not accepted" in refused["message"]
 
 
-def test_who_may(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_users_and_keys(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     keys = tmp_path / "key"
     keys.write_text(f"{EXEC_KEY}\n")
     tcp = {"ansible_host": web, "ansible_sandbox_gateway_url": gateway.url}
@@ -289,7 +289,7 @@ def test_who_may(gateway: Served, web: str, tmp_path: Path) -> None:
         },
     ]
     for asked in right:
-        assert ran(calls(["exec_command", "true"], **asked)["results"][0])[0] == 0, asked
+        assert check_success(calls(["exec_command", "true"], **asked)["results"][0])[0] == 0, asked
     # An entry of another gateway under the same id does not apply to this one.
     other = {web: {"url": "http://192.0.2.1:1", "token": EXEC_KEY}}
     (result,) = calls(["exec_command", "true"], variables=tcp, remember=other)["results"]
@@ -300,9 +300,9 @@ def test_who_may(gateway: Served, web: str, tmp_path: Path) -> None:
         assert not key or key not in result["message"]
 
 
-def test_what_cannot_be_reached(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_unreachable_sandboxes(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(3 << 20))
-    over = ways(gateway)["socket"]
+    over = wrong_connections(gateway)["socket"]
     asked = [["exec_command", "true"], ["put_file", str(tmp_path / "file"), "/tmp/x"]]
     asked.append(["fetch_file", "/etc/hostname", str(tmp_path / "back")])
     with gateway.client() as api:
@@ -321,7 +321,7 @@ def test_what_cannot_be_reached(gateway: Served, web: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("verb", ["pause", "rollback", "kill"])
-def test_a_machine_that_ends_under_a_command(gateway: Served, web: str, tmp_path: Path, verb: str) -> None:
+def test_a_machine_that_ends_during_a_command(gateway: MemoryGateway, web: str, tmp_path: Path, verb: str) -> None:
     begun = tmp_path / "begun"
 
     def end() -> None:
@@ -342,13 +342,15 @@ def test_a_machine_that_ends_under_a_command(gateway: Served, web: str, tmp_path
     other.start()
     started = time.monotonic()
     first, second = calls(
-        ["exec_command", f"touch {begun}; sleep 60"], ["exec_command", "echo again"], variables=ways(gateway)["tcp"]
+        ["exec_command", f"touch {begun}; sleep 60"],
+        ["exec_command", "echo again"],
+        variables=wrong_connections(gateway)["tcp"],
     )["results"]
     other.join()
     assert time.monotonic() - started < 30
-    assert first["error"] == "AnsibleConnectionFailure" and "broke off" in first["message"], first
+    assert first["error"] == "AnsibleConnectionFailure" and "was closed" in first["message"], first
     if verb == "rollback":
-        assert ran(second)[1] == b"again\n"
+        assert check_success(second)[1] == b"again\n"
         with gateway.client() as api:
             api.delete("/sandboxes/web")
             api.delete("/snapshots/before").raise_for_status()
@@ -356,23 +358,23 @@ def test_a_machine_that_ends_under_a_command(gateway: Served, web: str, tmp_path
         assert second["error"] == "AnsibleConnectionFailure", second
 
 
-def test_silence_has_an_end(gateway: Served, web: str) -> None:
+def test_a_silent_gateway_times_out(gateway: MemoryGateway, web: str) -> None:
     machine = gateway.machine(web)
     assert isinstance(machine, agents.AgentMachine)
-    variables = {**ways(gateway)["socket"], "ansible_sandbox_gateway_timeout": 2}
+    variables = {**wrong_connections(gateway)["socket"], "ansible_sandbox_gateway_timeout": 2}
     asked = [
         ["exec_command", "sleep 5; echo done"],
-        ["exec_command", "sleep 5; cat | wc -c", encoded(bytes(MANY >> 8))],
+        ["exec_command", "sleep 5; cat | wc -c", encode(bytes(MANY >> 8))],
     ]
     long, fed = calls(*asked, variables=variables)["results"]
-    assert ran(long)[1] == b"done\n", "a command may take longer, as long as its agent lives"
-    assert int(ran(fed)[1]) == MANY >> 8, "and take its time to read"
+    assert check_success(long)[1] == b"done\n", "a command may take longer, as long as its agent lives"
+    assert int(check_success(fed)[1]) == MANY >> 8, "and take its time to read"
     os.kill(machine.pid, signal.SIGSTOP)
     try:
         (result,) = calls(["exec_command", "true"], variables=variables)["results"]
     finally:
         os.kill(machine.pid, signal.SIGCONT)
-    assert result["error"] == "AnsibleConnectionFailure" and "no sign of life for 2 s" in result["message"]
+    assert result["error"] == "AnsibleConnectionFailure" and "neither data nor a heartbeat for 2 s" in result["message"]
 
 
 FAKE_SUDO = """#!/bin/sh
@@ -393,18 +395,18 @@ exit 1
 """
 
 
-def test_becoming_another_user_with_a_password(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_become_with_a_password(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     sudo = tmp_path / "sudo"
     sudo.write_text(FAKE_SUDO)
     sudo.chmod(0o755)
-    variables = {**ways(gateway)["socket"], "ansible_user": "root"}
+    variables = {**wrong_connections(gateway)["socket"], "ansible_user": "root"}
     become = {"method": "sudo", "become_exe": str(sudo), "become_user": "nobody", "become_pass": 'right "one"'}
     asked = ["become", "echo out; echo err >&2; exit 5"]
-    code, out, err = ran(calls(asked, variables=variables, become=dict(become))["results"][0])
+    code, out, err = check_success(calls(asked, variables=variables, become=dict(become))["results"][0])
     assert code == 5 and out.endswith(b"out\n") and out.startswith(b"BECOME-SUCCESS") and err == b"err\n"
     started = time.monotonic()
     (wrong,) = calls(asked, variables=variables, become={**become, "become_pass": "wrong"})["results"]
-    assert wrong["error"] == "AnsibleError" and "the password is not accepted" in wrong["message"]
+    assert wrong["error"] == "AnsibleError" and "the password was not accepted" in wrong["message"]
     assert "wrong" not in wrong["message"] and time.monotonic() - started < 30
     del become["become_pass"]
     (none,) = calls(asked, variables=variables, become=become)["results"]
@@ -414,7 +416,7 @@ def test_becoming_another_user_with_a_password(gateway: Served, web: str, tmp_pa
 # --- plays -----------------------------------------------------------------------------------------------------------
 
 
-def play(gateway: Served, scratch: Path, *tasks: dict[str, Any], **variables: Any) -> list[dict[str, Any]]:
+def play(gateway: MemoryGateway, scratch: Path, *tasks: dict[str, Any], **variables: Any) -> list[dict[str, Any]]:
     """Results of tasks that run in the sandbox web."""
     target = Target(gateway.unix_url, scratch)
     extra = {"ansible_connection": "grove.sandbox.sandbox", "ansible_host": "web", "ansible_remote_tmp": str(scratch)}
@@ -422,7 +424,7 @@ def play(gateway: Served, scratch: Path, *tasks: dict[str, Any], **variables: An
     return target.play(*tasks, options=("-e", json.dumps(extra)))
 
 
-def test_a_play(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_a_play(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     for name in ("a", "b c", "ü"):
         (tree / "deep").mkdir(parents=True, exist_ok=True)
@@ -453,14 +455,14 @@ def test_a_play(gateway: Served, web: str, tmp_path: Path) -> None:
     assert without[0]["ping"] == "pong"
 
 
-def test_each_item_of_a_loop_has_its_own_user(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_each_loop_item_has_its_own_user(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     users = ["root", "nobody", "root"]
     task = {"ansible.builtin.raw": "id -un", "vars": {"ansible_user": "{{ item }}"}, "loop": users}
     (result,) = play(gateway, tmp_path, task)
     assert [item["stdout"].strip() for item in result["results"]] == users
 
 
-def test_a_paused_sandbox_is_unreachable_in_a_sentence(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_a_paused_sandbox_is_reported_as_unreachable(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     with gateway.client() as api:
         api.post("/sandboxes/web/pause").raise_for_status()
     (result,) = play(gateway, tmp_path, {"ansible.builtin.ping": None, "ignore_unreachable": True})
@@ -472,7 +474,8 @@ def test_a_paused_sandbox_is_unreachable_in_a_sentence(gateway: Served, web: str
 
 
 def test_a_play_in_a_fork_of_a_real_machine(shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
-    """Inventory and connection together, on a virtual machine that was forked while it ran; several users, su."""
+    """Inventory and connection together, on a virtual machine that was forked while it ran. Uses several users and
+    su."""
     api = shared_gateway
     source = api.call("POST", "/sandboxes", {"templateID": template, "name": "plugins"})["sandboxID"]
     try:
@@ -488,7 +491,7 @@ def test_a_play_in_a_fork_of_a_real_machine(shared_gateway: Gateway, template: s
         hosts, book, sent = tmp_path / "sandboxes.yml", tmp_path / "book.yml", tmp_path / "sent"
         hosts.write_text(json.dumps(content))
         sent.write_bytes(os.urandom(3 << 20))
-        book.write_text(json.dumps([_play_of_a_fork(tmp_path)]))
+        book.write_text(json.dumps([_run_play_in_fork(tmp_path)]))
         run = subprocess.run(
             [ansible_playbook(), "-i", str(hosts), str(book)],
             env={
@@ -512,7 +515,7 @@ def test_a_play_in_a_fork_of_a_real_machine(shared_gateway: Gateway, template: s
         api.client.delete("/snapshots/plugins-golden")
 
 
-def _play_of_a_fork(scratch: Path) -> dict[str, Any]:
+def _run_play_in_fork(scratch: Path) -> dict[str, Any]:
     """Few modules, because they are slow in an emulated machine."""
     return {
         "hosts": "head_plugins_golden:&metadata_role_a_b",

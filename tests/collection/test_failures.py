@@ -21,7 +21,7 @@ def sandbox(**options: Any) -> Task:
     return {"grove.sandbox.sandbox": options}
 
 
-def failed(result: dict[str, Any], kind: str, *words: str) -> None:
+def check_failed(result: dict[str, Any], kind: str, *words: str) -> None:
     assert result["failed"], result
     assert result["failure"]["kind"] == kind, result
     assert result["failure"]["message"] == result["msg"]
@@ -29,7 +29,7 @@ def failed(result: dict[str, Any], kind: str, *words: str) -> None:
         assert word in result["msg"]
 
 
-def test_no_gateway_a_wrong_key_something_else_and_one_too_old(tmp_path: Path, faulty: FaultyGateway, way: Any) -> None:
+def test_no_gateway_wrong_key_wrong_service_or_old_gateway(tmp_path: Path, faulty: FaultyGateway, way: Any) -> None:
     there = Target(f"unix://{tmp_path}/gateway.sock", tmp_path)
     down, port, odd = there.play(
         sandbox(name="box", template="base"),
@@ -37,15 +37,15 @@ def test_no_gateway_a_wrong_key_something_else_and_one_too_old(tmp_path: Path, f
         sandbox(name="box", template="base", gateway_url="ftp://127.0.0.1"),
         keywords=way,
     )
-    failed(down, "unreachable", "gateway.sock", "sandbox-gateway started")
-    failed(port, "unreachable", "http://127.0.0.1:9", "nothing listens")
-    failed(odd, "invalid", "gateway_url", "unix:///path/to/gateway.sock")
+    check_failed(down, "unreachable", "gateway.sock", "sandbox-gateway started")
+    check_failed(port, "unreachable", "http://127.0.0.1:9", "nothing listens")
+    check_failed(odd, "invalid", "gateway_url", "unix:///path/to/gateway.sock")
     faulty.token = KEY
     wrong, listed = Target(faulty.url, tmp_path, token="another-key-altogether").play(
         sandbox(name="box", template="base"), {"grove.sandbox.sandbox_info": {}}, keywords=way
     )
     for result in (wrong, listed):
-        failed(result, "unauthorized", faulty.url, "gateway_token")
+        check_failed(result, "unauthorized", faulty.url, "gateway_token")
         assert result["failure"]["status"] == 401
     faulty.token, faulty.version = "", "0.0.9"
     said, old = Target(faulty.url, tmp_path).play(
@@ -53,19 +53,19 @@ def test_no_gateway_a_wrong_key_something_else_and_one_too_old(tmp_path: Path, f
         sandbox(name="box", template="base"),
         keywords=way,
     )
-    failed(said, "too_old", "0.0.9", "0.1.0 or newer")
-    failed(old, "too_old", "0.0.9", "0.1.0 or newer", "role grove.sandbox.gateway")
-    assert not old["changed"] and not faulty.things("sandboxes")
+    check_failed(said, "too_old", "0.0.9", "0.1.0 or newer")
+    check_failed(old, "too_old", "0.0.9", "0.1.0 or newer", "role grove.sandbox.gateway")
+    assert not old["changed"] and not faulty.list_objects("sandboxes")
 
 
 def test_over_a_unix_socket(tmp_path: Path, faulty: FaultyGateway, way: Any) -> None:
     socket = tmp_path / "gateway.sock"
     with faulty.listening(socket) as url:
-        (made,) = Target(url, tmp_path).prove(sandbox(name="box", template="base"), keywords=way)
+        (made,) = Target(url, tmp_path).verify(sandbox(name="box", template="base"), keywords=way)
     assert made["sandbox"]["name"] == "box"
 
 
-def test_what_is_asked_for_badly(in_memory: Target, faulty: FaultyGateway, way: Any) -> None:
+def test_invalid_options(in_memory: Target, faulty: FaultyGateway, way: Any) -> None:
     count, name, twice, size, life, both, nothing, unknown, word = in_memory.play(
         fork(count=-1, name_prefix="ci"),
         sandbox(name="n" * 10_000, template=TEMPLATE),
@@ -78,17 +78,17 @@ def test_what_is_asked_for_badly(in_memory: Target, faulty: FaultyGateway, way: 
         sandbox(name="box", template=TEMPLATE, cpus="many"),
         keywords=way,
     )
-    failed(count, "invalid", "count must be at least 0, not -1")
-    failed(name, "invalid", "1 to 64 letters")
+    check_failed(count, "invalid", "count must be at least 0, not -1")
+    check_failed(name, "invalid", "1 to 64 letters")
     assert len(name["msg"]) < 300
-    failed(twice, "invalid", "given twice")
-    failed(size, "invalid", "memory_mb")
-    failed(life, "invalid", "timeout")
-    failed(both, "invalid", "mutually exclusive")
-    failed(nothing, "not_found", "'template' or 'snapshot'")
-    failed(unknown, "invalid", "Unsupported parameters for (grove.sandbox.sandbox) module: colour", "cold_start")
-    failed(word, "invalid", "cpus", "many")
-    assert not faulty.things("sandboxes")
+    check_failed(twice, "invalid", "listed twice")
+    check_failed(size, "invalid", "memory_mb")
+    check_failed(life, "invalid", "timeout")
+    check_failed(both, "invalid", "mutually exclusive")
+    check_failed(nothing, "not_found", "'template' or 'snapshot'")
+    check_failed(unknown, "invalid", "Unsupported parameters for (grove.sandbox.sandbox) module: colour", "cold_start")
+    check_failed(word, "invalid", "cpus", "many")
+    assert not faulty.list_objects("sandboxes")
 
 
 def test_unknown_sources(in_memory: Target) -> None:
@@ -97,48 +97,46 @@ def test_unknown_sources(in_memory: Target) -> None:
         sandbox(name="box", snapshot="none-such"),
         {"grove.sandbox.sandbox_rollback": {"sandbox": "none-such", "snapshot": TEMPLATE}},
     )
-    failed(template, "not_found", "template 'none-such' not found")
-    failed(snapshot, "not_found", "snapshot 'none-such' not found")
-    failed(lost, "not_found", "sandbox 'none-such' not found")
+    check_failed(template, "not_found", "template 'none-such' not found")
+    check_failed(snapshot, "not_found", "snapshot 'none-such' not found")
+    check_failed(lost, "not_found", "sandbox 'none-such' not found")
 
 
-def test_a_name_that_another_kind_of_thing_has(in_memory: Target, faulty: FaultyGateway) -> None:
+def test_a_name_used_by_another_kind_of_object(in_memory: Target, faulty: FaultyGateway) -> None:
     said, done, capture = in_memory.play(
         {**sandbox(name=TEMPLATE, template=TEMPLATE), "check_mode": True},
         sandbox(name=TEMPLATE, template=TEMPLATE),
         {"grove.sandbox.sandbox_template": {"name": "other"}},
     )
-    failed(said, "name_taken", "taken by a template")
+    check_failed(said, "name_taken", "taken by a template")
     assert said["msg"] == done["msg"]
     assert capture["changed"]
-    assert not faulty.things("sandboxes")
+    assert not faulty.list_objects("sandboxes")
 
 
-def test_a_fork_that_fails_leaves_none_or_with_atomic_false_the_others(
-    in_memory: Target, faulty: FaultyGateway
-) -> None:
+def test_a_failed_fork_removes_all_unless_atomic_is_false(in_memory: Target, faulty: FaultyGateway) -> None:
     faulty.failing = {"ci-3"}
     none, some = in_memory.play(
         fork(count=5, name_prefix="ci"),
         fork(count=5, name_prefix="ci", atomic=False),
     )
-    failed(none, "backend_failed", "'ci-3' did not answer")
+    check_failed(none, "backend_failed", "'ci-3' did not answer")
     assert not none["changed"] and none["sandboxes"] == []
-    failed(some, "backend_failed", "'ci-3' did not answer")
+    check_failed(some, "backend_failed", "'ci-3' did not answer")
     assert some["changed"] and [box["name"] for box in some["sandboxes"]] == ["ci-1", "ci-2", "ci-4", "ci-5"]
     assert [outcome["name"] for outcome in some["outcomes"] if outcome["failed"]] == ["ci-3"]
     faulty.failing = set()
-    (mended,) = in_memory.prove(fork(count=5, name_prefix="ci"))
+    (mended,) = in_memory.verify(fork(count=5, name_prefix="ci"))
     assert [outcome["name"] for outcome in mended["outcomes"] if outcome["changed"]] == ["ci-3"]
 
 
-def test_one_refusal_stops_all_unless_told_to_go_on(in_memory: Target, faulty: FaultyGateway) -> None:
+def test_one_refusal_stops_all_unless_errors_are_ignored(in_memory: Target, faulty: FaultyGateway) -> None:
     in_memory.play(sandbox(name="b", template=TEMPLATE))
     wanted = {"name": ["a", "b", "c"], "template": TEMPLATE, "cpus": 4, "cold_start": True}
     stopped, went_on = in_memory.play(sandbox(**wanted), sandbox(**wanted, continue_on_error=True))
-    failed(stopped, "conflict", "'b' has cpus 1, not 4")
+    check_failed(stopped, "conflict", "'b' has cpus 1, not 4")
     assert not stopped["changed"] and stopped["sandboxes"][0]["name"] == "b"
-    failed(went_on, "conflict", "'b' has cpus 1, not 4")
+    check_failed(went_on, "conflict", "'b' has cpus 1, not 4")
     assert went_on["changed"] and [box["name"] for box in went_on["sandboxes"]] == ["a", "b", "c"]
     assert [(each["name"], each["changed"], each["failed"]) for each in went_on["outcomes"]] == [
         ("a", True, False),
@@ -148,34 +146,36 @@ def test_one_refusal_stops_all_unless_told_to_go_on(in_memory: Target, faulty: F
 
 
 def test_dead_siblings_are_replaced_and_foreign_ones_refused(in_memory: Target, faulty: FaultyGateway) -> None:
-    in_memory.prove(
+    in_memory.verify(
         fork(count=2, name_prefix="ci"), {"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "ci-2"}}
     )
-    (dead,) = (box["sandboxID"] for box in faulty.things("sandboxes") if box["name"] == "ci-1")
+    (dead,) = (box["sandboxID"] for box in faulty.list_objects("sandboxes") if box["name"] == "ci-1")
     faulty.end_machine("ci-1")
-    (alive,) = in_memory.prove(fork(count=2, name_prefix="ci"))
+    (alive,) = in_memory.verify(fork(count=2, name_prefix="ci"))
     assert alive["sandboxes"][0]["id"] != dead
-    assert dead not in [box["sandboxID"] for box in faulty.things("sandboxes")]
+    assert dead not in [box["sandboxID"] for box in faulty.list_objects("sandboxes")]
     task = {"grove.sandbox.sandbox_fork": {"snapshot": "s", "names": ["ci-1", "x"]}}
     (foreign,) = in_memory.play(task)
-    failed(foreign, "conflict", "'ci-1' exists and is no fork of snapshot 's'", "recreate: true")
+    check_failed(foreign, "conflict", "'ci-1' exists but is not a fork of snapshot 's'", "recreate: true")
     assert not foreign["changed"]
     task["grove.sandbox.sandbox_fork"]["recreate"] = True
-    (replaced,) = in_memory.prove(task)
+    (replaced,) = in_memory.verify(task)
     assert {box["forked_from"] for box in replaced["sandboxes"]} == {
-        snapshot["snapshotID"] for snapshot in faulty.things("snapshots") if "s" in snapshot["names"]
+        snapshot["snapshotID"] for snapshot in faulty.list_objects("snapshots") if "s" in snapshot["names"]
     }
 
 
-def test_the_old_one_keeps_its_name_where_its_successor_fails(in_memory: Target, faulty: FaultyGateway) -> None:
+def test_a_failed_replacement_keeps_the_old_sandbox(in_memory: Target, faulty: FaultyGateway) -> None:
     (first,) = in_memory.play(sandbox(name="box", template=TEMPLATE))
     faulty.failing = {"box"}
     (broken,) = in_memory.play(sandbox(name="box", template=TEMPLATE, memory_mb=512, cold_start=True, recreate=True))
-    failed(broken, "backend_failed", "did not answer")
-    assert [(box["sandboxID"], box["name"]) for box in faulty.things("sandboxes")] == [(first["sandbox"]["id"], "box")]
+    check_failed(broken, "backend_failed", "did not answer")
+    assert [(box["sandboxID"], box["name"]) for box in faulty.list_objects("sandboxes")] == [
+        (first["sandbox"]["id"], "box")
+    ]
 
 
-def boxed(gateway: FaultyGateway, *, snapshot: bool = True) -> None:
+def create_box(gateway: FaultyGateway, *, snapshot: bool = True) -> None:
     """A sandbox `box` and a snapshot `s` of it."""
     gateway.request("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "box"})
     if snapshot:
@@ -193,51 +193,53 @@ def boxed(gateway: FaultyGateway, *, snapshot: bool = True) -> None:
     ],
     ids=["fork", "replace", "create", "roll back", "roll back with a backup"],
 )
-def test_a_snapshot_that_vanishes_between_plan_and_apply(
+def test_a_snapshot_removed_between_plan_and_apply(
     in_memory: Target, faulty: FaultyGateway, task: Task, way: Any
 ) -> None:
-    boxed(faulty)
-    faulty.vanish = {snapshot["snapshotID"] for snapshot in faulty.things("snapshots")}
+    create_box(faulty)
+    faulty.vanish = {snapshot["snapshotID"] for snapshot in faulty.list_objects("snapshots")}
     faulty.write("box")
-    before = faulty.things("sandboxes")
+    before = faulty.list_objects("sandboxes")
     (lost,) = in_memory.play(task, keywords=way)
-    failed(lost, "not_found", "snapshot 's' was there when this task began", "make it again, or name another")
+    check_failed(lost, "not_found", "snapshot 's' was there when this task began", "make it again, or name another")
     # A deleted snapshot leaves its place as head to its parent.
-    (template,) = (each["templateID"] for each in faulty.things("templates"))
-    assert not lost["changed"] and faulty.things("sandboxes") == [{**each, "snapshotID": template} for each in before]
-    assert faulty.names("snapshots") == [] and faulty.names("templates") == [TEMPLATE]
+    (template,) = (each["templateID"] for each in faulty.list_objects("templates"))
+    assert not lost["changed"] and faulty.list_objects("sandboxes") == [
+        {**each, "snapshotID": template} for each in before
+    ]
+    assert faulty.list_names("snapshots") == [] and faulty.list_names("templates") == [TEMPLATE]
 
 
-def test_a_sandbox_that_vanishes_between_plan_and_apply(in_memory: Target, faulty: FaultyGateway) -> None:
-    boxed(faulty, snapshot=False)
-    faulty.vanish = {box["sandboxID"] for box in faulty.things("sandboxes")}
+def test_a_sandbox_removed_between_plan_and_apply(in_memory: Target, faulty: FaultyGateway) -> None:
+    create_box(faulty, snapshot=False)
+    faulty.vanish = {box["sandboxID"] for box in faulty.list_objects("sandboxes")}
     (lost,) = in_memory.play({"grove.sandbox.sandbox_snapshot": {"name": "s", "sandbox": "box"}})
-    failed(lost, "not_found", "sandbox 'box' was there when this task began")
+    check_failed(lost, "not_found", "sandbox 'box' was there when this task began")
     assert not lost["changed"]
-    assert faulty.names("snapshots") == [] and faulty.names("templates") == [TEMPLATE]
+    assert faulty.list_names("snapshots") == [] and faulty.list_names("templates") == [TEMPLATE]
 
 
-def test_a_backup_goes_where_the_rollback_fails(in_memory: Target, faulty: FaultyGateway) -> None:
-    boxed(faulty)
+def test_the_backup_is_removed_after_a_failed_rollback(in_memory: Target, faulty: FaultyGateway) -> None:
+    create_box(faulty)
     task = {"grove.sandbox.sandbox_rollback": {"sandbox": "box", "snapshot": "s", "backup_name": "b"}}
     faulty.write("box")
     faulty.failing = {"box"}
     (broken,) = in_memory.play(task)
-    failed(broken, "backend_failed", "did not answer")
+    check_failed(broken, "backend_failed", "did not answer")
     assert not broken["changed"] and broken["backups"] == []
     faulty.failing = set()
-    (back,) = in_memory.prove(task)
+    (back,) = in_memory.verify(task)
     assert back["backups"][0]["name"] == "b"
 
 
-def test_a_build_that_fails_shows_the_end_of_its_log(in_memory: Target, faulty: FaultyGateway) -> None:
+def test_a_failed_build_shows_the_end_of_its_log(in_memory: Target, faulty: FaultyGateway) -> None:
     task = {"grove.sandbox.sandbox_template": {"name": "broken", "setup": ["fail"]}}
     (broken,) = in_memory.play(task)
-    failed(broken, "backend_failed", "the build of template 'broken' failed", "set-up command", "exit code 1")
+    check_failed(broken, "backend_failed", "the build of template 'broken' failed", "set-up command", "exit code 1")
     assert "making a file system" in broken["msg"] and "ran fail" in broken["msg"]
     faulty.holding = True
     (slow,) = in_memory.play({"grove.sandbox.sandbox_template": {"name": "slow", "wait_timeout": 1}})
-    failed(slow, "timeout", "still being built after 1 s")
+    check_failed(slow, "timeout", "still being built after 1 s")
 
 
 def test_a_busy_gateway_is_asked_again(in_memory: Target, faulty: FaultyGateway) -> None:
@@ -246,10 +248,10 @@ def test_a_busy_gateway_is_asked_again(in_memory: Target, faulty: FaultyGateway)
     assert made["changed"], made
     faulty.busy = 1000
     (busy,) = in_memory.play(sandbox(name="other", template=TEMPLATE, gateway_timeout=1))
-    failed(busy, "busy")
+    check_failed(busy, "busy")
 
 
-def test_no_secret_is_shown(tmp_path: Path, faulty: FaultyGateway, way: Any) -> None:
+def test_secrets_are_not_shown(tmp_path: Path, faulty: FaultyGateway, way: Any) -> None:
     secret = "hunter2-and-then-some"
     faulty.token = KEY
     there = Target(faulty.url, tmp_path, token=KEY)

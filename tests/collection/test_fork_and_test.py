@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 from tests.collection import agents
 from tests.collection.runner import ansible_playbook
 from tests.support import session
@@ -20,13 +20,13 @@ from tests.support.gateway import Gateway
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
     with agents.serve(tmp_path_factory.mktemp("agents")) as made:
         yield made
 
 
 @pytest.fixture
-def web(gateway: Served) -> Iterator[str]:
+def web(gateway: MemoryGateway) -> Iterator[str]:
     with gateway.client() as api:
         made = api.post("/sandboxes", json={"templateID": "base", "name": "web"})
         assert made.status_code == 201, made.text
@@ -52,7 +52,7 @@ def fork_and_test(scratch: Path, url: str, **variables: Any) -> subprocess.Compl
     )
 
 
-def variants(scratch: Path, *commands: str) -> dict[str, Any]:
+def make_variants(scratch: Path, *commands: str) -> dict[str, Any]:
     """One variant for each command; its standard output is the score."""
     named = [
         {"name": f"v{number}", "command": f"sh -c '({command}) > {scratch}/v{number}'"}
@@ -62,19 +62,19 @@ def variants(scratch: Path, *commands: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("best", "winner"), [("least", "v1"), ("most", "v2")])
-def test_the_best_is_promoted_and_nothing_is_left(
-    gateway: Served, web: str, tmp_path: Path, best: str, winner: str
+def test_the_best_variant_is_promoted_and_nothing_is_left(
+    gateway: MemoryGateway, web: str, tmp_path: Path, best: str, winner: str
 ) -> None:
     failing = tmp_path / "failing.yml"
     failing.write_text(json.dumps([{"name": "Fail", "ansible.builtin.command": "false"}]))
     with gateway.client() as api:
         machine = gateway.machine(web)
         for _ in range(2):
-            asked = variants(tmp_path, "echo 10.5", "echo 9", "echo 100", "exit 3", "echo no number", "")
+            asked = make_variants(tmp_path, "echo 10.5", "echo 9", "echo 100", "exit 3", "echo no number", "")
             asked["fork_variants"][5] = {"name": "v5", "tasks": str(failing)}
             run = fork_and_test(tmp_path, gateway.unix_url, fork_best=best, **asked)
             assert run.returncode == 0, run.stdout + run.stderr
-            assert f"web goes on as web-try-{winner}" in run.stdout
+            assert f"web continues from web-try-{winner}" in run.stdout
             for out in ("v3 is out at Run its command", "v4 is out at Test what became of it", "v5 is out at Fail"):
                 assert out in run.stdout
             (left,) = api.get("/sandboxes").json()
@@ -83,23 +83,23 @@ def test_the_best_is_promoted_and_nothing_is_left(
             machine = gateway.machine(web)
 
 
-def test_nobody_wins(gateway: Served, web: str, tmp_path: Path) -> None:
+def test_no_variant_succeeds(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
     with gateway.client() as api:
         before = gateway.machine(web)
-        run = fork_and_test(tmp_path, gateway.unix_url, **variants(tmp_path, "exit 1", "exit 2"))
+        run = fork_and_test(tmp_path, gateway.unix_url, **make_variants(tmp_path, "exit 1", "exit 2"))
         assert run.returncode != 0 and "No variant got through its test" in run.stdout
         assert gateway.machine(web) is before, "it is the machine it was"
         assert [each["name"] for each in api.get("/sandboxes").json()] == ["web"]
         assert api.get("/snapshots").json() == []
 
 
-def test_what_it_is_not_told(tmp_path: Path) -> None:
+def test_missing_variables_are_reported(tmp_path: Path) -> None:
     run = fork_and_test(tmp_path, "unix:///nowhere", fork_best="largest")
     assert run.returncode != 0 and "fork_best is least or most" in run.stdout + run.stderr
 
 
-def test_ten_ways_as_they_stand(gateway: Served, web: str, tmp_path: Path) -> None:
-    """The playbook's own variants; the agents here share their files, so each variant needs its own directory."""
+def test_the_default_variants(gateway: MemoryGateway, web: str, tmp_path: Path) -> None:
+    """The agents here share their files, so each variant needs its own directory."""
     with gateway.client() as api:
         run = fork_and_test(tmp_path, gateway.unix_url, fork_packed=f"{tmp_path}/{{{{ inventory_hostname }}}}")
         assert run.returncode == 0, run.stdout + run.stderr
@@ -107,12 +107,12 @@ def test_ten_ways_as_they_stand(gateway: Served, web: str, tmp_path: Path) -> No
         assert len(scores) == 10 and [int(score) for score in scores.values()] == sorted(map(int, scores.values()))
         for name, score in scores.items():
             assert (tmp_path / f"web-try-{name}").stat().st_size == int(score)
-        assert f"web goes on as web-try-{next(iter(scores))}" in run.stdout
+        assert f"web continues from web-try-{next(iter(scores))}" in run.stdout
         assert [each["name"] for each in api.get("/sandboxes").json()] == ["web"]
 
 
-def test_on_machines(shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
-    """On virtual machines: the winner's changes are in the source, which keeps its id and its memory."""
+def test_variants_on_virtual_machines(shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
+    """The winner's changes are in the source, which keeps its id and its memory."""
     api = shared_gateway
     made = api.call("POST", "/sandboxes", {"templateID": template, "name": "ab"})["sandboxID"]
     asked = [

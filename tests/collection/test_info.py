@@ -31,9 +31,9 @@ def info(what: str, **options: Any) -> Task:
 
 
 @each_way
-def test_lists_are_what_the_declaring_modules_return(target: Target, way: dict[str, Any]) -> None:
+def test_info_matches_what_the_other_modules_return(target: Target, way: dict[str, Any]) -> None:
     box, golden, data = (target.name(name) for name in ("box", "golden", "data"))
-    *_, volume, taken, made = target.prove(
+    *_, volume, taken, made = target.verify(
         {"grove.sandbox.sandbox": {"name": box, "template": target.template}},
         {"grove.sandbox.sandbox_volume": {"name": data, "size_mb": 64, "snapshots": ["monday"]}},
         {"grove.sandbox.sandbox_snapshot": {"name": golden, "sandbox": box}},
@@ -93,8 +93,8 @@ def test_filters(in_memory: Target, faulty: FaultyGateway) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.stem)
-def test_the_documentation_names_what_is_returned(module: Path) -> None:
-    returned = documented(module, "RETURN")
+def test_the_documentation_names_every_returned_value(module: Path) -> None:
+    returned = documented_keys(module, "RETURN")
     lists = {key: entry for key, entry in returned.items() if key in KINDS}
     assert lists, module.stem
     for key, entry in lists.items():
@@ -109,7 +109,7 @@ def test_every_module_is_in_both_action_groups_and_has_an_action_plugin() -> Non
     assert sorted(plugin.stem for plugin in (REPOSITORY / "plugins" / "action").glob("*.py")) == names
 
 
-def documented(module: Path, what: str) -> dict[str, Any]:
+def documented_keys(module: Path, what: str) -> dict[str, Any]:
     for node in ast.parse(module.read_text()).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == what:
             found: Any = yaml.safe_load(ast.literal_eval(node.value))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.api.served import EXEC_KEY, READ_KEY, Served
+from tests.api.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway
 from tests.collection import agents
 from tests.collection.runner import ansible_playbook
 from tests.support import session
@@ -23,30 +23,30 @@ PYTHON = "/usr/bin/python3"
 
 
 @pytest.fixture(scope="module")
-def _east(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def _east(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MemoryGateway]:
     with agents.serve(tmp_path_factory.mktemp("east")) as made:
         yield made
 
 
 @pytest.fixture
-def east(_east: Served) -> Iterator[Served]:
+def east(_east: MemoryGateway) -> Iterator[MemoryGateway]:
     yield _east
     _east.clear()
 
 
 @pytest.fixture(scope="module")
-def _west(tmp_path_factory: pytest.TempPathFactory, _east: Served) -> Iterator[Served]:
+def _west(tmp_path_factory: pytest.TempPathFactory, _east: MemoryGateway) -> Iterator[MemoryGateway]:
     with agents.serve(tmp_path_factory.mktemp("west")) as made:
         yield made
 
 
 @pytest.fixture
-def west(_west: Served) -> Iterator[Served]:
+def west(_west: MemoryGateway) -> Iterator[MemoryGateway]:
     yield _west
     _west.clear()
 
 
-def make(gateway: Served, name: str, template: str = "base", **more: Any) -> str:
+def create_sandbox(gateway: MemoryGateway, name: str, template: str = "base", **more: Any) -> str:
     with gateway.client() as api:
         made = api.post("/sandboxes", json={"templateID": template, "name": name, **more})
         assert made.status_code == 201, made.text
@@ -111,12 +111,12 @@ class Inventory:
         return run.stdout
 
 
-def test_hosts_groups_and_variables(east: Served, tmp_path: Path) -> None:
-    ident = make(east, "web", metadata={"team": "blue-green", "note": ""})
+def test_hosts_groups_and_variables(east: MemoryGateway, tmp_path: Path) -> None:
+    ident = create_sandbox(east, "web", metadata={"team": "blue-green", "note": ""})
     with east.client() as api:
         golden = api.post("/sandboxes/web/snapshots", json={"name": "golden"}).json()["snapshotID"]
         api.post(f"/snapshots/{golden}/fork", json={"name": "fork"}).raise_for_status()
-    make(east, "asleep")
+    create_sandbox(east, "asleep")
     with east.client() as api:
         api.post("/sandboxes/asleep/pause").raise_for_status()
     inventory = Inventory(tmp_path, gateways=[{"url": east.unix_url}], python_interpreter=PYTHON)
@@ -141,9 +141,9 @@ def test_hosts_groups_and_variables(east: Served, tmp_path: Path) -> None:
     assert only[0] == "web" and only[1]["groups"] == ["state_running"]
 
 
-def test_what_a_play_does(east: Served, tmp_path: Path) -> None:
+def test_tasks_run_in_the_sandboxes(east: MemoryGateway, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        make(east, name, metadata={"side": name})
+        create_sandbox(east, name, metadata={"side": name})
     inventory = Inventory(tmp_path, gateways=[{"url": east.unix_url}], python_interpreter=PYTHON)
     said = "{{ grove_sandbox.metadata.side }}"
     inventory.play(
@@ -154,8 +154,8 @@ def test_what_a_play_does(east: Served, tmp_path: Path) -> None:
         assert (tmp_path / f"said-{name}").read_text() == f"{name}\n"
 
 
-def test_composed_groups_and_variables(east: Served, tmp_path: Path) -> None:
-    make(east, "web", metadata={"user": "nobody", "rank": "3"})
+def test_composed_groups_and_variables(east: MemoryGateway, tmp_path: Path) -> None:
+    create_sandbox(east, "web", metadata={"user": "nobody", "rank": "3"})
     inventory = Inventory(
         tmp_path,
         gateways=[{"url": east.unix_url}],
@@ -174,9 +174,9 @@ def test_composed_groups_and_variables(east: Served, tmp_path: Path) -> None:
     assert "x" not in inventory.hosts()["web"]
 
 
-def test_foreign_text_is_no_template(east: Served, tmp_path: Path) -> None:
+def test_text_from_a_gateway_is_not_a_template(east: MemoryGateway, tmp_path: Path) -> None:
     evil = EVIL.replace("EVIL", str(tmp_path / "evil"))
-    make(east, "web", metadata={"team": evil, evil: "{% raw %}"})
+    create_sandbox(east, "web", metadata={"team": evil, evil: "{% raw %}"})
     inventory = Inventory(
         tmp_path,
         gateways=[{"url": east.unix_url}],
@@ -200,8 +200,8 @@ def test_foreign_text_is_no_template(east: Served, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["localhost", "all", "state_running", "high"])
-def test_no_sandbox_takes_what_is_meant_for_others(east: Served, tmp_path: Path, name: str) -> None:
-    ident = make(east, name)
+def test_a_sandbox_cannot_take_the_place_of_another_host(east: MemoryGateway, tmp_path: Path, name: str) -> None:
+    ident = create_sandbox(east, name)
     inventory = Inventory(
         tmp_path, gateways=[{"url": east.unix_url}], groups={"high": "grove_sandbox.memory_mb > 1"}, strict=True
     )
@@ -213,8 +213,8 @@ def test_no_sandbox_takes_what_is_meant_for_others(east: Served, tmp_path: Path,
     )
 
 
-def test_several_gateways(east: Served, west: Served, tmp_path: Path) -> None:
-    make(east, "web"), make(west, "web"), make(west, "db")
+def test_several_gateways(east: MemoryGateway, west: MemoryGateway, tmp_path: Path) -> None:
+    create_sandbox(east, "web"), create_sandbox(west, "web"), create_sandbox(west, "db")
     key = tmp_path / "west.key"
     key.write_text(EXEC_KEY + "\n")
     gateways: list[dict[str, Any]] = [
@@ -242,15 +242,15 @@ def test_several_gateways(east: Served, west: Served, tmp_path: Path) -> None:
     assert EXEC_KEY not in out
     inventory.write(gateways=gateways, hostname="name", strict=True)
     assert inventory.hosts(**environment).keys() == {"web", "web.west", "db"}
-    assert "there is a host web already" in inventory.output
+    assert "a host web already exists" in inventory.output
     inventory.write(gateways=[gateways[0], {**gateways[1], "name": "east"}])
     assert inventory.run("ansible-inventory", "--list").returncode != 0 and "the same name" in inventory.output
     inventory.write(gateways=[{"url": east.url}, {"url": west.url}])
     assert inventory.run("ansible-inventory", "--list").returncode != 0 and "has no name" in inventory.output
 
 
-def test_gateways_that_cannot_be_asked(east: Served, tmp_path: Path) -> None:
-    make(east, "web")
+def test_unreachable_gateways(east: MemoryGateway, tmp_path: Path) -> None:
+    create_sandbox(east, "web")
     good = {"name": "good", "url": east.url, "token": EXEC_KEY}
     bad: list[tuple[dict[str, Any], str]] = [
         ({"name": "bad", "url": "http://127.0.0.1:9"}, "nothing listens on that port"),
@@ -269,11 +269,11 @@ def test_gateways_that_cannot_be_asked(east: Served, tmp_path: Path) -> None:
         assert says in inventory.output and "Traceback" not in inventory.output
         assert "not-a-known-key-0000" not in inventory.output and EXEC_KEY not in inventory.output
     inventory.write(gateways=[{"url": east.unix_url, "tokn": "x"}])
-    assert inventory.run("ansible-inventory", "--list").returncode != 0 and "has no key tokn" in inventory.output
+    assert inventory.run("ansible-inventory", "--list").returncode != 0 and "unknown keys (tokn)" in inventory.output
 
 
-def test_the_cache(east: Served, tmp_path: Path) -> None:
-    make(east, "web", metadata={"team": "{{ 1 }}"})
+def test_the_cache(east: MemoryGateway, tmp_path: Path) -> None:
+    create_sandbox(east, "web", metadata={"team": "{{ 1 }}"})
     cached = {
         "cache": True,
         "cache_plugin": "ansible.builtin.jsonfile",
@@ -289,7 +289,7 @@ def test_the_cache(east: Served, tmp_path: Path) -> None:
     assert "access" not in text.lower(), "no sandbox's access token"
     plain = json.loads(text)
     assert "web" in json.dumps(plain) and "team" in json.dumps(plain)
-    make(east, "late")
+    create_sandbox(east, "late")
     assert inventory.hosts() == first
     # The key comes from the file, not from the cache: tasks still run.
     inventory.play({"ansible.builtin.raw": "true"})
@@ -303,8 +303,8 @@ def test_the_cache(east: Served, tmp_path: Path) -> None:
     assert inventory.hosts().keys() == {"web", "late"}
 
 
-def test_the_gateway_of_the_environment(east: Served, tmp_path: Path) -> None:
-    make(east, "web")
+def test_the_gateway_of_the_environment(east: MemoryGateway, tmp_path: Path) -> None:
+    create_sandbox(east, "web")
     inventory = Inventory(tmp_path, python_interpreter=PYTHON)
     environment = {"SANDBOX_GATEWAY_URL": east.url, "SANDBOX_GATEWAY_TOKEN": EXEC_KEY}
     assert inventory.hosts(**environment).keys() == {"web"}
@@ -312,10 +312,10 @@ def test_the_gateway_of_the_environment(east: Served, tmp_path: Path) -> None:
     inventory.play({"ansible.builtin.ping": None}, **environment)
 
 
-def test_a_sandbox_cannot_send_its_tasks_elsewhere(east: Served, tmp_path: Path) -> None:
+def test_a_sandbox_cannot_redirect_its_tasks(east: MemoryGateway, tmp_path: Path) -> None:
     """Facts take precedence over an inventory's variables, and a hostile sandbox controls its facts."""
-    make(east, "web")
-    victim = make(east, "victim")
+    create_sandbox(east, "web")
+    victim = create_sandbox(east, "victim")
     inventory = Inventory(tmp_path, gateways=[{"url": east.url, "token": EXEC_KEY}], python_interpreter=PYTHON)
     facts = {
         "ansible_host": victim,
@@ -340,7 +340,7 @@ def test_a_sandbox_cannot_send_its_tasks_elsewhere(east: Served, tmp_path: Path)
     assert f'"{seen} ' in out
 
 
-def test_files_that_are_not_ours(tmp_path: Path) -> None:
+def test_foreign_inventory_files(tmp_path: Path) -> None:
     inventory = Inventory(tmp_path)
     inventory.file = tmp_path / "hosts.yml"
     inventory.write()
@@ -351,7 +351,7 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
     assert "Incorrect plugin name" in inventory.output
 
 
-def documented() -> list[Any]:
+def documented_files() -> list[Any]:
     """The inventory files of the documentation and of the plugin's examples."""
     pages = [session.REPOSITORY / "docs" / "inventory.md", session.REPOSITORY / "plugins/inventory/sandboxes.py"]
     found = []
@@ -363,10 +363,10 @@ def documented() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("content", documented())
-def test_the_documented_files(east: Served, tmp_path: Path, content: dict[str, Any]) -> None:
+@pytest.mark.parametrize("content", documented_files())
+def test_the_documented_files(east: MemoryGateway, tmp_path: Path, content: dict[str, Any]) -> None:
     """Unchanged, except for the addresses of gateways, keys and certificates."""
-    make(east, "web", metadata={"team": "blue", "user": "nobody"})
+    create_sandbox(east, "web", metadata={"team": "blue", "user": "nobody"})
     for gateway in content.get("gateways", []):
         gateway.update(url=east.url, token=EXEC_KEY)
         for key in ("token_file", "ca_path"):

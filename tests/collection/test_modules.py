@@ -7,22 +7,22 @@ from typing import Any
 import pytest
 
 from tests.collection.conftest import each_way
-from tests.collection.runner import Target, Task, foretold
+from tests.collection.runner import Target, Task, check_prediction
 
 
-def sandbox(target: Target, name: str, **options: Any) -> Task:
+def sandbox_task(target: Target, name: str, **options: Any) -> Task:
     return {"grove.sandbox.sandbox": {"name": target.name(name), **options}}
 
 
-def fork(**options: Any) -> Task:
+def fork_task(**options: Any) -> Task:
     return {"grove.sandbox.sandbox_fork": options}
 
 
-def snapshot(**options: Any) -> Task:
+def snapshot_task(**options: Any) -> Task:
     return {"grove.sandbox.sandbox_snapshot": options}
 
 
-def rollback(**options: Any) -> Task:
+def rollback_task(**options: Any) -> Task:
     return {"grove.sandbox.sandbox_rollback": options}
 
 
@@ -33,14 +33,18 @@ def write(target: Target, name: str, what: str = "something") -> None:
 
 
 @each_way
-def test_a_sandbox_is_made_changed_paused_resumed_and_removed(target: Target, way: dict[str, Any]) -> None:
-    made, changed, limited, paused, resumed, gone = target.prove(
-        sandbox(target, "box", template=target.template, metadata={"team": "blue", "size": 3}, env={"GREETING": "hi"}),
-        sandbox(target, "box", metadata={"team": "red"}, network={"allow_internet": False, "allow_out": ["10.0.0.1"]}),
-        sandbox(target, "box", timeout=3600),
-        sandbox(target, "box", state="paused"),
-        sandbox(target, "box", state="running", timeout=-1),
-        sandbox(target, "box", state="absent"),
+def test_the_life_cycle_of_a_sandbox(target: Target, way: dict[str, Any]) -> None:
+    made, changed, limited, paused, resumed, gone = target.verify(
+        sandbox_task(
+            target, "box", template=target.template, metadata={"team": "blue", "size": 3}, env={"GREETING": "hi"}
+        ),
+        sandbox_task(
+            target, "box", metadata={"team": "red"}, network={"allow_internet": False, "allow_out": ["10.0.0.1"]}
+        ),
+        sandbox_task(target, "box", timeout=3600),
+        sandbox_task(target, "box", state="paused"),
+        sandbox_task(target, "box", state="running", timeout=-1),
+        sandbox_task(target, "box", state="absent"),
         keywords=way,
     )
     assert made["sandbox"]["metadata"] == {"team": "blue", "size": "3"}
@@ -56,7 +60,7 @@ def test_a_sandbox_is_made_changed_paused_resumed_and_removed(target: Target, wa
 
 def test_many_sandboxes_in_one_task(target: Target) -> None:
     names = [target.name(name) for name in ("a", "b", "c", "d", "e")]
-    made, paused, gone = target.prove(
+    made, paused, gone = target.verify(
         {"grove.sandbox.sandbox": {"name": names, "template": target.template, "state": "paused"}},
         {"grove.sandbox.sandbox": {"name": names[:2], "state": "running"}},
         {"grove.sandbox.sandbox": {"name": names, "state": "absent"}},
@@ -66,18 +70,18 @@ def test_many_sandboxes_in_one_task(target: Target) -> None:
     assert gone["sandboxes"] == []
 
 
-def test_a_sandbox_is_replaced_only_when_asked(target: Target) -> None:
+def test_a_sandbox_is_replaced_only_on_request(target: Target) -> None:
     sizes = target.client.get(f"/templates/{target.template}")["memoryMB"]
     first, second, refused = target.play(
-        sandbox(target, "box", template=target.template, metadata={"keep": "me"}),
-        sandbox(target, "box", template=target.template, metadata={"keep": "me"}),
-        sandbox(target, "box", template=target.template, memory_mb=sizes * 2),
+        sandbox_task(target, "box", template=target.template, metadata={"keep": "me"}),
+        sandbox_task(target, "box", template=target.template, metadata={"keep": "me"}),
+        sandbox_task(target, "box", template=target.template, memory_mb=sizes * 2),
     )
     assert first["changed"] and not second["changed"]
     assert refused["failed"] and refused["failure"]["kind"] == "conflict"
     assert f"has memory_mb {sizes}, not {sizes * 2}" in refused["msg"] and "recreate" in refused["msg"]
-    (replaced,) = target.prove(
-        sandbox(target, "box", template=target.template, memory_mb=sizes * 2, cold_start=True, recreate=True)
+    (replaced,) = target.verify(
+        sandbox_task(target, "box", template=target.template, memory_mb=sizes * 2, cold_start=True, recreate=True)
     )
     assert replaced["sandbox"]["id"] != first["sandbox"]["id"]
     assert replaced["sandbox"]["memory_mb"] == sizes * 2
@@ -85,18 +89,18 @@ def test_a_sandbox_is_replaced_only_when_asked(target: Target) -> None:
 
 
 @each_way
-def test_snapshot_fork_more_fork_fewer_clone_and_remove(target: Target, way: dict[str, Any]) -> None:
+def test_forks_and_clones_are_added_and_removed(target: Target, way: dict[str, Any]) -> None:
     golden, prefix = target.name("golden"), target.name("ci")
-    target.prove(sandbox(target, "box", template=target.template), keywords=way)
-    taken, three, more, fewer, marked, limited, endless, rest = target.prove(
-        snapshot(name=golden, sandbox=target.name("box"), description="a fork point"),
-        fork(snapshot=golden, count=3, name_prefix=prefix),
-        fork(snapshot=golden, count=5, name_prefix=prefix, exact=True, concurrency=2),
-        fork(snapshot=golden, count=2, name_prefix=prefix, exact=True),
-        fork(snapshot=golden, count=2, name_prefix=prefix, metadata={"run": "7"}, paused=True),
-        fork(snapshot=golden, count=3, name_prefix=prefix, paused=True, timeout=3600),
-        fork(snapshot=golden, count=3, name_prefix=prefix, paused=True, timeout=-1),
-        fork(snapshot=golden, name_prefix=prefix, state="absent"),
+    target.verify(sandbox_task(target, "box", template=target.template), keywords=way)
+    taken, three, more, fewer, marked, limited, endless, rest = target.verify(
+        snapshot_task(name=golden, sandbox=target.name("box"), description="a fork point"),
+        fork_task(snapshot=golden, count=3, name_prefix=prefix),
+        fork_task(snapshot=golden, count=5, name_prefix=prefix, exact=True, concurrency=2),
+        fork_task(snapshot=golden, count=2, name_prefix=prefix, exact=True),
+        fork_task(snapshot=golden, count=2, name_prefix=prefix, metadata={"run": "7"}, paused=True),
+        fork_task(snapshot=golden, count=3, name_prefix=prefix, paused=True, timeout=3600),
+        fork_task(snapshot=golden, count=3, name_prefix=prefix, paused=True, timeout=-1),
+        fork_task(snapshot=golden, name_prefix=prefix, state="absent"),
         keywords=way,
     )
     assert taken["snapshot"]["source_sandbox_id"]
@@ -115,84 +119,90 @@ def test_snapshot_fork_more_fork_fewer_clone_and_remove(target: Target, way: dic
     assert rest["sandboxes"] == [] and len(rest["outcomes"]) == 3
 
 
-def test_clones_of_a_sandbox_and_forks_of_its_snapshots_are_told_apart(target: Target) -> None:
+def test_clones_of_a_sandbox_differ_from_forks_of_its_snapshots(target: Target) -> None:
     golden, prefix, box = target.name("golden"), target.name("copy"), target.name("box")
-    *_, cloned, fewer = target.prove(
-        sandbox(target, "box", template=target.template),
-        snapshot(name=golden, sandbox=box),
-        fork(snapshot=golden, names=[f"{prefix}-9"]),
-        fork(sandbox=box, count=2, name_prefix=prefix),
-        fork(sandbox=box, count=1, name_prefix=prefix, exact=True),
+    *_, cloned, fewer = target.verify(
+        sandbox_task(target, "box", template=target.template),
+        snapshot_task(name=golden, sandbox=box),
+        fork_task(snapshot=golden, names=[f"{prefix}-9"]),
+        fork_task(sandbox=box, count=2, name_prefix=prefix),
+        fork_task(sandbox=box, count=1, name_prefix=prefix, exact=True),
     )
     assert len({each["forked_from"] for each in cloned["sandboxes"]}) == 1
     assert [outcome["name"] for outcome in fewer["outcomes"] if outcome["changed"]] == [f"{prefix}-2"]
-    (foreign,) = target.play(fork(sandbox=box, names=[f"{prefix}-9"]))
+    (foreign,) = target.play(fork_task(sandbox=box, names=[f"{prefix}-9"]))
     assert foreign["failed"] and f"{prefix}-9" in foreign["msg"] and foreign["failure"]["kind"] == "conflict"
 
 
 @each_way
 def test_rollback_with_a_backup_and_when_clean(target: Target, way: dict[str, Any]) -> None:
     box, before, backup = target.name("box"), target.name("before"), target.name("backup")
-    target.prove(sandbox(target, "box", template=target.template), snapshot(name=before, sandbox=box), keywords=way)
-    (clean,) = target.play(rollback(sandbox=box, snapshot=before), keywords=way)
+    target.verify(
+        sandbox_task(target, "box", template=target.template), snapshot_task(name=before, sandbox=box), keywords=way
+    )
+    (clean,) = target.play(rollback_task(sandbox=box, snapshot=before), keywords=way)
     assert not clean["changed"], clean
     write(target, "box")
-    (back,) = target.prove(rollback(sandbox=box, snapshot=before, backup_name=backup), keywords=way)
+    (back,) = target.verify(rollback_task(sandbox=box, snapshot=before, backup_name=backup), keywords=way)
     assert back["diff"]["before"][box]["diverged"] is True
     assert back["diff"]["after"][box]["diverged"] is False
     assert back["backups"][0]["name"] == backup
     assert back["backups"][0]["description"] == f"before the rollback to {before}"
     said, done, again = target.play(
-        {**rollback(sandbox=box, snapshot=before, unless_clean=False), "check_mode": True},
-        rollback(sandbox=box, snapshot=before, unless_clean=False),
-        rollback(sandbox=box, snapshot=before, unless_clean=False),
+        {**rollback_task(sandbox=box, snapshot=before, unless_clean=False), "check_mode": True},
+        rollback_task(sandbox=box, snapshot=before, unless_clean=False),
+        rollback_task(sandbox=box, snapshot=before, unless_clean=False),
         options=("--diff",),
         keywords=way,
     )
-    foretold(said, done)
+    check_prediction(said, done)
     assert done["changed"] and again["changed"]
 
 
 def test_a_snapshot_is_taken_when_something_changed(target: Target) -> None:
     box, first, second, third = (target.name(name) for name in ("box", "first", "second", "third"))
-    target.prove(sandbox(target, "box", template=target.template), snapshot(name=first, sandbox=box, when_changed=True))
-    (nothing,) = target.play(snapshot(name=second, sandbox=box, when_changed=True))
+    target.verify(
+        sandbox_task(target, "box", template=target.template), snapshot_task(name=first, sandbox=box, when_changed=True)
+    )
+    (nothing,) = target.play(snapshot_task(name=second, sandbox=box, when_changed=True))
     assert not nothing["changed"] and nothing["snapshot"]["name"] == first
     write(target, "box")
-    (taken,) = target.prove(snapshot(name=third, sandbox=box, when_changed=True))
+    (taken,) = target.verify(snapshot_task(name=third, sandbox=box, when_changed=True))
     assert taken["snapshot"]["name"] == third
 
 
-def test_a_snapshot_in_use_is_refused_with_its_users_or_hidden(target: Target) -> None:
+def test_a_snapshot_in_use_is_refused_or_hidden(target: Target) -> None:
     box, golden, twin = target.name("box"), target.name("golden"), target.name("twin")
-    target.prove(
-        sandbox(target, "box", template=target.template),
-        snapshot(name=golden, sandbox=box),
-        fork(snapshot=golden, names=[twin]),
+    target.verify(
+        sandbox_task(target, "box", template=target.template),
+        snapshot_task(name=golden, sandbox=box),
+        fork_task(snapshot=golden, names=[twin]),
     )
     said, refused = target.play(
-        {**snapshot(name=golden, state="absent"), "check_mode": True}, snapshot(name=golden, state="absent")
+        {**snapshot_task(name=golden, state="absent"), "check_mode": True}, snapshot_task(name=golden, state="absent")
     )
     assert said["failed"] and said["msg"] == refused["msg"]
     assert refused["failure"]["kind"] == "in_use" and refused["failure"]["blockers"] == [twin]
-    target.prove(snapshot(name=golden, state="absent", when_unused=True), sandbox(target, "twin", state="absent"))
+    target.verify(
+        snapshot_task(name=golden, state="absent", when_unused=True), sandbox_task(target, "twin", state="absent")
+    )
 
 
 def test_check_mode_changes_nothing(in_memory: Target, faulty: Any) -> None:
     in_memory.play(
         {"grove.sandbox.sandbox_template": {"name": "other", "packages": ["curl"]}},
-        sandbox(in_memory, "box", template="base"),
-        fork(snapshot="base", count=3, name_prefix="ci"),
+        sandbox_task(in_memory, "box", template="base"),
+        fork_task(snapshot="base", count=3, name_prefix="ci"),
         options=("--check",),
     )
     assert {method for method, _ in faulty.calls} == {"GET"}
 
 
-def test_a_template_is_built_kept_rebuilt_and_removed(in_memory: Target, way: dict[str, Any]) -> None:
+def test_the_life_cycle_of_a_template(in_memory: Target, way: dict[str, Any]) -> None:
     def template(**options: Any) -> Task:
         return {"grove.sandbox.sandbox_template": {"name": "web", **options}}
 
-    built, rebuilt, gone = in_memory.prove(
+    built, rebuilt, gone = in_memory.verify(
         template(packages=["curl", "nginx", "curl"], start_command="nginx", memory_mb=512),
         template(packages=["nginx", "curl"], setup=["echo hello"], memory_mb=512),
         template(state="absent"),
@@ -206,11 +216,11 @@ def test_a_template_is_built_kept_rebuilt_and_removed(in_memory: Target, way: di
 
 
 @pytest.mark.parametrize("target", ["real"], indirect=True)
-def test_a_template_that_is_really_built(target: Target) -> None:
+def test_a_template_is_built_on_a_real_host(target: Target) -> None:
     def template(**options: Any) -> Task:
         return {"grove.sandbox.sandbox_template": {"name": target.name("built"), **options}}
 
-    built, _made, hidden = target.prove(
+    built, _made, hidden = target.verify(
         template(setup=["echo one >/etc/marker"]),
         {"grove.sandbox.sandbox": {"name": target.name("box"), "template": target.name("built")}},
         template(state="absent", when_unused=True),

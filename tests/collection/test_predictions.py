@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.errors import InUse
+from sandbox_gateway.errors import UsedOutside
 from sandbox_gateway.records import VolumeSnapshot
 from tests.api import memory_host
-from tests.api.served import Served
-from tests.collection.predictions import CASES, THINGS, Case, named, task
-from tests.collection.runner import Result, Target, foretold
+from tests.api.memory_gateway import MemoryGateway
+from tests.collection.predictions import CASES, THINGS, Case, task, with_prefix
+from tests.collection.runner import Result, Target, check_prediction
 from tests.support.session import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "predictions.md"
@@ -34,7 +34,7 @@ LONGEST = 60
 
 
 @dataclass(frozen=True)
-class Found:
+class Outcome:
     """The results of a case: check mode, the run, a second run."""
 
     case: Case
@@ -45,10 +45,10 @@ class Found:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Found]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Outcome]]:
     """All cases in two plays: one sets them up, the other runs each task three times."""
     root = tmp_path_factory.mktemp("predictions")
-    gateway = Served(root, ShellHost(), log={"level": "warning"})
+    gateway = MemoryGateway(root, ShellHost(), log={"level": "warning"})
     try:
         gateway.build_template("base")
         scratch = root / "scratch"
@@ -60,7 +60,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Found
             assert not result.get("failed"), result
         for case in CASES:
             for what, whom in case.meanwhile:
-                meanwhile(gateway, target, what, named(whom, prefixes[case]))
+                change_setup(gateway, target, what, with_prefix(whom, prefixes[case]))
         thrice = [
             {**task(case.module, case.options, prefixes[case]), **way}
             for case in CASES
@@ -68,7 +68,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Found
         ]
         results = target.play(*thrice, options=("--diff",))
         yield {
-            case: Found(case, prefixes[case], *results[3 * number : 3 * number + 3])
+            case: Outcome(case, prefixes[case], *results[3 * number : 3 * number + 3])
             for number, case in enumerate(CASES)
         }
     finally:
@@ -87,8 +87,9 @@ class ShellHost(memory_host.MemoryHost):
     machine_type = ShellMachine
 
 
-def meanwhile(gateway: Served, target: Target, what: str, whom: str) -> None:
-    """``write`` a file in a sandbox; ``end`` its machine; ``keep`` the snapshots of a volume as a jail host does."""
+def change_setup(gateway: MemoryGateway, target: Target, what: str, whom: str) -> None:
+    """``write`` a file in a sandbox; ``end`` its machine; ``outdate`` a template, as if another version of the gateway
+    had built it; ``keep`` the snapshots of a volume as a jail host does."""
     if what == "write":
         target.client.post(f"/sandboxes/{whom}/exec", {"args": ["write", "/root/written", "something"]})
     elif what == "end":
@@ -97,30 +98,32 @@ def meanwhile(gateway: Served, target: Target, what: str, whom: str) -> None:
         while [each["state"] for each in target.client.pages("/sandboxes", name=whom)] != ["paused"]:
             assert time.monotonic() < deadline, f"that the machine of {whom} ended was not noticed"
             time.sleep(0.02)
+    elif what == "outdate":
+        gateway.engine.templates.get(whom).recipe_digest = "0" * 64
     else:
         keep_snapshots(gateway, whom)
 
 
-async def end_machine(gateway: Served, name: str) -> None:
+async def end_machine(gateway: MemoryGateway, name: str) -> None:
     instance = gateway.engine.sandboxes.get(name).instance
     await gateway.host.machines.pop(instance).stop()
     gateway.host._exit(instance)
 
 
-def keep_snapshots(gateway: Served, name: str) -> None:
-    """The error has the words of ZfsStorage; tests/jail_zfs/test_volume_storage.py checks that it uses them."""
+def keep_snapshots(gateway: MemoryGateway, name: str) -> None:
+    """The error is that of ZfsStorage; tests/jail_zfs/test_volume_storage.py checks that it raises it."""
     kept, remove = gateway.engine.index.volume(name).id, gateway.host.remove_volume_snapshot
 
     async def refuse(snapshot: VolumeSnapshot) -> None:
         if snapshot.volume == kept:
-            raise InUse(f"snapshot {snapshot.name} is in use: 1 volume was made from it; remove what was made first")
+            raise UsedOutside({"ZFS clone": {"0123456789ab": "made"}}, "Remove them first.")
         await remove(snapshot)
 
     gateway.host.remove_volume_snapshot = refuse
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.module}-{case.title}".replace(" ", "_"))
-def test_said_is_done_and_done_once(case: Case, found: dict[Case, Found]) -> None:
+def test_check_mode_predicts_the_run_and_a_second_run_changes_nothing(case: Case, found: dict[Case, Outcome]) -> None:
     said, done, again = (found[case].said, found[case].done, found[case].again)
     if case.unforeseen:
         assert said["changed"] and not said.get("failed"), said
@@ -136,14 +139,14 @@ def test_said_is_done_and_done_once(case: Case, found: dict[Case, Found]) -> Non
     if case.module.endswith("_info"):
         assert said == done == again and not done["changed"]
         return
-    foretold(said, done)
+    check_prediction(said, done)
     assert again["changed"] is bool(case.again), again
     if not case.again:
         assert again["diff"] == {"before": {}, "after": {}}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.module}-{case.title}".replace(" ", "_"))
-def test_the_diff_can_be_read(case: Case, found: dict[Case, Found]) -> None:
+def test_diffs_are_readable(case: Case, found: dict[Case, Outcome]) -> None:
     done = found[case].done
     if "diff" not in done:
         assert case.module.endswith("_info")
@@ -151,17 +154,17 @@ def test_the_diff_can_be_read(case: Case, found: dict[Case, Found]) -> None:
     before, after = done["diff"]["before"], done["diff"]["after"]
     assert (before != after) is done["changed"]
     assert set(before) | set(after) <= {outcome["name"] for outcome in done["outcomes"] if outcome["changed"]}
-    shown = [line for line in as_ansible_shows(before, after) if line[:1] in "+-"]
+    shown = [line for line in ansible_diff(before, after) if line[:1] in "+-"]
     assert len(shown) <= LONGEST, shown
 
 
-def as_ansible_shows(before: Any, after: Any) -> list[str]:
+def ansible_diff(before: Any, after: Any) -> list[str]:
     texts = [json.dumps(each, sort_keys=True, indent=4).splitlines() for each in (before, after)]
     return list(difflib.unified_diff(*texts, n=0, lineterm=""))[2:]
 
 
-def test_the_page_is_what_was_found(found: dict[Case, Found]) -> None:
-    page = written(found)
+def test_the_page_matches_the_results(found: dict[Case, Outcome]) -> None:
+    page = page_text(found)
     if os.environ.get("GROVE_WRITE_DOCS"):
         PAGE.write_text(page)
     assert PAGE.exists() and PAGE.read_text() == page, f"docs/predictions.md is not what was found: run {COMMAND}"
@@ -171,34 +174,37 @@ def test_the_page_is_what_was_found(found: dict[Case, Found]) -> None:
 
 HEAD = f"""# Check mode and runs
 
-[tests/collection/test_predictions.py](../tests/collection/test_predictions.py) asks for every state and option of every
-module three times: in check mode, for real, and for real again. *Check mode* and *run* show the actions that the result
-lists (`outcomes`); if both are the same, the prediction was right, not only for the actions but also for the diff and
-for every value that is known in advance. *Again* is the second run. `-` alone means nothing. A refusal is shown by its
-`failure.kind`; with `continue_on_error` the other names continue.
+[tests/collection/test_predictions.py](../tests/collection/test_predictions.py) runs every state and option of every
+module three times: in check mode, then for real, and then for real a second time. The columns *check mode* and *run*
+show the actions that the result lists in `outcomes`. If they are the same, the prediction was right. The test then also
+compares the diff, and every value that can be known in advance. The column *again* shows the second real run. A single
+`-` means that there was no action. A refusal is shown as its `failure.kind`; with `continue_on_error` the module still
+handles the other names.
 
 In the diffs `…` stands for an id.
 
-The page also shows imperfect results. Two modules are only partly idempotent: `sandbox_volume` with `rollback_to` and
-`sandbox_rollback` with `unless_clean: false` change something every time. And check mode cannot know what only the host
-can tell: whether the `path` of a template exists, whether a build succeeds, and that a jail host keeps a snapshot of a
-volume as long as another volume made from it exists. In these cases the run is refused and changes nothing.
+This page also shows where the results are not ideal. Two modules are only partly idempotent: `sandbox_volume` with
+`rollback_to`, and `sandbox_rollback` with `unless_clean: false`, change something on every run. Check mode also cannot
+predict results that only the host knows: whether the `path` of a template exists, whether a build succeeds, and whether
+a jail host must keep a snapshot of a volume because another volume was made from it. In these cases the run is refused
+and changes nothing.
 
-That test writes this page: `{COMMAND}`. It fails if it finds something else.
+The test generates this page: `{COMMAND}`.
+It fails if its results differ from the page.
 """
 
 
-def written(found: dict[Case, Found]) -> str:
+def page_text(found: dict[Case, Outcome]) -> str:
     lines = [HEAD]
     for module in THINGS:
-        head = "| asked for | check mode | run | again | the diff |"
+        head = "| options | check mode | run | again | diff |"
         lines += [f"## {module}", "", head, "|---|---|---|---|---|"]
         lines += [row(each) for case, each in found.items() if case.module == module]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
-def row(each: Found) -> str:
+def row(each: Outcome) -> str:
     again = actions(each.again, each.prefix)
     if each.case.again:
         again += f"; {each.case.again}"
@@ -218,19 +224,19 @@ def actions(result: Result, prefix: str) -> str:
     return "; ".join(said) or "-"
 
 
-def diff(each: Found) -> str:
+def diff(each: Outcome) -> str:
     if "diff" not in each.done:
         return "-"
     before, after = each.done["diff"]["before"], each.done["diff"]["after"]
     gone, come = [name for name in before if name not in after], [name for name in after if name not in before]
     changes = [
-        f"`{name}`: {key} {plain(then)} → {plain(now)}"
+        f"`{name}`: {key} {plain_value(then)} → {plain_value(now)}"
         for name in before
         if name in after
         for key, then, now in differences(before[name], after[name])
     ]
     shown = [*[f"- `{name}`" for name in gone], *changes, *[f"+ `{name}`" for name in come]]
-    return clean("; ".join(shown), each.prefix) or "-"
+    return remove_changing_parts("; ".join(shown), each.prefix) or "-"
 
 
 def differences(before: Any, after: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -242,14 +248,14 @@ def differences(before: Any, after: Any, place: str = "") -> Iterator[tuple[str,
         yield place, before, after
 
 
-def plain(value: Any) -> str:
+def plain_value(value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(plain(item) for item in value) or "none"
+        return ", ".join(plain_value(item) for item in value) or "none"
     if isinstance(value, dict):
         return " ".join(str(item) for item in value.values() if not isinstance(item, bool))
     return "nothing" if value in (None, "") else json.dumps(value).strip('"')
 
 
-def clean(text: str, prefix: str) -> str:
+def remove_changing_parts(text: str, prefix: str) -> str:
     """Remove the parts that differ between runs: the case's prefix, and ids."""
     return re.sub(r"\b[0-9a-f]{12}\b", "…", text.replace(prefix, ""))

@@ -31,7 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("page", [*(f"guides/{name}" for name in GUIDES), *(f"reference/{name}" for name in REFERENCE)])
-def test_has_the_page_with_its_title_and_a_way_to_it(site: Path, page: str) -> None:
+def test_every_page_has_a_title_and_a_link(site: Path, page: str) -> None:
     text = (site / f"{page}.html").read_text()
     (title,) = re.findall(r"<h1>(.*?)<a class=", text, re.DOTALL)
     words = html.unescape(re.sub("<.*?>", "", title))
@@ -43,7 +43,7 @@ def test_has_the_page_with_its_title_and_a_way_to_it(site: Path, page: str) -> N
     assert f'href="{page}.html' in start or f'href="{Path(page).name}.html' in index
 
 
-def test_guides_link_to_each_other_within_it(site: Path) -> None:
+def test_guides_link_to_each_other_within_the_site(site: Path) -> None:
     text = (site / "guides" / "README.html").read_text()
     for name in GUIDES:
         assert name == "README" or f'href="{name}.html"' in text, name
@@ -55,7 +55,7 @@ def test_options_and_returned_values_are_in_the_reference(site: Path) -> None:
         assert f'id="{word}"' in text, word
 
 
-def test_needs_nothing_from_elsewhere(site: Path) -> None:
+def test_the_site_loads_nothing_external(site: Path) -> None:
     for page in site.rglob("*.html"):
         loaded = re.findall(r'<(?:script|img|link)\b[^>]*?(?:src|href)="([^"]+)"', page.read_text())
         assert not [url for url in loaded if re.match(r"(https?:)?//", url)], page

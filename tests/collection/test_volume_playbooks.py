@@ -14,8 +14,8 @@ from tests.support.gateway import Gateway
 from tests.support.roles import environment
 
 
-def play(name: str, gateway: Gateway, template: str, scratch: Path) -> tuple[str, int]:
-    """Its output, and the number of tasks that changed something."""
+def run_play(name: str, gateway: Gateway, template: str, scratch: Path) -> tuple[str, int]:
+    """Run the play. Returns its output and the number of tasks that changed something."""
     options = ["-e", f"volumes_socket={gateway.socket}", "-e", f"volumes_template={template}"]
     done = subprocess.run(
         [ansible_playbook(), f"grove.sandbox.{name}", *options],
@@ -33,18 +33,16 @@ def play(name: str, gateway: Gateway, template: str, scratch: Path) -> tuple[str
 @pytest.fixture
 def clean(shared_gateway: Gateway, template: str, tmp_path: Path) -> Iterator[None]:
     yield
-    play("volumes_clean", shared_gateway, template, tmp_path)
+    run_play("volumes_clean", shared_gateway, template, tmp_path)
     left = shared_gateway.client.get("/volumes").json()
     assert not {volume["name"] for volume in left}.intersection({"code", "dataset", "dataset-next", "cache"})
-    assert play("volumes_clean", shared_gateway, template, tmp_path)[1] == 0
+    assert run_play("volumes_clean", shared_gateway, template, tmp_path)[1] == 0
 
 
 @pytest.mark.parametrize("name", ["volumes_shared", "volumes_dataset", "volumes_cache"])
 @pytest.mark.usefixtures("clean")
-def test_a_playbook_does_what_it_says_and_does_it_once(
-    name: str, shared_gateway: Gateway, template: str, tmp_path: Path
-) -> None:
-    said, changed = play(name, shared_gateway, template, tmp_path)
+def test_each_playbook_is_idempotent(name: str, shared_gateway: Gateway, template: str, tmp_path: Path) -> None:
+    said, changed = run_play(name, shared_gateway, template, tmp_path)
     assert changed > 3, said
-    said, changed = play(name, shared_gateway, template, tmp_path)
+    said, changed = run_play(name, shared_gateway, template, tmp_path)
     assert changed == 0, said

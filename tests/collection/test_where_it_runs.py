@@ -11,8 +11,8 @@ from tests.collection.runner import Target, Task
 TASK: Task = {"grove.sandbox.sandbox": {"name": "box", "template": "base"}}
 
 
-def by_module(result: dict[str, Any]) -> bool:
-    """Only a module reports its invocation."""
+def ran_as_module(result: dict[str, Any]) -> bool:
+    """Whether the task ran as a module: only a module reports its invocation."""
     return "invocation" in result
 
 
@@ -25,12 +25,12 @@ def by_module(result: dict[str, Any]) -> bool:
     ],
     ids=["local", "environment", "not local"],
 )
-def test_a_loopback_address_is_the_managed_hosts(
+def test_a_loopback_address_belongs_to_the_managed_host(
     in_memory: Target, keywords: dict[str, Any], options: tuple[str, ...], module: bool
 ) -> None:
     (made,) = in_memory.play({**TASK, "diff": True}, keywords=keywords, options=options)
     assert made["changed"], made
-    assert by_module(made) is module
+    assert ran_as_module(made) is module
     (again,) = in_memory.play(TASK, keywords=keywords, options=options)
     assert not again["changed"]
 
@@ -39,15 +39,15 @@ def test_another_address_is_reached_from_the_control_node(in_memory: Target) -> 
     # The address is reserved for documentation and does not answer; a module would have reported its invocation.
     task = {"grove.sandbox.sandbox": {**TASK["grove.sandbox.sandbox"], "gateway_url": "http://192.0.2.1:1"}}
     (result,) = in_memory.play({**task, "timeout": 5}, options=("-e", "ansible_connection=elsewhere"))
-    assert result["failed"] and not by_module(result)
+    assert result["failed"] and not ran_as_module(result)
 
 
-def test_asynchronously(in_memory: Target) -> None:
+def test_async_tasks(in_memory: Target) -> None:
     (made,) = in_memory.play({**TASK, "async": 60, "poll": 1})
     assert made["changed"] and made["sandbox"]["name"] == "box"
 
 
-def test_variables_of_the_environment_stand_in(in_memory: Target) -> None:
+def test_environment_variables_replace_options(in_memory: Target) -> None:
     task = {"grove.sandbox.sandbox": {"name": "box", "template": "base"}}
     variables = {"SANDBOX_GATEWAY_URL": in_memory.url, "SANDBOX_GATEWAY_TOKEN": ""}
     for options in ((), ("-e", "ansible_connection=elsewhere")):
@@ -56,7 +56,7 @@ def test_variables_of_the_environment_stand_in(in_memory: Target) -> None:
 
 
 @pytest.mark.parametrize("group", ["all", "gateway"])
-def test_common_options_of_a_group(in_memory: Target, group: str) -> None:
+def test_options_of_an_action_group(in_memory: Target, group: str) -> None:
     defaults = {f"group/grove.sandbox.{group}": {"gateway_url": in_memory.url, "gateway_token": ""}}
     made, listed = in_memory.play(
         TASK, {"grove.sandbox.sandbox_info": {"name": ["box"]}}, keywords={"module_defaults": defaults}

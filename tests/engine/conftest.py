@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
-from tests.support.live import Live
-from tests.support.worlds import World, settled
+from tests.support.live import Live, engines
+from tests.support.worlds import World, wait_for_traces
 
 KINDS = ("kvm_xfs", "jail_zfs")
 
@@ -23,7 +22,7 @@ def world(request: pytest.FixtureRequest) -> World:
 def _shared(world: World) -> Iterator[Live]:
     live = Live(world.host(config := world.config()), config)
     yield live
-    live.empty()
+    live.remove_all()
     live.close()
     world.forget(config)
 
@@ -33,29 +32,15 @@ def live(_shared: Live, world: World) -> Iterator[Live]:
     """The engine that tests share, empty before and after each; a test fails if it leaves anything on the machine."""
     before = world.traces(_shared.config)
     yield _shared
-    _shared.empty()
-    assert settled(lambda: world.traces(_shared.config), lambda found: found == before) == before
+    _shared.remove_all()
+    assert wait_for_traces(lambda: world.traces(_shared.config), lambda found: found == before) == before
 
 
 @pytest.fixture
-def fresh(world: World) -> Iterator[Callable[..., Live]]:
-    """``fresh(limits={…})`` opens an engine with its own state; ``fresh(config=config)`` reopens a state."""
-    made: list[Live] = []
-
-    def start(config: Any = None, **sections: dict[str, Any]) -> Live:
-        config = config or world.config(**sections)
-        made.append(Live(world.host(config), config))
-        return made[-1]
-
-    yield start
-    for live in made:
-        if not live.closed:
-            live.close()
-    for config in {str(live.config.host.state_root): live.config for live in made}.values():
-        live = Live(world.host(config), config)
-        live.empty()
-        live.close()
-        world.forget(config)
+def make_live(world: World) -> Iterator[Callable[..., Live]]:
+    """Engines with their own state: see ``engines``."""
+    with engines(world) as make_live:
+        yield make_live
 
 
 @pytest.fixture

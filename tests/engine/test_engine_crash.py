@@ -22,7 +22,7 @@ from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
 
 POINTS = os.environ.get("GROVE_CRASH_POINTS", "3")
-QMP_VERBS = {"capture", "capture-with-volumes", "pause"}
+QMP_VERBS = {"capture", "clone", "capture-with-volumes", "pause"}
 """They stop a machine whose memory a snapshot holds."""
 
 
@@ -45,7 +45,7 @@ class Scene:
                     self._settle(live)
             yield
         except BaseException:
-            self.end()
+            self.close()
             raise
 
     @contextlib.contextmanager
@@ -57,11 +57,11 @@ class Scene:
         finally:
             live.close()
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._runner.end()
         if self._config is not None:
             with self.opened() as live:
-                live.empty()
+                live.remove_all()
             self.world.forget(self._config)
             self._config = None
 
@@ -71,16 +71,16 @@ class Scene:
         return self._runner.run(self._config, verb, fatal, path), path.read_text()
 
 
-def _scene(world: World, settle: Callable[[Live], None]) -> Iterator[Scene]:
+def _create_scene(world: World, settle: Callable[[Live], None]) -> Iterator[Scene]:
     scene = Scene(world, settle)
     yield scene
-    scene.end()
+    scene.close()
 
 
 @pytest.fixture(scope="module")
 def settled(world: World) -> Iterator[Scene]:
     """A running source and its snapshot, a paused sandbox, and spare objects."""
-    yield from _scene(world, settle)
+    yield from _create_scene(world, settle)
 
 
 def settle(live: Live) -> None:
@@ -114,13 +114,13 @@ Restore = Callable[[Live], None]
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_killed_in_the_middle(verb: str, settled: Scene, tmp_path: Path) -> None:
+def test_a_killed_verb_leaves_no_partial_object(verb: str, settled: Scene, tmp_path: Path) -> None:
     kill_everywhere(verb, settled, tmp_path / "said", check, restore)
 
 
 def kill_everywhere(verb: str, scene: Scene, path: Path, check: Check, restore: Restore) -> None:
     with scene.settled():
-        steps, qmp = rehearsed(verb, scene, path, restore)
+        steps, qmp = rehearse(verb, scene, path, restore)
         assert steps > 0, "nothing was counted, so nothing would be killed"
         assert bool(qmp) == (scene.world.abilities.memory and verb in QMP_VERBS), f"{verb}: {qmp} of {steps} are QMP's"
         wanted = range(1, steps + 1) if POINTS == "all" else chosen(steps, qmp)
@@ -135,8 +135,8 @@ def kill_everywhere(verb: str, scene: Scene, path: Path, check: Check, restore: 
         assert killed > 0, f"{verb} was never killed: it ended before each of the steps {list(wanted)}"
 
 
-def rehearsed(verb: str, scene: Scene, path: Path, restore: Restore) -> tuple[int, list[int]]:
-    """The number of steps of an undisturbed verb, and which are QMP commands; the state is restored."""
+def rehearse(verb: str, scene: Scene, path: Path, restore: Restore) -> tuple[int, list[int]]:
+    """Run the verb undisturbed. Returns the number of its steps, and which are QMP commands; the state is restored."""
     code, said = scene.run(verb, 0, path)
     assert code == 0, said[-3000:]
     with scene.opened() as live:
@@ -162,7 +162,7 @@ def check(live: Live, world: World, when: str) -> None:
         assert live.shell(fork.id, "cat /root/kept").strip() == "kept", when
         live.do(live.engine.sandboxes.delete(fork.id))
     check_lineage(live, when)
-    live.settle(world.check_no_strays, live.engine, live.config, when)
+    live.wait_for(world.check_no_strays, live.engine, live.config, when)
 
 
 def restore(live: Live) -> None:
@@ -190,7 +190,7 @@ def restore(live: Live) -> None:
 @pytest.fixture(scope="module")
 def settled_volumes(world: World) -> Iterator[Scene]:
     """A running source with two volumes, a snapshot that holds one of them, and two unused volumes."""
-    yield from _scene(world, settle_volumes)
+    yield from _create_scene(world, settle_volumes)
 
 
 def settle_volumes(live: Live) -> None:
@@ -202,30 +202,31 @@ def settle_volumes(live: Live) -> None:
     for name in MOUNTED:
         live.shell("source", f"echo {name} >/{name}/kept && sync")
     live.do(live.engine.snapshots.create("source", name="mark", volumes=["one"]))
-    fill_idle(live)
-    live.do(live.engine.volumes.snapshot("spare", "before"))
+    prepare_unused_volume(live)
+    live.do(live.engine.volumes.create_snapshot("spare", "before"))
 
 
 MOUNTED = ("one", "two")
 
 
-def fill_idle(live: Live) -> None:
-    """A volume that holds "after", and a snapshot of it that holds "before"."""
+def prepare_unused_volume(live: Live) -> None:
+    """Create a volume that holds "after", and a snapshot of it that holds "before"."""
     live.do(live.engine.attachments.attach("source", MountSpec("idle", "/idle")))
     if not live.engine.volumes.list_snapshots("idle"):
         live.shell("source", "echo before >/idle/kept && sync")
-        live.do(live.engine.volumes.snapshot("idle", "before"))
+        live.do(live.engine.volumes.create_snapshot("idle", "before"))
     live.shell("source", "echo after >/idle/kept && sync")
     live.do(live.engine.attachments.detach("source", "idle"))
 
 
 @pytest.mark.parametrize("verb", VOLUME_VERBS)
-def test_killed_in_the_middle_of_a_verb_of_volumes(verb: str, settled_volumes: Scene, tmp_path: Path) -> None:
+def test_a_killed_volume_verb_leaves_no_partial_object(verb: str, settled_volumes: Scene, tmp_path: Path) -> None:
     kill_everywhere(verb, settled_volumes, tmp_path / "said", check_volumes, restore_volumes)
 
 
 def check_volumes(live: Live, world: World, when: str) -> None:
-    """The mounts match the records exactly; each volume and snapshot is complete or does not exist."""
+    """Check that the mounts match the records exactly, and that each volume and snapshot is complete or does not
+    exist."""
     engine = live.engine
     volumes = {each.name: each for each in engine.volumes.list()}
     by_id = {each.id: each for each in volumes.values()}
@@ -237,11 +238,11 @@ def check_volumes(live: Live, world: World, when: str) -> None:
     names = ("one", "two", "idle")
     look = f"for name in {' '.join(names)}; do echo $name:$(cat /$name/kept 2>/dev/null); done"
 
-    def all_there() -> bool:
+    def all_present() -> bool:
         found = dict(line.split(":") for line in live.shell("source", look).split())
         return all(found[name] in wanted.get(name, ("",)) for name in names)
 
-    eventually(all_there)
+    eventually(all_present)
     write = " && ".join(f"echo here >/{name}/written" for name in mounted)
     room = int(live.shell("source", f"{write} && sync && df --output=size -BM /one | tail -n 1 | tr -d M"))
     assert 0.75 < room / volumes["one"].size_mb <= 1, (when, room)
@@ -264,11 +265,11 @@ def check_volumes(live: Live, world: World, when: str) -> None:
     forks = {each.id: each for each in engine.sandboxes.list() if each.name.startswith("fork")}
     assert owners == forks.keys(), when
     for fork in forks.values():
-        assert kept(live, fork.id, "/one") == "one", when
-    live.settle(world.check_no_strays, engine, live.config, when)
+        assert write_and_check(live, fork.id, "/one") == "one", when
+    live.wait_for(world.check_no_strays, engine, live.config, when)
 
 
-def kept(live: Live, ref: str, place: str) -> str:
+def write_and_check(live: Live, ref: str, place: str) -> str:
     return live.shell(ref, f"cat {place}/kept 2>/dev/null || true").strip()
 
 
@@ -276,9 +277,9 @@ def content(live: Live, name: str) -> str:
     """The content of a volume, read from a sandbox that has it mounted, or from a temporary mount."""
     volume = live.engine.volumes.get(name)
     for sandbox, mount in live.engine.volumes.mounts_of(volume):
-        return kept(live, sandbox.id, mount.path)
+        return write_and_check(live, sandbox.id, mount.path)
     live.do(live.engine.attachments.attach("source", MountSpec(name, "/probe", read_only=True)))
-    found = kept(live, "source", "/probe")
+    found = write_and_check(live, "source", "/probe")
     live.do(live.engine.attachments.detach("source", name))
     return found
 
@@ -300,10 +301,10 @@ def restore_volumes(live: Live) -> None:
         live.do(engine.volumes.delete("new"))
     if "spare" not in present:
         live.do(engine.volumes.create("spare", 64))
-        live.do(engine.volumes.snapshot("spare", "before"))
+        live.do(engine.volumes.create_snapshot("spare", "before"))
     mounted = {engine.volumes.get(mount.volume).name for mount in live.sandbox("source").mounts}
     if "idle" in mounted:
         live.do(engine.attachments.detach("source", "idle"))
     if "two" not in mounted:
         live.do(engine.attachments.attach("source", MountSpec("two", "/two")))
-    fill_idle(live)
+    prepare_unused_volume(live)

@@ -28,11 +28,11 @@ while True:
 START_COUNTER = f"python3 -c '{COUNTER}' </dev/null >/dev/null 2>&1 & while ! [ -e /run/counter ]; do sleep 0.1; done"
 
 
-def counter(live: Live, ref: str) -> int:
+def read_counter(live: Live, ref: str) -> int:
     return int(live.shell(ref, "cat /run/counter"))
 
 
-def test_created_sandbox_answers_under_its_name(live: Live) -> None:
+def test_a_created_sandbox_answers_under_its_name(live: Live) -> None:
     sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["first"], metadata={"team": "a"})))
     assert live.shell("first", "hostname").strip() == "first"
     assert live.shell(sandbox.id, "id -u").strip() == "0"
@@ -40,29 +40,29 @@ def test_created_sandbox_answers_under_its_name(live: Live) -> None:
     assert live.sandbox("first").template_id == live.engine.templates.get(TEMPLATE).id
 
 
-def test_name_defaults_to_the_id(live: Live) -> None:
+def test_the_name_defaults_to_the_id(live: Live) -> None:
     sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
     assert sandbox.name == sandbox.id
 
 
 @pytest.mark.usefixtures("with_memory")
-def test_forks_go_on_from_the_source_s_memory_and_the_source_never_stops(live: Live) -> None:
+def test_forks_continue_from_the_sources_memory_while_it_runs(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", START_COUNTER)
-    before = counter(live, "source")
+    before = read_counter(live, "source")
     live.do(live.engine.snapshots.create("source", name="mark"))
-    at_capture = counter(live, "source")
+    at_capture = read_counter(live, "source")
     time.sleep(1)
     forks = live.do(live.engine.forks.fork("mark", ForkSpec(count=3)))
-    assert counter(live, "source") > at_capture
+    assert read_counter(live, "source") > at_capture
     for fork in forks:
-        assert before <= counter(live, fork.id)
-    first = counter(live, forks[0].id)
+        assert before <= read_counter(live, fork.id)
+    first = read_counter(live, forks[0].id)
     time.sleep(0.5)
-    assert counter(live, forks[0].id) > first
+    assert read_counter(live, forks[0].id) > first
 
 
-def test_siblings_differ_where_they_must(live: Live) -> None:
+def test_siblings_have_distinct_identities(live: Live) -> None:
     forks = live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
     for command in ("hostname", "cat /etc/machine-id", "head -c 16 /dev/urandom | od -An -tx1"):
         one, other = (live.shell(fork.id, command) for fork in forks)
@@ -70,7 +70,7 @@ def test_siblings_differ_where_they_must(live: Live) -> None:
     assert abs(float(live.shell("a", "date +%s")) - time.time()) < 3
 
 
-def test_a_file_written_in_one_fork_is_in_no_other(live: Live) -> None:
+def test_a_file_written_in_one_fork_is_not_in_others(live: Live) -> None:
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
     live.shell("a", "echo mine >/root/mine && sync")
     assert live.shell("b", "ls /root/mine 2>/dev/null || echo absent").strip() == "absent"
@@ -78,12 +78,12 @@ def test_a_file_written_in_one_fork_is_in_no_other(live: Live) -> None:
     assert not live.do(live.engine.sandboxes.has_diverged("b"))
 
 
-def test_environment_is_given_to_every_command(live: Live) -> None:
+def test_every_command_gets_the_environment(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["e"], env={"COLOUR": "green"})))
     assert live.shell("e", "echo $COLOUR").strip() == "green"
 
 
-def test_paused_sandbox_starts_when_it_is_resumed(live: Live) -> None:
+def test_a_paused_sandbox_starts_at_resume(live: Live) -> None:
     sandbox = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["later"], paused=True)))
     assert sandbox.state is SandboxState.PAUSED
     with pytest.raises(Conflict, match="resume it first"):
@@ -108,7 +108,7 @@ def test_other_resources_need_a_cold_start(live: Live, world: World) -> None:
     assert int(live.shell("big", "df -m --output=size / | tail -1")) > 2100
 
 
-def test_smaller_disk_is_refused(live: Live) -> None:
+def test_a_smaller_disk_is_refused(live: Live) -> None:
     with pytest.raises(Invalid, match="smaller"):
         live.do(live.engine.forks.create(TEMPLATE, ForkSpec(disk_mb=100, cold_start=True)))
 
@@ -134,30 +134,30 @@ def test_taken_names_are_refused_before_any_work(live: Live) -> None:
     assert [sandbox.name for sandbox in live.engine.sandboxes.list()] == ["taken"]
 
 
-def test_missing_template_is_said_to_be_missing(live: Live) -> None:
+def test_a_missing_template_is_reported(live: Live) -> None:
     with pytest.raises(NotFound, match="not found"):
         live.do(live.engine.forks.create("nowhere", ForkSpec()))
 
 
-def test_idempotency_key_makes_one_sandbox(live: Live) -> None:
+def test_an_idempotency_key_creates_one_sandbox(live: Live) -> None:
     one = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(idempotency_key="k1")))
     two = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(idempotency_key="k1")))
     assert one.id == two.id
 
 
-def test_a_cap_on_sandboxes_is_kept(fresh: Any) -> None:
-    live = fresh(limits={"sandboxes": 2})
+def test_the_number_of_sandboxes_is_limited(make_live: Any) -> None:
+    live = make_live(limits={"sandboxes": 2})
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(count=2)))
-    with pytest.raises(OverQuota, match="at most 2"):
+    with pytest.raises(OverQuota, match="the limit of 2"):
         live.do(live.engine.forks.create(TEMPLATE, ForkSpec()))
 
 
-def fail_on(live: Live, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_on_nth_fork(live: Live, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the host's n-th fork fail after it has started its machine."""
     real = live.engine.host.fork
     calls = 0
 
-    async def failing(*args: Any, **kwargs: Any) -> None:
+    async def failing_fork(*args: Any, **kwargs: Any) -> None:
         nonlocal calls
         calls += 1
         mine = calls
@@ -165,15 +165,15 @@ def fail_on(live: Live, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
         if mine == nth:
             raise BackendFailed("forced")
 
-    monkeypatch.setattr(live.engine.host, "fork", failing)
+    monkeypatch.setattr(live.engine.host, "fork", failing_fork)
 
 
-def test_clone_of_ten_with_a_failure_in_the_seventh_leaves_nothing(
+def test_a_failure_in_the_seventh_of_ten_clones_leaves_nothing(
     live: Live, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     before = world.traces(live.config)
-    fail_on(live, 7, monkeypatch)
+    fail_on_nth_fork(live, 7, monkeypatch)
     with pytest.raises(BackendFailed, match="forced"):
         live.do(live.engine.forks.clone("source", ForkSpec(count=10)))
     live.do(live.engine.collector.collect())
@@ -182,29 +182,29 @@ def test_clone_of_ten_with_a_failure_in_the_seventh_leaves_nothing(
     assert live.shell("source", "echo alive").strip() == "alive"
 
 
-def test_best_effort_gives_what_could_be_made(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_on(live, 2, monkeypatch)
+def test_best_effort_returns_the_successful_forks(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_on_nth_fork(live, 2, monkeypatch)
     answers = live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(count=3, atomic=False)))
     assert sum(isinstance(answer, BackendFailed) for answer in answers) == 1
     assert len(live.engine.sandboxes.list()) == 2
 
 
-def test_cancelled_fork_leaves_nothing(live: Live, world: World) -> None:
+def test_a_cancelled_fork_leaves_nothing(live: Live, world: World) -> None:
     before = world.traces(live.config)
 
-    async def give_up() -> None:
+    async def cancel() -> None:
         task = asyncio.create_task(live.engine.forks.fork(TEMPLATE, ForkSpec(count=4)))
         await asyncio.sleep(0.15)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    live.do(give_up())
+    live.do(cancel())
     assert live.engine.sandboxes.list() == []
     assert world.traces(live.config) == before
 
 
-def test_clone_shares_the_present_and_its_capture_goes_with_the_last_clone(live: Live, world: World) -> None:
+def test_a_clones_capture_is_removed_with_the_last_clone(live: Live, world: World) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", "echo now >/root/now")
     snapshots = world.traces(live.config)["snapshots"]
@@ -217,7 +217,7 @@ def test_clone_shares_the_present_and_its_capture_goes_with_the_last_clone(live:
     assert world.traces(live.config)["snapshots"] == snapshots
 
 
-def test_progress_is_told(live: Live) -> None:
+def test_progress_is_reported(live: Live) -> None:
     async def watch() -> list[int]:
         told = []
         with live.engine.events.subscribed() as events:

@@ -16,7 +16,7 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import BackendFailed, InUse
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import NetworkPolicy, Sandbox, Snapshot
+from sandbox_gateway.records import NetworkPolicy, Sandbox, SandboxState, Snapshot
 from tests.api.memory_host import MemoryHost
 from tests.support.live import Live
 
@@ -32,12 +32,12 @@ class FaultyHost(MemoryHost):
         """(method, id) of saved and removed snapshots and sandboxes."""
 
     async def save(self, sandbox: Sandbox) -> None:
-        self._check()
+        self._require_working()
         self.log.append(("save", sandbox.id))
         await super().save(sandbox)
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
-        self._check(self.broken_snapshots)
+        self._require_working(self.broken_snapshots)
         self.log.append(("save_snapshot", snapshot.id))
         await super().save_snapshot(snapshot)
 
@@ -47,7 +47,7 @@ class FaultyHost(MemoryHost):
         self.log.append(("remove_snapshot", snapshot.id))
         await super().remove_snapshot(snapshot)
 
-    def _check(self, also: bool = False) -> None:
+    def _require_working(self, also: bool = False) -> None:
         if self.broken or also:
             raise BackendFailed("forced")
 
@@ -81,11 +81,11 @@ def _records(engine: Engine) -> dict[str, dict[str, Any]]:
     return {id: each.model_dump() for id, each in (engine.index.sandboxes | engine.index.snapshots).items()}
 
 
-async def _nothing(engine: Engine) -> None:
+async def _do_nothing(engine: Engine) -> None:
     pass
 
 
-async def _stop_by_disk(engine: Engine) -> None:
+async def _stop_from_disk(engine: Engine) -> None:
     await engine.sandboxes.pause("box", memory=False)
 
 
@@ -100,41 +100,31 @@ async def _mount_volume(engine: Engine) -> None:
     await engine.attachments.attach("box", MountSpec("data", "/data"))
 
 
-async def _end_machine(engine: Engine) -> None:
-    host: Any = engine.host
-    sandbox = engine.sandboxes.get("box")
-    host._exit(sandbox.instance)
-    for _ in range(20):
-        await asyncio.sleep(0.02)
-    raise BackendFailed("forced")  # as in the background task
-
-
 Verb = Callable[[Engine], Awaitable[Any]]
 VERBS: dict[str, tuple[Verb, Verb]] = {
-    "set_timeout": (_nothing, lambda engine: engine.sandboxes.set_timeout("box", 60)),
+    "set_timeout": (_do_nothing, lambda engine: engine.sandboxes.set_timeout("box", 60)),
     "set_network": (
-        _nothing,
+        _do_nothing,
         lambda engine: engine.sandboxes.set_network("box", NetworkPolicy(allow_internet=False)),
     ),
-    "update": (_nothing, lambda engine: engine.sandboxes.update("box", metadata={"a": "b"}, name="other")),
-    "branch": (_nothing, lambda engine: engine.snapshots.branch("box")),
-    "capture": (_nothing, lambda engine: engine.snapshots.create("box", name="mark")),
-    "clone": (_nothing, lambda engine: engine.forks.clone("box", ForkSpec())),
-    "pause": (_nothing, lambda engine: engine.sandboxes.pause("box")),
-    "pause_without_memory": (_nothing, lambda engine: engine.sandboxes.pause("box", memory=False)),
-    "resume_from_disk": (_stop_by_disk, lambda engine: engine.sandboxes.resume("box", timeout=60)),
+    "update": (_do_nothing, lambda engine: engine.sandboxes.update("box", metadata={"a": "b"}, name="other")),
+    "branch": (_do_nothing, lambda engine: engine.snapshots.branch("box")),
+    "capture": (_do_nothing, lambda engine: engine.snapshots.create("box", name="mark")),
+    "clone": (_do_nothing, lambda engine: engine.forks.clone("box", ForkSpec())),
+    "pause": (_do_nothing, lambda engine: engine.sandboxes.pause("box")),
+    "pause_without_memory": (_do_nothing, lambda engine: engine.sandboxes.pause("box", memory=False)),
+    "resume_from_disk": (_stop_from_disk, lambda engine: engine.sandboxes.resume("box", timeout=60)),
     "resume": (lambda engine: engine.sandboxes.pause("box"), lambda engine: engine.sandboxes.resume("box")),
     "rollback": (_use_snapshot, lambda engine: engine.sandboxes.rollback("box", "mark")),
-    "machine_ended": (_nothing, _end_machine),
     "hide_snapshot": (_use_snapshot, lambda engine: engine.snapshots.delete("mark", when_unused=True)),
-    "set_alias": (_nothing, lambda engine: engine.templates.set_alias("base", "alias")),
+    "set_alias": (_do_nothing, lambda engine: engine.templates.set_alias("base", "alias")),
     "attach": (_mount_volume, lambda engine: engine.attachments.attach("box", MountSpec("more", "/more"))),
     "detach": (_mount_volume, lambda engine: engine.attachments.detach("box", "data")),
 }
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_record_that_cannot_be_saved_stays_as_it_was(live: Live, host: FaultyHost, verb: str) -> None:
+def test_a_failed_save_leaves_the_record_unchanged(live: Live, host: FaultyHost, verb: str) -> None:
     prepare, act = VERBS[verb]
     live.do(_run(prepare, live.engine))
     before = _records(live.engine)
@@ -144,11 +134,21 @@ def test_a_record_that_cannot_be_saved_stays_as_it_was(live: Live, host: FaultyH
     after = _records(live.engine)
     assert {id: after.get(id) for id in before} == before
     host.broken = False
-    if verb != "machine_ended" and not verb.startswith("resume") and verb != "pause":
+    if not verb.startswith("resume") and verb != "pause":
         assert live.engine.sandboxes.get("box").name == "box"
 
 
-def test_a_clones_snapshot_that_cannot_be_saved_keeps_its_volumes(live: Live, host: FaultyHost) -> None:
+def test_the_end_of_a_machine_is_recorded_even_if_the_save_fails(live: Live, host: FaultyHost) -> None:
+    host.broken = True
+    live.call(host._exit, live.sandbox("box").instance)
+    _wait_until(lambda: live.sandbox("box").state is SandboxState.PAUSED)
+    host.broken = False
+    live.do(live.engine.sandboxes.update("box", metadata={"a": "b"}))
+    saved = host.saved[live.sandbox("box").id]
+    assert saved.state is SandboxState.PAUSED and saved.state_reason, "the next save includes it"
+
+
+def test_a_failed_save_of_a_clones_snapshot_keeps_its_volumes(live: Live, host: FaultyHost) -> None:
     """The collector removes the snapshots of volumes first; the record follows, or remains unchanged."""
     live.do(_mount_volume(live.engine))
     spec = ForkSpec(names=["fork"], mounts=[MountSpec("data", "/data", clone=True)])
@@ -165,56 +165,56 @@ async def _run(verb: Verb, engine: Engine) -> None:
 # -- lineage -----------------------------------------------------------------------------------------------------------
 
 
-def _chain(live: Live, *names: str) -> None:
+def _create_chain(live: Live, *names: str) -> None:
     for name in names:
         live.do(live.engine.snapshots.create("box", name=name))
 
 
-def _shape(nodes: list[dict[str, Any]]) -> dict[str, Any]:
-    return {node["names"][0]: _shape(node["children"]) for node in nodes}
+def _tree_shape(nodes: list[dict[str, Any]]) -> dict[str, Any]:
+    return {node["names"][0]: _tree_shape(node["children"]) for node in nodes}
 
 
-def test_descendants_of_a_deleted_snapshot_hang_below_its_parent(live: Live) -> None:
-    _chain(live, "one", "two", "three")
+def test_children_of_a_deleted_snapshot_move_to_its_parent(live: Live) -> None:
+    _create_chain(live, "one", "two", "three")
     live.do(live.engine.sandboxes.delete("box"))
-    assert _shape(live.engine.snapshots.lineage()) == {"base": {"one": {"two": {"three": {}}}}}
+    assert _tree_shape(live.engine.snapshots.lineage()) == {"base": {"one": {"two": {"three": {}}}}}
     live.do(live.engine.snapshots.delete("two"))
-    assert _shape(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+    assert _tree_shape(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
     live.do(live.engine.snapshots.delete("one"))
-    assert _shape(live.engine.snapshots.lineage()) == {"base": {"three": {}}}
+    assert _tree_shape(live.engine.snapshots.lineage()) == {"base": {"three": {}}}
 
 
-def test_what_is_captured_after_the_deletion_of_the_head_hangs_below_its_parent(live: Live) -> None:
-    _chain(live, "one", "two")
+def test_a_capture_after_the_heads_deletion_belongs_to_the_heads_parent(live: Live) -> None:
+    _create_chain(live, "one", "two")
     live.do(live.engine.snapshots.delete("two"))
     assert live.engine.sandboxes.get("box").head == live.engine.snapshots.get("one").id
-    _chain(live, "three")
+    _create_chain(live, "three")
     live.do(live.engine.sandboxes.delete("box"))
-    assert _shape(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+    assert _tree_shape(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
 
 
-def test_a_snapshot_that_is_hidden_first_leaves_its_place_to_its_descendants(live: Live) -> None:
-    _chain(live, "one", "two")
+def test_a_hidden_snapshots_descendants_take_its_place(live: Live) -> None:
+    _create_chain(live, "one", "two")
     live.do(live.engine.forks.create("two", ForkSpec(names=["fork"])))
     live.do(live.engine.sandboxes.rollback("box", "one"))
     live.do(live.engine.snapshots.create("fork", name="three"))
     assert not live.do(live.engine.snapshots.delete("two", when_unused=True))
     live.do(live.engine.sandboxes.delete("fork"))
     live.do(live.engine.sandboxes.delete("box"))
-    assert _shape(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
+    assert _tree_shape(live.engine.snapshots.lineage()) == {"base": {"one": {"three": {}}}}
 
 
 def test_descendants_are_saved_before_the_snapshot_is_removed(live: Live, host: FaultyHost) -> None:
     """A crash in between leaves a complete tree."""
-    _chain(live, "one", "two", "three")
+    _create_chain(live, "one", "two", "three")
     removed, child = live.engine.snapshots.get("two").id, live.engine.snapshots.get("three").id
     host.log.clear()
     live.do(live.engine.snapshots.delete("two"))
     assert host.log == [("save_snapshot", child), ("remove_snapshot", removed)]
 
 
-def test_a_refused_or_failed_deletion_leaves_the_tree(live: Live, host: FaultyHost) -> None:
-    _chain(live, "one", "two", "three")
+def test_a_failed_deletion_leaves_the_tree_unchanged(live: Live, host: FaultyHost) -> None:
+    _create_chain(live, "one", "two", "three")
     live.do(live.engine.forks.create("two", ForkSpec(names=["fork"])))
     before = _records(live.engine)
     with pytest.raises(InUse, match=r"^snapshot 'two' is in use by 1 sandbox \(fork\)\. Delete them first, or pass "):
@@ -230,8 +230,8 @@ def test_a_refused_or_failed_deletion_leaves_the_tree(live: Live, host: FaultyHo
 
 
 def test_a_full_disk_does_not_prevent_a_deletion(live: Live, host: FaultyHost) -> None:
-    """No record can be written there; to delete is the way out."""
-    _chain(live, "one", "two", "three")
+    """No record can be written on a full disk, but a deletion makes room."""
+    _create_chain(live, "one", "two", "three")
     one, two = (live.engine.snapshots.get(name).id for name in ("one", "two"))
     host.broken = True
     assert live.do(live.engine.snapshots.delete("one"))
@@ -241,8 +241,8 @@ def test_a_full_disk_does_not_prevent_a_deletion(live: Live, host: FaultyHost) -
     assert two in str(root), "it hangs below the template instead"
 
 
-def test_neighbours_that_are_removed_at_once_leave_no_dangling_parent(live: Live) -> None:
-    _chain(live, "one", "two", "three", "four")
+def test_adjacent_snapshots_removed_together_leave_no_dangling_parent(live: Live) -> None:
+    _create_chain(live, "one", "two", "three", "four")
     ids = {name: live.engine.snapshots.get(name).id for name in ("one", "four")}
 
     async def delete_both() -> None:
@@ -252,8 +252,8 @@ def test_neighbours_that_are_removed_at_once_leave_no_dangling_parent(live: Live
     assert live.engine.snapshots.get("four").parent == ids["one"]
 
 
-def test_neighbours_that_are_collected_at_once_leave_no_dangling_parent(live: Live) -> None:
-    _chain(live, "one", "two", "three", "four")
+def test_adjacent_snapshots_collected_together_leave_no_dangling_parent(live: Live) -> None:
+    _create_chain(live, "one", "two", "three", "four")
     one = live.engine.snapshots.get("one").id
     for name in ("two", "three"):
         snapshot = live.engine.snapshots.get(name)
@@ -262,7 +262,7 @@ def test_neighbours_that_are_collected_at_once_leave_no_dangling_parent(live: Li
     assert live.engine.snapshots.get("four").parent == one
 
 
-def test_a_sandbox_that_is_extended_while_another_expires_keeps_running(live: Live, host: FaultyHost) -> None:
+def test_an_extended_sandbox_keeps_running_while_another_expires(live: Live, host: FaultyHost) -> None:
     live.do(live.engine.forks.create("base", ForkSpec(names=["other"])))
     removed = host.remove
     began, goes_on = asyncio.Event(), asyncio.Event()

@@ -9,13 +9,13 @@ import pytest
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import Conflict
 from sandbox_gateway.records import SandboxState
-from tests.engine.test_engine_fork import START_COUNTER, counter
+from tests.engine.test_engine_fork import START_COUNTER, read_counter
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
 
 
-def test_running_sandboxes_are_adopted_with_names_and_lineage(fresh: Any, world: World) -> None:
-    live = fresh()
+def test_running_sandboxes_are_adopted_with_names_and_lineage(make_live: Any, world: World) -> None:
+    live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"], metadata={"k": "v"}, timeout=3600)))
     if world.abilities.memory:
         live.shell("source", START_COUNTER)
@@ -26,33 +26,33 @@ def test_running_sandboxes_are_adopted_with_names_and_lineage(fresh: Any, world:
     before = world.traces(live.config)
     live.close()
 
-    again = fresh(config=live.config)
+    again = make_live(config=live.config)
     assert again.engine.sandboxes.list() == sandboxes
     assert again.engine.snapshots.lineage() == tree
     assert world.traces(again.config) == before
     assert again.shell("f1", "hostname").strip() == "f1"
     if world.abilities.memory:
-        assert counter(again, "source") > 0
+        assert read_counter(again, "source") > 0
     again.do(again.engine.snapshots.create("f1", name="after"))
     again.do(again.engine.sandboxes.resume("f2"))
     assert again.shell("f2", "hostname").strip() == "f2"
 
 
-def test_a_second_gateway_on_the_same_state_is_refused(fresh: Any) -> None:
-    live = fresh()
+def test_a_second_gateway_on_the_same_state_is_refused(make_live: Any) -> None:
+    live = make_live()
     with pytest.raises(Conflict, match="another gateway"):
-        fresh(config=live.config)
+        make_live(config=live.config)
     assert live.engine.templates.get(TEMPLATE)
 
 
 @pytest.mark.parametrize("policy", ["start", "stay"])
-def test_sandbox_whose_machine_went_with_the_host(fresh: Any, world: World, policy: str) -> None:
-    live = fresh(restart=policy)
+def test_a_sandbox_whose_machine_ended_with_the_host(make_live: Any, world: World, policy: str) -> None:
+    live = make_live(restart=policy)
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["victim"])))
     live.shell("victim", "echo kept >/root/kept && sync")
     live.close()
     world.power_cut(live.config)
-    again = fresh(config=live.config)
+    again = make_live(config=live.config)
     if policy == "start":
         eventually(lambda: again.sandbox("victim").state is SandboxState.RUNNING, 120)
     else:
@@ -62,37 +62,37 @@ def test_sandbox_whose_machine_went_with_the_host(fresh: Any, world: World, poli
     assert again.shell("victim", "cat /root/kept").strip() == "kept"
 
 
-def test_damage_is_put_aside_and_start_up_goes_on(fresh: Any, world: World) -> None:
-    live = fresh()
+def test_damaged_records_are_moved_away_at_startup(make_live: Any, world: World) -> None:
+    live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["fine"])))
     for name in ("good", "torn", "short", "empty"):
         live.do(live.engine.snapshots.create("fine", name=name))
     ids = {name: live.engine.snapshots.get(name).id for name in ("good", "torn", "short", "empty")}
     live.close()
     world.damage(live.config, **{name: ids[name] for name in ("torn", "short", "empty")})
-    again = fresh(config=live.config)
+    again = make_live(config=live.config)
     assert [snapshot.names for snapshot in again.engine.snapshots.list()] == [["good"]]
     assert again.shell("fine", "echo alive").strip() == "alive"
     again.do(again.engine.forks.create("good", ForkSpec()))
 
 
-def test_name_taken_twice_stays_with_the_older(fresh: Any, world: World) -> None:
-    live = fresh()
+def test_a_duplicate_name_stays_with_the_older_object(make_live: Any, world: World) -> None:
+    live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     older = live.do(live.engine.snapshots.create("source", name="older"))
     newer = live.do(live.engine.snapshots.create("source", name="newer"))
     live.close()
     world.rewrite(live.config, newer, names=["older"])
-    again = fresh(config=live.config)
+    again = make_live(config=live.config)
     assert again.engine.snapshots.get("older").id == older.id
     assert again.engine.snapshots.get(newer.id).names == []
 
 
-def test_records_from_a_newer_gateway_are_understood(fresh: Any, world: World) -> None:
-    live = fresh()
+def test_records_of_a_newer_gateway_are_readable(make_live: Any, world: World) -> None:
+    live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     snapshot = live.do(live.engine.snapshots.create("source", name="mark"))
     live.close()
     world.rewrite(live.config, snapshot, a_field_of_the_future={"x": 1})
-    again = fresh(config=live.config)
+    again = make_live(config=live.config)
     assert again.engine.snapshots.get("mark").id == snapshot.id

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from sandbox_gateway.engine.index import Index
-from sandbox_gateway.engine.paths import check_mounts
+from sandbox_gateway.engine.mount_paths import check_mount_paths
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, InUse, Invalid, NameTaken, NotFound
 from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
-from tests.support.crash import Daemon, picture
+from tests.support.crash import Daemon, observable_state
 from tests.support.live import Live
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, World
@@ -31,20 +31,20 @@ REFUSED = ("Read-only file system", "Permission denied")
 FULL = ("No space left on device", "Disk quota exceeded")
 
 
-def create(live: Live, name: str, *mounts: MountSpec, template: str = TEMPLATE, **more: Any) -> Sandbox:
+def create_sandbox(live: Live, name: str, *mounts: MountSpec, template: str = TEMPLATE, **more: Any) -> Sandbox:
     return live.do(live.engine.forks.create(template, ForkSpec(names=[name], mounts=list(mounts), **more)))
 
 
-def volume(live: Live, name: str, **more: Any) -> str:
+def create_volume(live: Live, name: str, **more: Any) -> str:
     return live.do(live.engine.volumes.create(name, **{"size_mb": SMALL} | more)).name
 
 
-def mounts(live: Live, ref: str) -> dict[str, str]:
+def mounts_of(live: Live, ref: str) -> dict[str, str]:
     """The names of a sandbox's volumes, by path."""
     return {mount.path: live.engine.volumes.get(mount.volume).name for mount in live.sandbox(ref).mounts}
 
 
-def read(live: Live, ref: str, path: str) -> str:
+def read_file(live: Live, ref: str, path: str) -> str:
     """The content of a file; empty if it does not exist."""
     return live.shell(ref, f"cat {path} 2>/dev/null || true").strip()
 
@@ -53,7 +53,7 @@ def volume_names(live: Live) -> set[str]:
     return {each.name for each in live.engine.volumes.list()}
 
 
-def start(live: Live, ref: str, program: str) -> None:
+def start_program(live: Live, ref: str, program: str) -> None:
     """Start a Python program in the background of a sandbox; returns when it has created /run/begun."""
     live.shell(ref, "rm -f /run/begun")
     live.shell(ref, f"python3 -c '{program}' </dev/null >/run/said 2>&1 &")
@@ -92,25 +92,25 @@ def start(live: Live, ref: str, program: str) -> None:
         f"/{'x' * 255}",
     ],
 )
-def test_path_that_cannot_be_mounted_on_is_refused_in_a_sentence(path: str) -> None:
+def test_an_unusable_mount_path_is_refused(path: str) -> None:
     with pytest.raises(Invalid, match="a volume cannot be mounted at"):
-        check_mounts([path])
+        check_mount_paths([path])
 
 
-def test_path_that_can_be_mounted_on() -> None:
-    check_mounts(
+def test_usable_mount_paths() -> None:
+    check_mount_paths(
         ["/data", "/data2", "/mnt/a-b_c.d@e+f:g=h", "/var/lib/x", "/etc/x", "/home/u/..x", "/procx", "/development"]
     )
-    check_mounts([f"/{'x' * 254}"])
+    check_mount_paths([f"/{'x' * 254}"])
 
 
 @pytest.mark.parametrize(("one", "other"), [("/a", "/a"), ("/a", "/a/b"), ("/a/b/c", "/a"), ("/a/b", "/a/b/c/d")])
-def test_mounts_that_overlap_are_refused(one: str, other: str) -> None:
+def test_overlapping_mounts_are_refused(one: str, other: str) -> None:
     with pytest.raises(Invalid, match="overlap"):
-        check_mounts(["/elsewhere", one, other])
+        check_mount_paths(["/elsewhere", one, other])
 
 
-def test_scan_that_found_a_name_twice_and_a_mount_of_nothing() -> None:
+def test_a_scan_with_a_duplicate_name_and_a_dangling_mount() -> None:
     index = Index()
     older = Volume(name="data")
     newer = Volume(name="data", created_at=older.created_at + timedelta(seconds=1))
@@ -124,65 +124,65 @@ def test_scan_that_found_a_name_twice_and_a_mount_of_nothing() -> None:
 # -- volumes without sandboxes -----------------------------------------------------------------------------------------
 
 
-def test_volumes_share_the_namespace(live: Live) -> None:
+def test_volumes_share_the_namespace_of_names(live: Live) -> None:
     assert live.do(live.engine.volumes.create("data")).size_mb == 1024
-    create(live, "box")
+    create_sandbox(live, "box")
     for taken in ("data", "box", TEMPLATE):
         with pytest.raises(NameTaken, match=taken):
-            volume(live, taken)
+            create_volume(live, taken)
     with pytest.raises(NameTaken, match="data"):
-        create(live, "data")
+        create_sandbox(live, "data")
     with pytest.raises(NotFound, match="nowhere"):
         live.engine.volumes.get("nowhere")
 
 
 @pytest.mark.parametrize("size", [-1, 0, 63, (1 << 26) + 1])
-def test_impossible_size_is_refused(live: Live, size: int) -> None:
+def test_an_impossible_size_is_refused(live: Live, size: int) -> None:
     with pytest.raises(Invalid, match="MiB"):
-        volume(live, "data", size_mb=size)
+        create_volume(live, "data", size_mb=size)
     assert not live.engine.volumes.list()
 
 
-def test_volume_never_shrinks(live: Live) -> None:
-    volume(live, "data", size_mb=96)
+def test_a_volume_never_shrinks(live: Live) -> None:
+    create_volume(live, "data", size_mb=96)
     with pytest.raises(Invalid, match="cannot shrink"):
         live.do(live.engine.volumes.grow("data", 80))
     assert live.do(live.engine.volumes.grow("data", 96)).size_mb == 96
 
 
-def test_snapshots_of_a_volume_are_independent_of_what_is_written_later(live: Live) -> None:
-    volume(live, "data", size_mb=96)
-    create(live, "box", MountSpec("data", "/data"))
+def test_later_writes_do_not_change_a_volumes_snapshot(live: Live) -> None:
+    create_volume(live, "data", size_mb=96)
+    create_sandbox(live, "box", MountSpec("data", "/data"))
     live.shell("box", "echo first >/data/file && sync")
-    taken = live.do(live.engine.volumes.snapshot("data", "early"))
+    taken = live.do(live.engine.volumes.create_snapshot("data", "early"))
     with pytest.raises(NameTaken, match="early"):
-        live.do(live.engine.volumes.snapshot("data", "early"))
+        live.do(live.engine.volumes.create_snapshot("data", "early"))
     live.shell("box", "echo second >/data/file && sync")
     assert [each.name for each in live.engine.volumes.list_snapshots("data")] == ["early"]
     for name, source in (("by-name", "data@early"), ("by-id", taken.id)):
         assert live.do(live.engine.volumes.create(name, from_snapshot=source)).size_mb == 96
         live.do(live.engine.attachments.attach("box", MountSpec(name, f"/{name}")))
-        assert read(live, "box", f"/{name}/file") == "first"
-    assert read(live, "box", "/data/file") == "second"
+        assert read_file(live, "box", f"/{name}/file") == "first"
+    assert read_file(live, "box", "/data/file") == "second"
     with pytest.raises(Invalid, match="less than"):
         live.do(live.engine.volumes.create("less", SMALL, "data@early"))
     with pytest.raises(NotFound, match="late"):
         live.do(live.engine.volumes.create("late", from_snapshot="data@late"))
 
 
-def test_volume_made_larger_than_its_snapshot_holds_more(live: Live) -> None:
-    volume(live, "data")
-    live.do(live.engine.volumes.snapshot("data", "empty"))
-    volume(live, "large", size_mb=160, from_snapshot="data@empty")
-    create(live, "box", MountSpec("large", "/data"))
+def test_a_volume_can_be_larger_than_its_snapshot(live: Live) -> None:
+    create_volume(live, "data")
+    live.do(live.engine.volumes.create_snapshot("data", "empty"))
+    create_volume(live, "large", size_mb=160, from_snapshot="data@empty")
+    create_sandbox(live, "box", MountSpec("large", "/data"))
     live.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync")
 
 
 def test_rollback_of_a_volume(live: Live) -> None:
-    volume(live, "data")
-    create(live, "writer", MountSpec("data", "/data"))
+    create_volume(live, "data")
+    create_sandbox(live, "writer", MountSpec("data", "/data"))
     live.shell("writer", "echo before >/data/file && sync")
-    live.do(live.engine.volumes.snapshot("data", "mark"))
+    live.do(live.engine.volumes.create_snapshot("data", "mark"))
     live.shell("writer", "echo after >/data/file && sync")
     live.do(live.engine.volumes.grow("data", 96))
     with pytest.raises(InUse, match=r"1 read-write mount \(writer\)") as refusal:
@@ -192,14 +192,15 @@ def test_rollback_of_a_volume(live: Live) -> None:
     with pytest.raises(InUse, match=r"1 read-write mount \(writer\)"):
         live.do(live.engine.volumes.rollback("data", "mark"))
     live.do(live.engine.sandboxes.delete("writer"))
-    create(live, "reader", MountSpec("data", "/data", read_only=True))
-    assert read(live, "reader", "/data/file") == "after"
+    create_sandbox(live, "reader", MountSpec("data", "/data", read_only=True))
+    assert read_file(live, "reader", "/data/file") == "after"
     live.do(live.engine.volumes.rollback("data", "mark"))
-    eventually(lambda: read(live, "reader", "/data/file") == "before", SOON)
-    live.do(live.engine.attachments.attach(create(live, "other").id, MountSpec("data", "/data")))
+    eventually(lambda: read_file(live, "reader", "/data/file") == "before", SOON)
+    live.do(live.engine.attachments.attach(create_sandbox(live, "other").id, MountSpec("data", "/data")))
     live.shell("other", "echo again >/data/file && sync")
     live.do(live.engine.volumes.rollback("data", "mark", force=True))
-    eventually(lambda: read(live, "other", "/data/file") == "before", SOON)
+    eventually(lambda: read_file(live, "other", "/data/file") == "before", SOON)
+    live.shell("other", "echo on >/data/more && sync")
     assert live.engine.volumes.get("data").size_mb == 96
 
 
@@ -207,12 +208,12 @@ def test_rollback_of_a_volume(live: Live) -> None:
 
 
 def test_delete_names_every_blocker(live: Live) -> None:
-    data = live.engine.volumes.get(volume(live, "data"))
-    create(live, "runs", MountSpec("data", "/data"))
-    create(live, "sleeps", MountSpec("data", "/data", read_only=True))
+    data = live.engine.volumes.get(create_volume(live, "data"))
+    create_sandbox(live, "runs", MountSpec("data", "/data"))
+    create_sandbox(live, "sleeps", MountSpec("data", "/data", read_only=True))
     live.do(live.engine.sandboxes.pause("sleeps"))
     held = live.do(live.engine.snapshots.create("runs", name="mark", volumes=["data"]))
-    own = live.do(live.engine.volumes.snapshot("data", "own"))
+    own = live.do(live.engine.volumes.create_snapshot("data", "own"))
     boxes = [live.sandbox(name).id for name in ("runs", "sleeps")]
     with pytest.raises(
         InUse, match=r"2 mounts \(runs, sleeps\), 1 sandbox snapshot \(mark\) and 1 snapshot \(own\)"
@@ -236,63 +237,61 @@ def test_delete_names_every_blocker(live: Live) -> None:
     assert not live.engine.volumes.list()
 
 
-def test_volume_is_not_removed_or_rolled_back_while_it_is_being_mounted(
-    live: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    volume(live, "data")
-    live.do(live.engine.volumes.snapshot("data", "mark"))
+def test_a_volume_is_not_removed_or_rolled_back_during_a_mount(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_volume(live, "data")
+    live.do(live.engine.volumes.create_snapshot("data", "mark"))
     engine, identify = live.engine, live.engine.agents.identify
     refused = []
 
-    async def meanwhile(*args: Any, **kwargs: Any) -> None:
+    async def try_changes(*args: Any, **kwargs: Any) -> None:
         for work in (engine.volumes.delete("data", True), engine.volumes.rollback("data", "mark", force=True)):
-            with pytest.raises(InUse, match="just now"):
+            with pytest.raises(InUse, match="in use by another request"):
                 await work
             refused.append(1)
         await identify(*args, **kwargs)
 
-    monkeypatch.setattr(engine.agents, "identify", meanwhile)
-    create(live, "box", MountSpec("data", "/data"))
+    monkeypatch.setattr(engine.agents, "identify", try_changes)
+    create_sandbox(live, "box", MountSpec("data", "/data"))
     assert len(refused) == 2
 
 
-def test_what_mounts_a_volume_waits_until_a_change_of_it_is_done(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    volume(live, "data")
-    create(live, "writer", MountSpec("data", "/data"))
+def test_a_mount_waits_for_a_change_of_the_volume(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_volume(live, "data")
+    create_sandbox(live, "writer", MountSpec("data", "/data"))
     live.shell("writer", "echo before >/data/file && sync")
-    live.do(live.engine.volumes.snapshot("data", "mark"))
+    live.do(live.engine.volumes.create_snapshot("data", "mark"))
     live.shell("writer", "echo after >/data/file && sync")
     live.do(live.engine.sandboxes.delete("writer"))
-    create(live, "late")
+    create_sandbox(live, "late")
     engine, rollback = live.engine, live.engine.host.rollback_volume
     waiting: list[asyncio.Future[Any]] = []
 
-    async def slow(*args: Any) -> None:
+    async def slow_rollback(*args: Any) -> None:
         waiting.append(asyncio.ensure_future(engine.attachments.attach("late", MountSpec("data", "/data"))))
         await asyncio.sleep(0.3)
         assert not waiting[0].done() and engine.sandboxes.get("late").mounts == []
         await rollback(*args)
 
-    monkeypatch.setattr(engine.host, "rollback_volume", slow)
+    monkeypatch.setattr(engine.host, "rollback_volume", slow_rollback)
     live.do(engine.volumes.rollback("data", "mark"))
     eventually(lambda: waiting[0].done())
-    assert read(live, "late", "/data/file") == "before"
+    assert read_file(live, "late", "/data/file") == "before"
 
 
-def test_events_tell_of_every_change(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_change_emits_an_event(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, str]] = []
-    create(live, "box")
+    create_sandbox(live, "box")
 
     def note(type: str, **data: Any) -> None:
         if type.startswith("volume."):
             told.append((type.removeprefix("volume."), data["volumeID"]))
 
     monkeypatch.setattr(live.engine.events, "publish", note)
-    volume(live, "data")
+    create_volume(live, "data")
     live.do(live.engine.attachments.attach("box", MountSpec("data", "/data")))
     live.do(live.engine.volumes.grow("data", 96))
     live.do(live.engine.snapshots.create("box", name="mark", volumes=["data"]))
-    create(live, "fork", MountSpec("data", "/data", clone=True), template="mark")
+    create_sandbox(live, "fork", MountSpec("data", "/data", clone=True), template="mark")
     live.do(live.engine.sandboxes.delete("fork"))
     live.do(live.engine.attachments.detach("box", "data"))
     captured = live.engine.volumes.list_snapshots("data")[0]
@@ -312,10 +311,10 @@ def test_events_tell_of_every_change(live: Live, monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def test_what_a_volume_was_made_from_stays_where_snapshots_are_not_independent(live: Live, world: World) -> None:
-    volume(live, "data")
-    live.do(live.engine.volumes.snapshot("data", "mark"))
-    volume(live, "made", from_snapshot="data@mark")
+def test_the_origin_of_a_volume_stays_where_snapshots_depend_on_it(live: Live, world: World) -> None:
+    create_volume(live, "data")
+    live.do(live.engine.volumes.create_snapshot("data", "mark"))
+    create_volume(live, "made", from_snapshot="data@mark")
     if world.abilities.independent_snapshots:
         live.do(live.engine.volumes.delete_snapshot("data", "mark"))
         live.do(live.engine.volumes.delete("data"))
@@ -323,22 +322,22 @@ def test_what_a_volume_was_made_from_stays_where_snapshots_are_not_independent(l
         for work in (live.engine.volumes.delete_snapshot("data", "mark"), live.engine.volumes.delete("data", True)):
             with pytest.raises(InUse, match=r"1 clone \(made\)"):
                 live.do(work)
-    create(live, "box", MountSpec("made", "/data"))
+    create_sandbox(live, "box", MountSpec("made", "/data"))
     live.shell("box", "echo fine >/data/file")
 
 
-def test_volume_outlives_who_mounted_it(live: Live) -> None:
-    volume(live, "data")
-    create(live, "first", MountSpec("data", "/data"))
+def test_a_volume_outlives_its_users(live: Live) -> None:
+    create_volume(live, "data")
+    create_sandbox(live, "first", MountSpec("data", "/data"))
     live.shell("first", "echo kept >/data/file")
     live.do(live.engine.sandboxes.delete("first"))
-    create(live, "second", MountSpec("data", "/else/where"))
-    assert read(live, "second", "/else/where/file") == "kept"
+    create_sandbox(live, "second", MountSpec("data", "/else/where"))
+    assert read_file(live, "second", "/else/where/file") == "kept"
 
 
-def test_kill_is_never_kept_by_who_holds_a_file_of_a_volume(live: Live) -> None:
-    volume(live, "data")
-    create(live, "box", MountSpec("data", "/data"))
+def test_an_open_file_on_a_volume_does_not_block_a_kill(live: Live) -> None:
+    create_volume(live, "data")
+    create_sandbox(live, "box", MountSpec("data", "/data"))
     live.shell("box", "cd /data && (exec sleep 1000 >open) </dev/null 2>&1 &")
     begun = time.monotonic()
     live.do(live.engine.sandboxes.delete("box"))
@@ -349,45 +348,45 @@ def test_kill_is_never_kept_by_who_holds_a_file_of_a_volume(live: Live) -> None:
 # -- attach and detach -------------------------------------------------------------------------------------------------
 
 
-def test_attach_and_detach_while_it_runs(live: Live) -> None:
-    volume(live, "data")
-    volume(live, "more")
-    create(live, "box")
+def test_attach_and_detach_on_a_running_sandbox(live: Live) -> None:
+    create_volume(live, "data")
+    create_volume(live, "more")
+    create_sandbox(live, "box")
     live.do(live.engine.attachments.attach("box", MountSpec("data", "/data")))
     live.shell("box", "echo kept >/data/file")
     for spec, error, words in (
         (MountSpec("data", "/other"), Conflict, "already"),
         (MountSpec("more", "/data/below"), Invalid, "overlap"),
         (MountSpec("more", "/etc"), Invalid, "cannot be mounted"),
-        (MountSpec("more", "/more", clone=True), Invalid, "a clone cannot be attached to a running sandbox"),
+        (MountSpec("more", "/more", clone=True), Invalid, "clone of a volume cannot be attached to a running sandbox"),
         (MountSpec("nothing", "/more"), NotFound, "nothing"),
     ):
         with pytest.raises(error, match=words):
             live.do(live.engine.attachments.attach("box", spec))
-    assert mounts(live, "box") == {"/data": "data"}
+    assert mounts_of(live, "box") == {"/data": "data"}
     live.do(live.engine.attachments.detach("box", "data"))
-    assert read(live, "box", "/data/file") == ""
+    assert read_file(live, "box", "/data/file") == ""
     with pytest.raises(NotFound, match="data"):
         live.do(live.engine.attachments.detach("box", "data"))
     live.do(live.engine.attachments.attach("box", MountSpec("data", "/other", read_only=True)))
-    assert read(live, "box", "/other/file") == "kept"
-    assert mounts(live, "box") == {"/other": "data"}
+    assert read_file(live, "box", "/other/file") == "kept"
+    assert mounts_of(live, "box") == {"/other": "data"}
 
 
-def test_detach_does_not_ask_the_sandbox_s_leave(live: Live) -> None:
-    volume(live, "data")
-    create(live, "box", MountSpec("data", "/data"))
+def test_detach_works_without_the_sandboxs_cooperation(live: Live) -> None:
+    create_volume(live, "data")
+    create_sandbox(live, "box", MountSpec("data", "/data"))
     live.shell("box", "cd /data && (exec sleep 1000 >open) </dev/null 2>&1 &")
     live.do(live.engine.attachments.detach("box", "data"))
-    assert read(live, "box", "/data/open") == ""
+    assert read_file(live, "box", "/data/open") == ""
     live.do(live.engine.volumes.delete("data"))
     assert live.shell("box", "echo alive").strip() == "alive"
 
 
-def test_paused_sandbox_is_given_nothing_but_can_be_freed(live: Live) -> None:
-    volume(live, "data")
-    volume(live, "more")
-    create(live, "box", MountSpec("data", "/data"))
+def test_a_paused_sandbox_can_detach_but_not_attach(live: Live) -> None:
+    create_volume(live, "data")
+    create_volume(live, "more")
+    create_sandbox(live, "box", MountSpec("data", "/data"))
     live.shell("box", "echo kept >/data/file")
     live.do(live.engine.sandboxes.pause("box"))
     with pytest.raises(Conflict, match="resume it first"):
@@ -395,14 +394,14 @@ def test_paused_sandbox_is_given_nothing_but_can_be_freed(live: Live) -> None:
     live.do(live.engine.attachments.detach("box", "data"))
     live.do(live.engine.volumes.delete("data"))
     live.do(live.engine.sandboxes.resume("box"))
-    assert read(live, "box", "/data/file") == ""
+    assert read_file(live, "box", "/data/file") == ""
     live.do(live.engine.attachments.attach("box", MountSpec("more", "/data")))
     live.shell("box", "echo new >/data/file")
 
 
-def test_attach_that_fails_leaves_nothing(live: Live, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    volume(live, "data")
-    create(live, "box")
+def test_a_failed_attach_leaves_nothing(live: Live, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_volume(live, "data")
+    create_sandbox(live, "box")
     live.shell("box", "touch /root/file")
     before = world.traces(live.config)
     with pytest.raises(GatewayError):
@@ -427,30 +426,30 @@ def test_attach_that_fails_leaves_nothing(live: Live, world: World, monkeypatch:
 # -- forks, rollback, promote, pause -----------------------------------------------------------------------------------
 
 
-def test_fork_mounts_what_its_source_did_unless_it_is_told(live: Live) -> None:
-    volume(live, "data")
-    volume(live, "other")
-    create(live, "source", MountSpec("data", "/data"))
+def test_a_fork_inherits_mounts_unless_told_otherwise(live: Live) -> None:
+    create_volume(live, "data")
+    create_volume(live, "other")
+    create_sandbox(live, "source", MountSpec("data", "/data"))
     live.shell("source", "echo shared >/data/file && sync")
     live.do(live.engine.snapshots.create("source", name="mark"))
     live.do(live.engine.forks.create("mark", ForkSpec(names=["same"])))
-    create(live, "none", template="mark")
-    create(live, "else", MountSpec("other", "/data"), template="mark")
-    assert [mounts(live, name) for name in ("same", "none", "else")] == [{"/data": "data"}, {}, {"/data": "other"}]
-    assert [read(live, name, "/data/file") for name in ("same", "none", "else")] == ["shared", "", ""]
+    create_sandbox(live, "none", template="mark")
+    create_sandbox(live, "else", MountSpec("other", "/data"), template="mark")
+    assert [mounts_of(live, name) for name in ("same", "none", "else")] == [{"/data": "data"}, {}, {"/data": "other"}]
+    assert [read_file(live, name, "/data/file") for name in ("same", "none", "else")] == ["shared", "", ""]
     live.shell("else", "echo mine >/data/file && sync")
-    assert read(live, "source", "/data/file") == "shared"
+    assert read_file(live, "source", "/data/file") == "shared"
     for name in ("source", "same"):
         live.do(live.engine.sandboxes.delete(name))
     live.do(live.engine.volumes.delete("data"))
     with pytest.raises(Conflict, match="volumeMounts"):
         live.do(live.engine.forks.create("mark", ForkSpec()))
-    create(live, "late", template="mark")
+    create_sandbox(live, "late", template="mark")
 
 
-def test_a_mount_that_fails_fails_the_fork(live: Live, world: World) -> None:
-    volume(live, "data")
-    create(live, "source")
+def test_a_failed_mount_fails_the_fork(live: Live, world: World) -> None:
+    create_volume(live, "data")
+    create_sandbox(live, "source")
     live.shell("source", "touch /root/file && sync")
     live.do(live.engine.snapshots.create("source", name="mark"))
     before = world.traces(live.config)
@@ -470,8 +469,8 @@ def test_a_mount_that_fails_fails_the_fork(live: Live, world: World) -> None:
 
 
 def test_each_fork_has_its_own_clone(live: Live) -> None:
-    volume(live, "data")
-    create(live, "source", MountSpec("data", "/data"))
+    create_volume(live, "data")
+    create_sandbox(live, "source", MountSpec("data", "/data"))
     live.shell("source", "echo common >/data/file && sync")
     live.do(live.engine.snapshots.create("source", name="mark", volumes=["data"]))
     live.shell("source", "echo later >/data/file && sync")
@@ -479,23 +478,23 @@ def test_each_fork_has_its_own_clone(live: Live) -> None:
     live.do(live.engine.forks.fork("mark", spec))
     assert volume_names(live) == {"data", "one-data", "two-data"}
     assert live.engine.volumes.get("one-data").owner == live.sandbox("one").id
-    assert [read(live, name, "/data/file") for name in ("one", "two", "source")] == ["common", "common", "later"]
+    assert [read_file(live, name, "/data/file") for name in ("one", "two", "source")] == ["common", "common", "later"]
     live.shell("one", "echo own >/data/file && sync")
-    assert [read(live, name, "/data/file") for name in ("one", "two", "source")] == ["own", "common", "later"]
+    assert [read_file(live, name, "/data/file") for name in ("one", "two", "source")] == ["own", "common", "later"]
     live.do(live.engine.sandboxes.delete("two"))
     assert volume_names(live) == {"data", "one-data"}
     live.do(live.engine.attachments.attach("source", MountSpec("one-data", "/theirs")))
     live.do(live.engine.sandboxes.delete("one"))
-    assert read(live, "source", "/theirs/file") == "own"
+    assert read_file(live, "source", "/theirs/file") == "own"
     live.do(live.engine.attachments.detach("source", "one-data"))
     assert volume_names(live) == {"data"}
 
 
-def test_clone_with_own_clones_keeps_nothing_of_them_and_names_may_be_taken(live: Live) -> None:
+def test_a_clone_with_its_own_volumes_keeps_no_capture(live: Live) -> None:
     long = "n" * 60
-    volume(live, "data")
-    volume(live, "child-data")
-    create(live, "source", MountSpec("data", "/data"))
+    create_volume(live, "data")
+    create_volume(live, "child-data")
+    create_sandbox(live, "source", MountSpec("data", "/data"))
     live.shell("source", "echo common >/data/file && sync")
     spec = ForkSpec(names=["child", long], mounts=[MountSpec("data", "/data", clone=True)])
     children = live.do(live.engine.forks.clone("source", spec))
@@ -503,39 +502,39 @@ def test_clone_with_own_clones_keeps_nothing_of_them_and_names_may_be_taken(live
         assert isinstance(child, Sandbox)
         own = live.engine.volumes.get(child.mounts[0].volume)
         assert own.name.endswith(own.id)
-        assert read(live, child.id, "/data/file") == "common"
+        assert read_file(live, child.id, "/data/file") == "common"
         live.do(live.engine.sandboxes.delete(child.id))
     assert volume_names(live) == {"data", "child-data"}
     assert live.engine.volumes.list_snapshots("data") == []
 
 
-def test_failed_fork_leaves_no_clone(live: Live, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    volume(live, "data")
-    create(live, "source", MountSpec("data", "/data"))
+def test_a_failed_fork_leaves_no_volume_clone(live: Live, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_volume(live, "data")
+    create_sandbox(live, "source", MountSpec("data", "/data"))
     live.do(live.engine.snapshots.create("source", name="mark", volumes=["data"]))
     before = world.traces(live.config)
     clone = [MountSpec("data", "/data", clone=True)]
     owners = {"identify": live.engine.agents, "create_clones": live.engine.mounts}
     genuine = {name: getattr(owner, name) for name, owner in owners.items()}
 
-    def failing(step: str) -> Any:
+    def failing_step(step: str) -> Any:
         seen = []
 
-        async def second_fails(*args: Any, **kwargs: Any) -> None:
+        async def fail_second(*args: Any, **kwargs: Any) -> None:
             seen.append(1)
             if len(seen) == 2:
                 raise BackendFailed("forced")
             await genuine[step](*args, **kwargs)
 
-        return second_fails
+        return fail_second
 
     for step in genuine:
-        monkeypatch.setattr(owners[step], step, failing(step))
+        monkeypatch.setattr(owners[step], step, failing_step(step))
         with pytest.raises(BackendFailed, match="forced"):
             live.do(live.engine.forks.fork("mark", ForkSpec(count=2, mounts=clone)))
         assert volume_names(live) == {"data"}, step
         eventually(lambda: world.traces(live.config) == before)
-        monkeypatch.setattr(owners[step], step, failing(step))
+        monkeypatch.setattr(owners[step], step, failing_step(step))
         answers = live.do(live.engine.forks.fork("mark", ForkSpec(count=2, mounts=clone, atomic=False)))
         (made,) = (answer for answer in answers if isinstance(answer, Sandbox))
         assert volume_names(live) == {"data", f"{made.name}-data"}, step
@@ -544,10 +543,10 @@ def test_failed_fork_leaves_no_clone(live: Live, world: World, monkeypatch: pyte
     assert volume_names(live) == {"data"}
 
 
-def test_rollback_mounts_what_the_snapshot_s_source_did(live: Live) -> None:
+def test_rollback_restores_the_mounts_of_the_snapshot(live: Live) -> None:
     for name in ("kept", "gone", "late"):
-        volume(live, name)
-    create(live, "box", MountSpec("kept", "/kept"), MountSpec("gone", "/gone"))
+        create_volume(live, name)
+    create_sandbox(live, "box", MountSpec("kept", "/kept"), MountSpec("gone", "/gone"))
     live.shell("box", "echo early >/kept/file && sync")
     live.do(live.engine.snapshots.create("box", name="mark"))
     live.do(live.engine.attachments.detach("box", "gone"))
@@ -555,36 +554,36 @@ def test_rollback_mounts_what_the_snapshot_s_source_did(live: Live) -> None:
     live.do(live.engine.attachments.attach("box", MountSpec("late", "/late")))
     live.shell("box", "echo later >/kept/file; echo x >/late/file; sync")
     live.do(live.engine.sandboxes.rollback("box", "mark"))
-    assert mounts(live, "box") == {"/kept": "kept"}
-    assert read(live, "box", "/kept/file") == "later"
-    assert read(live, "box", "/late/file") == ""
+    assert mounts_of(live, "box") == {"/kept": "kept"}
+    assert read_file(live, "box", "/kept/file") == "later"
+    assert read_file(live, "box", "/late/file") == ""
     live.do(live.engine.volumes.delete("late"))
 
 
-def test_promote_hands_the_clone_over(live: Live) -> None:
-    volume(live, "data")
-    create(live, "source", MountSpec("data", "/data"))
+def test_promote_hands_over_the_volume_clone(live: Live) -> None:
+    create_volume(live, "data")
+    create_sandbox(live, "source", MountSpec("data", "/data"))
     live.shell("source", "echo old >/data/file && sync")
     live.do(live.engine.forks.clone("source", ForkSpec(names=["try"], mounts=[MountSpec("data", "/data", clone=True)])))
     live.shell("try", "echo won >/data/file && sync")
     live.do(live.engine.sandboxes.promote("try", "source"))
     live.do(live.engine.sandboxes.delete("try"))
-    assert mounts(live, "source") == {"/data": "try-data"}
-    assert read(live, "source", "/data/file") == "won"
+    assert mounts_of(live, "source") == {"/data": "try-data"}
+    assert read_file(live, "source", "/data/file") == "won"
     live.do(live.engine.sandboxes.delete("source"))
     assert volume_names(live) == {"data"}
 
 
 @pytest.mark.parametrize("memory", [True, False])
-def test_paused_sandbox_keeps_its_volumes(live: Live, memory: bool) -> None:
-    volume(live, "data")
-    create(live, "box", MountSpec("data", "/data"))
+def test_a_paused_sandbox_keeps_its_volumes(live: Live, memory: bool) -> None:
+    create_volume(live, "data")
+    create_sandbox(live, "box", MountSpec("data", "/data"))
     live.shell("box", "echo kept >/data/file && sync")
     live.do(live.engine.sandboxes.pause("box", memory=memory))
     with pytest.raises(InUse, match=r"1 mount \(box\)"):
         live.do(live.engine.volumes.delete("data"))
     live.do(live.engine.sandboxes.resume("box"))
-    assert read(live, "box", "/data/file") == "kept"
+    assert read_file(live, "box", "/data/file") == "kept"
     live.shell("box", "echo more >/data/file")
 
 
@@ -592,8 +591,8 @@ def test_paused_sandbox_keeps_its_volumes(live: Live, memory: bool) -> None:
 
 
 def test_one_writer_and_eight_readers(live: Live) -> None:
-    volume(live, "data")
-    create(live, "writer", MountSpec("data", "/data"))
+    create_volume(live, "data")
+    create_sandbox(live, "writer", MountSpec("data", "/data"))
     names = [f"reader{n}" for n in range(8)]
     live.do(
         live.engine.forks.fork(TEMPLATE, ForkSpec(names=names, mounts=[MountSpec("data", "/data", read_only=True)]))
@@ -601,14 +600,21 @@ def test_one_writer_and_eight_readers(live: Live) -> None:
     for said in ("one", "two"):
         live.shell("writer", f"echo {said} >/data/file.new && mv /data/file.new /data/file && sync")
         for name in names:
-            eventually(lambda name=name, said=said: read(live, name, "/data/file") == said, SOON)  # type: ignore[misc]
+            eventually(lambda name=name, said=said: read_file(live, name, "/data/file") == said, SOON)  # type: ignore[misc]
     live.shell("writer", "mkdir /data/open && chmod 777 /data/open /data/file")
     for name in names:
-        for attempt in ("touch /data/new", "touch /data/open/new", "echo x >/data/file", "rm /data/file"):
+        for attempt in (
+            "touch /data/new",
+            "touch /data/open/new",
+            "echo x >/data/file",
+            "rm /data/file",
+            "rmdir /data/open",
+            "chmod 700 /data",
+        ):
             said = live.shell(name, f"({attempt}) 2>&1 && echo it went through || true")
             assert any(word in said for word in REFUSED), (name, attempt, said)
     assert sorted(live.shell("writer", "ls /data").split()) == ["file", "open"]
-    assert read(live, "writer", "/data/file") == "two"
+    assert read_file(live, "writer", "/data/file") == "two"
 
 
 WRITE = """
@@ -638,15 +644,15 @@ print(json.dumps([len(shared), wrong, own, log]))
 """
 
 
-def test_three_writers_at_once_lose_no_byte(live: Live, world: World) -> None:
-    volume(live, "data")
+def test_three_concurrent_writers_lose_no_data(live: Live, world: World) -> None:
+    create_volume(live, "data")
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["w0", "w1", "w2"], mounts=[MountSpec("data", "/data")])))
     mode = "append" if world.abilities.atomic_append else "apart"
     for me in range(3):
         live.shell(f"w{me}", f"(python3 -c '{WRITE}' {me} {mode} && touch /run/done) </dev/null >/run/said 2>&1 &")
     said = "cat /run/said; ls /run/done || true"
     eventually(lambda: all(live.shell(f"w{me}", said).strip() == "/run/done" for me in range(3)), 120)
-    create(live, "judge", MountSpec("data", "/data", read_only=True))
+    create_sandbox(live, "judge", MountSpec("data", "/data", read_only=True))
     size, wrong, own, log = json.loads(live.shell("judge", f"python3 -c '{JUDGE}'"))
     assert (size, wrong, own) == (600 * 4096, [], [True] * 3)
     expected = {f"{me} {n:06d} {chr(97 + me) * 80}" for me in range(3) for n in range(200)}
@@ -654,10 +660,10 @@ def test_three_writers_at_once_lose_no_byte(live: Live, world: World) -> None:
     assert set(log) == (expected if world.abilities.atomic_append else set())
 
 
-def test_locks_hold_between_sandboxes(live: Live, world: World) -> None:
+def test_locks_work_across_sandboxes(live: Live, world: World) -> None:
     if not world.abilities.atomic_append:
         pytest.skip(f"{world.kind} declares that locks hold inside one sandbox only")
-    volume(live, "data")
+    create_volume(live, "data")
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"], mounts=[MountSpec("data", "/data")])))
     holder = live.shell("a", "flock --close /data/lock sleep 1000 </dev/null >/dev/null 2>&1 & echo $!").strip()
     eventually(lambda: live.shell("b", "flock --nonblock /data/lock true || echo held").strip() == "held")
@@ -665,10 +671,10 @@ def test_locks_hold_between_sandboxes(live: Live, world: World) -> None:
     eventually(lambda: live.shell("b", "flock --nonblock /data/lock true || echo held").strip() == "")
 
 
-def test_a_full_volume_says_so_inside_and_grows_while_it_is_mounted(live: Live) -> None:
-    volume(live, "data", size_mb=SMALL)
-    create(live, "box", MountSpec("data", "/data"))
-    create(live, "other", MountSpec("data", "/data"))
+def test_a_full_volume_reports_enospc_and_grows_while_mounted(live: Live) -> None:
+    create_volume(live, "data", size_mb=SMALL)
+    create_sandbox(live, "box", MountSpec("data", "/data"))
+    create_sandbox(live, "other", MountSpec("data", "/data"))
     said = live.shell("box", "dd if=/dev/zero of=/data/fill bs=1M count=100 conv=fsync 2>&1 || true")
     assert any(word in said for word in FULL), said
     assert 32 * MB < live.do(live.engine.volumes.state("data")).used_bytes < (SMALL + 1) * MB
@@ -700,24 +706,24 @@ while True:
 
 
 @pytest.mark.usefixtures("with_memory")
-def test_fork_of_a_machine_that_has_a_file_open_on_a_volume(live: Live) -> None:
-    volume(live, "data")
-    create(live, "source", MountSpec("data", "/data"))
-    start(live, "source", KEEP_OPEN)
+def test_a_fork_keeps_an_open_file_on_a_volume(live: Live) -> None:
+    create_volume(live, "data")
+    create_sandbox(live, "source", MountSpec("data", "/data"))
+    start_program(live, "source", KEEP_OPEN)
     live.do(live.engine.snapshots.create("source", name="mark"))
     live.do(live.engine.forks.create("mark", ForkSpec(names=["copy"])))
-    create(live, "judge", MountSpec("data", "/data", read_only=True))
+    create_sandbox(live, "judge", MountSpec("data", "/data", read_only=True))
 
-    def counts() -> list[int]:
-        inside = [int(read(live, name, "/run/begun")) for name in ("source", "copy")]
+    def counted_values() -> list[int]:
+        inside = [int(read_file(live, name, "/run/begun")) for name in ("source", "copy")]
         written = [
             int(live.shell("judge", f"dd if=/data/file bs=4096 skip={n} count=1 2>/dev/null | head -c 8"))
             for n in range(2)
         ]
         return [*inside, *written]
 
-    first = counts()
-    eventually(lambda: all(now > then for now, then in zip(counts(), first, strict=True)), SOON)
+    first = counted_values()
+    eventually(lambda: all(now > then for now, then in zip(counted_values(), first, strict=True)), SOON)
 
 
 IN_TURN = """
@@ -734,28 +740,30 @@ while True:
 """
 
 
-def test_disk_and_two_volumes_are_captured_at_one_instant(live: Live) -> None:
+def test_disk_and_volumes_are_captured_at_the_same_instant(live: Live) -> None:
     for name in ("a", "b"):
-        volume(live, name)
-    create(live, "source", MountSpec("a", "/a"), MountSpec("b", "/b"))
-    start(live, "source", IN_TURN)
+        create_volume(live, name)
+    create_sandbox(live, "source", MountSpec("a", "/a"), MountSpec("b", "/b"))
+    start_program(live, "source", IN_TURN)
     # A fork with memory would continue to write: without it, the test sees disk and volumes as they were captured.
     live.do(live.engine.snapshots.create("source", name="mark", memory="none", volumes=["a", "b"]))
-    fork = create(live, "fork", MountSpec("a", "/a", clone=True), MountSpec("b", "/b", clone=True), template="mark")
-    disk, one, other = (int(read(live, fork.id, f"{place}/turn")) for place in ("/root", "/a", "/b"))
+    fork = create_sandbox(
+        live, "fork", MountSpec("a", "/a", clone=True), MountSpec("b", "/b", clone=True), template="mark"
+    )
+    disk, one, other = (int(read_file(live, fork.id, f"{place}/turn")) for place in ("/root", "/a", "/b"))
     assert disk >= one >= other >= disk - 1, (disk, one, other)
-    assert int(read(live, "source", "/root/turn")) > disk, "it stood still"
+    assert int(read_file(live, "source", "/root/turn")) > disk, "it stood still"
     live.do(live.engine.sandboxes.delete(fork.id))
     live.do(live.engine.snapshots.delete("mark"))
     assert not live.engine.volumes.list_snapshots("a") and not live.engine.volumes.list_snapshots("b")
 
 
-def test_capture_whose_second_volume_fails_leaves_nothing(
+def test_a_failed_capture_of_the_second_volume_leaves_nothing(
     live: Live, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a", "b", "c"):
-        volume(live, name)
-    create(live, "source", MountSpec("a", "/a"), MountSpec("b", "/b"))
+        create_volume(live, name)
+    create_sandbox(live, "source", MountSpec("a", "/a"), MountSpec("b", "/b"))
     with pytest.raises(Invalid, match="not mounted"):
         live.do(live.engine.snapshots.create("source", volumes=["a", "c"]))
     with pytest.raises(NotFound, match="nothing"):
@@ -779,13 +787,13 @@ def test_capture_whose_second_volume_fails_leaves_nothing(
 
 
 @pytest.mark.parametrize("link", ["/data", "/srv/data"])
-def test_symlinks_at_and_above_the_path_lead_nowhere_outside(live: Live, world: World, link: str) -> None:
-    """Either an error, or mounted inside: nothing is mounted or written outside the sandbox."""
-    data = live.engine.volumes.get(volume(live, "data")).id
+def test_symlinks_at_a_mount_path_cannot_escape_the_sandbox(live: Live, world: World, link: str) -> None:
+    """The call fails, or the volume is mounted inside. Nothing is mounted or written outside the sandbox."""
+    data = live.engine.volumes.get(create_volume(live, "data")).id
     path = "/srv/data/below" if link == "/srv/data" else link
     place = world.territory(live.config)
     for target in ("/etc", "../../../../../../../../etc", str(place)):
-        create(live, "box")
+        create_sandbox(live, "box")
         live.shell("box", f"rm -rf {link} && mkdir -p $(dirname {link}) && ln -s {target} {link} && sync")
         live.do(live.engine.snapshots.create("box", name="mark"))
         spec = ForkSpec(names=["fork"], mounts=[MountSpec("data", path)])
@@ -798,17 +806,17 @@ def test_symlinks_at_and_above_the_path_lead_nowhere_outside(live: Live, world: 
                 live.do(work)
                 mounted.append(ref)
                 live.shell(ref, f"touch {path}/proof && sync")
-            assert not outside(data, place), (ref, target)
-        create(live, "judge", MountSpec("data", "/volume"))
+            assert not places_outside(data, place), (ref, target)
+        create_sandbox(live, "judge", MountSpec("data", "/volume"))
         assert live.shell("judge", "ls /volume").split() == (["proof"] if mounted else [])
         live.shell("judge", "rm -f /volume/proof && sync")
         for sandbox in live.engine.sandboxes.list():
             live.do(live.engine.sandboxes.delete(sandbox.id))
         live.do(live.engine.snapshots.delete("mark"))
-        assert not outside(data, place), target
+        assert not places_outside(data, place), target
 
 
-def outside(volume_id: str, place: Path) -> list[str]:
+def places_outside(volume_id: str, place: Path) -> list[str]:
     """Places on the host where the volume is mounted or was written, except for the gateway's own directories."""
     lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines() if volume_id in line]
     mounted = [line[4] for line in lines if not line[4].startswith(f"{place}/")]
@@ -818,44 +826,44 @@ def outside(volume_id: str, place: Path) -> list[str]:
 # -- restarts ----------------------------------------------------------------------------------------------------------
 
 
-def test_mounts_that_the_record_has_are_made_so_by_a_restart(fresh: Any, world: World) -> None:
-    live: Live = fresh()
-    volume(live, "data")
-    create(live, "box", MountSpec("data", "/data"))
+def test_a_restart_corrects_mounts_to_match_the_record(make_live: Any, world: World) -> None:
+    live: Live = make_live()
+    create_volume(live, "data")
+    create_sandbox(live, "box", MountSpec("data", "/data"))
     live.shell("box", "echo kept >/data/file && sync")
-    live.do(live.engine.sandboxes.pause(create(live, "sleeps", MountSpec("data", "/data", read_only=True)).id))
+    live.do(live.engine.sandboxes.pause(create_sandbox(live, "sleeps", MountSpec("data", "/data", read_only=True)).id))
     live.close()
-    again = fresh(config=live.config)
-    assert read(again, "box", "/data/file") == "kept"
+    again = make_live(config=live.config)
+    assert read_file(again, "box", "/data/file") == "kept"
     again.do(again.engine.sandboxes.resume("sleeps"))
-    assert read(again, "sleeps", "/data/file") == "kept"
+    assert read_file(again, "sleeps", "/data/file") == "kept"
 
 
-def test_host_that_went_down_while_volumes_were_mounted(fresh: Any, world: World) -> None:
-    live: Live = fresh()
-    volume(live, "data")
-    create(live, "box", MountSpec("data", "/data"))
+def test_a_host_that_crashed_with_mounted_volumes(make_live: Any, world: World) -> None:
+    live: Live = make_live()
+    create_volume(live, "data")
+    create_sandbox(live, "box", MountSpec("data", "/data"))
     live.shell("box", "echo kept >/data/file && sync")
     live.close()
     world.power_cut(live.config)
-    again = fresh(config=live.config)
+    again = make_live(config=live.config)
     eventually(lambda: again.sandbox("box").state is SandboxState.RUNNING, 120)
-    assert read(again, "box", "/data/file") == "kept"
+    assert read_file(again, "box", "/data/file") == "kept"
     again.shell("box", "echo more >/data/file")
 
 
-def test_kill_9_with_five_volumes_in_ten_sandboxes(fresh: Any, world: World, tmp_path: Path) -> None:
-    live: Live = fresh()
+def test_kill_9_with_five_volumes_in_ten_sandboxes(make_live: Any, world: World, tmp_path: Path) -> None:
+    live: Live = make_live()
     live.close()
     with Daemon(live.config, world.factory, "ten-with-volumes", tmp_path / "config.json") as daemon:
-        before = daemon.says(300)
+        before = daemon.read_scene(300)
         daemon.kill()
-    again: Live = fresh(config=live.config)
-    assert again.call(picture, again.engine) == before
+    again: Live = make_live(config=live.config)
+    assert again.call(observable_state, again.engine) == before
     for n in range(10):
         assert again.shell(f"box{n}", "cat /mine/who /ours/who").split() == [f"v{n % 4}", "v4"]
     again.shell("box0", "echo on >/mine/on && sync")
-    eventually(lambda: read(again, "box4", "/mine/on") == "on", SOON)
+    eventually(lambda: read_file(again, "box4", "/mine/on") == "on", SOON)
     for n in range(5):
         with pytest.raises(InUse, match=r"\d+ mounts? \(box"):
             again.do(again.engine.volumes.delete(f"v{n}"))
@@ -863,4 +871,4 @@ def test_kill_9_with_five_volumes_in_ten_sandboxes(fresh: Any, world: World, tmp
         again.do(again.engine.sandboxes.delete(f"box{n}"))
     for n in range(5):
         again.do(again.engine.volumes.delete(f"v{n}"))
-    again.settle(world.check_no_strays, again.engine, again.config, "after kill -9")
+    again.wait_for(world.check_no_strays, again.engine, again.config, "after kill -9")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.freebsd_shim.harness import Shim, able, shim_in
+from tests.freebsd_shim.harness import Shim, is_supported, shim_in
 
 
 @pytest.fixture
 def shim(tmp_path: Path) -> Iterator[Shim]:
-    if not able():
+    if not is_supported():
         pytest.skip("needs root, util-linux, nftables and /usr/bin/python3")
     with shim_in(tmp_path) as made:
         yield made

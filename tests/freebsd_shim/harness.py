@@ -32,13 +32,13 @@ class Shim:
         env = {**self.environ, **environ}
         return subprocess.run(command, input=input, capture_output=True, text=True, timeout=timeout, env=env)
 
-    def ok(self, *words: str, input: str | None = None, **environ: str) -> str:
+    def check_ok(self, *words: str, input: str | None = None, **environ: str) -> str:
         """Run ``words``, which must succeed with empty standard error; returns the output."""
         done = self(*words, input=input, **environ)
         assert (done.returncode, done.stderr) == (0, ""), (words, done)
         return done.stdout
 
-    def fails(self, code: int, stderr: str, *words: str, input: str | None = None, **environ: str) -> None:
+    def check_fails(self, code: int, stderr: str, *words: str, input: str | None = None, **environ: str) -> None:
         """Run ``words``, which must exit with ``code`` and print exactly ``stderr``, and nothing to stdout."""
         done = self(*words, input=input, **environ)
         assert (done.returncode, done.stderr.rstrip("\n"), done.stdout) == (code, stderr, ""), done
@@ -47,15 +47,15 @@ class Shim:
         command = ["/usr/bin/nsenter", f"--net=/proc/{self.space}/ns/net", *words]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.environ)
 
-    def jail(self, name: str = "sx1", *more: str) -> str:
+    def create_jail(self, name: str = "sx1", *more: str) -> str:
         """Create a jail as on the contract page; returns the jid."""
         words = ["jail", "-i", "-c", f"name={name}", f"path={self.root}", "persist", "vnet=new"]
         words += [f"host.hostname={name}-host", "mount.devfs", "devfs_ruleset=4", "enforce_statfs=2", "securelevel=2"]
         words += ["children.max=0", "allow.noset_hostname", "allow.noraw_sockets", "stop.timeout=10", *more]
-        return self.ok(*words).strip()
+        return self.check_ok(*words).strip()
 
 
-def able() -> bool:
+def is_supported() -> bool:
     """Whether the shim can run here."""
     return os.geteuid() == 0 and all(os.access(path, os.X_OK) for path in NEEDED)
 
@@ -74,7 +74,7 @@ def shim_in(where: Path) -> Iterator[Shim]:
         (made.root / name).symlink_to(f"usr/{name}")
     (made.root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\nguest:x:1234:1234::/tmp:/bin/sh\n")
     try:
-        made.ok("mount", "-t", "nullfs", "-o", "ro,nosuid", "/usr", str(made.root / "usr"))
+        made.check_ok("mount", "-t", "nullfs", "-o", "ro,nosuid", "/usr", str(made.root / "usr"))
         yield made
     finally:
         made("freebsd-shim", "purge")

@@ -26,7 +26,7 @@ def place(shim: Shim, tmp_path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def standing_in(place: Path, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
+def process_in(place: Path, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A process with its working directory there."""
     with subprocess.Popen(["sleep", "infinity"], cwd=place, **more) as holder:
         try:
@@ -35,11 +35,11 @@ def standing_in(place: Path, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
             holder.kill()
 
 
-def test_the_list(shim: Shim, place: Path) -> None:
-    assert shim.ok("fstat", "-f", str(place)) == f"{HEADER}\n"
+def test_the_list_of_open_files(shim: Shim, place: Path) -> None:
+    assert shim.check_ok("fstat", "-f", str(place)) == f"{HEADER}\n"
     (place / "file").write_text("12345")
-    with (place / "file").open("a") as file, standing_in(place, stdout=file) as holder:
-        own = [line for line in shim.ok("fstat", "-f", str(place)).splitlines() if f" {holder.pid} " in line]
+    with (place / "file").open("a") as file, process_in(place, stdout=file) as holder:
+        own = [line for line in shim.check_ok("fstat", "-f", str(place)).splitlines() if f" {holder.pid} " in line]
     inode = {name: (place / name).stat().st_ino for name in (".", "file")}
     size = place.stat().st_size
     assert own == [
@@ -48,19 +48,19 @@ def test_the_list(shim: Shim, place: Path) -> None:
     ]
 
 
-def test_what_was_unmounted_by_force_is_dead(shim: Shim, place: Path) -> None:
-    with standing_in(place):
-        shim.ok("umount", "-f", str(place))
-        assert f" {place} " not in shim.ok("fstat", "-f", str(place))
+def test_files_on_a_forcibly_unmounted_file_system_are_dead(shim: Shim, place: Path) -> None:
+    with process_in(place):
+        shim.check_ok("umount", "-f", str(place))
+        assert f" {place} " not in shim.check_ok("fstat", "-f", str(place))
 
 
-def test_what_is_not_there(shim: Shim, place: Path) -> None:
-    shim.fails(1, f"fstat: {place}/no: No such file or directory", "fstat", "-f", f"{place}/no")
+def test_missing_files(shim: Shim, place: Path) -> None:
+    shim.check_fails(1, f"fstat: {place}/no: No such file or directory", "fstat", "-f", f"{place}/no")
     done = shim("fstat", "-f", f"{place}/no", str(place))
     assert (done.returncode, done.stdout) == (0, f"{HEADER}\n")
 
 
-def test_what_is_not_built_is_no_success(shim: Shim) -> None:
+def test_an_unsupported_option_fails(shim: Shim) -> None:
     for options in ((), ("-m", "-f"), ("-p", "1"), ("-n", "-f")):
         assert shim("fstat", *options).returncode == 70
     assert shim("fstat", "-z").returncode == 1

@@ -13,60 +13,68 @@ from tests.freebsd_shim.harness import Shim
 USAGE = "usage: jail [-dhilqv]"
 
 
-def jails(shim: Shim, *options: str) -> list[dict[str, str]]:
-    answer = json.loads(shim.ok("jls", "--libxo", "json", *options, "jid", "name", "path", "dying"))
+def list_jails(shim: Shim, *options: str) -> list[dict[str, str]]:
+    answer = json.loads(shim.check_ok("jls", "--libxo", "json", *options, "jid", "name", "path", "dying"))
     assert answer["__version"] == "2"
     found: list[dict[str, str]] = answer["jail-information"]["jail"]
     return found
 
 
-def test_create_prints_the_jid_only_and_jids_increase(shim: Shim) -> None:
-    assert shim.jail() == "1"
-    shim.ok("jail", "-R", "sx1")
-    shim.ok("umount", f"{shim.root}/dev")
-    assert shim.jail() == "2"
+def test_create_prints_only_the_jid_and_jids_increase(shim: Shim) -> None:
+    assert shim.create_jail() == "1"
+    shim.check_ok("jail", "-R", "sx1")
+    shim.check_ok("umount", f"{shim.root}/dev")
+    assert shim.create_jail() == "2"
 
 
-def test_list(shim: Shim) -> None:
-    assert jails(shim) == []
-    shim.jail()
-    assert jails(shim) == [{"jid": "1", "name": "sx1", "path": str(shim.root), "dying": "false"}]
-    assert shim.ok("jls", "name", "vnet", "persist", "host.hostname") == "sx1 new true sx1-host\n"
-    assert shim.ok("jls", "-n", "name", "allow.set_hostname", "persist") == "name=sx1 allow.noset_hostname persist\n"
-    assert shim.ok("jls", "-j", "sx1", "jid") == "1\n"
-    header, row = shim.ok("jls").splitlines()
+def test_jls_output(shim: Shim) -> None:
+    assert list_jails(shim) == []
+    shim.create_jail()
+    assert list_jails(shim) == [{"jid": "1", "name": "sx1", "path": str(shim.root), "dying": "false"}]
+    assert shim.check_ok("jls", "name", "vnet", "persist", "host.hostname") == "sx1 new true sx1-host\n"
+    assert (
+        shim.check_ok("jls", "-n", "name", "allow.set_hostname", "persist") == "name=sx1 allow.noset_hostname persist\n"
+    )
+    assert shim.check_ok("jls", "-j", "sx1", "jid") == "1\n"
+    header, row = shim.check_ok("jls").splitlines()
     assert header == "   JID  IP Address      Hostname                      Path"
     assert row.split() == ["1", "sx1-host", str(shim.root)]
-    shim.fails(1, 'jls: jail "none" not found', "jls", "-j", "none", "jid")
-    shim.fails(1, "jls: unknown parameter: nome", "jls", "nome")
+    shim.check_fails(1, 'jls: jail "none" not found', "jls", "-j", "none", "jid")
+    shim.check_fails(1, "jls: unknown parameter: nome", "jls", "nome")
 
 
-def test_errors_of_create(shim: Shim) -> None:
-    shim.jail()
+def test_jail_creation_errors(shim: Shim) -> None:
+    shim.create_jail()
     path = f"path={shim.root}"
-    shim.fails(1, 'jail: "sx1" already exists', "jail", "-i", "-c", "name=sx1", path, "persist")
-    shim.fails(1, "jail: path /nowhere: No such file or directory", "jail", "-c", "name=a", "path=/nowhere", "persist")
-    shim.fails(1, "jail: path /etc/passwd: Not a directory", "jail", "-c", "name=a", "path=/etc/passwd", "persist")
-    shim.fails(1, "jail: new jail must persist or attach", "jail", "-c", "name=a", path)
-    shim.fails(1, "jail: unknown parameter: wnet", "jail", "-c", "name=a", path, "persist", "wnet=new")
-    shim.fails(1, 'jail: jail "a" not found', "jail", "-c", "name=a.b", path, "persist")
+    shim.check_fails(1, 'jail: "sx1" already exists', "jail", "-i", "-c", "name=sx1", path, "persist")
+    shim.check_fails(
+        1, "jail: path /nowhere: No such file or directory", "jail", "-c", "name=a", "path=/nowhere", "persist"
+    )
+    shim.check_fails(
+        1, "jail: path /etc/passwd: Not a directory", "jail", "-c", "name=a", "path=/etc/passwd", "persist"
+    )
+    shim.check_fails(1, "jail: new jail must persist or attach", "jail", "-c", "name=a", path)
+    shim.check_fails(1, "jail: unknown parameter: wnet", "jail", "-c", "name=a", path, "persist", "wnet=new")
+    shim.check_fails(1, 'jail: jail "a" not found', "jail", "-c", "name=a.b", path, "persist")
     numeric = "jail: name cannot be numeric (unless it is the jid)"
-    shim.fails(1, numeric, "jail", "-c", "jid=9", "name=8", path, "persist")
-    shim.fails(1, 'jail: securelevel: non-integer value "x"', "jail", "-c", "name=a", path, "persist", "securelevel=x")
-    shim.fails(1, 'jail: vnet: unknown jailsys value "own"', "jail", "-c", "name=a", path, "persist", "vnet=own")
-    shim.fails(1, "jail: jail_set: Invalid argument", "jail", "-c", "name=a", path, "persist", "enforce_statfs=3")
+    shim.check_fails(1, numeric, "jail", "-c", "jid=9", "name=8", path, "persist")
+    shim.check_fails(
+        1, 'jail: securelevel: non-integer value "x"', "jail", "-c", "name=a", path, "persist", "securelevel=x"
+    )
+    shim.check_fails(1, 'jail: vnet: unknown jailsys value "own"', "jail", "-c", "name=a", path, "persist", "vnet=own")
+    shim.check_fails(1, "jail: jail_set: Invalid argument", "jail", "-c", "name=a", path, "persist", "enforce_statfs=3")
     name = "name=" + "n" * 300
-    shim.fails(1, "jail: jail_set: File name too long", "jail", "-c", name, path, "persist")
-    shim.fails(
+    shim.check_fails(1, "jail: jail_set: File name too long", "jail", "-c", name, path, "persist")
+    shim.check_fails(
         1,
         "jail: vnet jails cannot have IP address restrictions",
         *("jail", "-c", "name=a", path, "persist", "vnet", "ip4.addr=10.0.0.1"),
     )
     # meta exists since 15.0
-    shim.fails(1, "jail: unknown parameter: meta.id", "jail", "-c", "name=a", path, "persist", "meta.id=5")
-    shim.ok("freebsd-shim", "set", "kern.osreldate", "1500068")
-    shim.ok("jail", "-c", "name=a", path, "persist", "meta.id=5")
-    assert shim.ok("jls", "-j", "a", "meta.id") == "5\n"
+    shim.check_fails(1, "jail: unknown parameter: meta.id", "jail", "-c", "name=a", path, "persist", "meta.id=5")
+    shim.check_ok("freebsd-shim", "set", "kern.osreldate", "1500068")
+    shim.check_ok("jail", "-c", "name=a", path, "persist", "meta.id=5")
+    assert shim.check_ok("jls", "-j", "a", "meta.id") == "5\n"
 
 
 def test_unknown_options_fail(shim: Shim) -> None:
@@ -76,30 +84,30 @@ def test_unknown_options_fail(shim: Shim) -> None:
     assert shim("jail", "-c", "-r", "x").returncode == 70  # FreeBSD has it, but the shim does not: a distinct exit code
 
 
-def test_mount_devfs_wants_a_directory_without_links(shim: Shim) -> None:
+def test_mount_devfs_needs_a_directory_without_links(shim: Shim) -> None:
     (shim.root / "dev").rmdir()
     words = ["jail", "-c", "name=a", f"path={shim.root}", "persist", "mount.devfs"]
-    shim.fails(1, f"jail: mount.devfs: {shim.root}/dev: No such file or directory", *words)
+    shim.check_fails(1, f"jail: mount.devfs: {shim.root}/dev: No such file or directory", *words)
     (shim.root / "dev").symlink_to("/tmp")
-    shim.fails(1, f"jail: mount.devfs: {shim.root}/dev is a symbolic link", *words)
+    shim.check_fails(1, f"jail: mount.devfs: {shim.root}/dev is a symbolic link", *words)
 
 
-def test_a_failure_undoes_what_was_done(shim: Shim) -> None:
+def test_a_failed_creation_is_undone(shim: Shim) -> None:
     done = shim(
         *("jail", "-i", "-c", "name=a", f"path={shim.root}", "persist", "vnet=new", "mount.devfs"),
         "exec.start=/bin/sh -c 'exit 3'",
     )
     assert done.returncode == 1
     assert done.stderr == "jail: /bin/sh -c /bin/sh -c 'exit 3': failed\n"
-    assert jails(shim, "-d") == [] and shim.ok("mount", "-t", "devfs") == ""
+    assert list_jails(shim, "-d") == [] and shim.check_ok("mount", "-t", "devfs") == ""
     done = shim("jail", "-c", "name=a", f"path={shim.root}", "persist", "vnet=new", "vnet.interface=nope0")
     assert done.returncode == 1
     assert "ifconfig: interface nope0 does not exist\njail: /sbin/ifconfig nope0 vnet a: failed\n" in done.stderr
-    assert jails(shim, "-d") == []
+    assert list_jails(shim, "-d") == []
 
 
-def test_exec_start_runs_inside_and_a_background_command_stays(shim: Shim) -> None:
-    out = shim.ok(
+def test_exec_start_runs_inside_and_background_commands_stay(shim: Shim) -> None:
+    out = shim.check_ok(
         *("jail", "-i", "-c", "name=a", f"path={shim.root}", "persist", "vnet=new", "host.hostname=inner"),
         *("mount.devfs", "exec.start=/bin/hostname", "exec.start=sleep 1000 >/dev/null 2>&1 &"),
     )
@@ -110,24 +118,24 @@ def test_exec_start_runs_inside_and_a_background_command_stays(shim: Shim) -> No
         time.sleep(0.05)
     else:
         raise AssertionError("the background command does not run")
-    shim.ok("pkill", "-KILL", "-j", "1")
+    shim.check_ok("pkill", "-KILL", "-j", "1")
 
 
-def test_a_last_ampersand_is_background_without_a_shell(shim: Shim) -> None:
-    """The command inherits jail's own output: reading that to its end waits for the command, as on FreeBSD."""
+def test_a_trailing_ampersand_means_background_without_a_shell(shim: Shim) -> None:
+    """The command inherits jail's own output. Reading that to its end waits for the command, as on FreeBSD."""
     going = shim.start("jail", "-i", "-c", "name=a", f"path={shim.root}", "persist", "exec.start=sleep 1000 &")
     assert going.stdout is not None and going.stdout.readline() == "1\n"
-    assert going.wait(10) == 0
+    assert going.wait(30) == 0
     time.sleep(0.2)
-    assert shim.ok("pgrep", "-j", "a", "sleep").count("\n") == 1
-    shim.ok("pkill", "-KILL", "-j", "a")
-    assert going.communicate(timeout=10) == ("", "")
+    assert shim.check_ok("pgrep", "-j", "a", "sleep").count("\n") == 1
+    shim.check_ok("pkill", "-KILL", "-j", "a")
+    assert going.communicate(timeout=30) == ("", "")
 
 
 def test_a_jail_is_isolated(shim: Shim) -> None:
-    shim.jail()
+    shim.create_jail()
     (shim.root / "tmp/mark").write_text("here")
-    assert shim.ok("jexec", "sx1", "/bin/sh", "-c", "cat /tmp/mark; pwd; hostname") == "here/\nsx1-host\n"
+    assert shim.check_ok("jexec", "sx1", "/bin/sh", "-c", "cat /tmp/mark; pwd; hostname") == "here/\nsx1-host\n"
     script = (
         "import os, socket, sys\n"
         "assert os.getpid() < 20\n"
@@ -138,45 +146,49 @@ def test_a_jail_is_isolated(shim: Shim) -> None:
         "    try: act()\n"
         "    except OSError as error: print(error.errno)\n"
     )
-    out = shim.ok("jexec", "sx1", "/usr/bin/python3", "-c", script, str(os.getpid()))
+    out = shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", script, str(os.getpid()))
     assert out.split() == ["1", "1", "1", "3", "1"]  # EPERM, and ESRCH for a process outside
-    nodes = shim.ok("jexec", "sx1", "sh", "-c", "ls /dev; head -c 4 /dev/urandom | wc -c; echo x > /dev/null").split()
+    nodes = shim.check_ok(
+        "jexec", "sx1", "sh", "-c", "ls /dev; head -c 4 /dev/urandom | wc -c; echo x > /dev/null"
+    ).split()
     assert nodes == ["fd", "null", "ptmx", "pts", "random", "stderr", "stdin", "stdout", "urandom", "zero", "4"]
     script = "import os; one, other = os.openpty(); print(os.ttyname(other))"
-    assert shim.ok("jexec", "sx1", "/usr/bin/python3", "-c", script) == "/dev/pts/0\n"
+    assert shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", script) == "/dev/pts/0\n"
 
 
 def test_jexec_environment_user_and_errors(shim: Shim) -> None:
-    shim.jail()
+    shim.create_jail()
     run = ["/usr/bin/env", "-i", "K=V", "sh", "-c", 'cd /tmp && exec "$@"', "sh", "sh", "-c", 'echo "$PWD $K $SECRET"']
-    assert shim.ok("jexec", "sx1", *run, SECRET="s") == "/tmp V \n"
-    assert shim.ok("jexec", "sx1", "sh", "-c", "echo $SECRET", SECRET="s") == "s\n"
-    assert shim.ok("jexec", "-l", "sx1", "sh", "-c", 'echo "$SECRET$PATH $HOME $(pwd)"', SECRET="s") == (
+    assert shim.check_ok("jexec", "sx1", *run, SECRET="s") == "/tmp V \n"
+    assert shim.check_ok("jexec", "sx1", "sh", "-c", "echo $SECRET", SECRET="s") == "s\n"
+    assert shim.check_ok("jexec", "-l", "sx1", "sh", "-c", 'echo "$SECRET$PATH $HOME $(pwd)"', SECRET="s") == (
         "/bin:/usr/bin /root /root\n"
     )
-    assert shim.ok("jexec", "-U", "guest", "sx1", "sh", "-c", 'echo "$(id -u) $USER $HOME"') == "1234 guest /tmp\n"
-    shim.fails(1, "jexec: guest: no such user", "jexec", "-u", "guest", "sx1", "id")
-    shim.fails(1, 'jexec: jail "none" not found', "jexec", "none", "id")
-    shim.fails(1, "jexec: jail 77 not found", "jexec", "77", "id")
-    shim.fails(1, "jexec: execvp: /no/such: No such file or directory", "jexec", "sx1", "/no/such")
+    assert (
+        shim.check_ok("jexec", "-U", "guest", "sx1", "sh", "-c", 'echo "$(id -u) $USER $HOME"') == "1234 guest /tmp\n"
+    )
+    shim.check_fails(1, "jexec: guest: no such user", "jexec", "-u", "guest", "sx1", "id")
+    shim.check_fails(1, 'jexec: jail "none" not found', "jexec", "none", "id")
+    shim.check_fails(1, "jexec: jail 77 not found", "jexec", "77", "id")
+    shim.check_fails(1, "jexec: execvp: /no/such: No such file or directory", "jexec", "sx1", "/no/such")
     assert shim("jexec", "sx1").returncode == 0  # a shell that reads the end of its input
 
 
 def test_exit_status_and_signals_pass_through(shim: Shim) -> None:
-    shim.jail()
+    shim.create_jail()
     assert shim("jexec", "sx1", "sh", "-c", "exit 7").returncode == 7
     assert shim("jexec", "sx1", "sh", "-c", "kill -KILL $$").returncode == -signal.SIGKILL
     loop = "trap 'echo got; exit 9' TERM; echo up; while :; do sleep 0.05; done"
     going = shim.start("jexec", "sx1", "sh", "-c", loop)
     assert going.stdout is not None and going.stdout.readline() == "up\n"
     going.send_signal(signal.SIGTERM)
-    assert going.communicate(timeout=10)[0] == "got\n" and going.returncode == 9
+    assert going.communicate(timeout=30)[0] == "got\n" and going.returncode == 9
     # a killed jexec ends the command, because it is the same process on FreeBSD
     going = shim.start("jexec", "sx1", "sleep", "1000")
     while not shim("pgrep", "-j", "sx1", "sleep").stdout:
         time.sleep(0.02)
     going.kill()
-    going.communicate(timeout=10)
+    going.communicate(timeout=30)
     for _ in range(100):
         if shim("pgrep", "-j", "sx1").returncode == 1:
             return
@@ -184,106 +196,106 @@ def test_exit_status_and_signals_pass_through(shim: Shim) -> None:
     raise AssertionError("the command outlives its jexec")
 
 
-def test_pkill_kills_the_jails_processes_only(shim: Shim) -> None:
-    shim.jail()
+def test_pkill_kills_only_the_jails_processes(shim: Shim) -> None:
+    shim.create_jail()
     going = [shim.start("jexec", "sx1", "sleep", "1000") for _ in range(2)]
     while shim("pgrep", "-j", "1").stdout.count("\n") < 2:
         time.sleep(0.02)
-    shim.ok("pkill", "-KILL", "-j", "1")
-    assert [each.wait(10) for each in going] == [-signal.SIGKILL] * 2
+    shim.check_ok("pkill", "-KILL", "-j", "1")
+    assert [each.wait(30) for each in going] == [-signal.SIGKILL] * 2
     for each in going:
         each.communicate()
     assert shim("pkill", "-KILL", "-j", "1").returncode == 1  # nothing matched
     assert shim("pkill", "-KILL", "-j", "99").returncode == 1
-    shim.fails(2, "pkill: Invalid jail ID or name `none2'", "pkill", "-KILL", "-j", "none2")
-    assert [each["name"] for each in jails(shim)] == ["sx1"]
+    shim.check_fails(2, "pkill: Invalid jail ID or name `none2'", "pkill", "-KILL", "-j", "none2")
+    assert [each["name"] for each in list_jails(shim)] == ["sx1"]
 
 
-def test_remove_terminates_and_leaves_mounts(shim: Shim) -> None:
-    shim.jail()
+def test_remove_terminates_processes_and_leaves_mounts(shim: Shim) -> None:
+    shim.create_jail()
     going = shim.start("jexec", "sx1", "sh", "-c", "trap 'exit 5' TERM; echo up; while :; do sleep 0.05; done")
     assert going.stdout is not None and going.stdout.readline() == "up\n"
-    assert shim.ok("jail", "-r", "sx1") == ""
-    going.communicate(timeout=10)
+    assert shim.check_ok("jail", "-r", "sx1") == ""
+    going.communicate(timeout=30)
     assert going.returncode == 5
-    assert jails(shim, "-d") == []
-    assert f"devfs on {shim.root}/dev (devfs)\n" == shim.ok("mount", "-t", "devfs")
-    assert shim.ok("mount", "-t", "nullfs") != ""
-    shim.ok("umount", f"{shim.root}/dev")
-    shim.fails(1, 'jail: "sx1" not found', "jail", "-r", "sx1")
-    shim.fails(1, 'jail: "5" not found', "jail", "-R", "5")
+    assert list_jails(shim, "-d") == []
+    assert f"devfs on {shim.root}/dev (devfs)\n" == shim.check_ok("mount", "-t", "devfs")
+    assert shim.check_ok("mount", "-t", "nullfs") != ""
+    shim.check_ok("umount", f"{shim.root}/dev")
+    shim.check_fails(1, 'jail: "sx1" not found', "jail", "-r", "sx1")
+    shim.check_fails(1, 'jail: "5" not found', "jail", "-R", "5")
 
 
 def test_a_path_with_a_jail_in_it_is_busy(shim: Shim) -> None:
-    shim.ok("mount", "-t", "nullfs", str(shim.root), str(shim.root / "vol"))
-    shim.ok("jail", "-c", "name=a", f"path={shim.root}/vol", "persist")
-    shim.fails(1, f"umount: unmount of {shim.root}/vol failed: Device busy", "umount", f"{shim.root}/vol")
-    shim.ok("jail", "-R", "a")
-    shim.ok("umount", f"{shim.root}/vol")
+    shim.check_ok("mount", "-t", "nullfs", str(shim.root), str(shim.root / "vol"))
+    shim.check_ok("jail", "-c", "name=a", f"path={shim.root}/vol", "persist")
+    shim.check_fails(1, f"umount: unmount of {shim.root}/vol failed: Device busy", "umount", f"{shim.root}/vol")
+    shim.check_ok("jail", "-R", "a")
+    shim.check_ok("umount", f"{shim.root}/vol")
 
 
-def test_mounts_come_and_go_in_a_running_jail(shim: Shim, tmp_path: Path) -> None:
-    shim.jail()
+def test_mounts_appear_and_disappear_in_a_running_jail(shim: Shim, tmp_path: Path) -> None:
+    shim.create_jail()
     (tmp_path / "volume").mkdir()
     (tmp_path / "volume/file").write_text("data")
-    shim.ok("mount", "-t", "nullfs", "-o", "ro,nosuid,nocover", str(tmp_path / "volume"), f"{shim.root}/vol")
-    assert shim.ok("jexec", "sx1", "cat", "/vol/file") == "data"
+    shim.check_ok("mount", "-t", "nullfs", "-o", "ro,nosuid,nocover", str(tmp_path / "volume"), f"{shim.root}/vol")
+    assert shim.check_ok("jexec", "sx1", "cat", "/vol/file") == "data"
     assert "Read-only file system" in shim("jexec", "sx1", "sh", "-c", "echo > /vol/file").stderr
     busy = shim.start("jexec", "sx1", "sh", "-c", "cd /vol; echo in; sleep 1000")
     assert busy.stdout is not None and busy.stdout.readline() == "in\n"
-    shim.fails(1, f"umount: unmount of {shim.root}/vol failed: Device busy", "umount", f"{shim.root}/vol")
-    shim.ok("pkill", "-KILL", "-j", "sx1")
+    shim.check_fails(1, f"umount: unmount of {shim.root}/vol failed: Device busy", "umount", f"{shim.root}/vol")
+    shim.check_ok("pkill", "-KILL", "-j", "sx1")
     busy.communicate()
-    shim.ok("umount", f"{shim.root}/vol")
-    assert shim.ok("jexec", "sx1", "ls", "/vol") == ""
+    shim.check_ok("umount", f"{shim.root}/vol")
+    assert shim.check_ok("jexec", "sx1", "ls", "/vol") == ""
 
 
-def test_update(shim: Shim) -> None:
-    shim.jail()
-    shim.ok("jail", "-m", "name=sx1", "host.hostname=other", "children.max=3")
-    assert shim.ok("jls", "-j", "sx1", "host.hostname", "children.max") == "other 3\n"
-    assert shim.ok("jexec", "sx1", "hostname") == "other\n"
-    shim.fails(1, "jail: vnet cannot be changed after creation", "jail", "-m", "name=sx1", "vnet=inherit")
-    shim.fails(1, 'jail: "none" not found', "jail", "-m", "name=none", "host.hostname=x")
+def test_jail_parameters_can_be_updated(shim: Shim) -> None:
+    shim.create_jail()
+    shim.check_ok("jail", "-m", "name=sx1", "host.hostname=other", "children.max=3")
+    assert shim.check_ok("jls", "-j", "sx1", "host.hostname", "children.max") == "other 3\n"
+    assert shim.check_ok("jexec", "sx1", "hostname") == "other\n"
+    shim.check_fails(1, "jail: vnet cannot be changed after creation", "jail", "-m", "name=sx1", "vnet=inherit")
+    shim.check_fails(1, 'jail: "none" not found', "jail", "-m", "name=none", "host.hostname=x")
 
 
-def test_a_jail_that_does_not_persist_ends_with_its_last_process_by_way_of_dying(shim: Shim) -> None:
-    shim.ok("freebsd-shim", "set", "dying", "forever")
+def test_a_nonpersistent_jail_is_dying_after_its_last_process(shim: Shim) -> None:
+    shim.check_ok("freebsd-shim", "set", "dying", "forever")
     start = "sleep 30 </dev/null >/dev/null 2>&1 &"
-    shim.ok("jail", "-c", "name=sx1", f"path={shim.root}", "mount.devfs", f"exec.start=({start})")
-    assert jails(shim, "-d")[0]["dying"] == "false"
-    shim.ok("pkill", "-KILL", "-j", "sx1")
-    while jails(shim):
+    shim.check_ok("jail", "-c", "name=sx1", f"path={shim.root}", "mount.devfs", f"exec.start=({start})")
+    assert list_jails(shim, "-d")[0]["dying"] == "false"
+    shim.check_ok("pkill", "-KILL", "-j", "sx1")
+    while list_jails(shim):
         pass
-    assert jails(shim, "-d")[0]["dying"] == "true"
-    shim.ok("freebsd-shim", "set", "dying", "0")
-    assert jails(shim, "-d") == []
+    assert list_jails(shim, "-d")[0]["dying"] == "true"
+    shim.check_ok("freebsd-shim", "set", "dying", "0")
+    assert list_jails(shim, "-d") == []
 
 
-def test_dying(shim: Shim) -> None:
-    shim.jail()
-    shim.ok("freebsd-shim", "set", "dying", "forever")
-    shim.ok("jail", "-R", "sx1")
-    assert jails(shim) == [] and jails(shim, "-d")[0]["dying"] == "true"
-    shim.fails(1, 'jexec: jail "sx1" is dying', "jexec", "sx1", "id")
-    shim.fails(1, "jls: jail 1 is dying", "jls", "-j", "1", "jid")
-    shim.ok("jail", "-R", "sx1")  # again: no complaint
-    shim.ok("umount", f"{shim.root}/dev")
-    assert shim.jail() == "2"  # the jail's name is free again
-    shim.ok("freebsd-shim", "set", "dying", "0")
-    assert [each["jid"] for each in jails(shim, "-d")] == ["2"]
-    shim.ok("freebsd-shim", "set", "dying", "0.3")
-    shim.ok("jail", "-R", "sx1")
-    assert len(jails(shim, "-d")) == 1
+def test_dying_jails(shim: Shim) -> None:
+    shim.create_jail()
+    shim.check_ok("freebsd-shim", "set", "dying", "forever")
+    shim.check_ok("jail", "-R", "sx1")
+    assert list_jails(shim) == [] and list_jails(shim, "-d")[0]["dying"] == "true"
+    shim.check_fails(1, 'jexec: jail "sx1" is dying', "jexec", "sx1", "id")
+    shim.check_fails(1, "jls: jail 1 is dying", "jls", "-j", "1", "jid")
+    shim.check_ok("jail", "-R", "sx1")  # again: no complaint
+    shim.check_ok("umount", f"{shim.root}/dev")
+    assert shim.create_jail() == "2"  # the jail's name is free again
+    shim.check_ok("freebsd-shim", "set", "dying", "0")
+    assert [each["jid"] for each in list_jails(shim, "-d")] == ["2"]
+    shim.check_ok("freebsd-shim", "set", "dying", "0.3")
+    shim.check_ok("jail", "-R", "sx1")
+    assert len(list_jails(shim, "-d")) == 1
     time.sleep(0.4)
-    assert jails(shim, "-d") == []
+    assert list_jails(shim, "-d") == []
 
 
-def test_a_jail_that_does_not_persist_goes_with_its_last_process(shim: Shim) -> None:
-    shim.ok("jail", "-c", "name=a", f"path={shim.root}", "exec.start=/bin/true")
-    assert jails(shim) == []
-    shim.ok("jail", "-c", "name=a", f"path={shim.root}", "mount.devfs", "exec.start=sleep 1000 >/dev/null 2>&1 &")
-    assert [each["name"] for each in jails(shim)] == ["a"]
-    shim.ok("pkill", "-KILL", "-j", "a")
+def test_a_nonpersistent_jail_is_removed_with_its_last_process(shim: Shim) -> None:
+    shim.check_ok("jail", "-c", "name=a", f"path={shim.root}", "exec.start=/bin/true")
+    assert list_jails(shim) == []
+    shim.check_ok("jail", "-c", "name=a", f"path={shim.root}", "mount.devfs", "exec.start=sleep 1000 >/dev/null 2>&1 &")
+    assert [each["name"] for each in list_jails(shim)] == ["a"]
+    shim.check_ok("pkill", "-KILL", "-j", "a")
     time.sleep(0.1)
-    assert jails(shim) == []
+    assert list_jails(shim) == []

@@ -15,171 +15,177 @@ SERVER = (
 CLIENT = "import socket, sys; print(socket.create_connection((sys.argv[1], 7000), 2).recv(99).decode())"
 
 
-def connect(shim: Shim, name: str, number: int) -> None:
+def connect_jail(shim: Shim, name: str, number: int) -> None:
     """Connect jail ``name`` to bridge sxbr0 as 10.213.0.<number>, as on the contract page."""
-    if "sxbr0" not in shim.ok("ifconfig", "-l").split():
-        assert shim.ok("ifconfig", "bridge", "create", "name", "sxbr0") == "sxbr0\n"
-        shim.ok("ifconfig", "sxbr0", "ether", "58:9c:fc:00:00:01")
-        shim.ok("ifconfig", "sxbr0", "inet", "10.213.0.1/24", "up")
-    first = shim.ok("ifconfig", "epair", "create").strip()
+    if "sxbr0" not in shim.check_ok("ifconfig", "-l").split():
+        assert shim.check_ok("ifconfig", "bridge", "create", "name", "sxbr0") == "sxbr0\n"
+        shim.check_ok("ifconfig", "sxbr0", "ether", "58:9c:fc:00:00:01")
+        shim.check_ok("ifconfig", "sxbr0", "inet", "10.213.0.1/24", "up")
+    first = shim.check_ok("ifconfig", "epair", "create").strip()
     assert re.fullmatch(r"epair\d+a", first)
-    assert shim.ok("ifconfig", first, "name", f"{name}a") == f"{name}a\n"
-    shim.ok("ifconfig", first[:-1] + "b", "name", f"{name}b")
-    shim.ok("ifconfig", f"{name}b", "ether", f"02:00:00:00:00:{number:02x}")
-    shim.ok("ifconfig", "sxbr0", "addm", f"{name}a")
-    shim.ok("ifconfig", f"{name}a", "up")
-    shim.ok("ifconfig", f"{name}b", "vnet", name)
-    shim.ok("ifconfig", "-j", name, "lo0", "inet", "127.0.0.1/8", "up")
-    shim.ok("ifconfig", "-j", name, f"{name}b", "inet", f"10.213.0.{number}/24")
-    assert shim.ok("route", "-j", name, "add", "default", "10.213.0.1") == "add net default: gateway 10.213.0.1\n"
+    assert shim.check_ok("ifconfig", first, "name", f"{name}a") == f"{name}a\n"
+    shim.check_ok("ifconfig", first[:-1] + "b", "name", f"{name}b")
+    shim.check_ok("ifconfig", f"{name}b", "ether", f"02:00:00:00:00:{number:02x}")
+    shim.check_ok("ifconfig", "sxbr0", "addm", f"{name}a")
+    shim.check_ok("ifconfig", f"{name}a", "up")
+    shim.check_ok("ifconfig", f"{name}b", "vnet", name)
+    shim.check_ok("ifconfig", "-j", name, "lo0", "inet", "127.0.0.1/8", "up")
+    shim.check_ok("ifconfig", "-j", name, f"{name}b", "inet", f"10.213.0.{number}/24")
+    assert shim.check_ok("route", "-j", name, "add", "default", "10.213.0.1") == "add net default: gateway 10.213.0.1\n"
 
 
 def test_packets_flow_between_host_and_jail(shim: Shim) -> None:
-    shim.jail()
-    connect(shim, "sx1", 5)
+    shim.create_jail()
+    connect_jail(shim, "sx1", 5)
     server = shim.start("jexec", "sx1", "/usr/bin/python3", "-c", SERVER)
     assert server.stdout is not None and server.stdout.readline() == "up\n"
-    assert shim.ok("/usr/bin/python3", "-c", CLIENT, "10.213.0.5") == "10.213.0.1\n"
-    assert shim.ok("jexec", "sx1", "/usr/bin/python3", "-c", CLIENT, "127.0.0.1") == "127.0.0.1\n"
-    shim.ok("pkill", "-KILL", "-j", "sx1")
+    assert shim.check_ok("/usr/bin/python3", "-c", CLIENT, "10.213.0.5") == "10.213.0.1\n"
+    assert shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", CLIENT, "127.0.0.1") == "127.0.0.1\n"
+    shim.check_ok("pkill", "-KILL", "-j", "sx1")
     server.communicate()
 
 
-def test_listing(shim: Shim) -> None:
-    shim.jail()
-    connect(shim, "sx1", 5)
-    inner = shim.ok("ifconfig", "-j", "sx1", "sx1b").splitlines()
+def test_ifconfig_output(shim: Shim) -> None:
+    shim.create_jail()
+    connect_jail(shim, "sx1", 5)
+    inner = shim.check_ok("ifconfig", "-j", "sx1", "sx1b").splitlines()
     assert inner[0] == ("sx1b: flags=1008843<UP,BROADCAST,RUNNING,SIMPLEX,MULTICAST,LOWER_UP> metric 0 mtu 1500")
     assert "\tether 02:00:00:00:00:05" in inner
     assert "\tinet 10.213.0.5 netmask 0xffffff00 broadcast 10.213.0.255" in inner
     assert "\tgroups: epair" in inner
-    outer = shim.ok("ifconfig", "sxbr0")
+    outer = shim.check_ok("ifconfig", "sxbr0")
     assert "\tether 58:9c:fc:00:00:01\n" in outer
     assert "\tmember: sx1a flags=143<LEARNING,DISCOVER,AUTOEDGE,AUTOPTP>\n" in outer
-    assert shim.ok("ifconfig", "-g", "epair") == "sx1a\n"
-    assert set(shim.ok("ifconfig", "-l").split()) == {"lo0", "sxbr0", "sx1a"}
-    assert shim.ok("ifconfig", "-j", "sx1", "-l", "-u", "inet").split() == ["lo0", "sx1b"]
-    shim.ok("ifconfig", "sx1a", "description", "sandbox one")
-    assert "\tdescription: sandbox one\n" in shim.ok("ifconfig", "sx1a")
-    shim.ok("ifconfig", "sxbr0", "private", "sx1a")
-    assert "AUTOPTP,PRIVATE>" in shim.ok("ifconfig", "sxbr0")
+    assert shim.check_ok("ifconfig", "-g", "epair") == "sx1a\n"
+    assert set(shim.check_ok("ifconfig", "-l").split()) == {"lo0", "sxbr0", "sx1a"}
+    assert shim.check_ok("ifconfig", "-j", "sx1", "-l", "-u", "inet").split() == ["lo0", "sx1b"]
+    shim.check_ok("ifconfig", "sx1a", "description", "sandbox one")
+    assert "\tdescription: sandbox one\n" in shim.check_ok("ifconfig", "sx1a")
+    shim.check_ok("ifconfig", "sxbr0", "private", "sx1a")
+    assert "AUTOPTP,PRIVATE>" in shim.check_ok("ifconfig", "sxbr0")
 
 
-def test_teardown_in_the_contracts_order(shim: Shim) -> None:
-    before = shim.ok("ifconfig", "-l")
-    shim.jail()
-    connect(shim, "sx1", 5)
-    shim.ok("ifconfig", "sx1b", "-vnet", "sx1")
-    assert "sx1b" in shim.ok("ifconfig", "-l").split()
-    shim.ok("jail", "-R", "sx1")
-    shim.ok("ifconfig", "sx1a", "destroy")
-    assert "sx1b" not in shim.ok("ifconfig", "-l").split()  # both ends are removed
-    shim.ok("umount", f"{shim.root}/dev")
-    shim.ok("ifconfig", "sxbr0", "destroy")
-    assert shim.ok("ifconfig", "-l") == before
+def test_teardown_in_the_documented_order(shim: Shim) -> None:
+    before = shim.check_ok("ifconfig", "-l")
+    shim.create_jail()
+    connect_jail(shim, "sx1", 5)
+    shim.check_ok("ifconfig", "sx1b", "-vnet", "sx1")
+    assert "sx1b" in shim.check_ok("ifconfig", "-l").split()
+    shim.check_ok("jail", "-R", "sx1")
+    shim.check_ok("ifconfig", "sx1a", "destroy")
+    assert "sx1b" not in shim.check_ok("ifconfig", "-l").split()  # both ends are removed
+    shim.check_ok("umount", f"{shim.root}/dev")
+    shim.check_ok("ifconfig", "sxbr0", "destroy")
+    assert shim.check_ok("ifconfig", "-l") == before
 
 
-def test_interfaces_go_home_when_the_jail_goes(shim: Shim) -> None:
-    shim.jail()
-    connect(shim, "sx1", 5)
-    shim.ok("jail", "-R", "sx1")
-    listed = shim.ok("ifconfig", "sx1b")
+def test_interfaces_return_to_the_host_when_the_jail_ends(shim: Shim) -> None:
+    shim.create_jail()
+    connect_jail(shim, "sx1", 5)
+    shim.check_ok("jail", "-R", "sx1")
+    listed = shim.check_ok("ifconfig", "sx1b")
     assert "ether 02:00:00:00:00:05" in listed and "inet " not in listed
-    shim.ok("ifconfig", "sx1b", "destroy")
-    shim.fails(1, "ifconfig: interface sx1a does not exist", "ifconfig", "sx1a")
+    shim.check_ok("ifconfig", "sx1b", "destroy")
+    shim.check_fails(1, "ifconfig: interface sx1a does not exist", "ifconfig", "sx1a")
 
 
 def test_a_dying_jail_keeps_its_interfaces(shim: Shim) -> None:
-    shim.jail()
-    connect(shim, "sx1", 5)
-    shim.ok("freebsd-shim", "set", "dying", "forever")
-    shim.ok("jail", "-R", "sx1")
-    shim.fails(1, "ifconfig: interface sx1b does not exist", "ifconfig", "sx1b")
-    shim.fails(1, 'ifconfig: jail "sx1" is dying', "ifconfig", "sx1b", "-vnet", "sx1")
-    shim.ok("ifconfig", "sx1a", "destroy")
+    shim.create_jail()
+    connect_jail(shim, "sx1", 5)
+    shim.check_ok("freebsd-shim", "set", "dying", "forever")
+    shim.check_ok("jail", "-R", "sx1")
+    shim.check_fails(1, "ifconfig: interface sx1b does not exist", "ifconfig", "sx1b")
+    shim.check_fails(1, 'ifconfig: jail "sx1" is dying', "ifconfig", "sx1b", "-vnet", "sx1")
+    shim.check_ok("ifconfig", "sx1a", "destroy")
 
 
 def test_units_and_names(shim: Shim) -> None:
-    assert shim.ok("ifconfig", "epair", "create") == "epair0a\n"
-    shim.ok("ifconfig", "epair0a", "name", "one")
-    shim.ok("ifconfig", "epair0b", "name", "two")
-    assert shim.ok("ifconfig", "epair", "create") == "epair1a\n"  # the unit stays in use
-    shim.fails(1, "ifconfig: interface epair1a already exists", "ifconfig", "epair1a", "create")
-    assert shim.ok("ifconfig", "bridge7", "create") == ""
+    assert shim.check_ok("ifconfig", "epair", "create") == "epair0a\n"
+    shim.check_ok("ifconfig", "epair0a", "name", "one")
+    shim.check_ok("ifconfig", "epair0b", "name", "two")
+    assert shim.check_ok("ifconfig", "epair", "create") == "epair1a\n"  # the unit stays in use
+    shim.check_fails(1, "ifconfig: interface epair1a already exists", "ifconfig", "epair1a", "create")
+    assert shim.check_ok("ifconfig", "bridge7", "create") == ""
     failed = "ifconfig: ioctl SIOCSIFNAME (set name): "
-    shim.fails(1, failed + "File name too long", "ifconfig", "one", "name", "sixteencharacter")
-    shim.ok("ifconfig", "one", "name", "fifteencharacte")
-    shim.fails(1, failed + "File exists", "ifconfig", "two", "name", "fifteencharacte")
-    shim.fails(1, "ifconfig: SIOCIFCREATE2 (foo0): Invalid argument", "ifconfig", "foo0", "create")
-    shim.fails(1, "ifconfig: averyverylongname: cloning name too long", "ifconfig", "averyverylongname", "create")
+    shim.check_fails(1, failed + "File name too long", "ifconfig", "one", "name", "sixteencharacter")
+    shim.check_ok("ifconfig", "one", "name", "fifteencharacte")
+    shim.check_fails(1, failed + "File exists", "ifconfig", "two", "name", "fifteencharacte")
+    shim.check_fails(1, "ifconfig: SIOCIFCREATE2 (foo0): Invalid argument", "ifconfig", "foo0", "create")
+    shim.check_fails(1, "ifconfig: averyverylongname: cloning name too long", "ifconfig", "averyverylongname", "create")
 
 
-def test_errors(shim: Shim) -> None:
-    shim.jail()
-    shim.ok("ifconfig", "epair", "create")
-    shim.ok("ifconfig", "bridge", "create")
-    shim.ok("ifconfig", "bridge", "create")
-    shim.fails(1, "ifconfig: interface none0 does not exist", "ifconfig", "none0", "up")
-    shim.fails(1, "ifconfig: BRDGADD none0: No such file or directory", "ifconfig", "bridge0", "addm", "none0")
-    shim.ok("ifconfig", "bridge0", "addm", "epair0a")
-    shim.fails(1, "ifconfig: BRDGADD epair0a: File exists", "ifconfig", "bridge0", "addm", "epair0a")
-    shim.fails(1, "ifconfig: BRDGADD epair0a: Device busy", "ifconfig", "bridge1", "addm", "epair0a")
-    shim.fails(1, "ifconfig: BRDGDEL epair0b: No such file or directory", "ifconfig", "bridge0", "deletem", "epair0b")
-    shim.ok("ifconfig", "bridge0", "deletem", "epair0a")
-    shim.fails(1, 'ifconfig: jail "none" not found', "ifconfig", "epair0b", "vnet", "none")
-    shim.fails(1, "ifconfig: SIOCSIFRVNET(1, epair0b): Device not configured", "ifconfig", "epair0b", "-vnet", "sx1")
-    shim.fails(1, "ifconfig: jail not found: No such file or directory", "ifconfig", "-j", "none", "-l")
-    shim.fails(1, "ifconfig: foo: bad value", "ifconfig", "epair0a", "foo")
-    shim.fails(1, "ifconfig: malformed link-level address", "ifconfig", "epair0a", "ether", "02:00")
-    shim.fails(1, "ifconfig: 'vnet' requires argument", "ifconfig", "epair0a", "vnet")
-    shim.fails(1, "ifconfig: SIOCIFDESTROY: Invalid argument", "ifconfig", "lo0", "destroy")
+def test_ifconfig_and_route_errors(shim: Shim) -> None:
+    shim.create_jail()
+    shim.check_ok("ifconfig", "epair", "create")
+    shim.check_ok("ifconfig", "bridge", "create")
+    shim.check_ok("ifconfig", "bridge", "create")
+    shim.check_fails(1, "ifconfig: interface none0 does not exist", "ifconfig", "none0", "up")
+    shim.check_fails(1, "ifconfig: BRDGADD none0: No such file or directory", "ifconfig", "bridge0", "addm", "none0")
+    shim.check_ok("ifconfig", "bridge0", "addm", "epair0a")
+    shim.check_fails(1, "ifconfig: BRDGADD epair0a: File exists", "ifconfig", "bridge0", "addm", "epair0a")
+    shim.check_fails(1, "ifconfig: BRDGADD epair0a: Device busy", "ifconfig", "bridge1", "addm", "epair0a")
+    shim.check_fails(
+        1, "ifconfig: BRDGDEL epair0b: No such file or directory", "ifconfig", "bridge0", "deletem", "epair0b"
+    )
+    shim.check_ok("ifconfig", "bridge0", "deletem", "epair0a")
+    shim.check_fails(1, 'ifconfig: jail "none" not found', "ifconfig", "epair0b", "vnet", "none")
+    shim.check_fails(
+        1, "ifconfig: SIOCSIFRVNET(1, epair0b): Device not configured", "ifconfig", "epair0b", "-vnet", "sx1"
+    )
+    shim.check_fails(1, "ifconfig: jail not found: No such file or directory", "ifconfig", "-j", "none", "-l")
+    shim.check_fails(1, "ifconfig: foo: bad value", "ifconfig", "epair0a", "foo")
+    shim.check_fails(1, "ifconfig: malformed link-level address", "ifconfig", "epair0a", "ether", "02:00")
+    shim.check_fails(1, "ifconfig: 'vnet' requires argument", "ifconfig", "epair0a", "vnet")
+    shim.check_fails(1, "ifconfig: SIOCIFDESTROY: Invalid argument", "ifconfig", "lo0", "destroy")
     missing = "ifconfig: ioctl (SIOCDIFADDR): Can't assign requested address"
-    shim.fails(1, missing, "ifconfig", "epair0a", "inet", "10.9.9.9/24", "-alias")
-    shim.ok("jail", "-c", "name=plain", f"path={shim.root}", "persist")
-    shim.fails(1, "ifconfig: SIOCSIFVNET: File exists", "ifconfig", "epair0b", "vnet", "plain")
+    shim.check_fails(1, missing, "ifconfig", "epair0a", "inet", "10.9.9.9/24", "-alias")
+    shim.check_ok("jail", "-c", "name=plain", f"path={shim.root}", "persist")
+    shim.check_fails(1, "ifconfig: SIOCSIFVNET: File exists", "ifconfig", "epair0b", "vnet", "plain")
 
 
-def test_addresses(shim: Shim) -> None:
-    shim.ok("ifconfig", "epair", "create")
-    shim.ok("ifconfig", "epair0a", "inet", "10.1.0.1/24")
-    assert "flags=1008843<UP," in shim.ok("ifconfig", "epair0a") or "flags=8843<UP," in shim.ok("ifconfig", "epair0a")
-    shim.ok("ifconfig", "epair0a", "inet", "10.2.0.1/24", "alias")
-    shim.ok("ifconfig", "epair0a", "inet", "10.3.0.1/24")  # without alias: replaces the first address
-    listed = shim.ok("ifconfig", "epair0a", "inet")
+def test_interface_addresses(shim: Shim) -> None:
+    shim.check_ok("ifconfig", "epair", "create")
+    shim.check_ok("ifconfig", "epair0a", "inet", "10.1.0.1/24")
+    assert "flags=1008843<UP," in shim.check_ok("ifconfig", "epair0a") or "flags=8843<UP," in shim.check_ok(
+        "ifconfig", "epair0a"
+    )
+    shim.check_ok("ifconfig", "epair0a", "inet", "10.2.0.1/24", "alias")
+    shim.check_ok("ifconfig", "epair0a", "inet", "10.3.0.1/24")  # Without alias, this replaces the first address.
+    listed = shim.check_ok("ifconfig", "epair0a", "inet")
     assert "10.1.0.1" not in listed and "10.2.0.1" in listed and "10.3.0.1" in listed
-    shim.ok("ifconfig", "epair0a", "inet", "10.2.0.1", "-alias")
-    assert "10.2.0.1" not in shim.ok("ifconfig", "epair0a")
+    shim.check_ok("ifconfig", "epair0a", "inet", "10.2.0.1", "-alias")
+    assert "10.2.0.1" not in shim.check_ok("ifconfig", "epair0a")
 
 
-def test_route(shim: Shim) -> None:
-    shim.jail()
-    connect(shim, "sx1", 5)
-    got = shim.ok("route", "-n", "-j", "sx1", "get", "default")
+def test_routes(shim: Shim) -> None:
+    shim.create_jail()
+    connect_jail(shim, "sx1", 5)
+    got = shim.check_ok("route", "-n", "-j", "sx1", "get", "default")
     assert "    gateway: 10.213.0.1\n" in got and "  interface: sx1b\n" in got
     done = shim("route", "-j", "sx1", "add", "default", "10.213.0.1")
     assert (done.returncode, done.stdout) == (1, "add net default: gateway 10.213.0.1 fib 0: route already in table\n")
-    assert shim.ok("route", "-j", "sx1", "delete", "default") == "delete net default\n"
+    assert shim.check_ok("route", "-j", "sx1", "delete", "default") == "delete net default\n"
     done = shim("route", "-j", "sx1", "delete", "default")
     assert (done.returncode, done.stdout) == (1, "delete net default fib 0: not in table\n")
     done = shim("route", "-j", "sx1", "add", "default", "172.16.0.1")
     assert done.returncode == 1 and done.stdout.endswith("fib 0: Network is unreachable\n")
-    shim.fails(1, "route: route has not been found", "route", "-j", "sx1", "get", "default")
-    shim.fails(68, "route: bad address: nowhere!", "route", "add", "default", "nowhere!")
-    shim.fails(1, "route: Jail not found", "route", "-j", "none", "add", "default", "10.0.0.1")
+    shim.check_fails(1, "route: route has not been found", "route", "-j", "sx1", "get", "default")
+    shim.check_fails(68, "route: bad address: nowhere!", "route", "add", "default", "nowhere!")
+    shim.check_fails(1, "route: Jail not found", "route", "-j", "none", "add", "default", "10.0.0.1")
     assert shim("route", "frobnicate").returncode == 64
 
 
-def test_private_members_do_not_reach_each_other(shim: Shim) -> None:
+def test_private_bridge_members_cannot_reach_each_other(shim: Shim) -> None:
     for number, name in enumerate(("sx1", "sx2"), start=5):
-        shim.ok("jail", "-c", f"name={name}", f"path={shim.root}", "persist", "vnet=new")
-        connect(shim, name, number)
+        shim.check_ok("jail", "-c", f"name={name}", f"path={shim.root}", "persist", "vnet=new")
+        connect_jail(shim, name, number)
     server = shim.start("jexec", "sx2", "/usr/bin/python3", "-c", SERVER)
     assert server.stdout is not None and server.stdout.readline() == "up\n"
-    assert shim.ok("jexec", "sx1", "/usr/bin/python3", "-c", CLIENT, "10.213.0.6") == "10.213.0.5\n"
-    shim.ok("ifconfig", "sxbr0", "private", "sx1a", "private", "sx2a")
+    assert shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", CLIENT, "10.213.0.6") == "10.213.0.5\n"
+    shim.check_ok("ifconfig", "sxbr0", "private", "sx1a", "private", "sx2a")
     assert shim("jexec", "sx1", "/usr/bin/python3", "-c", CLIENT, "10.213.0.6").returncode == 1
-    assert shim.ok("/usr/bin/python3", "-c", CLIENT, "10.213.0.6") == "10.213.0.1\n"
-    shim.ok("pkill", "-KILL", "-j", "sx2")
+    assert shim.check_ok("/usr/bin/python3", "-c", CLIENT, "10.213.0.6") == "10.213.0.1\n"
+    shim.check_ok("pkill", "-KILL", "-j", "sx2")
     server.communicate()
 
 
@@ -192,36 +198,36 @@ anchor "sbx/*"
 
 
 def test_pf_filters_and_translates_real_packets(shim: Shim) -> None:
-    shim.jail()
-    connect(shim, "sx1", 5)
-    shim.ok("pfctl", "-f", "-", input=MAIN)
+    shim.create_jail()
+    connect_jail(shim, "sx1", 5)
+    shim.check_ok("pfctl", "-f", "-", input=MAIN)
     # a second network beyond the host: the other jail is "outside"
-    shim.ok("jail", "-c", "name=out", f"path={shim.root}", "persist", "vnet=new")
-    shim.ok("ifconfig", "epair", "create", "name", "outa")
-    shim.ok("ifconfig", "epair1b", "name", "outb")
-    shim.ok("ifconfig", "outb", "vnet", "out")
-    shim.ok("ifconfig", "outa", "inet", "10.214.0.1/24")
-    shim.ok("ifconfig", "-j", "out", "outb", "inet", "10.214.0.9/24")
-    shim.ok("sysctl", "net.inet.ip.forwarding=1")
+    shim.check_ok("jail", "-c", "name=out", f"path={shim.root}", "persist", "vnet=new")
+    shim.check_ok("ifconfig", "epair", "create", "name", "outa")
+    shim.check_ok("ifconfig", "epair1b", "name", "outb")
+    shim.check_ok("ifconfig", "outb", "vnet", "out")
+    shim.check_ok("ifconfig", "outa", "inet", "10.214.0.1/24")
+    shim.check_ok("ifconfig", "-j", "out", "outb", "inet", "10.214.0.9/24")
+    shim.check_ok("sysctl", "net.inet.ip.forwarding=1")
     servers = [shim.start("jexec", name, "/usr/bin/python3", "-c", SERVER) for name in ("out", "sx1")]
     for server in servers:
         assert server.stdout is not None and server.stdout.readline() == "up\n"
     client = ["/usr/bin/python3", "-c", CLIENT]
     assert shim("jexec", "sx1", *client, "10.214.0.9").returncode == 1  # no way back: out has no route
     nat = "nat on outa inet from 10.213.0.5 to any -> (outa)\n"
-    shim.ok("pfctl", "-a", "sbx/1", "-f", "-", input=nat)
-    assert shim.ok("jexec", "sx1", *client, "10.214.0.9") == "10.214.0.1\n"
-    shim.ok("pfctl", "-a", "sbx/1", "-f", "-", input=nat + "block drop quick from 10.213.0.5 to 10.214.0.0/16\n")
+    shim.check_ok("pfctl", "-a", "sbx/1", "-f", "-", input=nat)
+    assert shim.check_ok("jexec", "sx1", *client, "10.214.0.9") == "10.214.0.1\n"
+    shim.check_ok("pfctl", "-a", "sbx/1", "-f", "-", input=nat + "block drop quick from 10.213.0.5 to 10.214.0.0/16\n")
     assert shim("jexec", "sx1", *client, "10.214.0.9").returncode == 1
-    assert shim.ok("jexec", "sx1", *client, "127.0.0.1") == "127.0.0.1\n"
+    assert shim.check_ok("jexec", "sx1", *client, "127.0.0.1") == "127.0.0.1\n"
     rdr = "rdr pass on outa inet proto tcp from any to 10.214.0.1 port 7000 -> 10.213.0.5 port 7000\n"
-    shim.ok("pfctl", "-a", "sbx/1", "-f", "-", input=nat + rdr)
-    assert shim.ok("jexec", "out", *client, "10.214.0.1") == "10.214.0.9\n"
+    shim.check_ok("pfctl", "-a", "sbx/1", "-f", "-", input=nat + rdr)
+    assert shim.check_ok("jexec", "out", *client, "10.214.0.1") == "10.214.0.9\n"
     # without a call in the main ruleset, rules of an anchor have no effect
-    shim.ok("pfctl", "-a", "other/1", "-f", "-", input="block drop quick all\n")
-    assert shim.ok("jexec", "sx1", *client, "10.214.0.9") == "10.214.0.1\n"
+    shim.check_ok("pfctl", "-a", "other/1", "-f", "-", input="block drop quick all\n")
+    assert shim.check_ok("jexec", "sx1", *client, "10.214.0.9") == "10.214.0.1\n"
     assert shim("pfctl", "-a", "sbx/1", "-F", "all").stderr == "rules cleared\nnat cleared\n0 tables deleted.\n"
     assert shim("jexec", "sx1", *client, "10.214.0.9").returncode == 1
-    shim.ok("pkill", "-KILL", "-j", "sx1,out")
+    shim.check_ok("pkill", "-KILL", "-j", "sx1,out")
     for server in servers:
         server.communicate()

@@ -9,7 +9,7 @@ from tests.freebsd_shim.harness import Shim
 NOT_LOADED = "pfctl: Syntax error in config file: pf rules not loaded"
 
 
-def test_rules_are_shown_as_pfctl_shows_them(shim: Shim) -> None:
+def test_pfctl_prints_rules_like_freebsd(shim: Shim) -> None:
     rules = """\
 # a sandbox
 nat on em0 inet from 10.0.0.5 to any -> (em0)
@@ -20,12 +20,12 @@ pass in quick on ! em0 inet proto tcp from any to 10.0.0.5 port 8000:8010
 pass out no state
 pass
 """
-    shim.ok("pfctl", "-a", "sbx/1", "-f", "-", input=rules)
-    assert shim.ok("pfctl", "-a", "sbx/1", "-s", "nat") == (
+    shim.check_ok("pfctl", "-a", "sbx/1", "-f", "-", input=rules)
+    assert shim.check_ok("pfctl", "-a", "sbx/1", "-s", "nat") == (
         "nat on em0 inet from 10.0.0.5 to any -> (em0) round-robin\n"
         "rdr pass on em0 inet proto tcp from any to 192.0.2.9 port = http-alt -> 10.0.0.5 port 80\n"
     )
-    assert shim.ok("pfctl", "-a", "sbx/1", "-P", "-s", "rules") == (
+    assert shim.check_ok("pfctl", "-a", "sbx/1", "-P", "-s", "rules") == (
         "block drop quick inet from 10.0.0.5 to 10.0.0.0/8\n"
         "block drop quick inet from 10.0.0.5 to 192.168.0.0/16\n"
         "block drop in inet proto tcp from 10.0.0.5 to any port = 53\n"
@@ -34,25 +34,27 @@ pass
         "pass out all no state\n"
         "pass all flags S/SA keep state\n"
     )
-    assert shim.ok("pfctl", "-a", "sbx", "-s", "Anchors") == "  sbx/1\n"
+    assert shim.check_ok("pfctl", "-a", "sbx", "-s", "Anchors") == "  sbx/1\n"
     shim("pfctl", "-q", "-a", "sbx/1", "-F", "all")
-    assert shim.ok("pfctl", "-s", "Anchors") == ""
-    shim.fails(1, "pfctl: DIOCGETRULES: Invalid argument", "pfctl", "-a", "sbx/1", "-s", "rules")
+    assert shim.check_ok("pfctl", "-s", "Anchors") == ""
+    shim.check_fails(1, "pfctl: DIOCGETRULES: Invalid argument", "pfctl", "-a", "sbx/1", "-s", "rules")
 
 
-def test_the_machine_s_own_addresses(shim: Shim) -> None:
-    shim.ok("pfctl", "-a", "sbx/1", "-f", "-", input="block return in quick on em0 inet from 10.0.0.5 to (self)\n")
-    assert shim.ok("pfctl", "-a", "sbx/1", "-s", "rules") == (
+def test_the_machines_own_addresses(shim: Shim) -> None:
+    shim.check_ok(
+        "pfctl", "-a", "sbx/1", "-f", "-", input="block return in quick on em0 inet from 10.0.0.5 to (self)\n"
+    )
+    assert shim.check_ok("pfctl", "-a", "sbx/1", "-s", "rules") == (
         "block return in quick on em0 inet from 10.0.0.5 to (self)\n"
     )
     assert shim("pfctl", "-a", "sbx/1", "-f", "-", input="pass from any to (em0)\n").returncode == 70
 
 
-def test_states_are_killed_by_their_ends(shim: Shim) -> None:
+def test_states_are_killed_by_source_and_target(shim: Shim) -> None:
     assert shim("pfctl", "-k", "10.0.0.5").stderr == "killed 0 states from 1 sources and 0 destinations\n"
     done = shim("pfctl", "-k", "0.0.0.0/0", "-k", "10.0.0.5")
     assert done.stderr == "killed 0 states from 1 sources and 1 destinations\n"
-    shim.ok("pfctl", "-q", "-k", "10.0.0.5")
+    shim.check_ok("pfctl", "-q", "-k", "10.0.0.5")
     assert shim("pfctl", "-k", "1.1.1.1", "-k", "2.2.2.2", "-k", "3.3.3.3").returncode == 1
     assert shim("pfctl", "-k", "label", "-k", "x").returncode == 70
 
@@ -75,7 +77,7 @@ def test_states_are_killed_by_their_ends(shim: Shim) -> None:
         "pass $nope",
     ],
 )
-def test_what_pf_refuses(shim: Shim, rule: str) -> None:
+def test_invalid_pf_rules_are_refused(shim: Shim, rule: str) -> None:
     done = shim("pfctl", "-a", "sbx/1", "-f", "-", input=rule + "\n")
     if rule == "pass from 10.0.0.1":
         assert done.returncode == 0
@@ -84,32 +86,32 @@ def test_what_pf_refuses(shim: Shim, rule: str) -> None:
     assert shim("pfctl", "-a", "sbx/1", "-nf", "-", input=rule + "\n").stderr.startswith("stdin:1: ")
 
 
-def test_order(shim: Shim) -> None:
+def test_rule_order(shim: Shim) -> None:
     words = "Rules must be in order: options, ethernet, normalization, queueing, translation, filtering"
     text = "pass\nnat on em0 inet from any to any -> (em0)\n"
-    shim.fails(1, f"stdin:2: {words}\n{NOT_LOADED}", "pfctl", "-a", "sbx/1", "-f", "-", input=text)
-    shim.fails(1, f"stdin:2: {words}", "pfctl", "-n", "-a", "sbx/1", "-f", "-", input=text)
+    shim.check_fails(1, f"stdin:2: {words}\n{NOT_LOADED}", "pfctl", "-a", "sbx/1", "-f", "-", input=text)
+    shim.check_fails(1, f"stdin:2: {words}", "pfctl", "-n", "-a", "sbx/1", "-f", "-", input=text)
 
 
-def test_what_is_not_built_is_no_syntax_error(shim: Shim) -> None:
+def test_an_unsupported_rule_is_not_a_syntax_error(shim: Shim) -> None:
     for rule in ("table <bad> { 10.0.0.1 }", "pass log all", "match in all", "pass route-to (em0 10.0.0.1) all"):
         assert shim("pfctl", "-a", "sbx/1", "-f", "-", input=rule + "\n").returncode == 70
 
 
-def test_a_bad_file_changes_nothing(shim: Shim) -> None:
-    shim.ok("pfctl", "-a", "sbx/1", "-f", "-", input="block drop quick from 10.0.0.5 to any\n")
+def test_an_invalid_file_changes_nothing(shim: Shim) -> None:
+    shim.check_ok("pfctl", "-a", "sbx/1", "-f", "-", input="block drop quick from 10.0.0.5 to any\n")
     shim("pfctl", "-a", "sbx/1", "-f", "-", input="pass\nnonsense\n")
-    assert shim.ok("pfctl", "-a", "sbx/1", "-s", "rules") == "block drop quick inet from 10.0.0.5 to any\n"
+    assert shim.check_ok("pfctl", "-a", "sbx/1", "-s", "rules") == "block drop quick inet from 10.0.0.5 to any\n"
 
 
-def test_enable_and_module(shim: Shim) -> None:
-    shim.fails(1, "pfctl: pf already enabled", "pfctl", "-e")
+def test_enabling_pf_and_its_module(shim: Shim) -> None:
+    shim.check_fails(1, "pfctl: pf already enabled", "pfctl", "-e")
     assert shim("pfctl", "-d").stderr == "pf disabled\n"
-    shim.fails(1, "pfctl: pf not enabled", "pfctl", "-d")
-    shim.ok("freebsd-shim", "set", "pf.loaded", "0")
-    shim.fails(1, "pfctl: /dev/pf: No such file or directory", "pfctl", "-s", "rules")
-    shim.ok("freebsd-shim", "set", "pf.loaded", "1")
-    shim.fails(
+    shim.check_fails(1, "pfctl: pf not enabled", "pfctl", "-d")
+    shim.check_ok("freebsd-shim", "set", "pf.loaded", "0")
+    shim.check_fails(1, "pfctl: /dev/pf: No such file or directory", "pfctl", "-s", "rules")
+    shim.check_ok("freebsd-shim", "set", "pf.loaded", "1")
+    shim.check_fails(
         1,
         "pfctl: /nowhere: No such file or directory\n"
         f"pfctl: cannot open the main config file!: No such file or directory\n{NOT_LOADED}",

@@ -23,24 +23,24 @@ FORKS = (
 pytestmark = pytest.mark.skipif(not os.path.isdir("/sys/fs/cgroup/pids"), reason="needs cgroups version 1")
 
 
-def test_rules(shim: Shim) -> None:
-    shim.jail()
-    shim.ok("rctl", "-a", "jail:sx1:maxproc:deny=100", "jail:sx1:vmemoryuse:deny=1g", "jail:sx1:pcpu:deny=50")
-    shim.ok("rctl", "-a", "jail:other:maxproc:deny=5")
-    assert shim.ok("rctl", "jail:sx1") == (
+def test_rctl_rules(shim: Shim) -> None:
+    shim.create_jail()
+    shim.check_ok("rctl", "-a", "jail:sx1:maxproc:deny=100", "jail:sx1:vmemoryuse:deny=1g", "jail:sx1:pcpu:deny=50")
+    shim.check_ok("rctl", "-a", "jail:other:maxproc:deny=5")
+    assert shim.check_ok("rctl", "jail:sx1") == (
         "jail:sx1:maxproc:deny=100\njail:sx1:vmemoryuse:deny=1073741824\njail:sx1:pcpu:deny=50\n"
     )
-    assert "jail:sx1:vmemoryuse:deny=1.0G\n" in shim.ok("rctl", "-h", "jail:sx1")
-    shim.ok("rctl", "-a", "jail:sx1:maxproc:deny=7")  # replaces a rule that differs only in the amount
-    assert shim.ok("rctl", "jail:sx1:maxproc") == "jail:sx1:maxproc:deny=7\n"
-    shim.ok("jail", "-R", "sx1")
-    assert shim.ok("rctl").count("jail:sx1:") == 3  # rules outlive the jail
-    shim.ok("rctl", "-r", "jail:sx1")
-    assert shim.ok("rctl") == "jail:other:maxproc:deny=5\n"
-    shim.fails(1, "rctl: failed to remove rule 'jail:sx1': No such process", "rctl", "-r", "jail:sx1")
+    assert "jail:sx1:vmemoryuse:deny=1.0G\n" in shim.check_ok("rctl", "-h", "jail:sx1")
+    shim.check_ok("rctl", "-a", "jail:sx1:maxproc:deny=7")  # replaces a rule that differs only in the amount
+    assert shim.check_ok("rctl", "jail:sx1:maxproc") == "jail:sx1:maxproc:deny=7\n"
+    shim.check_ok("jail", "-R", "sx1")
+    assert shim.check_ok("rctl").count("jail:sx1:") == 3  # rules outlive the jail
+    shim.check_ok("rctl", "-r", "jail:sx1")
+    assert shim.check_ok("rctl") == "jail:other:maxproc:deny=5\n"
+    shim.check_fails(1, "rctl: failed to remove rule 'jail:sx1': No such process", "rctl", "-r", "jail:sx1")
 
 
-def test_errors(shim: Shim) -> None:
+def test_rctl_errors(shim: Shim) -> None:
     bad = "rctl: failed to add rule '{}': {}"
     for rule, why in (
         ("jail:a:nonsense:deny=1", "Invalid argument"),
@@ -48,51 +48,54 @@ def test_errors(shim: Shim) -> None:
         ("jail:a:maxproc:deny", "Invalid argument"),
         ("jail:a:cputime:deny=1", "Operation not supported"),
     ):
-        shim.fails(1, bad.format(rule, why), "rctl", "-a", rule)
-    shim.fails(1, "rctl: malformed rule 'jail': missing subject", "rctl", "-a", "jail")
+        shim.check_fails(1, bad.format(rule, why), "rctl", "-a", rule)
+    shim.check_fails(1, "rctl: malformed rule 'jail': missing subject", "rctl", "-a", "jail")
     rule = "jail:a:maxproc:deny=many"
-    shim.fails(1, f"rctl: malformed rule '{rule}': invalid numeric value 'many'", "rctl", "-a", rule)
+    shim.check_fails(1, f"rctl: malformed rule '{rule}': invalid numeric value 'many'", "rctl", "-a", rule)
     assert shim("rctl", "-a", "jail:a:x:deny=1", "jail:a:y:deny=1").returncode == 2  # one for each
-    shim.fails(1, "rctl: at most one of -a, -l, -r, or -u may be specified", "rctl", "-a", "-r", "jail:a")
+    shim.check_fails(1, "rctl: at most one of -a, -l, -r, or -u may be specified", "rctl", "-a", "-r", "jail:a")
 
 
-def test_disabled(shim: Shim) -> None:
-    shim.ok("freebsd-shim", "set", "kern.racct.enable", "0")
-    shim.fails(1, DISABLED, "rctl", "-a", "jail:sx1:maxproc:deny=100")
-    shim.fails(1, DISABLED, "rctl")
-    assert shim.ok("sysctl", "-n", "kern.racct.enable") == "0\n"
-    shim.fails(
+def test_rctl_disabled(shim: Shim) -> None:
+    shim.check_ok("freebsd-shim", "set", "kern.racct.enable", "0")
+    shim.check_fails(1, DISABLED, "rctl", "-a", "jail:sx1:maxproc:deny=100")
+    shim.check_fails(1, DISABLED, "rctl")
+    assert shim.check_ok("sysctl", "-n", "kern.racct.enable") == "0\n"
+    shim.check_fails(
         1,
         "sysctl: oid 'kern.racct.enable' is a read only tunable\nsysctl: Tunable values are set in /boot/loader.conf",
         *("sysctl", "kern.racct.enable=1"),
     )
 
 
-def test_maxproc_holds_and_is_given_back(shim: Shim) -> None:
-    shim.ok("rctl", "-a", "jail:sx1:maxproc:deny=6")  # before the jail exists
-    shim.jail()
-    assert shim.ok("jexec", "sx1", "/usr/bin/python3", "-c", FORKS).split() == ["11", "5"]  # EAGAIN at the 7th process
-    shim.ok("rctl", "-r", "jail:sx1")
-    assert shim.ok("jexec", "sx1", "/usr/bin/python3", "-c", FORKS).split() == ["20"]
+def test_maxproc_is_enforced_and_released(shim: Shim) -> None:
+    shim.check_ok("rctl", "-a", "jail:sx1:maxproc:deny=6")  # before the jail exists
+    shim.create_jail()
+    assert shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", FORKS).split() == [
+        "11",
+        "5",
+    ]  # EAGAIN at the 7th process
+    shim.check_ok("rctl", "-r", "jail:sx1")
+    assert shim.check_ok("jexec", "sx1", "/usr/bin/python3", "-c", FORKS).split() == ["20"]
 
 
-def test_usage(shim: Shim) -> None:
-    shim.jail()
+def test_rctl_usage(shim: Shim) -> None:
+    shim.create_jail()
     going = shim.start("jexec", "sx1", "sleep", "1000")
     while shim("pgrep", "-j", "sx1").returncode:
         time.sleep(0.02)
-    usage = dict(line.split("=") for line in shim.ok("rctl", "-u", "jail:sx1").splitlines())
+    usage = dict(line.split("=") for line in shim.check_ok("rctl", "-u", "jail:sx1").splitlines())
     assert len(usage) == 25 and usage["maxproc"] == "1" and int(usage["vmemoryuse"]) > int(usage["memoryuse"]) > 0
-    shim.ok("pkill", "-KILL", "-j", "sx1")
+    shim.check_ok("pkill", "-KILL", "-j", "sx1")
     going.communicate()
 
 
 def test_sysctl(shim: Shim) -> None:
-    assert shim.ok("sysctl", "kern.ostype") == "kern.ostype: FreeBSD\n"
-    assert shim.ok("sysctl", "-n", "kern.osreldate", "kern.osrelease") == "1403000\n14.3-RELEASE\n"
-    assert shim.ok("sysctl", "net.link.bridge.pfil_member=0") == "net.link.bridge.pfil_member: 1 -> 0\n"
-    assert shim.ok("sysctl", "-n", "net.link.bridge.pfil_member") == "0\n"
-    shim.ok("sysctl", "net.inet.ip.forwarding=0")
-    assert shim.ok("sysctl", "-n", "net.inet.ip.forwarding=1") == "0 -> 1\n"
-    shim.fails(1, "sysctl: unknown oid 'no.such'", "sysctl", "-n", "no.such")
-    shim.fails(1, "sysctl: oid 'kern.ostype' is read only", "sysctl", "kern.ostype=Linux")
+    assert shim.check_ok("sysctl", "kern.ostype") == "kern.ostype: FreeBSD\n"
+    assert shim.check_ok("sysctl", "-n", "kern.osreldate", "kern.osrelease") == "1403000\n14.3-RELEASE\n"
+    assert shim.check_ok("sysctl", "net.link.bridge.pfil_member=0") == "net.link.bridge.pfil_member: 1 -> 0\n"
+    assert shim.check_ok("sysctl", "-n", "net.link.bridge.pfil_member") == "0\n"
+    shim.check_ok("sysctl", "net.inet.ip.forwarding=0")
+    assert shim.check_ok("sysctl", "-n", "net.inet.ip.forwarding=1") == "0 -> 1\n"
+    shim.check_fails(1, "sysctl: unknown oid 'no.such'", "sysctl", "-n", "no.such")
+    shim.check_fails(1, "sysctl: oid 'kern.ostype' is read only", "sysctl", "kern.ostype=Linux")

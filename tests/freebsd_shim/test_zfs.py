@@ -27,7 +27,7 @@ def destroy(dataset: str) -> None:
     raise AssertionError(pools.run("zfs", "destroy", dataset, check=False).stderr)
 
 
-def test_a_jail_on_a_clone(pool: pools.Pool, shim: Shim) -> None:
+def test_a_jail_on_a_zfs_clone(pool: pools.Pool, shim: Shim) -> None:
     template, clone = f"{pool.name}/template", f"{pool.name}/sandbox"
     pools.run("zfs", "create", template)
     root = pool.mount_point / "template"
@@ -40,15 +40,15 @@ def test_a_jail_on_a_clone(pool: pools.Pool, shim: Shim) -> None:
     for turn in range(2):  # again under the same name, as after a rollback
         pools.run("zfs", "clone", f"{template}@base", clone)
         path = pool.mount_point / "sandbox"
-        shim.ok("mount", "-t", "nullfs", "-o", "ro,nocover", "/usr", str(path / "usr"))
-        shim.ok("jail", "-i", "-c", "name=z", f"path={path}", "persist", "vnet=new", "mount.devfs")
-        shim.ok("jexec", "z", "sh", "-c", f"echo {turn} > /tmp/turn; test -c /dev/null")
+        shim.check_ok("mount", "-t", "nullfs", "-o", "ro,nocover", "/usr", str(path / "usr"))
+        shim.check_ok("jail", "-i", "-c", "name=z", f"path={path}", "persist", "vnet=new", "mount.devfs")
+        shim.check_ok("jexec", "z", "sh", "-c", f"echo {turn} > /tmp/turn; test -c /dev/null")
         assert (path / "tmp/turn").read_text() == f"{turn}\n"
         assert pools.run("zfs", "destroy", clone, check=False).returncode != 0  # in use
-        assert shim.ok("jexec", "z", "cat", "/tmp/turn") == f"{turn}\n"
-        shim.ok("jail", "-R", "z")
-        shim.ok("umount", str(path / "dev"), str(path / "usr"))
+        assert shim.check_ok("jexec", "z", "cat", "/tmp/turn") == f"{turn}\n"
+        shim.check_ok("jail", "-R", "z")
+        shim.check_ok("umount", str(path / "dev"), str(path / "usr"))
         destroy(clone)
         assert not (path / "tmp").exists()
-    mounted = shim.ok("mount", "-t", "zfs", "-p")
+    mounted = shim.check_ok("mount", "-t", "zfs", "-p")
     assert f"{template}\t" in mounted.replace(" ", "\t") and clone not in mounted

@@ -24,12 +24,12 @@ COUNT = (
 )
 
 
-def counter(gateway: Gateway, name: str) -> int:
+def read_counter(gateway: Gateway, name: str) -> int:
     return int(gateway.sh(name, "cat /run/counter"))
 
 
 @pytest.fixture
-def ten(gateway: Callable[..., Gateway]) -> Gateway:
+def ten_sandboxes(gateway: Callable[..., Gateway]) -> Gateway:
     """A gateway with a source that counts, its snapshot, and nine forks of that."""
     made = gateway()
     made.call("POST", "/sandboxes", {"templateID": TEMPLATE, "name": "source", "timeout": -1})
@@ -41,7 +41,7 @@ def ten(gateway: Callable[..., Gateway]) -> Gateway:
     return made
 
 
-def picture(gateway: Gateway) -> Any:
+def observable_state(gateway: Gateway) -> Any:
     """Everything that a restart must not change."""
     sandboxes = gateway.call("GET", "/sandboxes?limit=1000")
     keys = ("sandboxID", "name", "state", "templateID", "forkedFrom", "snapshotID", "metadata", "endAt")
@@ -49,35 +49,35 @@ def picture(gateway: Gateway) -> Any:
     return described, gateway.call("GET", "/lineage"), gateway.call("GET", "/snapshots")
 
 
-def test_kill_9_with_ten_sandboxes_running(ten: Gateway) -> None:
-    before = picture(ten)
-    counts = {name: counter(ten, name) for name in ("source", "fork-1", "fork-9")}
-    ten.kill9()
-    ten.start()
-    assert picture(ten) == before
+def test_kill_9_with_ten_sandboxes_running(ten_sandboxes: Gateway) -> None:
+    before = observable_state(ten_sandboxes)
+    counts = {name: read_counter(ten_sandboxes, name) for name in ("source", "fork-1", "fork-9")}
+    ten_sandboxes.kill_9()
+    ten_sandboxes.start()
+    assert observable_state(ten_sandboxes) == before
     for name in ("source", *(f"fork-{n}" for n in range(1, 10))):
-        assert ten.sh(name, "hostname").strip() == name
+        assert ten_sandboxes.sh(name, "hostname").strip() == name
     for name, count in counts.items():
-        assert counter(ten, name) > count, f"{name} stood still"
-    ten.call("POST", "/sandboxes/fork-1/snapshots", {"name": "after"})
-    ten.call("POST", "/snapshots/after/fork", {"name": "late"})
+        assert read_counter(ten_sandboxes, name) > count, f"{name} stood still"
+    ten_sandboxes.call("POST", "/sandboxes/fork-1/snapshots", {"name": "after"})
+    ten_sandboxes.call("POST", "/snapshots/after/fork", {"name": "late"})
 
 
-def test_kill_9_during_a_snapshot_leaves_it_whole_or_not_at_all(ten: Gateway) -> None:
+def test_kill_9_during_a_snapshot_leaves_no_partial_snapshot(ten_sandboxes: Gateway) -> None:
     for delay in (0.02, 0.05, 0.08, 0.12):
-        ten.sh("source", "head -c 8000000 /dev/urandom >/run/blob")
-        thread = threading.Thread(target=snapshot, args=(ten.url, f"cut-{int(delay * 1000)}"))
+        ten_sandboxes.sh("source", "head -c 8000000 /dev/urandom >/run/blob")
+        thread = threading.Thread(target=snapshot, args=(ten_sandboxes.url, f"cut-{int(delay * 1000)}"))
         thread.start()
         time.sleep(delay)
-        ten.kill9()
+        ten_sandboxes.kill_9()
         thread.join(30)
-        ten.start()
-        assert ten.sh("source", "hostname").strip() == "source"
-        assert not list(ten.state_root.glob("snapshots/.partial-*"))
-        for found in ten.call("GET", "/snapshots"):
-            fork = ten.call("POST", f"/snapshots/{found['snapshotID']}/fork", {})
-            assert counter(ten, fork["sandboxID"]) > 0
-            ten.call("DELETE", f"/sandboxes/{fork['sandboxID']}")
+        ten_sandboxes.start()
+        assert ten_sandboxes.sh("source", "hostname").strip() == "source"
+        assert not list(ten_sandboxes.state_root.glob("snapshots/.partial-*"))
+        for found in ten_sandboxes.call("GET", "/snapshots"):
+            fork = ten_sandboxes.call("POST", f"/snapshots/{found['snapshotID']}/fork", {})
+            assert read_counter(ten_sandboxes, fork["sandboxID"]) > 0
+            ten_sandboxes.call("DELETE", f"/sandboxes/{fork['sandboxID']}")
 
 
 def snapshot(url: str, name: str) -> None:
@@ -87,9 +87,9 @@ def snapshot(url: str, name: str) -> None:
         client.post("/sandboxes/source/snapshots", json={"name": name})
 
 
-def test_sigterm_lets_sandboxes_go_on(ten: Gateway) -> None:
-    before = counter(ten, "fork-2")
-    assert ten.stop() == 0
+def test_sigterm_leaves_sandboxes_running(ten_sandboxes: Gateway) -> None:
+    before = read_counter(ten_sandboxes, "fork-2")
+    assert ten_sandboxes.stop() == 0
     time.sleep(1)
-    ten.start()
-    assert counter(ten, "fork-2") > before
+    ten_sandboxes.start()
+    assert read_counter(ten_sandboxes, "fork-2") > before

@@ -26,11 +26,11 @@ from tests.jail_zfs import pools
 _POOL = "alone"
 
 
-def _hide() -> None:
+def _hide_daemon() -> None:
     """Hide the machine's daemon and its mounts from here on (visible mounts would be pinned)."""
     for directory in ("/run/zfs", "/run/lock/zfs", "/var/lib/zfs"):
         Path(directory).mkdir(parents=True, exist_ok=True)
-        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", directory], check=True, timeout=10)
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", directory], check=True, timeout=30)
     _unmount("")
 
 
@@ -38,12 +38,12 @@ def _unmount(below: str) -> None:
     for line in reversed(Path("/proc/self/mounts").read_text().splitlines()):
         _, path, kind, *_ = line.split()
         if kind == "fuse.zfs" and path.startswith(below):
-            subprocess.run(["umount", "-l", path], check=False, timeout=10)
+            subprocess.run(["umount", "-l", path], check=False, timeout=30)
 
 
 @contextlib.contextmanager
-def _pool(directory: Path) -> Iterator[Path]:
-    """Yields the daemon's pid file."""
+def _private_pool(directory: Path) -> Iterator[Path]:
+    """Run a daemon with a pool; yields the daemon's pid file."""
     pid_file, image = directory / "pid", directory / "image"
     with image.open("wb") as file:
         file.truncate(512 << 20)
@@ -60,7 +60,7 @@ def _kill(pid_file: Path) -> None:
     os.kill(int(pid_file.read_text()), signal.SIGKILL)
 
 
-def _revive(pid_file: Path, directory: Path) -> None:
+def _restart_daemon(pid_file: Path, directory: Path) -> None:
     _unmount(str(directory))
     pools.start_daemon(pid_file)
 
@@ -74,7 +74,7 @@ def dead(directory: Path) -> None:
         assert "start it" in error.message, error.message
     else:
         raise AssertionError("a daemon answered")
-    with _pool(directory) as pid_file:
+    with _private_pool(directory) as pid_file:
         storage = ZfsStorage(_POOL, lock_directory=locks)
         storage.open()
         base = storage.snapshots.create_base(Snapshot(), lambda path: (path / "file").touch() or None)
@@ -85,7 +85,7 @@ def dead(directory: Path) -> None:
         for use in (
             lambda: storage.instances.clone(base.id, "0" * 12),
             lambda: storage.instances.save(sandbox),
-            lambda: storage.snapshots.take(sandbox.instance, Snapshot()),
+            lambda: storage.snapshots.capture(sandbox.instance, Snapshot()),
             lambda: storage.instances.has_diverged(sandbox.instance, base.id),
             lambda: storage.instances.discard(sandbox.instance),
             lambda: storage.snapshots.destroy(base.id),
@@ -99,7 +99,7 @@ def dead(directory: Path) -> None:
             else:
                 raise AssertionError("it cannot have been done")
         storage.close()
-        _revive(pid_file, directory)
+        _restart_daemon(pid_file, directory)
         again = ZfsStorage(_POOL, lock_directory=locks)
         again.open()
         found = again.scan()
@@ -110,10 +110,10 @@ def dead(directory: Path) -> None:
 
 
 def killed(directory: Path) -> None:
-    """Every acknowledged object is there; every other one is complete or does not exist."""
+    """Check that every acknowledged object is there, and that every other one is complete or does not exist."""
     locks = directory / "locks"
     dice = random.Random(int(os.environ.get("GROVE_TEST_SEED", "7")))
-    with _pool(directory) as pid_file:
+    with _private_pool(directory) as pid_file:
         storage = ZfsStorage(_POOL, lock_directory=locks)
         storage.open()
         base = storage.snapshots.create_base(Snapshot(), lambda path: (path / "file").touch() or None)
@@ -123,25 +123,25 @@ def killed(directory: Path) -> None:
             storage = ZfsStorage(_POOL, lock_directory=locks)
             storage.open()
             storage.scan()
-            busy = threading.Thread(target=_make_until_it_fails, args=(storage, base.id, answered))
+            busy = threading.Thread(target=_create_until_failure, args=(storage, base.id, answered))
             busy.start()
             time.sleep(0.2 + dice.random() * 0.3)
             _kill(pid_file)
             busy.join(60)
             assert not busy.is_alive()
             storage.close()
-            _revive(pid_file, directory)
+            _restart_daemon(pid_file, directory)
             _check(locks, answered)
 
 
-def _make_until_it_fails(storage: ZfsStorage, base: str, answered: dict[str, str]) -> None:
+def _create_until_failure(storage: ZfsStorage, base: str, answered: dict[str, str]) -> None:
     with contextlib.suppress(GatewayError):
         while True:
             sandbox = Sandbox(name="web", metadata={"text": "x" * 5000})
             storage.instances.clone(base, sandbox.instance)
             storage.instances.save(sandbox)
             answered[sandbox.id] = "sandbox"
-            snapshot = storage.snapshots.take(sandbox.instance, Snapshot(recipe={"text": "y" * 20_000}))
+            snapshot = storage.snapshots.capture(sandbox.instance, Snapshot(recipe={"text": "y" * 20_000}))
             answered[snapshot.id] = "snapshot"
             storage.snapshots.save(snapshot)
 
@@ -153,7 +153,7 @@ def _check(locks: Path, answered: dict[str, str]) -> None:
     ids = {record.id for record in (*found.sandboxes, *found.snapshots)}
     assert set(answered) <= ids, set(answered) - ids
     assert len(ids - set(answered)) <= 6, "the base, and one that was made and not answered for each time"
-    assert all("removed, it was never committed" in note for note in found.repaired), found.repaired
+    assert all("removed, because it was never committed" in note for note in found.repaired), found.repaired
     for name in zfs.list_datasets(f"{_POOL}/sandboxes", depth=1)[1:]:
         assert name.rpartition("/")[2] in {sandbox.instance for sandbox in found.sandboxes}
     assert storage.scan().repaired == []
@@ -161,5 +161,5 @@ def _check(locks: Path, answered: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    _hide()
+    _hide_daemon()
     {"dead": dead, "killed": killed}[sys.argv[1]](Path(sys.argv[2]))

@@ -14,14 +14,14 @@ from typing import Any
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed
 from tests.jail_zfs import pools
-from tests.jail_zfs.alone import _POOL, _hide, _kill, _pool, _revive
+from tests.jail_zfs.alone import _POOL, _hide_daemon, _kill, _private_pool, _restart_daemon
 from tests.support import session
 from tests.support.jail_world import PF, JailZfsWorld, shim, world_on
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE
 
 
-def outside_zfs(world: JailZfsWorld, live: Live) -> dict[str, set[str]]:
+def check_without_zfs(world: JailZfsWorld, live: Live) -> dict[str, set[str]]:
     prefix = live.config.network.prefix
     return {
         "jails": set(world.jails(live.config)),
@@ -32,7 +32,7 @@ def outside_zfs(world: JailZfsWorld, live: Live) -> dict[str, set[str]]:
     }
 
 
-def refused(live: Live, work: Coroutine[Any, Any, Any]) -> None:
+def is_refused(live: Live, work: Coroutine[Any, Any, Any]) -> None:
     try:
         live.do(work)
     except BackendFailed as error:
@@ -46,25 +46,25 @@ def story(world: JailZfsWorld, pid_file: Path) -> None:
     live = Live(world.host(config), config)
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     live.do(live.engine.snapshots.create("one", name="mark"))
-    before = outside_zfs(world, live)
+    before = check_without_zfs(world, live)
     _kill(pid_file)
-    refused(live, live.engine.forks.create(TEMPLATE, ForkSpec(names=["two"])))
-    refused(live, live.engine.forks.fork("mark", ForkSpec(count=2)))
-    refused(live, live.engine.sandboxes.rollback("one", "mark"))
-    refused(live, live.engine.snapshots.delete("mark"))
-    assert outside_zfs(world, live) == before
+    is_refused(live, live.engine.forks.create(TEMPLATE, ForkSpec(names=["two"])))
+    is_refused(live, live.engine.forks.fork("mark", ForkSpec(count=2)))
+    is_refused(live, live.engine.sandboxes.rollback("one", "mark"))
+    is_refused(live, live.engine.snapshots.delete("mark"))
+    assert check_without_zfs(world, live) == before
     assert [sandbox.name for sandbox in live.engine.sandboxes.list()] == ["one"]
     live.close()
     # As after a crash of the machine: its processes are gone.
     shim("freebsd-shim", "purge")
     shim("pfctl", "-q", "-f", "-", input=PF)
-    _revive(pid_file, pid_file.parent)
+    _restart_daemon(pid_file, pid_file.parent)
     again = Live(world.host(config), config)
     names = [name for snapshot in again.engine.snapshots.list() for name in snapshot.names]
     assert names == ["mark"], names
     fork = again.do(again.engine.forks.create("mark", ForkSpec()))
     assert again.shell(fork.id, "echo alive").strip() == "alive"
-    again.empty()
+    again.remove_all()
     again.close()
     world.forget(config)
 
@@ -72,9 +72,9 @@ def story(world: JailZfsWorld, pid_file: Path) -> None:
 def main(directory: Path) -> None:
     os.environ["GROVE_TEST_STATE"] = str(directory)
     os.environ.pop(session.MARK, None)
-    _hide()
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=10)
-    with _pool(directory) as pid_file, world_on(pools.Pool(_POOL, directory / "mnt")) as world:
+    _hide_daemon()
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=30)
+    with _private_pool(directory) as pid_file, world_on(pools.Pool(_POOL, directory / "mnt")) as world:
         story(world, pid_file)
     print('"well"')
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandbox_gateway.zfs.command import mount_lock
+from sandbox_gateway.zfs.run import mount_lock
 from tests.support import session
 from tests.support.waiting import eventually
 
@@ -41,7 +41,7 @@ def run(*argv: str, check: bool = True, timeout: float = 60) -> subprocess.Compl
     return done
 
 
-def daemon_answers() -> bool:
+def is_answering() -> bool:
     return run("zpool", "list", "-H", "-o", "name", check=False).returncode == 0
 
 
@@ -53,9 +53,9 @@ def start_daemon(pid_file: Path) -> None:
     program = shutil.which("zfs-fuse", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
     assert program, "neither does ZFS answer, nor is zfs-fuse installed"
     deadline = time.monotonic() + 20
-    while not daemon_answers():
+    while not is_answering():
         assert time.monotonic() < deadline, "zfs-fuse does not start"
-        if pid_file.exists() and not _lives(int(pid_file.read_text() or 0)):
+        if pid_file.exists() and not _is_running(int(pid_file.read_text() or 0)):
             pid_file.unlink()
         # it also refuses for a moment after another daemon has ended
         argv = [program, "--no-kstat-mount", "-p", str(pid_file)]
@@ -65,19 +65,19 @@ def start_daemon(pid_file: Path) -> None:
 
 def stop_daemon(pid_file: Path) -> None:
     pid = int(pid_file.read_text())
-    if not _lives(pid):
+    if not _is_running(pid):
         pid_file.unlink()
         return
     os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + 20
-    while _lives(pid) and time.monotonic() < deadline:
+    while _is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     pid_file.unlink(missing_ok=True)
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     """Whether the pid is a running zfs-fuse; a stale pid file may name any other process."""
     try:
         name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
@@ -99,7 +99,7 @@ def destroy_all(dataset: str) -> None:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[Path]:
+def _exclusive() -> Iterator[Path]:
     """A lock on starting and ending the daemon, shared by all state directories; yields the path of its pid file."""
     with _LOCK.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -110,51 +110,50 @@ def _alone() -> Iterator[Path]:
 def pool(name: str, directory: Path, *, megabytes: int = 1024) -> Iterator[Pool]:
     """A pool on a sparse file in ``directory``, mounted there; destroyed at the end with all its content."""
     image, mount_point = directory / f"{name}.img", directory / name
-    with _alone() as pid_file:
-        if not daemon_answers():
+    with _exclusive() as pid_file:
+        if not is_answering():
             start_daemon(pid_file)
         with image.open("wb") as file:
             file.truncate(megabytes << 20)
         run("zpool", "create", "-O", "atime=off", "-m", str(mount_point), name, str(image))
     try:
-        with _kicked(mount_point):
+        with _keep_awake(mount_point):
             yield Pool(name, mount_point)
     finally:
-        with _alone() as pid_file:
+        with _exclusive() as pid_file:
             _destroy(name)
             image.unlink()
             shutil.rmtree(mount_point, ignore_errors=True)
-            _rest(pid_file)
+            _stop_unused_daemon(pid_file)
 
 
 def destroy_left(names: Iterable[str]) -> None:
     """Destroy the pools of runs that were killed."""
-    with _alone() as pid_file:
+    with _exclusive() as pid_file:
         for name in names:
             _destroy(name)
-        _rest(pid_file)
+        _stop_unused_daemon(pid_file)
 
 
-def _rest(pid_file: Path) -> None:
+def _stop_unused_daemon(pid_file: Path) -> None:
     """End the daemon that was started for pools, with the last of them."""
     if pid_file.exists() and not run("zpool", "list", "-H", "-o", "name").stdout.strip():
         stop_daemon(pid_file)
 
 
 @contextlib.contextmanager
-def _kicked(mount_point: Path) -> Iterator[None]:
+def _keep_awake(mount_point: Path) -> Iterator[None]:
     """Keep this zfs-fuse awake inside the context.
 
     Its only listener polls all file systems and then does a blocking read from one with a request. If the kernel
-    withdraws that request in between, because its process was stopped or killed, zfs-fuse reads no request for any file
-    system until this one has another.
-    """
+    withdraws that request in between, because its process was stopped or killed, zfs-fuse reads no request for any
+    file system until this one has another."""
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(1):
-            if not _answered([mount_point], 2):
-                _answered(_mounted_below(mount_point), 10)
+            if not _all_answer([mount_point], 2):
+                _all_answer(_mounted_below(mount_point), 10)
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -170,7 +169,7 @@ def _mounted_below(mount_point: Path) -> list[Path]:
     return [target for target in targets if target.is_relative_to(mount_point)]
 
 
-def _answered(mounts: list[Path], seconds: float) -> bool:
+def _all_answer(mounts: list[Path], seconds: float) -> bool:
     """Ask each file system for its size; returns whether all answered in time. Hung requests block only threads."""
 
     def ask(mount: Path) -> None:

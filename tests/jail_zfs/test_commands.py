@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.command import arun
+from sandbox_gateway.command import run_async
 from sandbox_gateway.errors import BackendFailed
 from tests.support.waiting import eventually
 from tests.support.xfs import LoopXfs
@@ -34,24 +34,18 @@ def thaw(frozen: Path) -> None:
     time.sleep(0.2)
 
 
-def test_a_command_that_does_not_die_is_given_up(frozen: Path) -> None:
-    async def story() -> None:
-        try:
-            with pytest.raises(BackendFailed, match=r"did not end within 0\.5 s and was stopped"):
-                await asyncio.wait_for(arun(["touch", str(frozen / "file")], timeout=0.5), 60)
-        finally:
-            await asyncio.to_thread(thaw, frozen)
-
-    asyncio.run(story())
-
-
-def test_a_cancelled_caller_of_a_command_that_does_not_die_goes_on(frozen: Path) -> None:
-    async def story() -> None:
-        work = asyncio.ensure_future(arun(["touch", str(frozen / "file")], timeout=600))
-        await asyncio.sleep(0.5)
-        work.cancel()
-        done, _ = await asyncio.wait([work], timeout=60)
+async def test_an_unkillable_command_is_abandoned(frozen: Path) -> None:
+    try:
+        with pytest.raises(BackendFailed, match=r"did not end within 0\.5 s and was stopped"):
+            await asyncio.wait_for(run_async(["touch", str(frozen / "file")], timeout=0.5), 60)
+    finally:
         await asyncio.to_thread(thaw, frozen)
-        assert done and work.cancelled()
 
-    asyncio.run(story())
+
+async def test_a_cancelled_caller_does_not_wait_for_an_unkillable_command(frozen: Path) -> None:
+    work = asyncio.ensure_future(run_async(["touch", str(frozen / "file")], timeout=600))
+    await asyncio.sleep(0.5)
+    work.cancel()
+    done, _ = await asyncio.wait([work], timeout=60)
+    await asyncio.to_thread(thaw, frozen)
+    assert done and work.cancelled()

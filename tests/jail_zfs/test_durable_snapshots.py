@@ -15,10 +15,10 @@ import pytest
 from sandbox_gateway import zfs
 from sandbox_gateway.config import Config
 from sandbox_gateway.hosts.jail_zfs.storage.ownership import OWNER
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
 from tests.jail_zfs import pools
 from tests.support.gateway import Gateway
-from tests.support.jail_world import JailZfsWorld, environment
+from tests.support.jail_world import JailZfsWorld, shim_environment
 from tests.support.worlds import TEMPLATE
 
 _SANDBOXCTL = Path(sys.executable).with_name("sandboxctl")
@@ -43,21 +43,21 @@ class JailGateway(Gateway):
 
     def start(self, *, seconds: float = 90) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment().items():
+            for name, value in shim_environment().items():
                 patch.setenv(name, value)
             super().start(seconds=seconds)
 
-    def names(self, **params: Any) -> list[str]:
+    def snapshot_names(self, **params: Any) -> list[str]:
         """Names of the snapshots in the list."""
         return [name for item in self.call("GET", "/snapshots", params=params) for name in item["names"]]
 
-    def in_zfs(self) -> set[str]:
+    def zfs_snapshot_ids(self) -> set[str]:
         """Ids of ZFS's snapshots, except for the template's."""
         rows = zfs.get_tree(self.dataset, ("defer_destroy",))
         alive = {name for name, facts in rows.items() if "@" in name and not facts["defer_destroy"].is_on}
         return {name.partition("@")[2] for name in alive if not name.endswith("@base")}
 
-    def ctl(self, *args: str) -> subprocess.CompletedProcess[str]:
+    def sandboxctl(self, *args: str) -> subprocess.CompletedProcess[str]:
         argv = [str(_SANDBOXCTL), "--url", self.url, *args]
         return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
 
@@ -78,7 +78,7 @@ def source(jail_zfs_world: JailZfsWorld, tmp_path: Path) -> Iterator[JailGateway
     assert not problems, "; ".join(problems)
 
 
-def word(gateway: Gateway, sandbox: str) -> str:
+def read_word(gateway: Gateway, sandbox: str) -> str:
     return gateway.sh(sandbox, f"cat {_WORD}").strip()
 
 
@@ -87,22 +87,22 @@ def test_the_five_endpoints(source: JailGateway) -> None:
     taken = source.call("POST", "/sandboxes/source/snapshots", body, status=201)
     assert (taken["status"], taken["memory"], taken["names"]) == ("ready", "none", ["mark"])
     assert taken["zfsSnapshot"].startswith(f"{source.dataset}/sandboxes/")
-    assert source.in_zfs() == {taken["snapshotID"]} and zfs.lzc_exists(taken["zfsSnapshot"])
+    assert source.zfs_snapshot_ids() == {taken["snapshotID"]} and zfs.lzc_exists(taken["zfsSnapshot"])
     source.sh("source", f"echo second >{_WORD}")
     later = source.call("POST", "/sandboxes/source/snapshots", {"name": "later"}, status=201)
     assert later["parentSnapshotID"] == taken["snapshotID"]
 
-    assert source.names() == source.names(sandboxID="source") == ["mark", "later"]
-    assert source.names(name="mark") == ["mark"] and source.names(sandboxID="other") == []
+    assert source.snapshot_names() == source.snapshot_names(sandboxID="source") == ["mark", "later"]
+    assert source.snapshot_names(name="mark") == ["mark"] and source.snapshot_names(sandboxID="other") == []
     page = source.client.get("/snapshots?limit=1")
     token = page.headers["x-next-token"]
-    assert page.json() == [taken] and source.names(limit=1, nextToken=token) == ["later"]
+    assert page.json() == [taken] and source.snapshot_names(limit=1, nextToken=token) == ["later"]
     for ref in ("mark", taken["snapshotID"]):
         assert source.call("GET", f"/snapshots/{ref}") == taken
 
     made = source.call("POST", "/snapshots/mark/fork", {"names": ["left", "right"]}, status=201)["sandboxes"]
     source.sh("left", f"echo of the left one >{_WORD}")
-    assert (word(source, "right"), word(source, "source")) == ("first", "second")
+    assert (read_word(source, "right"), read_word(source, "source")) == ("first", "second")
     refused = source.call("DELETE", "/snapshots/mark", status=409)
     assert refused["kind"] == "in_use" and set(refused["blockers"]) == {item["sandboxID"] for item in made}
     assert "2 sandboxes" in refused["message"] and "left, right" in refused["message"]
@@ -111,59 +111,59 @@ def test_the_five_endpoints(source: JailGateway) -> None:
         source.call("DELETE", f"/sandboxes/{name}", status=204)
     source.call("DELETE", "/snapshots/mark", status=204)
     assert "not found" in source.call("GET", "/snapshots/mark", status=404)["message"]
-    assert source.names() == ["later"] and source.in_zfs() == {later["snapshotID"]}
-    assert word(source, "source") == "second"
+    assert source.snapshot_names() == ["later"] and source.zfs_snapshot_ids() == {later["snapshotID"]}
+    assert read_word(source, "source") == "second"
 
 
 def test_a_snapshot_outlives_its_source_and_the_daemon(source: JailGateway) -> None:
     taken = source.call("POST", "/sandboxes/source/snapshots", {"name": "mark"})
     source.call("DELETE", "/sandboxes/source", status=204)
-    source.kill9()
+    source.kill_9()
     source.start()
     kept = source.call("GET", "/snapshots/mark")
     assert kept["snapshotID"] == taken["snapshotID"] and kept["sourceSandboxID"] == taken["sourceSandboxID"]
     assert zfs.lzc_exists(kept["zfsSnapshot"])
     source.call("POST", "/snapshots/mark/fork", {"names": ["late"]}, status=201)
-    assert word(source, "late") == "first"
+    assert read_word(source, "late") == "first"
     assert "late" in source.call("DELETE", "/snapshots/mark", status=409)["message"]
     source.call("DELETE", "/sandboxes/late", status=204)
     source.call("DELETE", "/snapshots/mark", status=204)
-    assert source.in_zfs() == set()
+    assert source.zfs_snapshot_ids() == set()
     assert zfs.list_datasets(f"{source.dataset}/sandboxes", depth=1)[1:] == []
 
 
-def test_the_family_of_commands(source: JailGateway) -> None:
-    assert "mark" in source.ctl("snapshot", "create", "source", "--name", "mark").stdout
-    assert "mark" in source.ctl("snapshot", "list", "--sandbox", "source").stdout
-    shown = source.ctl("snapshot", "show", "mark").stdout
+def test_the_snapshot_commands(source: JailGateway) -> None:
+    assert "mark" in source.sandboxctl("snapshot", "create", "source", "--name", "mark").stdout
+    assert "mark" in source.sandboxctl("snapshot", "list", "--sandbox", "source").stdout
+    shown = source.sandboxctl("snapshot", "show", "mark").stdout
     assert source.call("GET", "/snapshots/mark")["zfsSnapshot"] in shown
-    assert source.ctl("snapshot", "fork", "mark", "--names", "left,right").returncode == 0
-    assert word(source, "left") == "first"
-    refused = source.ctl("snapshot", "delete", "mark")
+    assert source.sandboxctl("snapshot", "fork", "mark", "--names", "left,right").returncode == 0
+    assert read_word(source, "left") == "first"
+    refused = source.sandboxctl("snapshot", "delete", "mark")
     assert refused.returncode == 4 and "left, right" in refused.stderr and "sandboxctl kill" in refused.stderr
-    hidden = source.ctl("snapshot", "delete", "mark", "--when-unused")
+    hidden = source.sandboxctl("snapshot", "delete", "mark", "--when-unused")
     assert hidden.returncode == 0 and "is hidden" in hidden.stderr
-    assert source.ctl("snapshot", "show", "mark").returncode == 3
-    assert source.in_zfs(), "its forks stand on it"
-    assert source.ctl("kill", "left", "right", "source").returncode == 0
-    assert source.in_zfs() == set(), "it went with the last of its users"
+    assert source.sandboxctl("snapshot", "show", "mark").returncode == 3
+    assert source.zfs_snapshot_ids(), "its forks stand on it"
+    assert source.sandboxctl("kill", "left", "right", "source").returncode == 0
+    assert source.zfs_snapshot_ids() == set(), "it went with the last of its users"
 
 
-def test_what_was_destroyed_by_hand_is_gone_after_the_next_start(source: JailGateway) -> None:
+def test_a_snapshot_destroyed_by_hand_is_gone_after_a_restart(source: JailGateway) -> None:
     for name in ("kept", "lost"):
         source.call("POST", "/sandboxes/source/snapshots", {"name": name})
     pools.run("zfs", "destroy", source.call("GET", "/snapshots/lost")["zfsSnapshot"])
     source.restart()
-    assert source.names() == ["kept"]
+    assert source.snapshot_names() == ["kept"]
     source.call("GET", "/snapshots/lost", status=404)
     source.call("POST", "/snapshots/lost/fork", {}, status=404)
     source.call("POST", "/snapshots/kept/fork", {"names": ["fork"]}, status=201)
-    assert word(source, "fork") == word(source, "source") == "first"
+    assert read_word(source, "fork") == read_word(source, "source") == "first"
     again = source.call("POST", "/sandboxes/source/snapshots", {"name": "lost"}, status=201)
-    assert again["snapshotID"] in source.in_zfs(), "its name is free again"
+    assert again["snapshotID"] in source.zfs_snapshot_ids(), "its name is free again"
 
 
-def test_damaged_properties_stop_no_start(source: JailGateway, jail_zfs_world: JailZfsWorld) -> None:
+def test_damaged_properties_do_not_prevent_a_start(source: JailGateway, jail_zfs_world: JailZfsWorld) -> None:
     taken = {
         name: source.call("POST", "/sandboxes/source/snapshots", {"name": name})
         for name in ("good", "torn", "short", "empty", "noise")
@@ -180,34 +180,34 @@ def test_damaged_properties_stop_no_start(source: JailGateway, jail_zfs_world: J
     ):
         pools.run("zfs", "set", f"{prop}={value}", name)
     source.start()
-    assert source.names() == ["good"]
+    assert source.snapshot_names() == ["good"]
     assert [item["name"] for item in source.call("GET", "/sandboxes")] == ["source"]
     log = source.log_file.read_text()
     for name in (taken["torn"]["zfsSnapshot"], taken["short"]["zfsSnapshot"], taken["noise"]["zfsSnapshot"], broken):
         assert zfs.local_props(name)[QUARANTINE] and name in log, "it is left where it is, marked, and said"
     assert zfs.lzc_exists(taken["empty"]["zfsSnapshot"]), "what bears no record is not ours to remove"
     source.call("POST", "/snapshots/good/fork", {"names": ["fork"]}, status=201)
-    assert word(source, "fork") == word(source, "source") == "first"
+    assert read_word(source, "fork") == read_word(source, "source") == "first"
 
 
-def test_two_gateways_on_one_dataset_refuse_each_other(source: JailGateway, tmp_path: Path) -> None:
+def test_two_gateways_cannot_share_a_dataset(source: JailGateway, tmp_path: Path) -> None:
     source.call("POST", "/sandboxes/source/snapshots", {"name": "mark"})
     elsewhere = source.settings.host.model_copy(update={"state_root": tmp_path / "elsewhere"})
     for settings, reason in (
-        (source.settings, "another gateway on this machine works on"),
-        (source.settings.model_copy(update={"host": elsewhere}), "belongs to a gateway that still runs"),
+        (source.settings, "another gateway on this machine uses"),
+        (source.settings.model_copy(update={"host": elsewhere}), "belongs to a gateway that is still running"),
     ):
         rival = JailGateway(tmp_path, settings)
         with pytest.raises(RuntimeError, match=reason):
             rival.start()
         assert rival.process is not None and rival.process.returncode == 2
         rival.client.close()
-        assert source.names() == ["mark"] and word(source, "source") == "first", "the first goes on"
+        assert source.snapshot_names() == ["mark"] and read_word(source, "source") == "first", "the first goes on"
     successor = JailGateway(tmp_path, source.settings)
     source.stop()
     try:
         successor.start()
-        assert successor.names() == ["mark"] and word(successor, "source") == "first"
+        assert successor.snapshot_names() == ["mark"] and read_word(successor, "source") == "first"
     finally:
         assert successor.stop() == 0
         successor.client.close()

@@ -12,73 +12,73 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, parse_inet
 from tests.support import session
-from tests.support.jail_world import JailZfsWorld, environment, shim
+from tests.support.jail_world import JailZfsWorld, shim, shim_environment
 
 T = TypeVar("T")
 
 
-def do(work: Coroutine[Any, Any, T]) -> T:
+def run_async(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(work)
 
 
 @pytest.fixture
 def bridge(jail_zfs_world: JailZfsWorld) -> Iterator[Bridge]:
     network = session.network()
-    bridge = Bridge(Commands(environment()), name=f"{network['prefix']}br", **network)
+    bridge = Bridge(CommandRunner(shim_environment()), name=f"{network['prefix']}br", **network)
     yield bridge
-    do(bridge.sweep(set()))
-    do(bridge.close())
+    run_async(bridge.sweep(set()))
+    run_async(bridge.close())
 
 
-def test_bridge_is_made_once_and_goes(bridge: Bridge) -> None:
-    do(bridge.open())
+def test_the_bridge_is_created_once_and_removed(bridge: Bridge) -> None:
+    run_async(bridge.open())
     shown = shim("ifconfig", bridge.name)
     assert parse_inet(shown) == [f"{bridge.gateway}/22"]
     mac = re.search(r"ether (58:9c:fc:\S+)", shown)
-    do(bridge.open())
+    run_async(bridge.open())
     assert mac and mac[1] in shim("ifconfig", bridge.name)
-    do(bridge.close())
-    do(bridge.close())
+    run_async(bridge.close())
+    run_async(bridge.close())
     assert bridge.name not in shim("ifconfig", "-l").split()
 
 
-def test_bridge_with_another_address_is_left_alone(bridge: Bridge) -> None:
+def test_a_bridge_with_another_address_is_left_alone(bridge: Bridge) -> None:
     shim("ifconfig", "bridge", "create", "name", bridge.name)
     shim("ifconfig", bridge.name, "inet", "10.9.8.7/24")
     with pytest.raises(BackendFailed, match=r"has the address 10\.9\.8\.7/24, not .*\[jail_zfs\] bridge"):
-        do(bridge.open())
+        run_async(bridge.open())
     assert parse_inet(shim("ifconfig", bridge.name)) == ["10.9.8.7/24"]
 
 
-def test_cable_is_whole_or_not_there(bridge: Bridge) -> None:
-    do(bridge.open())
+def test_an_epair_is_complete_or_absent(bridge: Bridge) -> None:
+    run_async(bridge.open())
     epair = bridge.epair(5)
-    do(bridge.create(epair))
+    run_async(bridge.create(epair))
     assert f"ether {epair.mac}" in shim("ifconfig", epair.inner)
     assert re.search(rf"member: {epair.outer} .*PRIVATE", shim("ifconfig", bridge.name))
     with pytest.raises(BackendFailed, match="File exists"):
-        do(bridge.create(epair))  # its number is already in use, and its owner is unknown
-    do(bridge.destroy(epair))
-    do(bridge.destroy(epair))
+        run_async(bridge.create(epair))  # its number is already in use, and its owner is unknown
+    run_async(bridge.destroy(epair))
+    run_async(bridge.destroy(epair))
     assert shim("ifconfig", "-g", f"{epair.outer.rpartition('-')[0]}-epair", check=False) == ""
 
 
-def test_cables_that_nobody_knows_are_swept(bridge: Bridge) -> None:
-    do(bridge.open())
+def test_unknown_epairs_are_swept(bridge: Bridge) -> None:
+    run_async(bridge.open())
     for number in (2, 3):
-        do(bridge.create(bridge.epair(number)))
+        run_async(bridge.create(bridge.epair(number)))
     stray = shim("ifconfig", "epair", "create", "group", f"{bridge.epair(2).outer.rpartition('-')[0]}-epair").strip()
-    assert set(do(bridge.sweep({2}))) == {bridge.epair(3).outer, stray}
-    assert do(bridge.sweep({2})) == []
+    assert set(run_async(bridge.sweep({2}))) == {bridge.epair(3).outer, stray}
+    assert run_async(bridge.sweep({2})) == []
     assert bridge.epair(2).inner in shim("ifconfig", "-l").split()
 
 
 @given(st.integers(2, 65_533), st.from_regex(r"[a-z][a-z0-9]{0,5}", fullmatch=True))
-def test_names_fit_and_addresses_differ(number: int, prefix: str) -> None:
-    bridge = Bridge(Commands(), name="b", prefix=prefix, subnet="10.231.0.0/16")
+def test_names_are_short_enough_and_addresses_are_unique(number: int, prefix: str) -> None:
+    bridge = Bridge(CommandRunner(), name="b", prefix=prefix, subnet="10.231.0.0/16")
     epair = bridge.epair(number)
     assert len(epair.outer) <= 15 and len(f"{prefix}-epair") <= 15
     assert epair.address != bridge.gateway and epair != bridge.epair(number + 1)
@@ -86,5 +86,5 @@ def test_names_fit_and_addresses_differ(number: int, prefix: str) -> None:
 
 
 @given(st.text())
-def test_any_text_has_addresses_or_none(text: str) -> None:
+def test_arbitrary_ifconfig_output_is_parsed_or_refused(text: str) -> None:
     assert isinstance(parse_inet(text), list)

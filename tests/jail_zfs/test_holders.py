@@ -16,12 +16,12 @@ def _row(command: str = "sh", pid: int = 12, fd: str = "  wd", mount: str = str(
     return f"root     {command:<10} {pid:>5} {fd} {mount:<8}     34 drwxr-xr-x     22  r"
 
 
-def test_each_process_is_named_once() -> None:
+def test_each_process_is_listed_once() -> None:
     text = "\n".join([HEADER, _row(), _row(fd="root"), _row(fd="   3"), _row("python3", 7, "text")])
     assert parse_fstat(text, ROOT) == ["the process sh (pid 12)", "the process python3 (pid 7)"]
 
 
-def test_files_around_it_do_not_count() -> None:
+def test_files_on_other_mounts_do_not_count() -> None:
     rows = [_row(mount=mount) for mount in ("/p/sandboxes", "/p/sandboxes/x/dev", "/p/sandboxes/xy", "/")]
     assert parse_fstat("\n".join([HEADER, *rows]), ROOT) == []
 
@@ -30,10 +30,10 @@ def test_files_around_it_do_not_count() -> None:
     ("command", "shown"),
     [("a b", "a b"), ("", ""), ("\x1b[2J", "?[2J"), ("x" * 40, "x" * 32), ("7 8 wd / 9 r", "7 8 wd / 9 r")],
 )
-def test_names_are_only_text(command: str, shown: str) -> None:
+def test_hostile_names_are_treated_as_text(command: str, shown: str) -> None:
     assert parse_fstat(_row(command), ROOT) == [f"the process {shown} (pid 12)"]
 
 
 @pytest.mark.parametrize("text", ["", "fstat: no\n", "root sh", f"{HEADER}\nroot     sh  -  - bad    -"])
-def test_what_is_no_row_is_passed_over(text: str) -> None:
+def test_invalid_rows_are_skipped(text: str) -> None:
     assert parse_fstat(text, ROOT) == []

@@ -17,38 +17,26 @@ from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Unsupported
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources
-from sandbox_gateway.zfs import command as zfs_command
+from sandbox_gateway.zfs import run as zfs_run
 from sandbox_gateway.zfs.causes import Cause
 from tests.jail_zfs import pools
 from tests.support import session
-from tests.support.jail_world import JailZfsWorld, debian, shim
-from tests.support.live import Live
+from tests.support.jail_world import JailZfsWorld, debian_tarball, shim
+from tests.support.live import Live, engines
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE
 
 
 @pytest.fixture
-def fresh(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
-    """``fresh(section={…})`` opens an engine with its own state, ``fresh(config=config)`` reopens a state."""
-    made: list[Live] = []
-
-    def start(config: Any = None, **sections: Any) -> Live:
-        config = config or jail_zfs_world.config(**sections)
-        made.append(Live(jail_zfs_world.host(config), config))
-        return made[-1]
-
-    yield start
-    for live in made:
-        if not live.closed:
-            live.empty()
-            live.close()
-    for config in {id(live.config): live.config for live in made}.values():
-        jail_zfs_world.forget(config)
+def make_live(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
+    """Engines with their own state: see ``engines``."""
+    with engines(jail_zfs_world) as make_live:
+        yield make_live
 
 
 @pytest.fixture
-def live(fresh: Callable[..., Live]) -> Live:
-    return fresh()
+def live(make_live: Callable[..., Live]) -> Live:
+    return make_live()
 
 
 @pytest.fixture
@@ -56,11 +44,11 @@ def knob() -> Iterator[Callable[[str, str], None]]:
     """Set a knob of the shim; the test's end restores it."""
     usual = {"dying": "0", "kern.racct.enable": "1"}
 
-    def turn(name: str, value: str) -> None:
+    def set_knob(name: str, value: str) -> None:
         assert name in usual
         shim("freebsd-shim", "set", name, value)
 
-    yield turn
+    yield set_knob
     for name, value in usual.items():
         shim("freebsd-shim", "set", name, value)
 
@@ -76,7 +64,7 @@ def test_sixty_sandboxes_leave_nothing(live: Live, jail_zfs_world: JailZfsWorld)
     assert jail_zfs_world.traces(live.config) == before
 
 
-def test_jail_is_confined(live: Live) -> None:
+def test_a_jail_is_confined(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     name = live.sandbox("one").host["jail"]
     shown = shim("jls", "-j", name, "-n", "securelevel", "enforce_statfs", "children.max", "vnet", "allow.raw_sockets")
@@ -87,7 +75,7 @@ def test_jail_is_confined(live: Live) -> None:
     assert live.do(live.engine.commands.exec("one", ["touch", "/run/sandbox/file"])).exit_code != 0
 
 
-def test_limits_hold_and_go_with_the_sandbox(live: Live) -> None:
+def test_limits_hold_and_are_removed_with_the_sandbox(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["small"], memory_mb=64, cpus=2)))
     name = live.sandbox("small").host["jail"]
     rules = {line for line in shim("rctl").split() if f":{name}:" in line}
@@ -103,26 +91,26 @@ def test_limits_hold_and_go_with_the_sandbox(live: Live) -> None:
     assert name not in shim("rctl")
 
 
-def test_without_racct_there_are_no_limits_and_that_is_said(
-    fresh: Callable[..., Live], knob: Callable[[str, str], None], capfd: pytest.CaptureFixture[str]
+def test_missing_racct_is_reported(
+    make_live: Callable[..., Live], knob: Callable[[str, str], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     knob("kern.racct.enable", "0")
-    live = fresh()
+    live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["free"])))
     assert live.do(live.engine.sandboxes.usage("free")).memory_bytes == 0
     live.do(live.engine.sandboxes.delete("free"))
     live.close()
 
 
-def test_disk_is_a_quota_that_a_fork_may_raise(live: Live) -> None:
+def test_the_disk_size_is_a_quota_that_a_fork_may_raise(live: Live) -> None:
     have = live.engine.templates.get(TEMPLATE).resources.disk_mb
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["big"], disk_mb=have + 512)))
     dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{live.sandbox('big').instance}"
     assert zfs.get_props([dataset], ["refquota"])[dataset]["refquota"].number == (have + 512) << 20
 
 
-def test_snapshot_names_its_zfs_snapshot_and_outlives_its_sandbox(fresh: Callable[..., Live]) -> None:
-    live = fresh()
+def test_a_snapshot_names_its_zfs_snapshot_and_outlives_its_sandbox(make_live: Callable[..., Live]) -> None:
+    live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.shell("source", "echo kept >/root/kept")
     snapshot = live.do(live.engine.snapshots.create("source", name="mark"))
@@ -130,14 +118,14 @@ def test_snapshot_names_its_zfs_snapshot_and_outlives_its_sandbox(fresh: Callabl
     live.do(live.engine.sandboxes.delete("source"))
     assert zfs.lzc_exists(live.engine.snapshots.get("mark").host["zfsSnapshot"])
     live.close()
-    again = fresh(config=live.config)
+    again = make_live(config=live.config)
     assert zfs.lzc_exists(again.engine.snapshots.get("mark").host["zfsSnapshot"])
     fork = again.do(again.engine.forks.create("mark", ForkSpec()))
     assert again.shell(fork.id, "cat /root/kept").strip() == "kept"
 
 
-def test_snapshot_destroyed_by_hand_is_gone_at_the_next_start(fresh: Callable[..., Live]) -> None:
-    live = fresh()
+def test_a_snapshot_destroyed_by_hand_is_gone_after_a_restart(make_live: Callable[..., Live]) -> None:
+    live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     for name in ("kept", "lost", "also-lost"):
         live.do(live.engine.snapshots.create("source", name=name))
@@ -147,15 +135,15 @@ def test_snapshot_destroyed_by_hand_is_gone_at_the_next_start(fresh: Callable[..
     with pytest.raises(GatewayError, match="not found"):
         live.do(live.engine.forks.create("lost", ForkSpec()))
     live.close()
-    again = fresh(config=live.config)
+    again = make_live(config=live.config)
     assert [snapshot.names for snapshot in again.engine.snapshots.list()] == [["kept"]]
     assert again.shell("source", "echo alive").strip() == "alive"
 
 
-def test_rollback_to_what_does_not_start_leaves_the_old_one_running(
-    fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld
+def test_a_failed_rollback_leaves_the_old_jail_running(
+    make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld
 ) -> None:
-    live = fresh()
+    live = make_live()
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["victim", "broken"])))
     live.shell("victim", "echo now >/root/now")
     live.shell("broken", "rm -r /opt/sandbox_agent")
@@ -170,7 +158,7 @@ def test_rollback_to_what_does_not_start_leaves_the_old_one_running(
     assert jail_zfs_world.traces(live.config) == before
 
 
-def test_jail_removed_by_hand_is_noticed(live: Live) -> None:
+def test_a_jail_removed_by_hand_is_detected(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["gone"])))
     name = live.sandbox("gone").host["jail"]
     shim("pkill", "-KILL", "-j", name)
@@ -180,16 +168,18 @@ def test_jail_removed_by_hand_is_noticed(live: Live) -> None:
     assert live.shell("gone", "hostname").strip() == "gone"
 
 
-def test_a_jail_that_outlives_its_agent_is_ended(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+def test_a_jail_that_outlives_its_agent_is_removed(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["headless"])))
     time.sleep(6)  # the agent has been seen by then
-    with pytest.raises(BackendFailed, match=r"hung up|cannot be reached|went away"):
+    with pytest.raises(
+        BackendFailed, match=r"closed every connection|cannot be reached|connection to the sandbox broke"
+    ):
         live.shell("headless", "kill -KILL -1; sleep 100")
     eventually(lambda: live.sandbox("headless").state_reason != "", 20)
     assert jail_zfs_world.traces(live.config)["processes"] == set()
 
 
-def test_a_jail_left_dying_never_blocks_a_kill(
+def test_a_dying_jail_does_not_block_a_kill(
     live: Live, jail_zfs_world: JailZfsWorld, knob: Callable[[str, str], None]
 ) -> None:
     before = jail_zfs_world.traces(live.config)
@@ -203,10 +193,10 @@ def test_a_jail_left_dying_never_blocks_a_kill(
     eventually(lambda: jail_zfs_world.traces(live.config) == before, 20)
 
 
-def test_a_sandbox_whose_jail_is_left_dying_starts_in_another(
-    fresh: Callable[..., Live], knob: Callable[[str, str], None]
+def test_a_sandbox_with_a_dying_jail_starts_in_another(
+    make_live: Callable[..., Live], knob: Callable[[str, str], None]
 ) -> None:
-    live = fresh(jail_zfs={"dying_seconds": 0.3})
+    live = make_live(jail_zfs={"dying_seconds": 0.3})
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["slow"])))
     first = live.sandbox("slow").host["jail"]
     live.shell("slow", "echo kept >/root/kept")
@@ -216,16 +206,18 @@ def test_a_sandbox_whose_jail_is_left_dying_starts_in_another(
     assert live.shell("slow", "cat /root/kept").strip() == "kept"
     assert live.sandbox("slow").host["jail"] == f"{first}-2"
     live.close()
-    again = fresh(config=live.config)
+    again = make_live(config=live.config)
     assert again.shell("slow", "cat /root/kept").strip() == "kept"
     knob("dying", "0")
 
 
-def test_a_restart_unmounts_no_paused_sandbox(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
+def test_a_restart_does_not_unmount_paused_sandboxes(
+    make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld
+) -> None:
     """Each start removes leftovers of rollbacks with `zfs rename`, which by itself unmounts the clones of the renamed
     dataset. While a foreign mount namespace holds them, they cannot be mounted again.
     """
-    live = fresh()
+    live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     live.do(live.engine.snapshots.create("source", name="mark"))
     live.do(live.engine.sandboxes.rollback("source", "mark"))
@@ -234,20 +226,20 @@ def test_a_restart_unmounts_no_paused_sandbox(fresh: Callable[..., Live], jail_z
     root = str(jail_zfs_world.place(live.config) / "sandboxes" / live.sandbox("source").instance)
     before = pools.mount_ids(jail_zfs_world.place(live.config))[root]
     with pools.pinned():
-        again = fresh(config=live.config)
+        again = make_live(config=live.config)
         assert pools.mount_ids(jail_zfs_world.place(live.config))[root] == before
         again.do(again.engine.sandboxes.resume("source"))
     assert again.shell("source", "hostname").strip() == "source"
 
 
-def test_what_cannot_be_mounted_says_what_holds_it(
-    fresh: Callable[..., Live],
+def test_a_mount_error_names_the_holder(
+    make_live: Callable[..., Live],
     jail_zfs_world: JailZfsWorld,
     knob: Callable[[str, str], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(zfs_command._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
-    live = fresh(jail_zfs={"dying_seconds": 0.3})
+    monkeypatch.setitem(zfs_run._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
+    live = make_live(jail_zfs={"dying_seconds": 0.3})
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["held"])))
     sandbox = live.sandbox("held")
     dataset = f"{live.config.jail_zfs.dataset}/sandboxes/{sandbox.instance}"
@@ -261,7 +253,7 @@ def test_what_cannot_be_mounted_says_what_holds_it(
     monkeypatch.undo()
     live.do(live.engine.sandboxes.resume("held"))
     live.do(live.engine.sandboxes.pause("held"))
-    monkeypatch.setitem(zfs_command._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
+    monkeypatch.setitem(zfs_run._RETRY_SECONDS, Cause.MOUNT_BUSY, 0.5)
     with pools.pinned():
         zfs.unmount(dataset)
         with pytest.raises(Busy, match=r"no jail, mount or open file was found that holds it\. End"):
@@ -271,7 +263,7 @@ def test_what_cannot_be_mounted_says_what_holds_it(
     assert live.shell("held", "hostname").strip() == "held"
 
 
-def test_what_cannot_be_removed_yet_says_what_holds_it(
+def test_a_removal_error_names_the_holder(
     live: Live, jail_zfs_world: JailZfsWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = jail_zfs_world.traces(live.config)
@@ -280,14 +272,18 @@ def test_what_cannot_be_removed_yet_says_what_holds_it(
     with subprocess.Popen(["sleep", "infinity"], cwd=root) as holder:
         live.do(live.engine.sandboxes.delete("held"))
         holder.kill()
-    fields = [record.fields for record in caplog.records if record.getMessage() == "still in use, removed later"]
+    fields = [
+        record.fields
+        for record in caplog.records
+        if record.getMessage() == "a sandbox's file system is still in use and will be removed later"
+    ]
     assert [each["holders"] for each in fields] == [f"held by the process sleep (pid {holder.pid})"]
     eventually(lambda: jail_zfs_world.traces(live.config) == before, 20)
 
 
-def test_half_of_a_jail_is_swept_at_start_up(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
-    """The leftovers of a gateway that dies while it creates a jail: an epair, limits, rules, a clone, mounts."""
-    live = fresh()
+def test_an_incomplete_jail_is_swept_at_startup(make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
+    """A gateway that dies while it creates a jail leaves an epair, limits, rules, a clone and mounts."""
+    live = make_live()
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["fine"])))
     before = jail_zfs_world.traces(live.config)
     live.close()
@@ -300,12 +296,12 @@ def test_half_of_a_jail_is_swept_at_start_up(fresh: Callable[..., Live], jail_zf
     shim("mount", "-t", "devfs", "-oruleset=4", "devfs", str(place / "dev"))
     shim("jail", "-c", f"name={prefix}-0123456789ab", f"path={place}", "persist", "vnet=new")
     assert jail_zfs_world.traces(live.config) != before
-    again = fresh(config=live.config)
+    again = make_live(config=live.config)
     assert jail_zfs_world.traces(again.config) == before
     assert again.shell("fine", "echo alive").strip() == "alive"
 
 
-def test_memory_is_refused_with_a_sentence(live: Live) -> None:
+def test_memory_snapshots_are_refused(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     snapshot = live.do(live.engine.snapshots.create("one", name="files"))
     for work in (
@@ -316,7 +312,7 @@ def test_memory_is_refused_with_a_sentence(live: Live) -> None:
             live.do(work)
 
 
-def built(live: Live, recipe: Recipe) -> Any:
+def build_recipe(live: Live, recipe: Recipe) -> Any:
     build = live.do(live.engine.templates.build("other", recipe))
 
     async def end() -> None:
@@ -327,22 +323,22 @@ def built(live: Live, recipe: Recipe) -> Any:
     return build
 
 
-def test_debootstrap_is_refused_with_a_sentence(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+def test_debootstrap_is_refused(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     before = jail_zfs_world.traces(live.config)
-    build = built(live, Recipe())
+    build = build_recipe(live, Recipe())
     assert build.status == "error"
     assert "cannot debootstrap" in build.reason and "base.txz" in build.reason
     assert jail_zfs_world.traces(live.config) == before
 
 
-def test_template_from_a_directory_with_set_up(live: Live, tmp_path: Path) -> None:
+def test_a_template_from_a_directory_with_setup(live: Live, tmp_path: Path) -> None:
     subprocess.run(
-        ["tar", "-x", "-C", str(tmp_path), "-f", str(debian()), "--exclude=./dev/*"], check=True, timeout=120
+        ["tar", "-x", "-C", str(tmp_path), "-f", str(debian_tarball()), "--exclude=./dev/*"], check=True, timeout=120
     )
     recipe = Recipe(
         source="rootfs", path=str(tmp_path), setup=["echo done >/root/set-up"], resources=Resources(disk_mb=1024)
     )
-    assert built(live, recipe).status == "ready"
+    assert build_recipe(live, recipe).status == "ready"
     live.do(live.engine.forks.create("other", ForkSpec(names=["made"])))
     assert live.shell("made", "cat /root/set-up").strip() == "done"
     assert live.shell("made", "id -u user; ls -d /home/user").split() == ["1000", "/home/user"]
@@ -353,7 +349,7 @@ def test_template_from_a_directory_with_set_up(live: Live, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("missing", "words"), [("bin/sh", "/bin/sh"), ("usr/bin/python3", "no /usr/local/bin/python3 or /usr/bin/python3")]
 )
-def test_tree_that_cannot_be_a_sandbox_is_refused_and_leaves_nothing(
+def test_an_unusable_tree_is_refused_and_leaves_nothing(
     live: Live, jail_zfs_world: JailZfsWorld, tmp_path: Path, missing: str, words: str
 ) -> None:
     for name in ("bin/sh", "usr/bin/python3.11", "usr/bin/python3", "etc/passwd"):
@@ -361,13 +357,14 @@ def test_tree_that_cannot_be_a_sandbox_is_refused_and_leaves_nothing(
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).touch()
     before = jail_zfs_world.traces(live.config)
-    build = built(live, Recipe(source="rootfs", path=str(tmp_path)))
+    build = build_recipe(live, Recipe(source="rootfs", path=str(tmp_path)))
     assert build.status == "error" and words in build.reason
     assert jail_zfs_world.traces(live.config) == before
 
 
-def test_planted_links_lead_nowhere(live: Live, tmp_path: Path) -> None:
-    """A sandbox's root replaces the directory that the host mounts over: it starts again, and nothing is mounted."""
+def test_planted_links_cannot_escape_the_jail(live: Live, tmp_path: Path) -> None:
+    """A sandbox's root replaces the directory that the host mounts over. The sandbox still starts, and nothing is
+    mounted outside."""
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["sly"])))
     live.shell("sly", "mkdir /root/other && cp -a /run/sandbox /root/copy; mv /run /run.old && ln -s /etc /run")
     live.do(live.engine.sandboxes.pause("sly"))
@@ -375,9 +372,9 @@ def test_planted_links_lead_nowhere(live: Live, tmp_path: Path) -> None:
     assert live.shell("sly", "ls /etc/sandbox 2>/dev/null || echo none").strip() == "none"
 
 
-def test_zfs_dead_is_said_and_nothing_is_half_made() -> None:
+def test_dead_zfs_is_reported_and_leaves_nothing_incomplete() -> None:
     """In its own namespaces, with a daemon that nothing else uses."""
-    tarball, directory = debian(), session.run_dir() / "host-alone"
+    tarball, directory = debian_tarball(), session.run_dir() / "host-alone"
     directory.mkdir()
     (directory / "cache").mkdir()
     (directory / "cache" / tarball.name).hardlink_to(tarball)

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.commands import Commands, finish_all
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jail, Jails, parse_jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted, MountTable, parse_mounts
 from sandbox_gateway.hosts.jail_zfs.jail.rctl import parse_usage, rules
 from sandbox_gateway.records import Resources
-from tests.support.jail_world import JailZfsWorld, environment, shim
+from tests.support.jail_world import JailZfsWorld, shim, shim_environment
 
 T = TypeVar("T")
 SAMPLE = (
@@ -27,7 +27,7 @@ SAMPLE = (
 )
 
 
-def do(work: Coroutine[Any, Any, T]) -> T:
+def run_async(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(work)
 
 
@@ -37,19 +37,19 @@ def test_the_list_of_jails() -> None:
 
 
 @given(st.integers(0, len(SAMPLE) - 1))
-def test_a_list_cut_in_the_middle_is_no_list(length: int) -> None:
+def test_a_truncated_list_is_refused(length: int) -> None:
     with pytest.raises(BackendFailed, match="not a list of jails"):
         parse_jails(SAMPLE[:length])
 
 
 @given(st.lists(st.tuples(st.text(min_size=1), st.text(), st.booleans())))
-def test_whatever_jails_are_called(rows: list[tuple[str, str, bool]]) -> None:
+def test_jails_with_any_name_are_listed(rows: list[tuple[str, str, bool]]) -> None:
     listed = [{"name": name, "path": path, "dying": str(dying).lower()} for name, path, dying in rows]
     assert parse_jails(json.dumps({"jail-information": {"jail": listed}})) == [Jail(*row) for row in rows]
 
 
 @given(st.text())
-def test_any_text_is_a_list_or_an_error(text: str) -> None:
+def test_arbitrary_text_is_a_list_or_an_error(text: str) -> None:
     try:
         parse_jails(text)
     except BackendFailed as error:
@@ -76,12 +76,12 @@ def test_the_mount_table() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"mount": []}', '{"mount": {"mounted": [{"special": "x"}]}}', "{"])
-def test_what_is_no_table_of_mounts_is_said(text: str) -> None:
+def test_an_invalid_mount_table_is_reported(text: str) -> None:
     with pytest.raises(BackendFailed, match="not a table of mounts"):
         parse_mounts(text)
 
 
-def test_limits_as_they_are_written_and_measured() -> None:
+def test_limits_are_formatted_and_measured() -> None:
     assert rules("sbx-1", Resources(cpus=2, memory_mb=256), 100) == [
         "jail:sbx-1:maxproc:deny=100",
         "jail:sbx-1:vmemoryuse:deny=268435456",
@@ -92,54 +92,29 @@ def test_limits_as_they_are_written_and_measured() -> None:
 
 @pytest.fixture
 def jails(jail_zfs_world: JailZfsWorld) -> Jails:
-    return Jails(Commands(environment()))
+    return Jails(CommandRunner(shim_environment()))
 
 
 @pytest.fixture
 def table(jail_zfs_world: JailZfsWorld) -> MountTable:
-    return MountTable(Commands(environment()))
+    return MountTable(CommandRunner(shim_environment()))
 
 
-def test_what_is_not_there_can_be_ended(jails: Jails, table: MountTable, tmp_path: Path) -> None:
-    do(jails.remove("nowhere", "nowhere-b"))
-    do(table.unmount(Mounted("", str(tmp_path), "nullfs")))
-    do(table.unmount(Mounted("", str(tmp_path / "missing"), "nullfs")))
-    do(table.unmount(Mounted("", "", "nullfs", "00ff00ff00ff00ff")))
-    do(jails.signal("nowhere", "STOP"))
-    assert do(table.list_below(tmp_path)) == []
+def test_removing_a_missing_jail_succeeds(jails: Jails, table: MountTable, tmp_path: Path) -> None:
+    run_async(jails.remove("nowhere", "nowhere-b"))
+    run_async(table.unmount(Mounted("", str(tmp_path), "nullfs")))
+    run_async(table.unmount(Mounted("", str(tmp_path / "missing"), "nullfs")))
+    run_async(table.unmount(Mounted("", "", "nullfs", "00ff00ff00ff00ff")))
+    run_async(jails.signal("nowhere", "STOP"))
+    assert run_async(table.list_below(tmp_path)) == []
 
 
-def test_a_jail_that_cannot_be_made_leaves_nothing(jails: Jails, table: MountTable, tmp_path: Path) -> None:
+def test_a_failed_creation_leaves_nothing(jails: Jails, table: MountTable, tmp_path: Path) -> None:
     for name in ("dev", "bin"):
         (tmp_path / name).mkdir()
     with pytest.raises(BackendFailed, match="interface missing-b does not exist"):
-        do(jails.create("odd", tmp_path, hostname="odd", identity=None, interface="missing-b"))
+        run_async(jails.create("odd", tmp_path, hostname="odd", identity=None, interface="missing-b"))
     with pytest.raises(BackendFailed, match="No such file or directory"):
-        do(jails.create("odd", tmp_path / "nowhere", hostname="odd", identity=None, interface="missing-b"))
-    assert do(table.list_below(tmp_path)) == []
+        run_async(jails.create("odd", tmp_path / "nowhere", hostname="odd", identity=None, interface="missing-b"))
+    assert run_async(table.list_below(tmp_path)) == []
     assert "odd" not in shim("jls", "-d", "name").split()
-
-
-def test_the_first_error_comes_when_all_have_ended() -> None:
-    done: list[str] = []
-
-    async def work(name: str, seconds: float, error: Exception | None = None) -> str:
-        await asyncio.sleep(seconds)
-        done.append(name)
-        if error:
-            raise error
-        return name
-
-    async def story() -> None:
-        assert await finish_all(work("a", 0.02), work("b", 0.01)) == ["a", "b"]
-        with pytest.raises(BackendFailed, match="one"):
-            await finish_all(work("c", 0.01, BackendFailed("one")), work("d", 0.05))
-        assert done[-2:] == ["c", "d"]
-        task = asyncio.create_task(finish_all(work("e", 0.05)))  # type: ignore[arg-type]
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert done[-1] == "e"
-
-    do(story())

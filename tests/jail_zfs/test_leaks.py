@@ -46,7 +46,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_run_left_is_swept(need_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_a_killed_run_are_removed(
+    need_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("GROVE_TEST_STATE", str(tmp_path / "state"))
@@ -65,16 +67,16 @@ def test_what_a_killed_run_left_is_swept(need_root: None, tmp_path: Path, monkey
     assert said.exists(), (tmp_path / "errors").read_text()
     mark = said.read_text()
     code = mark.partition("-")[2]
-    left = _left(mark, f"t{code}", tmp_path)
+    left = _leftovers(mark, f"t{code}", tmp_path)
     assert [len(found) for found in left.values()] == [1, 4, 1, 1, 1, 1, 1, 1, 1], left
     leaks.sweep_earlier_runs()
-    assert not any(_left(mark, f"t{code}", tmp_path).values())
+    assert not any(_leftovers(mark, f"t{code}", tmp_path).values())
     assert any(Path("/usr/bin").iterdir())
 
 
-def _left(mark: str, prefix: str, place: Path) -> dict[str, list[str]]:
-    """Leftovers of that run alone, since others may be under way."""
-    now = leaks.inventory()
+def _leftovers(mark: str, prefix: str, place: Path) -> dict[str, list[str]]:
+    """The leftovers of that run alone, since others may be under way."""
+    now = leaks.take_inventory()
     return {
         "processes": list(leaks._processes(place / "state" / f"run-{mark}", mark).values()),
         "mounts": [line for line in now.mounts if line.startswith(str(place))],

@@ -11,11 +11,11 @@ from sandbox_gateway.errors import BackendFailed, Invalid
 from sandbox_gateway.hosts.jail_zfs.jail.mount_point import prepare
 
 
-def tree(root: Path) -> set[str]:
+def list_tree(root: Path) -> set[str]:
     return {str(path.relative_to(root)) for path in root.rglob("*")}
 
 
-def test_what_is_missing_is_made_for_all_to_enter(tmp_path: Path) -> None:
+def test_missing_directories_are_created_for_all_users(tmp_path: Path) -> None:
     (tmp_path / "srv").mkdir(mode=0o700)
     umask = os.umask(0o077)
     try:
@@ -40,7 +40,7 @@ def test_what_is_missing_is_made_for_all_to_enter(tmp_path: Path) -> None:
         ("/" + "/".join(["x" * 200] * 6), "too long for a mount point"),
     ],
 )
-def test_no_link_is_followed_and_nothing_is_left(tmp_path: Path, path: str, words: str) -> None:
+def test_links_are_not_followed_and_nothing_is_left(tmp_path: Path, path: str, words: str) -> None:
     root, outside = tmp_path / "root", tmp_path / "outside"
     (root / "dir").mkdir(parents=True)
     outside.mkdir()
@@ -48,27 +48,27 @@ def test_no_link_is_followed_and_nothing_is_left(tmp_path: Path, path: str, word
     (root / "link").symlink_to(outside)
     (root / "dir/inner").symlink_to("../../outside")
     (root / "loop").symlink_to("loop")
-    before = tree(tmp_path)
+    before = list_tree(tmp_path)
     with pytest.raises(Invalid, match=words) as refused:
         prepare(root, path)
-    assert tree(tmp_path) == before
+    assert list_tree(tmp_path) == before
     assert str(tmp_path) not in refused.value.message
     assert len(refused.value.message) < 300
 
 
 @pytest.mark.parametrize("path", ["", "/", "data", "/a/../b", "//a", "/a//b", "/a/", "/a/./b", "/.."])
-def test_path_that_is_none(tmp_path: Path, path: str) -> None:
+def test_invalid_paths(tmp_path: Path, path: str) -> None:
     with pytest.raises(Invalid, match="absolute path"):
         prepare(tmp_path, path)
-    assert tree(tmp_path) == set()
+    assert list_tree(tmp_path) == set()
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(BackendFailed, match="are not at"):
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(BackendFailed, match="is not mounted at"):
         prepare(tmp_path / "none", "/data")
 
 
-def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+def test_no_descriptor_leaks(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):

@@ -13,12 +13,12 @@ import pytest
 
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Invalid
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import bridge_rules, jail_rules
 from sandbox_gateway.records import NetworkPolicy
 from tests.support import session
-from tests.support.jail_world import PF, JailZfsWorld, environment, shim
+from tests.support.jail_world import PF, JailZfsWorld, shim, shim_environment
 from tests.support.live import Live
 from tests.support.worlds import TEMPLATE
 
@@ -81,7 +81,7 @@ class Outside:
 
 
 def serve(argv: list[str]) -> subprocess.Popen[str]:
-    env = {**os.environ, **environment()}
+    env = {**os.environ, **shim_environment()}
     server = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env)
     assert server.stdout is not None and server.stdout.readline() == "up\n"
     return server
@@ -98,43 +98,43 @@ def live(jail_zfs_world: JailZfsWorld, outside: Outside) -> Iterator[Live]:
     config = jail_zfs_world.config(jail_zfs={"egress": outside.interface}, network={"dns": ["9.9.9.9"]})
     live = Live(jail_zfs_world.host(config), config)
     yield live
-    live.empty()
+    live.remove_all()
     live.close()
     jail_zfs_world.forget(config)
 
 
-def reaches(live: Live, ref: str, address: str) -> str:
-    """The answer of the server there; empty if it cannot be reached."""
+def request_from(live: Live, ref: str, address: str) -> str:
+    """Request the server there from a sandbox. Returns the answer, or an empty string if it cannot be reached."""
     done = live.do(live.engine.commands.exec(ref, ["python3", "-c", CLIENT, address]))
     return done.stdout.decode().strip() if done.exit_code == 0 else ""
 
 
-def test_sandboxes_reach_the_internet_and_neither_each_other_nor_the_host(live: Live, outside: Outside) -> None:
+def test_sandboxes_reach_the_internet_but_not_each_other_or_the_host(live: Live, outside: Outside) -> None:
     live.do(live.engine.forks.fork(TEMPLATE, ForkSpec(names=["a", "b"])))
     other = live.sandbox("b").host["address"]
     gateway = str(ipaddress.IPv4Network(live.config.network.subnet).network_address + 1)
     live.shell("b", f'python3 -c "{SERVER}" </dev/null >/dev/null 2>&1 &')
     host = serve(["/usr/bin/python3", "-c", SERVER])
     try:
-        assert reaches(live, "a", outside.address) == outside.host  # under the host's address
+        assert request_from(live, "a", outside.address) == outside.host  # under the host's address
         for address in (other, gateway, outside.host):
-            assert not reaches(live, "a", address), address
+            assert not request_from(live, "a", address), address
         assert live.shell("b", "echo alive").strip() == "alive"
     finally:
         host.kill()
         host.communicate()
 
 
-def test_policy_decides_and_holds_for_open_connections(live: Live, outside: Outside) -> None:
+def test_a_policy_also_applies_to_open_connections(live: Live, outside: Outside) -> None:
     closed = NetworkPolicy(allow_internet=False)
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["shut"], network=closed)))
-    assert not reaches(live, "shut", outside.address)
+    assert not request_from(live, "shut", outside.address)
     assert live.shell("shut", "cat /etc/resolv.conf") == ""
     live.do(live.engine.sandboxes.set_network("shut", NetworkPolicy(allow_internet=False, allow_out=[outside.address])))
-    assert reaches(live, "shut", outside.address)
+    assert request_from(live, "shut", outside.address)
     assert live.shell("shut", "cat /etc/resolv.conf") == "nameserver 9.9.9.9\n"
     live.do(live.engine.sandboxes.set_network("shut", NetworkPolicy(deny_out=[f"{outside.address}/24"])))
-    assert not reaches(live, "shut", outside.address)
+    assert not request_from(live, "shut", outside.address)
     live.do(live.engine.sandboxes.set_network("shut", NetworkPolicy()))
     live.shell("shut", f'python3 -c "{HOLD}" {outside.address} </dev/null >/dev/null 2>&1 &')
     live.shell("shut", "while ! [ -s /root/beats ]; do sleep 0.05; done")
@@ -143,7 +143,7 @@ def test_policy_decides_and_holds_for_open_connections(live: Live, outside: Outs
     assert first == later, "the connection that was open goes on"
 
 
-def test_an_address_that_is_not_its_own_gets_nowhere(live: Live, outside: Outside) -> None:
+def test_packets_with_a_forged_address_are_dropped(live: Live, outside: Outside) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["liar"])))
     number, inner = (
         live.sandbox("liar").host["number"],
@@ -152,11 +152,11 @@ def test_an_address_that_is_not_its_own_gets_nowhere(live: Live, outside: Outsid
     network = ipaddress.IPv4Network(live.config.network.subnet)
     live.shell("liar", f"ip address add {network.network_address + number + 50}/32 dev {inner}")
     connect = CLIENT.replace("7000), 2)", f"7000), 2, ('{network.network_address + number + 50}', 0))")
-    assert reaches(live, "liar", outside.address)
+    assert request_from(live, "liar", outside.address)
     assert live.do(live.engine.commands.exec("liar", ["python3", "-c", connect, outside.address])).exit_code != 0
 
 
-def test_an_address_that_is_none_is_refused(live: Live) -> None:
+def test_an_invalid_address_is_refused(live: Live) -> None:
     with pytest.raises(Invalid, match="allow_out: 'nowhere'"):
         live.do(live.engine.forks.create(TEMPLATE, ForkSpec(network=NetworkPolicy(allow_out=["nowhere"]))))
     assert live.engine.sandboxes.list() == []
@@ -166,9 +166,7 @@ def test_an_address_that_is_none_is_refused(live: Live) -> None:
     ("rules", "words"),
     [("pass\n", 'no `anchor "sbx/\\*"`'), ('anchor "sbx/*"\n', 'no `nat-anchor "sbx/\\*"`')],
 )
-def test_main_rules_that_call_no_anchors_are_refused_at_start_up(
-    jail_zfs_world: JailZfsWorld, rules: str, words: str
-) -> None:
+def test_missing_anchors_are_refused_at_startup(jail_zfs_world: JailZfsWorld, rules: str, words: str) -> None:
     config = jail_zfs_world.config()
     shim("pfctl", "-q", "-f", "-", input=rules)
     try:
@@ -180,7 +178,7 @@ def test_main_rules_that_call_no_anchors_are_refused_at_start_up(
     jail_zfs_world.forget(config)
 
 
-def test_pf_that_does_not_run_is_refused_at_start_up(jail_zfs_world: JailZfsWorld) -> None:
+def test_disabled_pf_is_refused_at_startup(jail_zfs_world: JailZfsWorld) -> None:
     config = jail_zfs_world.config()
     shim("pfctl", "-q", "-d")
     with contextlib.ExitStack() as stack:
@@ -190,8 +188,8 @@ def test_pf_that_does_not_run_is_refused_at_start_up(jail_zfs_world: JailZfsWorl
     jail_zfs_world.forget(config)
 
 
-def test_rules_as_they_are_written() -> None:
-    bridge = Bridge(Commands(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
+def test_rules_are_formatted() -> None:
+    bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     assert bridge_rules(bridge, "em0") == (
         "nat on em0 inet from 10.231.0.0/16 to any -> (em0)\nblock drop on sbxbr all\n"
     )

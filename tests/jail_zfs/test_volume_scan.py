@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE, encode, volume_snapshot_head
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode, volume_snapshot_head
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import DOOMED, VOLUME_FACTS, VolumeFindings, interpret_volumes
 from sandbox_gateway.records import Volume, VolumeSnapshot
 from sandbox_gateway.zfs.parse import Property
@@ -56,12 +56,12 @@ def test_volumes_and_their_snapshots() -> None:
     tree.add(f"{place(ONE)}@hourly")
     found = tree.read()
     assert found.volumes == [ONE.model_copy(update={"host": {"dataset": place(ONE)}})]
-    assert (found.snapshots, found.places) == ([MARK], {MARK.id: f"{place(ONE)}@{MARK.id}"})
+    assert (found.snapshots, found.snapshot_names) == ([MARK], {MARK.id: f"{place(ONE)}@{MARK.id}"})
     assert (found.datasets, found.quarantined, found.leftover, found.uncommitted) == ({ONE.id: place(ONE)}, {}, [], [])
 
 
-def test_the_last_record_of_a_volume_counts() -> None:
-    """A rollback that was interrupted after its commit; the old dataset is retired with its snapshots."""
+def test_the_newest_record_of_a_volume_counts() -> None:
+    """A rollback was interrupted after its commit: the old dataset is retired with its snapshots."""
     tree = Tree().volume(ONE, generation=3).volume(ONE, 1, generation=4).snapshot(MARK, place(ONE))
     found = tree.read()
     assert (found.datasets, found.leftover) == ({ONE.id: place(ONE, 1)}, [place(ONE)])
@@ -69,7 +69,7 @@ def test_the_last_record_of_a_volume_counts() -> None:
 
 
 @pytest.mark.parametrize("retired", [True, False])
-def test_what_is_left_of_a_rollback(retired: bool) -> None:
+def test_leftovers_of_a_rollback(retired: bool) -> None:
     tree = Tree().volume(ONE, 2)
     tree.add(place(ONE), canmount="noauto" if retired else "on").snapshot(MARK, place(ONE))
     tree.add(place(ONE, 3))  # was about to become the volume
@@ -78,18 +78,18 @@ def test_what_is_left_of_a_rollback(retired: bool) -> None:
     assert (found.snapshots, found.uncommitted, found.quarantined) == ([MARK], [], {})
 
 
-def test_what_was_never_committed() -> None:
+def test_uncommitted_datasets_are_swept() -> None:
     found = Tree().add(place(ONE)).read()
     assert (found.uncommitted, found.volumes, found.quarantined) == ([place(ONE)], [], {})
 
 
-def test_what_holds_snapshots_is_never_swept_for_want_of_a_record() -> None:
+def test_a_dataset_with_snapshots_is_never_swept() -> None:
     found = Tree().add(place(ONE)).snapshot(MARK, place(ONE)).read()
     assert (found.uncommitted, found.leftover, found.snapshots) == ([], [], [])
     assert list(found.quarantined) == [place(ONE)] and found.to_mark == {}
 
 
-def test_what_is_being_removed_is_none_any_more() -> None:
+def test_a_volume_being_removed_is_not_listed() -> None:
     tree = Tree().add(place(ONE, 1), encode(ONE, 2) | {DOOMED: "yes"})
     tree.add(place(ONE), canmount="noauto").snapshot(MARK, place(ONE))
     found = tree.read()
@@ -97,7 +97,7 @@ def test_what_is_being_removed_is_none_any_more() -> None:
     assert (found.leftover, found.uncommitted) == ([], [])
 
 
-def test_damage_is_left_alone_with_what_belongs_to_it() -> None:
+def test_damaged_records_and_their_dependents_are_left_alone() -> None:
     other = Volume(name="other", size_mb=64)
     tree = Tree().add(place(ONE), {HEAD: "{not json"}).snapshot(MARK, place(ONE)).add(place(ONE, 1))
     tree.add(place(other), encode(ONE, 1)).add(f"{ROOT}/volumes/odd one")
@@ -117,7 +117,7 @@ def test_damaged_snapshots() -> None:
     assert found.snapshots == [] and len(found.quarantined) == 2
 
 
-def test_part_of_a_sandbox_s_snapshot_is_nothing_without_it() -> None:
+def test_a_volumes_part_without_its_sandbox_snapshot_is_swept() -> None:
     with_it, without, hidden = (
         VolumeSnapshot(name=f"s{n}", volume=ONE.id, size_mb=64, sandbox_snapshot=str(n) * 12) for n in range(3)
     )
@@ -132,7 +132,7 @@ def test_part_of_a_sandbox_s_snapshot_is_nothing_without_it() -> None:
     assert found.orphaned == [without.id, hidden.id]
 
 
-def test_what_is_not_as_its_record_says() -> None:
+def test_a_dataset_that_contradicts_its_record() -> None:
     found = Tree().volume(ONE, refquota=128 << 20, mounted="no").read()
     assert (found.unmounted, found.sizes) == ([place(ONE)], {place(ONE): 64 << 20})
 

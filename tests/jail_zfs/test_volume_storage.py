@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway import zfs
-from sandbox_gateway.errors import GatewayError, InUse, NotFound, OverQuota
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE
+from sandbox_gateway.errors import GatewayError, NotFound, OverQuota, UsedOutside
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import DOOMED
@@ -28,26 +28,26 @@ def names(storage: ZfsStorage, types: str = "filesystem,snapshot") -> list[str]:
     ]
 
 
-def again(storage: ZfsStorage) -> ZfsStorage:
-    """The storage as a freshly started gateway finds it."""
+def reopen(storage: ZfsStorage) -> ZfsStorage:
+    """Return the storage as a freshly started gateway finds it."""
     storage.close()
     storage.open()
     return storage
 
 
-def made(storage: ZfsStorage, name: str = "data", *, source: VolumeSnapshot | None = None) -> Volume:
+def create_volume(storage: ZfsStorage, name: str = "data", *, source: VolumeSnapshot | None = None) -> Volume:
     volume = Volume(name=name, size_mb=64, from_snapshot=source.id if source else "")
     storage.volumes.create(volume, source.id if source else None)
     return volume
 
 
-def taken(storage: ZfsStorage, volume: Volume, name: str, **more: str) -> VolumeSnapshot:
+def take_snapshot(storage: ZfsStorage, volume: Volume, name: str, **more: str) -> VolumeSnapshot:
     snapshot = VolumeSnapshot(name=name, volume=volume.id, size_mb=volume.size_mb, **more)
-    storage.volume_snapshots.take(snapshot)
+    storage.volume_snapshots.capture(snapshot)
     return snapshot
 
 
-def file(storage: ZfsStorage, volume: Volume) -> Path:
+def data_file(storage: ZfsStorage, volume: Volume) -> Path:
     return storage.volumes.mount(volume.id) / "file"
 
 
@@ -63,22 +63,22 @@ def fill(path: Path, megabytes: int) -> None:
             target.flush()
 
 
-def test_a_volume_is_open_to_all_in_it_and_to_nobody_outside(storage: ZfsStorage) -> None:
-    volume = made(storage)
+def test_a_volume_is_accessible_only_inside_sandboxes(storage: ZfsStorage) -> None:
+    volume = create_volume(storage)
     root = storage.volumes.mount(volume.id)
     assert (root.stat().st_mode & 0o7777, root.stat().st_uid) == (0o777, 0)
     assert root.parent.stat().st_mode & 0o7777 == 0o700
     assert volume.host == {"dataset": f"{storage.root.dataset}/volumes/{volume.id}"}
-    found = again(storage).scan()
+    found = reopen(storage).scan()
     assert (found.volumes, found.repaired, storage.volumes.sweep()) == ([volume], [], [])
     storage.volumes.doom(volume.id)
     storage.volumes.finish_removal(volume.id)
     assert names(storage) == [] and list(root.parent.iterdir()) == []
 
 
-def test_its_size_holds_and_grows_while_it_is_used(storage: ZfsStorage) -> None:
-    volume = made(storage)
-    path = file(storage, volume)
+def test_the_size_is_enforced_and_grows_while_in_use(storage: ZfsStorage) -> None:
+    volume = create_volume(storage)
+    path = data_file(storage, volume)
     with pytest.raises(OSError, match="quota"):
         fill(path, 80)
     path.unlink()
@@ -86,32 +86,33 @@ def test_its_size_holds_and_grows_while_it_is_used(storage: ZfsStorage) -> None:
     fill(path, 100)
     zfs.sync(volume.host["dataset"])
     assert 100 << 20 <= storage.volumes.used_bytes(volume.id) < 128 << 20
-    assert again(storage).scan().volumes == [volume.model_copy(update={"size_mb": 128})]
+    assert reopen(storage).scan().volumes == [volume.model_copy(update={"size_mb": 128})]
 
 
-def test_a_growth_that_was_cut_off_is_put_back(storage: ZfsStorage) -> None:
-    volume = made(storage)
+def test_an_interrupted_growth_is_undone(storage: ZfsStorage) -> None:
+    volume = create_volume(storage)
     zfs.lzc_set_prop(volume.host["dataset"], "refquota", 500 << 20)
-    found = again(storage).scan()
+    found = reopen(storage).scan()
     assert found.volumes == [volume]
-    assert found.repaired == [f"{volume.host['dataset']}: its size is that of its record again"]
+    assert found.repaired == [f"{volume.host['dataset']}: reset its size to the size in its record"]
     assert zfs.get_props([volume.host["dataset"]], ["refquota"])[volume.host["dataset"]]["refquota"].number == 64 << 20
 
 
-def test_clone_is_of_its_own_and_holds_what_it_was_made_from(storage: ZfsStorage) -> None:
-    volume = made(storage)
-    file(storage, volume).write_text("first")
-    mark = taken(storage, volume, "mark")
-    file(storage, volume).write_text("second")
-    clones = [made(storage, f"clone{n}", source=mark) for n in range(2)]
-    assert [file(storage, each).read_text() for each in clones] == ["first", "first"]
-    file(storage, clones[0]).write_text("third")
-    assert file(storage, volume).read_text() == "second"
+def test_a_clone_is_independent_and_has_the_content(storage: ZfsStorage) -> None:
+    volume = create_volume(storage)
+    data_file(storage, volume).write_text("first")
+    mark = take_snapshot(storage, volume, "mark")
+    data_file(storage, volume).write_text("second")
+    clones = [create_volume(storage, f"clone{n}", source=mark) for n in range(2)]
+    assert [data_file(storage, each).read_text() for each in clones] == ["first", "first"]
+    data_file(storage, clones[0]).write_text("third")
+    assert data_file(storage, volume).read_text() == "second"
     for refused in (lambda: storage.volume_snapshots.destroy(mark.id), lambda: storage.volumes.doom(volume.id)):
-        with pytest.raises(InUse, match=r"2 volumes were made from it \(clone\d, clone\d\)") as error:
+        with pytest.raises(UsedOutside) as error:
             refused()
+        assert error.value.users == {"ZFS clone": {each.id: each.name for each in clones}}
         assert set(error.value.blockers) == {each.id for each in clones}
-    found = again(storage).scan()
+    found = reopen(storage).scan()
     assert ({each.id for each in found.volumes}, found.volume_snapshots) == (
         {volume.id, *(each.id for each in clones)},
         [mark],
@@ -125,50 +126,50 @@ def test_clone_is_of_its_own_and_holds_what_it_was_made_from(storage: ZfsStorage
     assert names(storage) == [volume.id]
 
 
-def test_clone_smaller_than_what_it_holds_is_refused(storage: ZfsStorage) -> None:
-    volume = made(storage)
+def test_a_clone_too_small_for_its_content_is_refused(storage: ZfsStorage) -> None:
+    volume = create_volume(storage)
     storage.volumes.grow(volume, 128)
-    fill(file(storage, volume), 80)
-    mark = taken(storage, volume, "mark")
+    fill(data_file(storage, volume), 80)
+    mark = take_snapshot(storage, volume, "mark")
     with pytest.raises(OverQuota, match=r"a volume of 64 MiB is too small|quota"):
         storage.volumes.create(Volume(name="small", size_mb=64), mark.id)
     assert len(names(storage, "filesystem")) == 1
 
 
-def test_rollback_keeps_newer_snapshots_and_goes_forth_again(storage: ZfsStorage) -> None:
-    volume = made(storage)
+def test_rollback_keeps_newer_snapshots_and_can_go_forward_again(storage: ZfsStorage) -> None:
+    volume = create_volume(storage)
     marks = []
     for text in ("one", "two", "three"):
-        file(storage, volume).write_text(text)
-        marks.append(taken(storage, volume, text))
+        data_file(storage, volume).write_text(text)
+        marks.append(take_snapshot(storage, volume, text))
     storage.volumes.grow(volume, 128)
     volume.size_mb = 128
     for wanted in (0, 2, 1):
         roll_back(storage, volume, marks[wanted])
-        assert file(storage, volume).read_text() == marks[wanted].name
-        found = again(storage).scan()
+        assert data_file(storage, volume).read_text() == marks[wanted].name
+        found = reopen(storage).scan()
         assert (found.volumes, found.volume_snapshots, found.repaired) == ([volume], marks, [])
         assert (storage.volumes.sweep(), volume.size_mb) == ([], 128)
-    own = taken(storage, volume, "own")
-    # the first is hidden or removed at once: the volume depends on none of the others
+    own = take_snapshot(storage, volume, "own")
+    # The first is hidden or removed at once, because the volume depends on none of the others.
     for mark in (marks[1], marks[0], marks[2], own):
         storage.volume_snapshots.destroy(mark.id)
-    assert file(storage, volume).read_text() == "two"
-    found = again(storage).scan()
+    assert data_file(storage, volume).read_text() == "two"
+    found = reopen(storage).scan()
     assert (found.volume_snapshots, found.repaired) == ([], [])
     storage.volumes.doom(volume.id)
     storage.volumes.finish_removal(volume.id)
     assert names(storage) == []
 
 
-def test_what_a_volume_was_goes_with_its_last_snapshot(storage: ZfsStorage) -> None:
-    volume = made(storage)
-    first, second = taken(storage, volume, "first"), taken(storage, volume, "second")
+def test_a_retired_dataset_is_removed_with_its_last_snapshot(storage: ZfsStorage) -> None:
+    volume = create_volume(storage)
+    first, second = take_snapshot(storage, volume, "first"), take_snapshot(storage, volume, "second")
     roll_back(storage, volume, first)
     roll_back(storage, volume, first)
     assert names(storage, "filesystem") == [volume.id, f"{volume.id}.2"]
     storage.volume_snapshots.destroy(second.id)
-    own = taken(storage, volume, "own")
+    own = take_snapshot(storage, volume, "own")
     roll_back(storage, volume, own)
     assert len(names(storage, "filesystem")) == 3
     storage.volumes.doom(volume.id)
@@ -190,40 +191,40 @@ CUT: dict[str, Callable[[ZfsStorage, Volume, VolumeSnapshot], object]] = {
 
 
 @pytest.mark.parametrize("cut", CUT)
-def test_a_rollback_that_was_cut_off_is_whole_or_was_never_there(storage: ZfsStorage, cut: str) -> None:
-    volume = made(storage)
-    file(storage, volume).write_text("old")
-    mark = taken(storage, volume, "mark")
-    file(storage, volume).write_text("new")
-    later = taken(storage, volume, "later")
+def test_an_interrupted_rollback_is_complete_or_undone(storage: ZfsStorage, cut: str) -> None:
+    volume = create_volume(storage)
+    data_file(storage, volume).write_text("old")
+    mark = take_snapshot(storage, volume, "mark")
+    data_file(storage, volume).write_text("new")
+    later = take_snapshot(storage, volume, "later")
     CUT[cut](storage, volume, mark)
-    found = again(storage).scan()
+    found = reopen(storage).scan()
     notes = storage.volumes.sweep()
     assert ([each.id for each in found.volumes], found.volume_snapshots) == ([volume.id], [mark, later])
-    assert file(storage, volume).read_text() == ("new" if cut == "begun" else "old")
+    assert data_file(storage, volume).read_text() == ("new" if cut == "begun" else "old")
     assert len(notes) == (0 if cut == "settled" else 1), notes
     assert len(names(storage, "filesystem")) == (1 if cut == "begun" else 2)
     assert sum(zfs.is_mounted(f"{storage.root.dataset}/volumes/{name}") for name in names(storage, "filesystem")) == 1
-    assert (again(storage).scan().repaired, storage.volumes.sweep()) == ([], [])
+    assert (reopen(storage).scan().repaired, storage.volumes.sweep()) == ([], [])
 
 
-def test_a_removal_that_was_cut_off_is_finished(storage: ZfsStorage) -> None:
-    volume, other = made(storage), made(storage, "other")
-    mark = taken(storage, volume, "mark")
-    taken(storage, volume, "more")
+def test_an_interrupted_removal_is_finished(storage: ZfsStorage) -> None:
+    volume, other = create_volume(storage), create_volume(storage, "other")
+    mark = take_snapshot(storage, volume, "mark")
+    take_snapshot(storage, volume, "more")
     roll_back(storage, volume, mark)
     storage.volumes.doom(volume.id)
     with pytest.raises(NotFound):
         storage.volumes.mount(volume.id)
-    found = again(storage).scan()
+    found = reopen(storage).scan()
     assert ([each.id for each in found.volumes], found.volume_snapshots) == ([other.id], [])
     assert len(storage.volumes.sweep()) == 1
     assert names(storage) == [other.id]
 
 
-def test_a_removal_cut_off_when_the_newest_was_gone(storage: ZfsStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    volume = made(storage)
-    mark = taken(storage, volume, "mark")
+def test_a_removal_interrupted_after_the_newest_dataset(storage: ZfsStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = create_volume(storage)
+    mark = take_snapshot(storage, volume, "mark")
     roll_back(storage, volume, mark)
     storage.volumes.doom(volume.id)
     destroy = VolumeDatasets.destroy
@@ -237,30 +238,30 @@ def test_a_removal_cut_off_when_the_newest_was_gone(storage: ZfsStorage, monkeyp
         storage.volumes.finish_removal(volume.id)
     monkeypatch.undo()
     assert names(storage, "filesystem") == [volume.id]
-    assert again(storage).scan().volumes == []
+    assert reopen(storage).scan().volumes == []
     storage.volumes.sweep()
     assert names(storage) == []
 
 
-def test_a_volume_that_was_never_committed_is_swept(storage: ZfsStorage) -> None:
-    volume = made(storage)
+def test_an_uncommitted_volume_is_swept(storage: ZfsStorage) -> None:
+    volume = create_volume(storage)
     zfs.lzc_inherit_prop(volume.host["dataset"], HEAD)
-    assert again(storage).scan().volumes == []
-    assert storage.volumes.sweep() == [f"{volume.host['dataset']}: removed, it was never committed"]
+    assert reopen(storage).scan().volumes == []
+    assert storage.volumes.sweep() == [f"{volume.host['dataset']}: removed, because it was never committed"]
     assert names(storage) == []
 
 
-def test_damage_stops_nothing_and_destroys_nothing(storage: ZfsStorage) -> None:
-    good, bad = made(storage, "good"), made(storage, "bad")
-    fine, torn = taken(storage, good, "fine"), taken(storage, good, "torn")
-    lost = taken(storage, bad, "lost")
+def test_damage_does_not_prevent_a_scan_or_destroy_data(storage: ZfsStorage) -> None:
+    good, bad = create_volume(storage, "good"), create_volume(storage, "bad")
+    fine, torn = take_snapshot(storage, good, "fine"), take_snapshot(storage, good, "torn")
+    lost = take_snapshot(storage, bad, "lost")
     record = zfs.local_props(bad.host["dataset"])[HEAD]
     pools.run("zfs", "set", f"{HEAD}=two\nlines\tlocal\nand more", bad.host["dataset"])
     pools.run("zfs", "set", f"sandbox:volume-snapshot.{torn.id}={{}}", f"{good.host['dataset']}@{torn.id}")
     pools.run("zfs", "create", f"{storage.root.dataset}/volumes/odd one")
     before = names(storage)
     for _ in range(2):
-        found = again(storage).scan()
+        found = reopen(storage).scan()
         assert (found.volumes, found.volume_snapshots) == ([good], [fine])
         assert storage.volumes.sweep() == []
         assert names(storage) == before
@@ -268,15 +269,15 @@ def test_damage_stops_nothing_and_destroys_nothing(storage: ZfsStorage) -> None:
     assert "not JSON" in zfs.local_props(bad.host["dataset"])[QUARANTINE]
     assert storage.volumes.is_known(bad.id) is None and storage.volumes.is_known(good.id) is True
     zfs.lzc_set_prop(bad.host["dataset"], HEAD, record)
-    found = again(storage).scan()
+    found = reopen(storage).scan()
     assert {each.id for each in found.volumes} == {good.id, bad.id}
     assert {each.id for each in found.volume_snapshots} == {fine.id, lost.id}
     assert QUARANTINE not in zfs.local_props(bad.host["dataset"])
 
 
-def test_what_was_destroyed_by_hand_is_gone(storage: ZfsStorage) -> None:
-    volume = made(storage)
-    mark = taken(storage, volume, "mark")
+def test_a_volume_destroyed_by_hand_is_gone(storage: ZfsStorage) -> None:
+    volume = create_volume(storage)
+    mark = take_snapshot(storage, volume, "mark")
     pools.run("zfs", "destroy", f"{volume.host['dataset']}@{mark.id}")
     with pytest.raises(NotFound):
         storage.volume_snapshots.destroy(mark.id)
@@ -288,17 +289,17 @@ def test_what_was_destroyed_by_hand_is_gone(storage: ZfsStorage) -> None:
             use(volume.id)
     storage.volumes.doom(volume.id)
     storage.volumes.finish_removal(volume.id)
-    assert (again(storage).scan().volumes, storage.volumes.is_known(volume.id)) == ([], False)
+    assert (reopen(storage).scan().volumes, storage.volumes.is_known(volume.id)) == ([], False)
 
 
-def test_snapshots_of_others_are_no_victims(storage: ZfsStorage) -> None:
-    volume = made(storage)
+def test_foreign_snapshots_are_not_destroyed(storage: ZfsStorage) -> None:
+    volume = create_volume(storage)
     pools.run("zfs", "snapshot", f"{volume.host['dataset']}@hourly")
-    found = again(storage).scan()
+    found = reopen(storage).scan()
     assert (found.volumes, found.volume_snapshots, found.repaired) == ([volume], [], [])
-    with pytest.raises(InUse, match="@hourly"):
+    with pytest.raises(UsedOutside, match="@hourly"):
         storage.volumes.doom(volume.id)
-    assert again(storage).scan().volumes == [volume]
+    assert reopen(storage).scan().volumes == [volume]
     assert DOOMED not in zfs.local_props(volume.host["dataset"])
 
 
@@ -310,43 +311,41 @@ def instance(storage: ZfsStorage) -> Sandbox:
     return sandbox
 
 
-def test_captured_with_a_sandbox_all_or_none(storage: ZfsStorage) -> None:
-    sandbox, volumes = instance(storage), [made(storage, name) for name in ("a", "b", "c")]
+def test_volumes_are_captured_with_a_sandbox_all_or_none(storage: ZfsStorage) -> None:
+    sandbox, volumes = instance(storage), [create_volume(storage, name) for name in ("a", "b", "c")]
     record = Snapshot(source_sandbox=sandbox.id, recipe={"text": "y" * 20_000})
     parts = [VolumeSnapshot(name=each.name, volume=each.id, size_mb=64, sandbox_snapshot=record.id) for each in volumes]
     # one of the names is taken: nothing is left of the earlier ones
     pools.run("zfs", "snapshot", f"{volumes[1].host['dataset']}@{parts[1].id}")
     before = zfs.list_datasets(storage.root.dataset, types="snapshot")
     with pytest.raises(GatewayError, match="already exists"):
-        storage.snapshots.take(sandbox.instance, record, parts)
+        storage.snapshots.capture(sandbox.instance, record, parts)
     assert zfs.list_datasets(storage.root.dataset, types="snapshot") == before
     zfs.lzc_destroy_snaps([f"{volumes[1].host['dataset']}@{parts[1].id}"], False)
-    storage.snapshots.take(sandbox.instance, record, parts)
-    found = again(storage).scan()
+    storage.snapshots.capture(sandbox.instance, record, parts)
+    found = reopen(storage).scan()
     assert found.snapshots[-1] == record
     assert found.volume_snapshots == parts
     assert (found.repaired, storage.volumes.sweep()) == ([], [])
 
 
-def test_parts_of_a_snapshot_that_was_never_committed_are_swept(storage: ZfsStorage) -> None:
-    volume = made(storage)
-    part = taken(storage, volume, "part", sandbox_snapshot="0" * 12)
-    kept = taken(storage, volume, "cloned-part", sandbox_snapshot="1" * 12)
-    clone = made(storage, "clone", source=kept)
-    found = again(storage).scan()
+def test_parts_of_an_uncommitted_snapshot_are_swept(storage: ZfsStorage) -> None:
+    volume = create_volume(storage)
+    part = take_snapshot(storage, volume, "part", sandbox_snapshot="0" * 12)
+    kept = take_snapshot(storage, volume, "cloned-part", sandbox_snapshot="1" * 12)
+    clone = create_volume(storage, "clone", source=kept)
+    found = reopen(storage).scan()
     assert found.volume_snapshots == []
     assert len(storage.volumes.sweep()) == 2
     assert not zfs.lzc_exists(f"{volume.host['dataset']}@{part.id}")
-    assert (again(storage).scan().volume_snapshots, storage.volumes.sweep()) == ([], [])
+    assert (reopen(storage).scan().volume_snapshots, storage.volumes.sweep()) == ([], [])
     storage.volumes.doom(clone.id)
     storage.volumes.finish_removal(clone.id)
     assert not zfs.lzc_exists(f"{volume.host['dataset']}@{kept.id}"), "it goes with what was made from it"
 
 
-def test_where_zfs_takes_several_at_once_it_is_one_command(
-    storage: ZfsStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sandbox, volume = instance(storage), made(storage)
+def test_one_command_takes_several_snapshots(storage: ZfsStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox, volume = instance(storage), create_volume(storage)
     record = Snapshot(source_sandbox=sandbox.id)
     part = VolumeSnapshot(name="part", volume=volume.id, size_mb=64, sandbox_snapshot=record.id)
     commands: list[tuple[str, ...]] = []
@@ -358,7 +357,7 @@ def test_where_zfs_takes_several_at_once_it_is_one_command(
     with monkeypatch.context() as patch:
         patch.setattr(snapshots, "detect_capabilities", lambda: openzfs((2, 2)))
         patch.setattr(snapshots, "run", run)
-        storage.snapshots.take(sandbox.instance, record, [part])
+        storage.snapshots.capture(sandbox.instance, record, [part])
     (command,) = commands
     assert command[0] == "snapshot"
     assert command[-2:] == (

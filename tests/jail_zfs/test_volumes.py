@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import threading
@@ -18,60 +17,48 @@ from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import BackendFailed, Busy, InUse, Invalid
 from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
 from sandbox_gateway.hosts.jail_zfs.jail import mount_point
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD
 from sandbox_gateway.records import Mount, Sandbox, SandboxState, Volume
 from sandbox_gateway.zfs import snapshots
 from tests.jail_zfs import pools
 from tests.support.jail_world import JailZfsWorld, shim
-from tests.support.live import Live
+from tests.support.live import Live, engines
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE
 
 
 @pytest.fixture
-def fresh(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
-    """``fresh()`` opens an engine with its own state, ``fresh(config)`` reopens a state."""
-    made: list[Live] = []
-
-    def start(config: Any = None) -> Live:
-        config = config or jail_zfs_world.config()
-        made.append(Live(jail_zfs_world.host(config), config))
-        return made[-1]
-
-    yield start
-    shim("freebsd-shim", "set", "busy", "")
-    for live in made:
-        if not live.closed:
-            live.empty()
-            live.close()
-    for config in {id(live.config): live.config for live in made}.values():
-        jail_zfs_world.forget(config)
+def make_live(jail_zfs_world: JailZfsWorld) -> Iterator[Callable[..., Live]]:
+    """Engines with their own state: see ``engines``."""
+    with engines(jail_zfs_world) as make_live:
+        yield make_live
+        shim("freebsd-shim", "set", "busy", "")
 
 
 @pytest.fixture
-def live(fresh: Callable[..., Live]) -> Live:
-    return fresh()
+def live(make_live: Callable[..., Live]) -> Live:
+    return make_live()
 
 
-def host(live: Live) -> JailZfsHost:
+def jail_host(live: Live) -> JailZfsHost:
     assert isinstance(live.engine.host, JailZfsHost)
     return live.engine.host
 
 
-def volume(live: Live, name: str = "data", size_mb: int = 64, **more: Any) -> Volume:
+def create_volume(live: Live, name: str = "data", size_mb: int = 64, **more: Any) -> Volume:
     return live.do(live.engine.volumes.create(name, size_mb, **more))
 
 
-def box(live: Live, name: str, *mounts: tuple[str, str], read_only: bool = False) -> Sandbox:
+def create_box(live: Live, name: str, *mounts: tuple[str, str], read_only: bool = False) -> Sandbox:
     specs = [MountSpec(volume, path, read_only) for volume, path in mounts]
     return live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=[name], mounts=specs)))
 
 
-def root(world: JailZfsWorld, live: Live, name: str) -> Path:
+def root_path(world: JailZfsWorld, live: Live, name: str) -> Path:
     return world.place(live.config) / "sandboxes" / live.sandbox(name).instance
 
 
-def repaired(caplog: pytest.LogCaptureFixture) -> list[str]:
+def startup_repairs(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The repairs at start-up, according to the log."""
     return [vars(record)["fields"]["what"] for record in caplog.records if record.message == "repaired"]
 
@@ -79,67 +66,19 @@ def repaired(caplog: pytest.LogCaptureFixture) -> list[str]:
 # -- shared -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_writes_and_the_others_only_read(live: Live) -> None:
-    volume(live)
-    box(live, "writer", ("data", "/srv/data"))
-    for name in ("reader1", "reader2"):
-        box(live, name, ("data", "/data"), read_only=True)
-    live.shell("writer", "echo one >/srv/data/file; mkdir /srv/data/dir")
-    for name in ("reader1", "reader2"):
-        assert live.shell(name, "cat /data/file").strip() == "one"
-        for command in ("echo two >/data/file", "touch /data/new", "rmdir /data/dir", "chmod 700 /data"):
-            refused = live.do(live.engine.commands.exec(name, ["sh", "-c", command]))
-            assert refused.exit_code != 0 and b"Read-only file system" in refused.stderr, refused
-    live.shell("writer", "rm /srv/data/file")
-    assert live.shell("reader1", "ls /data").split() == ["dir"]
-
-
-def test_three_append_and_lock_in_one_file(live: Live) -> None:
-    volume(live)
-    names = ["box0", "box1", "box2"]
-    for name in names:
-        box(live, name, ("data", "/data"))
-
-    async def at_once(script: str) -> None:
-        runs = (live.engine.commands.exec(name, ["sh", "-c", script.replace("NAME", name)]) for name in names)
-        for result in await asyncio.gather(*runs):
-            assert result.exit_code == 0, result
-
-    line = "x" * 100
-    live.do(at_once(f"for n in $(seq 200); do echo NAME-$n-{line}-end >>/data/log; done"))
-    found = live.shell("box0", "cat /data/log").splitlines()
-    assert sorted(found) == sorted(f"{name}-{n}-{line}-end" for name in names for n in range(1, 201))
-    live.shell("box0", "echo 0 >/data/count")
-    count = "flock /data/lock sh -c 'n=$(cat /data/count); echo $((n + 1)) >/data/count'"
-    live.do(at_once(f"for n in $(seq 40); do {count}; done"))
-    assert live.shell("box1", "cat /data/count").strip() == "120"
-
-
-def test_set_user_ids_do_not_count_in_a_volume(live: Live) -> None:
-    volume(live)
-    box(live, "box", ("data", "/data"))
+def test_setuid_has_no_effect_on_a_volume(live: Live) -> None:
+    create_volume(live)
+    create_box(live, "box", ("data", "/data"))
     live.shell("box", "cp /usr/bin/id /data/id; chown root /data/id; chmod 4755 /data/id")
     assert live.do(live.engine.commands.exec("box", ["/data/id", "-u"], user="user")).stdout.strip() == b"1000"
 
 
-def test_a_full_volume_says_so_and_grows_while_it_is_mounted(live: Live) -> None:
-    volume(live)
-    box(live, "box", ("data", "/data"))
-    fill = "dd if=/dev/urandom of=/data/big bs=1M count=80 conv=fsync"
-    full = live.do(live.engine.commands.exec("box", ["sh", "-c", fill]))
-    assert full.exit_code != 0 and any(words in full.stderr for words in (b"quota exceeded", b"No space left")), full
-    live.do(live.engine.volumes.grow("data", 128))
-    live.shell("box", f"rm /data/big; {fill}")
-    eventually(lambda: live.do(live.engine.volumes.state("data")).used_bytes > 80 << 20, 20)
-    assert live.engine.volumes.get("data").size_mb == 128
-
-
-def test_mounted_in_the_order_that_is_wanted_and_one_in_another(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+def test_nested_mounts_in_any_order(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     """The engine refuses overlaps; the host mounts outer before inner and unmounts inner first."""
-    outer, inner = volume(live, "outer"), volume(live, "inner")
-    sandbox = box(live, "box")
+    outer, inner = create_volume(live, "outer"), create_volume(live, "inner")
+    sandbox = create_box(live, "box")
     for mount in (Mount(volume=outer.id, path="/data"), Mount(volume=inner.id, path="/data/below")):
-        live.do(host(live).attach(sandbox, mount))
+        live.do(jail_host(live).attach(sandbox, mount))
     live.shell("box", "touch /data/a /data/below/b")
     assert live.shell("box", "cd /data; find . -type f | sort").split() == ["./a", "./below/b"]
     live.do(live.engine.sandboxes.delete("box"))
@@ -148,26 +87,28 @@ def test_mounted_in_the_order_that_is_wanted_and_one_in_another(live: Live, jail
 
 def test_long_names(live: Live, jail_zfs_world: JailZfsWorld) -> None:
     name = "v" + "-" * 63
-    made = volume(live, name)
-    sandbox = box(live, "box")
+    made = create_volume(live, name)
+    sandbox = create_box(live, "box")
     deep = "/srv/" + "/".join(["d" * 120] * 3)
-    live.do(host(live).attach(sandbox, Mount(volume=made.id, path=deep)))
+    live.do(jail_host(live).attach(sandbox, Mount(volume=made.id, path=deep)))
     live.shell("box", f"touch {deep}/file")
-    assert (f"{root(jail_zfs_world, live, 'box')}{deep}", made.id, False) in jail_zfs_world.volume_mounts(live.config)
-    live.do(host(live).detach(sandbox, Mount(volume=made.id, path=deep)))
+    assert (f"{root_path(jail_zfs_world, live, 'box')}{deep}", made.id, False) in jail_zfs_world.volume_mounts(
+        live.config
+    )
+    live.do(jail_host(live).detach(sandbox, Mount(volume=made.id, path=deep)))
     assert live.shell("box", f"ls {deep}") == ""
     with pytest.raises(Invalid, match="File name too long"):
-        live.do(host(live).attach(sandbox, Mount(volume=made.id, path=f"/srv/{'x' * 300}")))
+        live.do(jail_host(live).attach(sandbox, Mount(volume=made.id, path=f"/srv/{'x' * 300}")))
     assert live.shell("box", "ls /srv").split() == ["d" * 120]
 
 
 # -- captured, cloned, rolled back ------------------------------------------------------------------------------------
 
 
-def test_captured_with_its_sandbox_and_cloned_for_a_fork(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    volume(live, "a")
-    volume(live, "b")
-    box(live, "source", ("a", "/a"), ("b", "/b"))
+def test_a_volume_is_captured_and_cloned_with_its_sandbox(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+    create_volume(live, "a")
+    create_volume(live, "b")
+    create_box(live, "source", ("a", "/a"), ("b", "/b"))
     live.shell("source", "echo one | tee /a/file >/b/file")
     live.do(live.engine.snapshots.create("source", name="mark", volumes=["a", "b"]))
     live.shell("source", "echo two | tee /a/file >/b/file")
@@ -180,52 +121,37 @@ def test_captured_with_its_sandbox_and_cloned_for_a_fork(live: Live, jail_zfs_wo
     with pytest.raises(InUse):
         live.do(live.engine.snapshots.delete("mark"))
     live.do(live.engine.sandboxes.delete("fork"))
-    live.settle(jail_zfs_world.check_no_strays, live.engine, live.config, "after the fork")
+    live.wait_for(jail_zfs_world.check_no_strays, live.engine, live.config, "after the fork")
     assert live.do(live.engine.snapshots.delete("mark"))
     assert [each for name in ("a", "b") for each in live.engine.volumes.list_snapshots(name)] == []
-    live.settle(jail_zfs_world.check_no_strays, live.engine, live.config, "after the snapshot")
+    live.wait_for(jail_zfs_world.check_no_strays, live.engine, live.config, "after the snapshot")
 
 
-def test_capture_whose_second_volume_fails_leaves_none_and_all_goes_on(
+def test_all_writers_are_stopped_during_a_capture(
     live: Live, jail_zfs_world: JailZfsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("a", "b"):
-        volume(live, name)
-    box(live, "source", ("a", "/a"), ("b", "/b"))
-    before = jail_zfs_world.traces(live.config)
-    jail_zfs_world.break_volume_capture(live.engine.host, monkeypatch)
-    with pytest.raises(BackendFailed, match="forced"):
-        live.do(live.engine.snapshots.create("source", name="mark", volumes=["a", "b"]))
-    monkeypatch.undo()
-    assert jail_zfs_world.traces(live.config) == before
-    live.shell("source", "echo alive >/a/file")
-
-
-def test_all_that_write_into_a_volume_stand_still_while_it_is_captured(
-    live: Live, jail_zfs_world: JailZfsWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where ZFS takes several snapshots one after the other."""
-    volume(live)
-    box(live, "source", ("data", "/data"))
-    box(live, "writer", ("data", "/data"))
-    box(live, "reader", ("data", "/data"), read_only=True)
+    """This ZFS takes several snapshots one after the other."""
+    create_volume(live)
+    create_box(live, "source", ("data", "/data"))
+    create_box(live, "writer", ("data", "/data"))
+    create_box(live, "reader", ("data", "/data"), read_only=True)
     seen: dict[str, set[str]] = {}
     take = snapshots._snapshot_at_once
 
     def look(names: Any, options: Any) -> None:
         time.sleep(0.1)
         for name in ("source", "writer", "reader"):
-            seen.setdefault(name, set()).update(states(jail_zfs_world, live, name))
+            seen.setdefault(name, set()).update(process_states(jail_zfs_world, live, name))
         take(names, options)
 
     monkeypatch.setattr(snapshots, "_snapshot_at_once", look)
     live.do(live.engine.snapshots.create("source", volumes=["data"]))
     assert (seen["source"], seen["writer"]) == ({"T"}, {"T"})
     assert "T" not in seen["reader"]
-    assert "T" not in states(jail_zfs_world, live, "source") | states(jail_zfs_world, live, "writer")
+    assert "T" not in process_states(jail_zfs_world, live, "source") | process_states(jail_zfs_world, live, "writer")
 
 
-def states(world: JailZfsWorld, live: Live, name: str) -> set[str]:
+def process_states(world: JailZfsWorld, live: Live, name: str) -> set[str]:
     """The states of the processes of a jail, as `ps` prints them."""
     found = set()
     for pid in shim("pgrep", "-j", live.sandbox(name).host["jail"], check=False).split():
@@ -237,13 +163,13 @@ def states(world: JailZfsWorld, live: Live, name: str) -> set[str]:
 
 
 def test_rollback_under_running_jails(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    made = volume(live)
-    box(live, "writer", ("data", "/data"))
-    box(live, "reader", ("data", "/srv/data"), read_only=True)
+    made = create_volume(live)
+    create_box(live, "writer", ("data", "/data"))
+    create_box(live, "reader", ("data", "/srv/data"), read_only=True)
     marks = []
     for text in ("one", "two"):
         live.shell("writer", f"echo {text} >/data/file")
-        marks.append(live.do(live.engine.volumes.snapshot("data", text)))
+        marks.append(live.do(live.engine.volumes.create_snapshot("data", text)))
     live.shell("writer", "(cd /data; exec sleep 1000 >open) </dev/null 2>&1 &")
     for mark in (marks[0], marks[1], marks[0]):
         live.do(live.engine.volumes.rollback("data", mark.name, force=True))
@@ -253,21 +179,21 @@ def test_rollback_under_running_jails(live: Live, jail_zfs_world: JailZfsWorld) 
     live.shell("writer", "echo on >/data/file")
     assert live.shell("reader", "cat /srv/data/file").strip() == "on"
     assert [each.name for each in live.engine.volumes.list_snapshots("data")] == ["one", "two"]
-    live.settle(jail_zfs_world.check_no_strays, live.engine, live.config, "after rollbacks")
+    live.wait_for(jail_zfs_world.check_no_strays, live.engine, live.config, "after rollbacks")
     assert made.id == live.engine.volumes.get("data").id
 
 
-def test_rollback_that_cannot_be_mounted_leaves_all_as_it_was(
+def test_a_rollback_that_cannot_be_mounted_changes_nothing(
     live: Live, jail_zfs_world: JailZfsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    volume(live)
+    create_volume(live)
     for name in ("first", "second"):
-        box(live, name, ("data", f"/data/{name}"))
+        create_box(live, name, ("data", f"/data/{name}"))
     live.shell("first", "echo old >/data/first/file")
-    live.do(live.engine.volumes.snapshot("data", "mark"))
+    live.do(live.engine.volumes.create_snapshot("data", "mark"))
     live.shell("first", "echo new >/data/first/file")
     before = jail_zfs_world.volume_mounts(live.config), jail_zfs_world.traces(live.config)
-    commit = "sandbox_gateway.hosts.jail_zfs.storage.record_store.RecordStore.write"
+    commit = "sandbox_gateway.hosts.jail_zfs.storage.property_store.PropertyStore.write"
 
     def refuse(*args: Any) -> None:
         raise BackendFailed("forced")
@@ -282,24 +208,24 @@ def test_rollback_that_cannot_be_mounted_leaves_all_as_it_was(
         live.do(live.engine.volumes.rollback("data", "mark", force=True))
     assert live.shell("first", "cat /data/first/file").strip() == "new"
     assert {node for node, *_ in jail_zfs_world.volume_mounts(live.config)} == {
-        f"{root(jail_zfs_world, live, 'first')}/data/first"
+        f"{root_path(jail_zfs_world, live, 'first')}/data/first"
     }
 
 
 # -- found again ------------------------------------------------------------------------------------------------------
 
 
-def test_a_restart_makes_the_mounts_as_the_records_say(
-    fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld, caplog: pytest.LogCaptureFixture
+def test_a_restart_corrects_mounts_to_match_the_records(
+    make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    live = fresh()
+    live = make_live()
     for name in ("kept", "missing", "stray", "wrong"):
-        volume(live, name)
-    sandbox = box(live, "box", ("kept", "/kept"), ("missing", "/missing"), ("wrong", "/wrong"))
+        create_volume(live, name)
+    sandbox = create_box(live, "box", ("kept", "/kept"), ("missing", "/missing"), ("wrong", "/wrong"))
     live.shell("box", "echo kept >/kept/file; echo missing >/missing/file; (exec sleep 1000 >/kept/open) 2>&1 &")
     wanted = jail_zfs_world.volume_mounts(live.config)
     live.close()
-    place, volumes = root(jail_zfs_world, live, "box"), jail_zfs_world.place(live.config) / "volumes"
+    place, volumes = root_path(jail_zfs_world, live, "box"), jail_zfs_world.place(live.config) / "volumes"
     for name in ("missing", "wrong"):
         shim("umount", f"{place}/{name}")
     (place / "stray").mkdir()
@@ -310,8 +236,8 @@ def test_a_restart_makes_the_mounts_as_the_records_say(
     (live.config.host.state_root / "stopped" / sandbox.host["jail"]).touch()
     shim("pkill", "-STOP", "-j", sandbox.host["jail"])
     caplog.clear()
-    again = fresh(live.config)
-    log = repaired(caplog)
+    again = make_live(live.config)
+    log = startup_repairs(caplog)
     for words in (
         f"mounted /missing in sandbox {sandbox.id} again",
         f"mounted /wrong in sandbox {sandbox.id} again",
@@ -324,39 +250,39 @@ def test_a_restart_makes_the_mounts_as_the_records_say(
     again.shell("box", "echo works >/wrong/file")
     again.close()
     caplog.clear()
-    third = fresh(live.config)
-    assert repaired(caplog) == [], "the second time there is nothing to mend"
+    third = make_live(live.config)
+    assert startup_repairs(caplog) == [], "the second time there is nothing to mend"
     third.do(third.engine.sandboxes.delete("box"))
     assert jail_zfs_world.volume_mounts(third.config) == set()
 
 
-def test_volumes_of_the_dead_are_unmounted(fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
-    live = fresh()
-    volume(live)
-    box(live, "box", ("data", "/data"))
+def test_volumes_of_dead_jails_are_unmounted(make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
+    live = make_live()
+    create_volume(live)
+    create_box(live, "box", ("data", "/data"))
     live.shell("box", "echo kept >/data/file")
     live.close()
     shim("pkill", "-KILL", "-j", live.sandbox("box").host["jail"])
-    again = fresh(live.config)
+    again = make_live(live.config)
     eventually(lambda: again.sandbox("box").state is SandboxState.RUNNING, 60)
     assert again.shell("box", "cat /data/file").strip() == "kept"
-    again.settle(jail_zfs_world.check_no_strays, again.engine, again.config, "after the resume")
+    again.wait_for(jail_zfs_world.check_no_strays, again.engine, again.config, "after the resume")
 
 
 def test_a_sandbox_starts_without_a_volume_destroyed_by_hand(
-    fresh: Callable[..., Live], caplog: pytest.LogCaptureFixture
+    make_live: Callable[..., Live], caplog: pytest.LogCaptureFixture
 ) -> None:
-    live = fresh()
-    lost, kept = volume(live, "lost"), volume(live, "kept")
-    sandbox = box(live, "box", ("lost", "/lost"), ("kept", "/kept"))
+    live = make_live()
+    lost, kept = create_volume(live, "lost"), create_volume(live, "kept")
+    sandbox = create_box(live, "box", ("lost", "/lost"), ("kept", "/kept"))
     live.do(live.engine.sandboxes.pause("box"))
     live.close()
     pools.destroy_all(lost.host["dataset"])
     caplog.clear()
-    again = fresh(live.config)
-    log = repaired(caplog)
+    again = make_live(live.config)
+    log = startup_repairs(caplog)
     assert (
-        f"the volume {lost.id} that sandbox {sandbox.id} has at /lost is not there: restore it, or detach it" in log
+        f"sandbox {sandbox.id} mounts volume {lost.id} at /lost, but the volume is missing: restore or detach it" in log
     ), log
     assert [each.id for each in again.engine.volumes.list()] == [kept.id]
     assert [each.path for each in again.sandbox("box").mounts] == ["/lost", "/kept"]
@@ -366,23 +292,23 @@ def test_a_sandbox_starts_without_a_volume_destroyed_by_hand(
     assert [each.path for each in again.sandbox("box").mounts] == ["/kept"]
 
 
-def test_damaged_records_of_volumes_do_not_keep_the_gateway_from_starting(
-    fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld
+def test_damaged_volume_records_do_not_prevent_a_start(
+    make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld
 ) -> None:
-    live = fresh()
-    torn = volume(live, "torn")
-    box(live, "box", ("torn", "/torn"))
+    live = make_live()
+    torn = create_volume(live, "torn")
+    create_box(live, "box", ("torn", "/torn"))
     live.shell("box", "echo kept >/torn/file")
     record = zfs.local_props(torn.host["dataset"])[HEAD]
     live.close()
     zfs.lzc_set_prop(torn.host["dataset"], HEAD, record[:60])
-    again = fresh(live.config)
+    again = make_live(live.config)
     assert again.engine.volumes.list() == []
     assert again.shell("box", "cat /torn/file").strip() == "kept", "what is mounted stays until it is known better"
     again.do(again.engine.sandboxes.update("box", metadata={"saved": "anew"}))
     again.close()
     zfs.lzc_set_prop(torn.host["dataset"], HEAD, record)
-    third = fresh(live.config)
+    third = make_live(live.config)
     assert [each.name for each in third.engine.volumes.list()] == ["torn"]
     assert [each.path for each in third.sandbox("box").mounts] == ["/torn"]
     assert third.shell("box", "cat /torn/file").strip() == "kept"
@@ -391,15 +317,15 @@ def test_damaged_records_of_volumes_do_not_keep_the_gateway_from_starting(
 # -- stuck mounts -----------------------------------------------------------------------------------------------------
 
 
-def test_a_stuck_mount_never_blocks_a_kill_and_is_shown(live: Live, jail_zfs_world: JailZfsWorld) -> None:
-    made = volume(live)
-    box(live, "bystander")
+def test_a_stuck_mount_does_not_block_a_kill_and_is_shown(live: Live, jail_zfs_world: JailZfsWorld) -> None:
+    made = create_volume(live)
+    create_box(live, "bystander")
     before = jail_zfs_world.traces(live.config)
-    sandbox = box(live, "box", ("data", "/data"))
-    node = f"{root(jail_zfs_world, live, 'box')}/data"
+    sandbox = create_box(live, "box", ("data", "/data"))
+    node = f"{root_path(jail_zfs_world, live, 'box')}/data"
     shim("freebsd-shim", "set", "busy", node)
     with pytest.raises(Busy, match="cannot be unmounted"):
-        live.do(host(live).detach(sandbox, Mount(volume=made.id, path="/data")))
+        live.do(jail_host(live).detach(sandbox, Mount(volume=made.id, path="/data")))
     assert live.do(live.engine.volumes.state("data")).stuck == [], "nothing was changed"
     live.shell("box", "touch /data/file")
     began = time.monotonic()
@@ -407,32 +333,30 @@ def test_a_stuck_mount_never_blocks_a_kill_and_is_shown(live: Live, jail_zfs_wor
     assert time.monotonic() - began < 10
     assert [each.name for each in live.engine.sandboxes.list()] == ["bystander"]
     (sentence,) = live.do(live.engine.volumes.state("data")).stuck
-    assert node in sentence and "Device busy" in sentence and "tried again" in sentence
+    assert node in sentence and "Device busy" in sentence and "the gateway retries" in sentence
     assert jail_zfs_world.traces(live.config) != before, "its files wait"
     shim("freebsd-shim", "set", "busy", "")
     eventually(lambda: jail_zfs_world.traces(live.config) == before, 40)
     assert live.do(live.engine.volumes.state("data")).stuck == []
 
 
-def test_a_volume_that_is_stuck_somewhere_is_removed_later(
-    fresh: Callable[..., Live], jail_zfs_world: JailZfsWorld
-) -> None:
-    live = fresh()
+def test_a_stuck_volume_is_removed_later(make_live: Callable[..., Live], jail_zfs_world: JailZfsWorld) -> None:
+    live = make_live()
     before = jail_zfs_world.traces(live.config)
-    volume(live)
-    box(live, "box", ("data", "/data"))
-    shim("freebsd-shim", "set", "busy", f"{root(jail_zfs_world, live, 'box')}/data")
+    create_volume(live)
+    create_box(live, "box", ("data", "/data"))
+    shim("freebsd-shim", "set", "busy", f"{root_path(jail_zfs_world, live, 'box')}/data")
     live.do(live.engine.sandboxes.delete("box"))
     began = time.monotonic()
     live.do(live.engine.volumes.delete("data"))
     assert time.monotonic() - began < 5
     live.close()
-    again = fresh(live.config)
+    again = make_live(live.config)
     assert again.engine.volumes.list() == [], "it is none any more, though it is not gone yet"
     shim("freebsd-shim", "set", "busy", "")
     eventually(lambda: jail_zfs_world.volume_mounts(live.config) == set(), 40)
     again.close()
-    third = fresh(live.config)
+    third = make_live(live.config)
     assert jail_zfs_world.traces(third.config) == before
 
 
@@ -458,15 +382,15 @@ def outside(tmp_path: Path) -> Iterator[Path]:
         ("touch /data", "/data"),
     ],
 )
-def test_links_that_were_planted_lead_nowhere(
+def test_planted_links_cannot_escape_the_jail(
     live: Live, jail_zfs_world: JailZfsWorld, outside: Path, script: str, path: str
 ) -> None:
-    made = volume(live)
-    sandbox = box(live, "sly")
+    made = create_volume(live)
+    sandbox = create_box(live, "sly")
     live.shell("sly", script.format(outside=outside))
     before = jail_zfs_world.traces(live.config)
     with pytest.raises(Invalid, match="no volume can be mounted"):
-        live.do(host(live).attach(sandbox, Mount(volume=made.id, path=path)))
+        live.do(jail_host(live).attach(sandbox, Mount(volume=made.id, path=path)))
     assert jail_zfs_world.traces(live.config) == before
     assert list(outside.iterdir()) == []
     # the same at its next start, from its snapshot
@@ -478,41 +402,39 @@ def test_links_that_were_planted_lead_nowhere(
     assert live.shell("sly", "echo alive").strip() == "alive"
 
 
-def test_a_link_swapped_in_between_is_found_out(
+def test_a_link_swapped_in_after_the_check_is_detected(
     live: Live, jail_zfs_world: JailZfsWorld, outside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if something in the jail kept running between the check and the mount."""
-    made = volume(live)
-    bystander = box(live, "bystander", ("data", "/data"))
-    sandbox = box(live, "sly")
+    """The test acts as a process in the jail that keeps running between the check and the mount."""
+    made = create_volume(live)
+    bystander = create_box(live, "bystander", ("data", "/data"))
+    sandbox = create_box(live, "sly")
     before = jail_zfs_world.traces(live.config)
     prepare = mount_point.prepare
 
-    def swapped(where: Path, path: str) -> None:
+    def swap_then_mount(where: Path, path: str) -> None:
         prepare(where, path)
         (where / "data").rename(where / "aside")
         (where / "data").symlink_to(outside)
 
-    monkeypatch.setattr(mount_point, "prepare", swapped)
-    with pytest.raises(Invalid, match="put a link into the path"):
-        live.do(host(live).attach(sandbox, Mount(volume=made.id, path="/data")))
+    monkeypatch.setattr(mount_point, "prepare", swap_then_mount)
+    with pytest.raises(Invalid, match="contains a symbolic link"):
+        live.do(jail_host(live).attach(sandbox, Mount(volume=made.id, path="/data")))
     assert jail_zfs_world.traces(live.config) == before
     assert not os.path.ismount(outside)
     live.shell("bystander", "echo mine >/data/file")
     assert bystander.mounts[0].volume == made.id
 
 
-def test_a_jail_that_swaps_its_mount_point_all_the_time(
-    live: Live, jail_zfs_world: JailZfsWorld, outside: Path
-) -> None:
-    """Its processes are stopped during an attach; a swapper that is not stopped runs as well."""
-    made = volume(live)
-    sandbox = box(live, "sly")
+def test_a_jail_that_swaps_its_mount_point_constantly(live: Live, jail_zfs_world: JailZfsWorld, outside: Path) -> None:
+    """Its processes are stopped during an attach, but another swapper outside the jail is not."""
+    made = create_volume(live)
+    sandbox = create_box(live, "sly")
     swap = (
         "mkdir -p /a/data; while :; do mv /a /b; ln -s OUT /a; rm /a; mv /b /a; done </dev/null >/dev/null 2>&1 &"
     ).replace("OUT", str(outside))
     live.shell("sly", swap)
-    place, swapping = root(jail_zfs_world, live, "sly"), [True]
+    place, swapping = root_path(jail_zfs_world, live, "sly"), [True]
     (place / "c/data").mkdir(parents=True)
     (outside / "data").mkdir()
 
@@ -534,14 +456,14 @@ def test_a_jail_that_swaps_its_mount_point_all_the_time(
         for turn in range(12):
             mount = Mount(volume=made.id, path=("/a/data", "/c/data")[turn % 2])
             try:
-                live.do(host(live).attach(sandbox, mount))
+                live.do(jail_host(live).attach(sandbox, mount))
             except Invalid:
                 outcomes.add("refused")
                 assert jail_zfs_world.volume_mounts(live.config) == set()
                 continue
             outcomes.add("mounted")
             assert jail_zfs_world.volume_mounts(live.config) == {(f"{place}{mount.path}", made.id, False)}
-            live.do(host(live).detach(sandbox, mount))
+            live.do(jail_host(live).detach(sandbox, mount))
             assert jail_zfs_world.volume_mounts(live.config) == set()
     finally:
         swapping.clear()

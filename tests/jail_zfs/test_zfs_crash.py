@@ -15,7 +15,7 @@ from tests.support import session
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs namespaces (Linux)")
 @pytest.mark.parametrize("story", ["dead", "killed"])
-def test_the_daemon_is(story: str, need_root: None) -> None:
+def test_an_unavailable_daemon(story: str, need_root: None) -> None:
     directory = session.run_dir() / f"zfs-{story}"
     directory.mkdir()
     # processes that the story leaves running end with the shell, which is the first process there
@@ -26,7 +26,7 @@ def test_the_daemon_is(story: str, need_root: None) -> None:
     shutil.rmtree(directory)
 
 
-def test_without_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_zfs_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setattr(process, "_MORE_PATH", "/nonexistent")
     with pytest.raises(zfs.exceptions.ZFSInitializationFailed, match="run the role jail_zfs_host"):

@@ -21,7 +21,7 @@ def _owner(root: str, **changes: object) -> None:
     zfs.lzc_set_prop(root, ownership.OWNER, json.dumps(json.loads(ownership._own_identity()) | changes))
 
 
-def test_two_gateways_on_one_root_refuse_each_other(storage: ZfsStorage, root: str, locks: Path) -> None:
+def test_two_gateways_cannot_share_a_root(storage: ZfsStorage, root: str, locks: Path) -> None:
     with pytest.raises(Conflict, match="another gateway on this machine"):
         ZfsStorage(root, lock_directory=locks).open()
     assert storage.scan().repaired == [], "the first goes on"
@@ -32,7 +32,7 @@ def test_two_gateways_on_one_root_refuse_each_other(storage: ZfsStorage, root: s
     assert zfs.local_props(root) == {}
 
 
-def test_where_the_lock_is_not_shared_the_property_tells(root: str, tmp_path: Path) -> None:
+def test_without_a_shared_lock_the_property_decides(root: str, tmp_path: Path) -> None:
     program = (
         "import sys, pathlib\n"
         "from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage\n"
@@ -43,18 +43,18 @@ def test_where_the_lock_is_not_shared_the_property_tells(root: str, tmp_path: Pa
     argv = [sys.executable, "-c", program, root, str(tmp_path / "one")]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "open\n"
-        with pytest.raises(Conflict, match=f"still runs .process {other.pid} of host"):
+        with pytest.raises(Conflict, match=f"is still running .process {other.pid} of host"):
             ZfsStorage(root, lock_directory=tmp_path / "two").open()
         other.kill()
     storage = ZfsStorage(root, lock_directory=tmp_path / "two")
     assert storage.open() == [
-        f"{root}: taken over from process {other.pid} of host {os.uname().nodename}, which is gone"
+        f"{root}: taken over from process {other.pid} of host {os.uname().nodename}, which has ended"
     ]
     storage.close()
 
 
-def test_commands_of_a_killed_gateway_are_waited_for(root: str, locks: Path, tmp_path: Path) -> None:
-    """Otherwise they would change what its successor has already scanned: here a snapshot that appears later."""
+def test_a_start_waits_for_commands_of_a_killed_gateway(root: str, locks: Path, tmp_path: Path) -> None:
+    """Otherwise they would change what the next gateway has already scanned: here a snapshot appears later."""
     slow = tmp_path / "zfs"
     slow.write_text(
         "#!/bin/sh\n"
@@ -77,27 +77,27 @@ def test_commands_of_a_killed_gateway_are_waited_for(root: str, locks: Path, tmp
             ZfsStorage(root, lock_directory=locks).open()
         gateway.kill()
     successor = ZfsStorage(root, lock_directory=locks)
-    assert "which is gone" in successor.open()[0]
+    assert "which has ended" in successor.open()[0]
     assert zfs.lzc_exists(f"{root}@late"), "it was not there yet"
     successor.close()
 
 
-def test_an_owner_of_an_earlier_boot_is_succeeded(root: str, locks: Path) -> None:
+def test_an_owner_from_an_earlier_boot_is_replaced(root: str, locks: Path) -> None:
     _owner(root, kernel="another", pid=1, host="elsewhere")
     storage = ZfsStorage(root, lock_directory=locks)
     assert "ended with its machine" in storage.open()[0]
     storage.close()
 
 
-def test_an_owner_in_another_container_is_believed(root: str, locks: Path) -> None:
+def test_an_owner_in_another_container_is_respected(root: str, locks: Path) -> None:
     _owner(root, host="elsewhere", pid=1)
     with pytest.raises(Conflict, match=f"zfs inherit sandbox:owner {root}"):
         ZfsStorage(root, lock_directory=locks).open()
 
 
 @pytest.mark.parametrize("text", ["nonsense", "[]", "{}", '{"pid": "x"}'])
-def test_an_owner_that_makes_no_sense_is_replaced(root: str, locks: Path, text: str) -> None:
+def test_an_invalid_owner_is_replaced(root: str, locks: Path, text: str) -> None:
     zfs.lzc_set_prop(root, ownership.OWNER, text)
     storage = ZfsStorage(root, lock_directory=locks)
-    assert "cannot be read" in storage.open()[0]
+    assert f"replaced the recorded owner {text!r}, which is not valid" in storage.open()[0]
     storage.close()

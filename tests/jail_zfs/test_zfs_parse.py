@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sandbox_gateway.zfs import names, options, parse
-from sandbox_gateway.zfs.causes import Cause, cause_of, listed_names, one_line
+from sandbox_gateway.zfs.causes import Cause, cause_of, find_names, one_line
 from sandbox_gateway.zfs.exceptions import NameInvalid, NameTooLong, PropertyInvalid, ZFSOutputError
 from sandbox_gateway.zfs.parse import Property
 
@@ -38,20 +38,20 @@ def _get_text(lines: list[Property]) -> str:
 
 
 @given(_lines)
-def test_what_zfs_get_writes_is_read_back(lines: list[Property]) -> None:
+def test_zfs_get_output_is_parsed(lines: list[Property]) -> None:
     assume(not any(_looks_like_a_line(line.value) for line in lines))
     assert parse.parse_get(_get_text(lines)) == lines
 
 
 @pytest.mark.parametrize("value", ["two\nlines\tlocal\nand more", "\tlocal\nx", "a\n\tlocal\n\n"])
-def test_a_value_that_looks_like_the_end_of_a_line_does_not_swallow_the_next(value: str) -> None:
+def test_a_value_that_looks_like_a_line_end_does_not_hide_the_next(value: str) -> None:
     lines = [Property("p/a", "a:b", value, "local"), Property("p/b", "a:b", "1", "local")]
     with pytest.raises(ZFSOutputError):
         parse.parse_get(_get_text(lines))
 
 
 @given(_lines, st.data())
-def test_output_cut_anywhere_is_noticed(lines: list[Property], data: st.DataObject) -> None:
+def test_truncated_output_is_detected(lines: list[Property], data: st.DataObject) -> None:
     assume(lines and not any(_looks_like_a_line(line.value) for line in lines))
     text = _get_text(lines)
     cut = data.draw(st.integers(0, len(text) - 1))
@@ -60,13 +60,13 @@ def test_output_cut_anywhere_is_noticed(lines: list[Property], data: st.DataObje
         assert found == lines[: len(found)]
         wanted = {(line.name, line.prop) for line in lines}
         if {(line.name, line.prop) for line in found} == wanted:
-            raise ZFSOutputError(None)  # the cut removed only repeated lines: nothing is missing
+            raise ZFSOutputError(None)  # The cut removed only repeated lines, so nothing is missing.
         for name, prop in wanted:
             parse.check_complete(found, [name], [prop])
 
 
 @given(st.text())
-def test_any_text_is_read_or_refused(text: str) -> None:
+def test_arbitrary_text_is_parsed_or_refused(text: str) -> None:
     for read in (parse.parse_get, lambda text: parse.parse_table(text, 2)):
         try:
             read(text)
@@ -75,13 +75,13 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 
 
 @given(st.lists(st.tuples(_names, _values.filter(lambda value: not {"\t", "\n"} & set(value)))))
-def test_tables_are_read_back(rows: list[tuple[str, str]]) -> None:
+def test_tables_are_parsed(rows: list[tuple[str, str]]) -> None:
     text = "".join(f"{name}\t{value}\n" for name, value in rows)
     assert parse.parse_table(text, 2) == rows
 
 
 @given(_names | st.text() | st.binary())
-def test_a_name_is_taken_or_refused_and_never_an_option(name: str | bytes) -> None:
+def test_names_are_validated_and_never_taken_for_options(name: str | bytes) -> None:
     for check in (
         names.existing_name,
         names.new_filesystem_name,
@@ -114,18 +114,18 @@ def test_a_name_is_taken_or_refused_and_never_an_option(name: str | bytes) -> No
         ("pool/" + "n" * 251, NameTooLong),
     ],
 )
-def test_names_that_are_not_made(name: str, error: type[Exception]) -> None:
+def test_names_that_we_do_not_create(name: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         names.new_filesystem_name(name)
 
 
-def test_names_that_are_made() -> None:
+def test_names_that_we_create() -> None:
     for name in ("pool/a", "pool/_template-0123@base", "pool/A.b:c-d_e", "pool/" + "n" * 250):
         (names.new_snapshot_name if "@" in name else names.new_filesystem_name)(name)
 
 
 @given(st.text() | _props, st.text() | st.binary() | st.integers() | st.booleans())
-def test_a_property_is_taken_or_refused(key: str, value: str | bytes | int | bool) -> None:
+def test_properties_are_validated(key: str, value: str | bytes | int | bool) -> None:
     try:
         text = options.property_value(key, value)
     except PropertyInvalid as error:
@@ -136,7 +136,7 @@ def test_a_property_is_taken_or_refused(key: str, value: str | bytes | int | boo
 
 def test_the_longest_property_value() -> None:
     options.property_value("a:b", "x" * 8191)
-    with pytest.raises(PropertyInvalid, match="8192 bytes; the limit is 8191"):
+    with pytest.raises(PropertyInvalid, match="8192 bytes, but the limit is 8191"):
         options.property_value("a:b", "x" * 8192)
 
 
@@ -215,31 +215,31 @@ _SAMPLES = [
 
 
 @pytest.mark.parametrize(("cause", "words"), _SAMPLES)
-def test_the_reason_is_found(cause: Cause, words: str) -> None:
+def test_the_reason_is_extracted(cause: Cause, words: str) -> None:
     assert cause_of(words.format("tank/grove/x@y")) is cause
 
 
 @given(st.sampled_from([sample for sample in _SAMPLES if "'{0}'" in sample[1] and "\n{0}" not in sample[1]]), _names)
-def test_no_name_is_taken_for_a_reason(sample: tuple[Cause, str], name: str) -> None:
+def test_a_name_is_not_mistaken_for_a_reason(sample: tuple[Cause, str], name: str) -> None:
     cause, words = sample
     assert cause_of(words.format(name)) is cause
     assert cause_of(words.format("dataset is busy, out of space, already exists")) is cause
 
 
-def test_the_listed_names() -> None:
+def test_names_are_extracted_from_errors() -> None:
     said = "cannot destroy 'a@b': snapshot has dependent clones\nuse '-R' to destroy the following datasets:\nc@d\nc\n"
-    assert listed_names(said) == ["c@d", "c"]
-    assert listed_names("dataset is busy") == []
+    assert find_names(said) == ["c@d", "c"]
+    assert find_names("dataset is busy") == []
 
 
 @given(st.text())
-def test_any_refusal_becomes_one_line(said: str) -> None:
+def test_any_error_becomes_one_line(said: str) -> None:
     assert isinstance(cause_of(said), Cause)
     assert len(one_line(said).splitlines()) <= 1
-    listed_names(said)
+    find_names(said)
 
 
-def test_names_are_taken_apart() -> None:
+def test_names_are_split() -> None:
     for name, pool, filesystem in (
         ("pool", "pool", "pool"),
         ("pool/a/b", "pool", "pool/a/b"),
@@ -268,7 +268,7 @@ def test_names_are_taken_apart() -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_names_are_allowed_or_refused_with_themselves(check: Any, good: list[Any], bad: list[str]) -> None:
+def test_invalid_names_are_quoted_in_the_error(check: Any, good: list[Any], bad: list[str]) -> None:
     for name in good:
         assert check(name) == (name if isinstance(name, str) else name.decode())
     for name in bad:
@@ -277,26 +277,26 @@ def test_names_are_allowed_or_refused_with_themselves(check: Any, good: list[Any
         assert refused.value.name == name
 
 
-def test_properties_are_written_as_the_command_takes_them() -> None:
+def test_properties_are_formatted_for_the_command() -> None:
     assert options.property_options(None) == []
     assert options.property_options({"canmount": False, "atime": True, "refquota": 7, b"a:b": b"x=y"}) == [
         *("-o", "canmount=off", "-o", "atime=on", "-o", "refquota=7", "-o", "a:b=x=y")
     ]
     assert options.property_value("a:b", "x" * 8191) == "a:b=" + "x" * 8191
     for value, words in (
-        ("", "its value is empty or has characters that text cannot have"),
-        ("a\0b", "its value is empty or has characters that text cannot have"),
-        ("\ud800", "its value is empty or has characters that text cannot have"),
+        ("", "its value is empty or contains control characters"),
+        ("a\0b", "its value is empty or contains control characters"),
+        ("\ud800", "its value is empty or contains control characters"),
         (b"\xff", "its value is not UTF-8"),
-        ("x" * 8192, "its value has 8192 bytes; the limit is 8191"),
-        ("ä" * 4096, "its value has 8192 bytes; the limit is 8191"),
+        ("x" * 8192, "its value has 8192 bytes, but the limit is 8191"),
+        ("ä" * 4096, "its value has 8192 bytes, but the limit is 8191"),
     ):
         with pytest.raises(PropertyInvalid) as refused:
             options.property_value("a:b", value)
         assert refused.value.name == "a:b" and words in str(refused.value)
 
 
-def test_names_of_properties() -> None:
+def test_property_names() -> None:
     for name in ("canmount", "a:b", "sandbox:owner", "written@snap:x", "a:" + "b" * 253):
         assert options.property_name(name) == name
     for name in ("", "A", "a=b", "1a", "-a:b", "a b", "a:B"):
@@ -307,7 +307,7 @@ def test_names_of_properties() -> None:
         options.property_name("a:" + "b" * 254)
 
 
-def test_what_was_asked_for_and_is_missing_is_named() -> None:
+def test_missing_datasets_are_named() -> None:
     found = [Property("p", "a", "1", "-"), Property("p", "b", "1", "-"), Property("q", "a", "1", "-")]
     parse.check_complete(found, ["p"], ["a", "b"])
     with pytest.raises(ZFSOutputError, match="the output lacks the property b") as refused:

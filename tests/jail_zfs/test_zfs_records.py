@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.hosts.jail_zfs.storage import sandbox_scan
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE, Kind, Record, decode, encode, stale_parts
-from sandbox_gateway.records import Sandbox, Snapshot, Volume, VolumeSnapshot
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import (
+    HEAD,
+    QUARANTINE,
+    Kind,
+    decode,
+    encode,
+    stale_parts,
+)
+from sandbox_gateway.records import Record, Sandbox, Snapshot, Volume, VolumeSnapshot
 from sandbox_gateway.zfs.options import VALUE_MAX, property_value
 from sandbox_gateway.zfs.parse import Property
 
@@ -33,7 +40,7 @@ _kinds: dict[type[Record], Kind] = {
 
 
 @given(_sandboxes | _snapshots | _volumes | _volume_snapshots, st.integers(1, 10**9))
-def test_a_record_is_read_back(record: Record, generation: int) -> None:
+def test_a_record_survives_a_round_trip(record: Record, generation: int) -> None:
     props = encode(record, generation)
     assert list(props)[-1] == HEAD
     for prop, value in props.items():
@@ -45,13 +52,13 @@ def test_a_record_is_read_back(record: Record, generation: int) -> None:
     assert stale_parts(props) == []
 
 
-def test_a_long_record_lies_in_parts_and_a_short_one_does_not() -> None:
+def test_only_a_long_record_is_split() -> None:
     assert list(encode(Snapshot(), 1)) == [HEAD]
     props = encode(Snapshot(id="0" * 12, recipe={"setup": ["x" * 20_000]}), 7)
     assert list(props) == [f"{HEAD}.7.0", f"{HEAD}.7.1", f"{HEAD}.7.2", HEAD]
 
 
-def test_parts_of_another_generation_are_stale_and_missing_ones_are_noticed() -> None:
+def test_stale_parts_are_ignored_and_missing_ones_detected() -> None:
     old = encode(Snapshot(recipe={"setup": ["x" * 20_000]}), 7)
     new = encode(Snapshot(), 8)
     assert sorted(stale_parts(old | new)) == [f"{HEAD}.7.{n}" for n in range(3)]
@@ -60,14 +67,14 @@ def test_parts_of_another_generation_are_stale_and_missing_ones_are_noticed() ->
         decode(old, "snapshot")
 
 
-def test_parts_that_were_changed_are_noticed() -> None:
+def test_changed_parts_are_detected() -> None:
     props = encode(Snapshot(recipe={"setup": ["x" * 20_000]}), 1)
     props[f"{HEAD}.1.1"] = "y" * 8000
     with pytest.raises(ValueError, match="checksum"):
         decode(props, "snapshot")
 
 
-def test_a_record_beyond_measure_is_refused_with_the_remedy() -> None:
+def test_an_oversized_record_is_refused_with_a_remedy() -> None:
     with pytest.raises(Invalid, match="shorten its metadata"):
         encode(Sandbox(name="a", env={"A": "x" * 300_000}), 1)
 
@@ -89,7 +96,7 @@ _heads = (
 
 
 @given(_heads, st.sampled_from(["sandbox", "snapshot"]))
-def test_a_damaged_record_is_named_so(head: str, kind: str) -> None:
+def test_a_damaged_record_is_reported_as_damaged(head: str, kind: str) -> None:
     try:
         decode({HEAD: head}, kind)  # type: ignore[arg-type]
     except ValueError as error:
@@ -117,7 +124,7 @@ _props = _good | st.fixed_dictionaries({}, optional={HEAD: _heads, QUARANTINE: s
 
 @settings(max_examples=300)
 @given(st.dictionaries(_names, _props, max_size=10), st.booleans(), st.integers(0, 10))
-def test_no_damage_stops_a_scan(local: dict[str, dict[str, str]], deferred: bool, txg: int) -> None:
+def test_no_damage_prevents_a_scan(local: dict[str, dict[str, str]], deferred: bool, txg: int) -> None:
     facts = {
         name: {
             "createtxg": Property(name, "createtxg", str(txg), "-"),

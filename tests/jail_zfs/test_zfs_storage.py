@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway import zfs
-from sandbox_gateway.errors import BackendFailed, Busy, InUse, NoSpace, NotFound, OverQuota
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE, encode
+from sandbox_gateway.errors import BackendFailed, Busy, NoSpace, NotFound, OverQuota, UsedOutside
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, new_id
 from tests.jail_zfs import pools
@@ -26,7 +26,7 @@ def _names(storage: ZfsStorage, types: str = "filesystem,snapshot") -> list[str]
     return [name.removeprefix(storage.root.dataset) for name in zfs.list_datasets(storage.root.dataset, types=types)]
 
 
-def _base(storage: ZfsStorage, text: str = "base") -> Snapshot:
+def _create_base(storage: ZfsStorage, text: str = "base") -> Snapshot:
     record = Snapshot(kind=SnapshotKind.BASE, recipe={"setup": ["true"]})
     return storage.snapshots.create_base(record, lambda path: _written(path / "file", text))
 
@@ -35,27 +35,27 @@ def _written(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def _sandbox(storage: ZfsStorage, source: Snapshot, name: str = "web", **more: str) -> Sandbox:
+def _create_sandbox(storage: ZfsStorage, source: Snapshot, name: str = "web", **more: str) -> Sandbox:
     sandbox = Sandbox(name=name, forked_from=source.id, **more)
     storage.instances.clone(source.id, sandbox.instance)
     storage.instances.save(sandbox)
     return sandbox
 
 
-def _again(storage: ZfsStorage) -> ZfsStorage:
-    """The storage as a freshly started gateway finds it."""
+def _reopen(storage: ZfsStorage) -> ZfsStorage:
+    """Return the storage as a freshly started gateway finds it."""
     storage.close()
     storage.open()
     return storage
 
 
 def test_a_sandbox_from_a_base(storage: ZfsStorage) -> None:
-    base = _base(storage)
-    sandbox = _sandbox(storage, base, metadata={"ü": "€"})
+    base = _create_base(storage)
+    sandbox = _create_sandbox(storage, base, metadata={"ü": "€"})
     path = storage.instances.path(sandbox.instance)
     assert (path / "file").read_text() == "base"
     assert not zfs.is_mounted(f"{storage.root.dataset}/_template-{base.id}")
-    found = _again(storage).scan()
+    found = _reopen(storage).scan()
     assert (found.snapshots, found.sandboxes, found.repaired) == ([base], [sandbox], [])
     assert storage.snapshots.full_name(base.id) == f"{storage.root.dataset}/_template-{base.id}@base"
     storage.instances.forget(sandbox.instance)
@@ -65,7 +65,7 @@ def test_a_sandbox_from_a_base(storage: ZfsStorage) -> None:
     assert list((storage.root.mountpoint / "sandboxes").iterdir()) == []
 
 
-def test_a_base_that_cannot_be_filled_leaves_nothing(storage: ZfsStorage) -> None:
+def test_a_failed_base_leaves_nothing(storage: ZfsStorage) -> None:
     def fill(path: Path) -> None:
         (path / "half").write_text("done")
         raise ValueError("no mirror")
@@ -75,23 +75,24 @@ def test_a_base_that_cannot_be_filled_leaves_nothing(storage: ZfsStorage) -> Non
     assert _names(storage) == _EMPTY
 
 
-def test_a_snapshot_outlives_its_sandbox_and_everything_goes_with_the_last(storage: ZfsStorage) -> None:
-    base = _base(storage)
-    source = _sandbox(storage, base)
+def test_a_snapshot_outlives_its_sandbox_until_the_last_user_is_gone(storage: ZfsStorage) -> None:
+    base = _create_base(storage)
+    source = _create_sandbox(storage, base)
     (storage.instances.path(source.instance) / "file").write_text("changed")
-    snapshot = storage.snapshots.take(source.instance, Snapshot(source_sandbox=source.id, names=["v1"]))
+    snapshot = storage.snapshots.capture(source.instance, Snapshot(source_sandbox=source.id, names=["v1"]))
     (storage.instances.path(source.instance) / "file").write_text("later")
     storage.instances.forget(source.instance)
     assert not storage.instances.discard(source.instance)
     kept = storage.snapshots.full_name(snapshot.id).partition("@")[0]
     assert not zfs.is_mounted(kept)
-    found = _again(storage).scan()
+    found = _reopen(storage).scan()
     assert (found.snapshots, found.sandboxes, found.repaired) == ([base, snapshot], [], [])
 
-    fork = _sandbox(storage, snapshot, "fork")
+    fork = _create_sandbox(storage, snapshot, "fork")
     assert (storage.instances.path(fork.instance) / "file").read_text() == "changed"
-    with pytest.raises(InUse, match=r"in use by 1 fork: fork$") as refused:
+    with pytest.raises(UsedOutside) as refused:
         storage.snapshots.destroy(snapshot.id)
+    assert refused.value.users == {"ZFS clone": {fork.id: "fork"}}
     assert refused.value.blockers == [fork.id]
     assert storage.instances.discard(fork.instance)
     assert storage.snapshots.destroy(snapshot.id)
@@ -101,10 +102,10 @@ def test_a_snapshot_outlives_its_sandbox_and_everything_goes_with_the_last(stora
 
 
 def test_every_blocker_is_named(storage: ZfsStorage) -> None:
-    base = _base(storage)
-    forks = [_sandbox(storage, base, f"web-{n}") for n in range(3)]
+    base = _create_base(storage)
+    forks = [_create_sandbox(storage, base, f"web-{n}") for n in range(3)]
     storage.instances.clone(base.id, uncommitted := new_id())
-    with pytest.raises(InUse) as refused:
+    with pytest.raises(UsedOutside) as refused:
         storage.snapshots.destroy(base.id)
     expected = {fork.id: fork.name for fork in forks}
     assert set(refused.value.blockers) == {*expected, storage.instances.dataset(uncommitted)}
@@ -113,65 +114,66 @@ def test_every_blocker_is_named(storage: ZfsStorage) -> None:
     for fork in forks:
         storage.instances.discard(fork.instance)
     storage.instances.discard(uncommitted)
-    with pytest.raises(InUse, match="held"):
+    with pytest.raises(UsedOutside, match="@") as held:
         storage.snapshots.destroy(base.id)
+    assert list(held.value.users) == ["hold"]
     zfs.lzc_release({storage.snapshots.full_name(base.id): ["backup"]})
     assert storage.snapshots.destroy(base.id)
 
 
-def test_a_deferred_snapshot_is_hidden_and_goes_with_its_last_fork(storage: ZfsStorage) -> None:
-    base = _base(storage)
-    fork = _sandbox(storage, base)
+def test_a_deferred_snapshot_is_hidden_and_removed_with_its_last_fork(storage: ZfsStorage) -> None:
+    base = _create_base(storage)
+    fork = _create_sandbox(storage, base)
     assert not storage.snapshots.destroy(base.id, deferred=True)
     with pytest.raises(NotFound):
         storage.snapshots.full_name(base.id)
-    found = _again(storage).scan()
+    found = _reopen(storage).scan()
     assert (found.snapshots, found.sandboxes) == ([], [fork])
     assert storage.instances.discard(fork.instance)
     assert _names(storage) == _EMPTY
 
 
-def test_an_ancestor_can_be_removed_while_only_its_descendants_snapshots_need_it(storage: ZfsStorage) -> None:
-    base = _base(storage)
-    sandbox = _sandbox(storage, base)
-    snapshot = storage.snapshots.take(sandbox.instance, Snapshot())
+def test_an_ancestor_can_be_removed_if_only_descendant_snapshots_need_it(storage: ZfsStorage) -> None:
+    base = _create_base(storage)
+    sandbox = _create_sandbox(storage, base)
+    snapshot = storage.snapshots.capture(sandbox.instance, Snapshot())
     storage.instances.discard(sandbox.instance)
     assert not storage.snapshots.destroy(base.id), "hidden: the snapshot's data hang on it"
-    fork = _sandbox(storage, snapshot)
+    fork = _create_sandbox(storage, snapshot)
     assert (storage.instances.path(fork.instance) / "file").read_text() == "base"
-    assert [record.id for record in _again(storage).scan().snapshots] == [snapshot.id]
+    assert [record.id for record in _reopen(storage).scan().snapshots] == [snapshot.id]
     storage.instances.discard(fork.instance)
     assert storage.snapshots.destroy(snapshot.id)
     assert _names(storage) == _EMPTY, "a chain of retired datasets goes as a whole"
 
 
-def test_rollback_is_a_fork_that_takes_the_identity_over(storage: ZfsStorage) -> None:
-    base = _base(storage)
-    sandbox = _sandbox(storage, base)
+def test_rollback_is_a_fork_that_takes_over_the_identity(storage: ZfsStorage) -> None:
+    base = _create_base(storage)
+    sandbox = _create_sandbox(storage, base)
     old = sandbox.instance
-    first = storage.snapshots.take(old, Snapshot())
-    second = storage.snapshots.take(old, Snapshot())
+    first = storage.snapshots.capture(old, Snapshot())
+    second = storage.snapshots.capture(old, Snapshot())
     storage.instances.clone(first.id, instance := new_id())
     storage.instances.save(rolled := sandbox.model_copy(update={"instance": instance}))
-    # the gateway dies here: two instances claim the sandbox
-    found = _again(storage).scan()
+    # The gateway dies here, so two instances claim the sandbox.
+    found = _reopen(storage).scan()
     assert found.sandboxes == [rolled]
     assert found.repaired == [
-        f"{storage.instances.dataset(old)}: retired, the instance of sandbox {sandbox.id} is {instance} now"
+        f"{storage.instances.dataset(old)}: retired, because the instance of sandbox {sandbox.id} is now {instance}"
     ]
     assert [record.id for record in found.snapshots] == [base.id, first.id, second.id], "newer ones are kept"
 
 
-def test_what_cannot_be_moved_away_is_retired_where_it_is(storage: ZfsStorage) -> None:
+def test_an_unmovable_dataset_is_retired_in_place(storage: ZfsStorage) -> None:
     """zfs-fuse cannot rename a dataset that has mounted clones without unmounting them."""
-    base = _base(storage)
-    source = _sandbox(storage, base)
-    snapshot = storage.snapshots.take(source.instance, Snapshot())
-    forks = [_sandbox(storage, snapshot, f"fork-{n}") for n in range(3)]
+    base = _create_base(storage)
+    source = _create_sandbox(storage, base)
+    snapshot = storage.snapshots.capture(source.instance, Snapshot())
+    forks = [_create_sandbox(storage, snapshot, f"fork-{n}") for n in range(3)]
     assert not storage.instances.discard(source.instance)
     assert not storage.instances.path(source.instance).exists()
     for _ in range(2):
-        found = _again(storage).scan()
+        found = _reopen(storage).scan()
         assert ([s.id for s in found.sandboxes], found.repaired) == ([fork.id for fork in forks], [])
     place = storage.snapshots.full_name(snapshot.id)  # a later scan may have moved it
     assert place.partition("@")[0] in (
@@ -184,69 +186,69 @@ def test_what_cannot_be_moved_away_is_retired_where_it_is(storage: ZfsStorage) -
     assert _names(storage) == _EMPTY
 
 
-def test_retiring_unmounts_no_fork(storage: ZfsStorage) -> None:
+def test_retiring_does_not_unmount_forks(storage: ZfsStorage) -> None:
     """A fork that does not run is as much in use as a running one: it may be about to start."""
-    source = _sandbox(storage, _base(storage))
-    snapshot = storage.snapshots.take(source.instance, Snapshot())
-    forks = [_sandbox(storage, snapshot, f"fork-{n}") for n in range(2)]
+    source = _create_sandbox(storage, _create_base(storage))
+    snapshot = storage.snapshots.capture(source.instance, Snapshot())
+    forks = [_create_sandbox(storage, snapshot, f"fork-{n}") for n in range(2)]
     places = [str(storage.instances.path(fork.instance)) for fork in forks]
     before = pools.mount_ids(storage.root.mountpoint)
     assert not storage.instances.discard(source.instance)
-    _again(storage).scan()
+    _reopen(storage).scan()
     after = pools.mount_ids(storage.root.mountpoint)
     assert [after.get(place) for place in places] == [before[place] for place in places]
 
 
-def test_what_was_never_committed_is_swept(storage: ZfsStorage) -> None:
-    base = _base(storage)
+def test_uncommitted_objects_are_swept(storage: ZfsStorage) -> None:
+    base = _create_base(storage)
     storage.instances.clone(base.id, instance := new_id())
     pools.run("zfs", "create", f"{storage.root.dataset}/_template-{new_id()}")
     torn_down = []
-    found = _again(storage).scan(torn_down.append)
+    found = _reopen(storage).scan(torn_down.append)
     assert torn_down == [instance]
     assert len(found.repaired) == 2
     assert _names(storage) == sorted([*_EMPTY, f"/_template-{base.id}", f"/_template-{base.id}@base"])
 
 
-def test_what_cannot_be_swept_yet_is_reported_and_stops_nothing(storage: ZfsStorage) -> None:
-    base = _base(storage)
+def test_an_unsweepable_object_is_reported_and_skipped(storage: ZfsStorage) -> None:
+    base = _create_base(storage)
     storage.instances.clone(base.id, instance := new_id())
     with (storage.instances.path(instance) / "open").open("w"):
-        found = _again(storage).scan()
+        found = _reopen(storage).scan()
         assert len(found.repaired) == 1 and "could not be removed yet" in found.repaired[0]
         with pytest.raises(Busy, match="still uses it"):
             storage.instances.discard(instance)
     assert "removed" in storage.scan().repaired[0]
 
 
-def test_damaged_properties_stop_nothing(storage: ZfsStorage) -> None:
-    base = _base(storage)
-    good = _sandbox(storage, base, "good")
-    bad = _sandbox(storage, base, "bad")
-    snapshot = storage.snapshots.take(good.instance, Snapshot())
-    twin = storage.snapshots.take(good.instance, Snapshot())
+def test_damaged_properties_do_not_prevent_a_scan(storage: ZfsStorage) -> None:
+    base = _create_base(storage)
+    good = _create_sandbox(storage, base, "good")
+    bad = _create_sandbox(storage, base, "bad")
+    snapshot = storage.snapshots.capture(good.instance, Snapshot())
+    twin = storage.snapshots.capture(good.instance, Snapshot())
     pools.run("zfs", "set", f"{HEAD}={{not json", storage.instances.dataset(bad.instance))
     pools.run("zfs", "set", f"{HEAD}=two\nlines\tlocal\nand more", storage.snapshots.full_name(snapshot.id))
     pools.run("zfs", "set", f"{HEAD}={encode(base, 3)[HEAD]}", storage.snapshots.full_name(twin.id))
     pools.run("zfs", "create", f"{storage.root.dataset}/sandboxes/odd one")
     for _ in range(2):
-        found = _again(storage).scan()
+        found = _reopen(storage).scan()
         assert (found.sandboxes, found.snapshots) == ([good], [base])
     assert len(found.repaired) == 3
     assert any("is not JSON" in note for note in found.repaired)
-    assert any(f"has the record of the snapshot {base.id} too" in note for note in found.repaired)
+    assert any(f"also has the record of the snapshot {base.id}" in note for note in found.repaired)
     assert "not JSON" in zfs.local_props(storage.instances.dataset(bad.instance))[QUARANTINE]
     storage.instances.save(bad)
-    found = _again(storage).scan()
+    found = _reopen(storage).scan()
     assert {sandbox.name for sandbox in found.sandboxes} == {"good", "bad"}
     assert f"{storage.instances.dataset(bad.instance)}: its record can be read again" in found.repaired
     assert QUARANTINE not in zfs.local_props(storage.instances.dataset(bad.instance))
 
 
 @pytest.mark.parametrize("value", ["x\tlocal\nb\tc", "x\tlocal\n{root}/sandboxes/a\tb:c"])
-def test_no_value_hides_the_record_of_another(storage: ZfsStorage, value: str) -> None:
-    base = _base(storage)
-    sandboxes = [_sandbox(storage, base, f"s{n}") for n in range(4)]
+def test_a_hostile_value_does_not_hide_other_records(storage: ZfsStorage, value: str) -> None:
+    base = _create_base(storage)
+    sandboxes = [_create_sandbox(storage, base, f"s{n}") for n in range(4)]
     for sandbox in sandboxes:
         pools.run(
             "zfs",
@@ -254,15 +256,15 @@ def test_no_value_hides_the_record_of_another(storage: ZfsStorage, value: str) -
             f"sandbox:a={value.format(root=storage.root.dataset)}",
             storage.instances.dataset(sandbox.instance),
         )
-    found = _again(storage).scan()
+    found = _reopen(storage).scan()
     assert all(zfs.lzc_exists(storage.instances.dataset(sandbox.instance)) for sandbox in sandboxes)
     assert all("removed" not in note and "retired" not in note for note in found.repaired)
 
 
-def test_what_was_removed_by_hand_is_gone(storage: ZfsStorage) -> None:
-    base = _base(storage)
-    sandbox = _sandbox(storage, base)
-    snapshot = storage.snapshots.take(sandbox.instance, Snapshot())
+def test_a_snapshot_removed_by_hand_is_gone(storage: ZfsStorage) -> None:
+    base = _create_base(storage)
+    sandbox = _create_sandbox(storage, base)
+    snapshot = storage.snapshots.capture(sandbox.instance, Snapshot())
     storage.instances.discard(sandbox.instance)
     pools.run("zfs", "destroy", storage.snapshots.full_name(snapshot.id))
     for use in (
@@ -275,57 +277,57 @@ def test_what_was_removed_by_hand_is_gone(storage: ZfsStorage) -> None:
     found = storage.scan()
     assert found.snapshots == [base]
     assert len(found.repaired) == 1
-    assert found.repaired[0].endswith(f"/{sandbox.instance}: removed, it had no snapshots any more")
+    assert found.repaired[0].endswith(f"/{sandbox.instance}: removed, because it no longer had snapshots")
 
 
-def test_snapshots_of_others_are_left_alone(storage: ZfsStorage) -> None:
-    base = _base(storage)
-    sandbox = _sandbox(storage, base)
+def test_foreign_snapshots_are_left_alone(storage: ZfsStorage) -> None:
+    base = _create_base(storage)
+    sandbox = _create_sandbox(storage, base)
     pools.run("zfs", "snapshot", f"{storage.instances.dataset(sandbox.instance)}@hourly")
-    found = _again(storage).scan()
+    found = _reopen(storage).scan()
     assert (found.snapshots, found.sandboxes, found.repaired) == ([base], [sandbox], [])
     assert not storage.instances.discard(sandbox.instance)
     assert any(name.endswith(f"/{sandbox.instance}@hourly") for name in _names(storage))
 
 
-def test_records_of_any_length_are_replaced_as_a_whole(storage: ZfsStorage) -> None:
-    base = _base(storage)
-    sandbox = _sandbox(storage, base)
+def test_records_of_any_length_are_replaced_completely(storage: ZfsStorage) -> None:
+    base = _create_base(storage)
+    sandbox = _create_sandbox(storage, base)
     for length in (10, 30_000, 20_000, 10):
         sandbox.metadata = {"text": "ä" * length}
         storage.instances.save(sandbox)
-        found = _again(storage).scan()
+        found = _reopen(storage).scan()
         assert (found.sandboxes, found.repaired) == ([sandbox], [])
     assert list(zfs.local_props(storage.instances.dataset(sandbox.instance))) == [HEAD]
     big = Snapshot(recipe={"setup": ["x" * 100_000]})
-    storage.snapshots.take(sandbox.instance, big)
+    storage.snapshots.capture(sandbox.instance, big)
     big.names = ["named"]
     storage.snapshots.save(big)
-    assert _again(storage).scan().snapshots == [base, big]
+    assert _reopen(storage).scan().snapshots == [base, big]
 
 
-def test_a_save_that_died_before_its_last_step_never_was(storage: ZfsStorage) -> None:
-    base = _base(storage)
-    sandbox = _sandbox(storage, base)
+def test_a_save_that_died_before_its_last_step_has_no_effect(storage: ZfsStorage) -> None:
+    base = _create_base(storage)
+    sandbox = _create_sandbox(storage, base)
     halfway = encode(sandbox.model_copy(update={"env": {"A": "x" * 30_000}}), 2)
     for prop, value in halfway.items():
         if prop != HEAD:
             zfs.lzc_set_prop(storage.instances.dataset(sandbox.instance), prop, value)
-    assert _again(storage).scan().sandboxes == [sandbox]
+    assert _reopen(storage).scan().sandboxes == [sandbox]
     assert list(zfs.local_props(storage.instances.dataset(sandbox.instance))) == [HEAD]
 
 
 def test_diverged(storage: ZfsStorage) -> None:
-    base = _base(storage)
-    sandbox = _sandbox(storage, base)
+    base = _create_base(storage)
+    sandbox = _create_sandbox(storage, base)
     assert not storage.instances.has_diverged(sandbox.instance, base.id)
     (storage.instances.path(sandbox.instance) / "new").touch()
     assert storage.instances.has_diverged(sandbox.instance, base.id)
-    head = storage.snapshots.take(sandbox.instance, Snapshot())
+    head = storage.snapshots.capture(sandbox.instance, Snapshot())
     assert not storage.instances.has_diverged(sandbox.instance, head.id)
     storage.instances.save(sandbox)
     assert not storage.instances.has_diverged(sandbox.instance, head.id), "records are not of the file system"
-    fork = _sandbox(storage, head)
+    fork = _create_sandbox(storage, head)
     storage.instances.discard(sandbox.instance)
     assert not storage.instances.has_diverged(fork.instance, head.id)
     assert storage.instances.has_diverged(fork.instance, base.id)
@@ -335,7 +337,7 @@ def test_diverged(storage: ZfsStorage) -> None:
 
 def test_quotas(storage: ZfsStorage) -> None:
     base = storage.snapshots.create_base(Snapshot(), lambda path: _fill(path / "big", 5))
-    with pytest.raises(OverQuota, match=r"a disk of 4 MiB is too small: the snapshot holds \d+ MiB|quota"):
+    with pytest.raises(OverQuota, match=r"a disk of 4 MiB is too small, because the snapshot contains \d+ MiB|quota"):
         storage.instances.clone(base.id, new_id(), disk_mb=4)
     instance = new_id()
     path = storage.instances.clone(base.id, instance, disk_mb=10)
@@ -360,17 +362,17 @@ def _fill(path: Path, megabytes: int) -> None:
             file.flush()
 
 
-def test_a_full_pool_says_so_and_can_be_emptied(zpool: pools.Pool, locks: Path) -> None:
+def test_a_full_pool_is_reported_and_can_be_emptied(zpool: pools.Pool, locks: Path) -> None:
     with pools.pool(f"t{session.run_id()}f", session.run_dir(), megabytes=128) as small:
         storage = ZfsStorage(small.name, lock_directory=locks)
         storage.open()
-        base = _base(storage)
-        sandbox, keeper = _sandbox(storage, base, "fills"), _sandbox(storage, base, "keeps")
-        snapshot = storage.snapshots.take(keeper.instance, Snapshot())
+        base = _create_base(storage)
+        sandbox, keeper = _create_sandbox(storage, base, "fills"), _create_sandbox(storage, base, "keeps")
+        snapshot = storage.snapshots.capture(keeper.instance, Snapshot())
         with pytest.raises(OSError, match="No space left"):
             _fill(storage.instances.path(sandbox.instance) / "all", 200)
         with pytest.raises(NoSpace, match=f"the pool {small.name} has no space left"):
-            storage.snapshots.take(sandbox.instance, Snapshot())
+            storage.snapshots.capture(sandbox.instance, Snapshot())
         with pytest.raises(NoSpace):
             storage.instances.clone(base.id, new_id())
         assert [s.id for s in storage.scan().sandboxes] == [sandbox.id, keeper.id]
@@ -383,28 +385,28 @@ def test_a_full_pool_says_so_and_can_be_emptied(zpool: pools.Pool, locks: Path) 
         storage.close()
 
 
-def test_many_at_once(storage: ZfsStorage) -> None:
-    base = _base(storage)
+def test_concurrent_operations(storage: ZfsStorage) -> None:
+    base = _create_base(storage)
     before = _names(storage)
     barrier = threading.Barrier(4)
 
-    def life(number: int) -> None:
+    def run_life_cycle(number: int) -> None:
         barrier.wait()
         for turn in range(2):
-            sandbox = _sandbox(storage, base, f"s-{number}-{turn}")
-            snapshot = storage.snapshots.take(sandbox.instance, Snapshot())
-            fork = _sandbox(storage, snapshot, f"f-{number}-{turn}")
+            sandbox = _create_sandbox(storage, base, f"s-{number}-{turn}")
+            snapshot = storage.snapshots.capture(sandbox.instance, Snapshot())
+            fork = _create_sandbox(storage, snapshot, f"f-{number}-{turn}")
             storage.instances.discard(sandbox.instance)
             storage.instances.discard(fork.instance)
             storage.snapshots.destroy(snapshot.id)
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(life, range(4)))
+        list(pool.map(run_life_cycle, range(4)))
     assert _names(storage) == before
     assert storage.scan().repaired == []
 
 
-def test_a_root_that_is_not_there(root: str, locks: Path) -> None:
+def test_a_missing_root_dataset(root: str, locks: Path) -> None:
     with pytest.raises(BackendFailed, match=re.escape(f"zfs create {root}/no")):
         ZfsStorage(f"{root}/no", lock_directory=locks).open()
     pools.run("zfs", "create", "-o", "mountpoint=none", f"{root}/nowhere")
@@ -412,19 +414,19 @@ def test_a_root_that_is_not_there(root: str, locks: Path) -> None:
         ZfsStorage(f"{root}/nowhere", lock_directory=locks).open()
 
 
-def test_the_record_is_one_line_of_json_for_a_person_to_read(storage: ZfsStorage) -> None:
-    base = _base(storage)
-    sandbox = _sandbox(storage, base)
+def test_a_record_is_one_line_of_readable_json(storage: ZfsStorage) -> None:
+    base = _create_base(storage)
+    sandbox = _create_sandbox(storage, base)
     said = pools.run("zfs", "get", "-H", "-o", "value", HEAD, storage.instances.dataset(sandbox.instance)).stdout
     assert json.loads(said)["record"]["name"] == "web"
 
 
-def test_forking_what_is_being_moved(storage: ZfsStorage) -> None:
-    """A snapshot's dataset may be retired, and so renamed, during a fork."""
-    base = _base(storage)
+def test_a_fork_while_its_snapshot_is_being_moved(storage: ZfsStorage) -> None:
+    """The snapshot's dataset may be retired, and so renamed, during a fork."""
+    base = _create_base(storage)
     for _ in range(4):
-        source = _sandbox(storage, base)
-        snapshot = storage.snapshots.take(source.instance, Snapshot())
+        source = _create_sandbox(storage, base)
+        snapshot = storage.snapshots.capture(source.instance, Snapshot())
         with ThreadPoolExecutor(2) as pool:
             discarded = pool.submit(storage.instances.discard, source.instance)
             forks = [pool.submit(storage.instances.clone, snapshot.id, new_id()) for _ in range(3)]

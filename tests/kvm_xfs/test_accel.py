@@ -14,8 +14,8 @@ import pytest
 
 from sandbox_gateway.config import KvmXfs
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.kvm_xfs.machine import accel
-from sandbox_gateway.hosts.kvm_xfs.machine.accel import Accel
+from sandbox_gateway.hosts.kvm_xfs.qemu import accel
+from sandbox_gateway.hosts.kvm_xfs.qemu.accel import Accel
 
 
 def probe(cache: Path, kernel: Path | None = None, **settings: Any) -> Accel:
@@ -27,14 +27,14 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "accelerator.json"
 
 
-def script(path: Path, text: str) -> str:
+def write_script(path: Path, text: str) -> str:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return str(path)
 
 
 @pytest.mark.parametrize("name", ["tcg", "auto"])
-def test_it_says_what_it_chose_and_why(cache: Path, name: str) -> None:
+def test_the_probe_reports_its_choice_and_the_reason(cache: Path, name: str) -> None:
     found = probe(cache, accelerator=name)
     assert found.name in ("kvm", "tcg")
     assert found.cpu_model == ("host" if found.name == "kvm" else "max")
@@ -49,61 +49,62 @@ def test_it_says_what_it_chose_and_why(cache: Path, name: str) -> None:
     ("settings", "sentence"),
     [
         ({"qemu": "qemu-system-nowhere"}, r"is not installed: install it .*kvm_xfs_host role"),
-        ({"qemu": "/bin/echo"}, "is that QEMU"),
-        ({"machine": "pc-q35-99.9"}, r"has no machine 'pc-q35-99.9': set \[kvm_xfs\] machine to one it has \(pc-q35-"),
+        ({"qemu": "/bin/echo"}, r"printed .*: set \[kvm_xfs\] qemu to the path of QEMU"),
+        (
+            {"machine": "pc-q35-99.9"},
+            r"has no machine type 'pc-q35-99.9': set \[kvm_xfs\] machine to a supported type \(pc-q35-",
+        ),
     ],
 )
-def test_a_qemu_that_will_not_do_is_refused_with_a_sentence(
-    cache: Path, settings: dict[str, str], sentence: str
-) -> None:
+def test_an_unsuitable_qemu_is_refused(cache: Path, settings: dict[str, str], sentence: str) -> None:
     with pytest.raises(BackendFailed, match=sentence):
         probe(cache, **settings)
 
 
-def test_a_qemu_without_the_captures_command_is_refused(cache: Path, tmp_path: Path) -> None:
+def test_a_qemu_without_the_capture_command_is_refused(cache: Path, tmp_path: Path) -> None:
     real = KvmXfs().qemu
-    reduced = script(tmp_path / "qemu", f'{real} "$@" | sed s/xen-save-devices-state/something-else/g')
-    with pytest.raises(BackendFailed, match="has no xen-save-devices-state, which captures are made with"):
+    reduced = write_script(tmp_path / "qemu", f'{real} "$@" | sed s/xen-save-devices-state/something-else/g')
+    with pytest.raises(BackendFailed, match="has no command xen-save-devices-state, which captures need"):
         probe(cache, qemu=reduced)
 
 
-def test_kvm_by_command_needs_the_device(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_requesting_kvm_needs_the_device(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(accel, "_KVM", tmp_path / "kvm")
     with pytest.raises(BackendFailed, match="is missing"):
         probe(cache, accelerator="kvm")
     assert probe(cache).name == "tcg"
 
 
-def test_a_stock_kernel_that_boots_is_proof(template_kernel: Path) -> None:
+def test_a_stock_kernel_that_boots_proves_the_accelerator(template_kernel: Path) -> None:
     config = KvmXfs(probe_seconds=60)
-    assert asyncio.run(accel.boots(config, template_kernel, accelerator="tcg", cpu_model="max"))
+    assert asyncio.run(accel.can_boot(config, template_kernel, accelerator="tcg", cpu_model="max"))
 
 
-def test_what_does_not_boot_is_no_proof_and_leaves_nothing(tmp_path: Path, template_kernel: Path) -> None:
+def test_a_failed_boot_proves_nothing_and_leaves_nothing(tmp_path: Path, template_kernel: Path) -> None:
     config = KvmXfs(probe_seconds=0.5)
     start = time.monotonic()
-    assert not asyncio.run(accel.boots(config, template_kernel, accelerator="tcg", cpu_model="max"))
+    assert not asyncio.run(accel.can_boot(config, template_kernel, accelerator="tcg", cpu_model="max"))
     assert time.monotonic() - start < 5
     nothing = tmp_path / "vmlinuz"
     nothing.write_bytes(b"no kernel")
-    assert not asyncio.run(accel.boots(config, nothing, accelerator="tcg", cpu_model="max"))
+    assert not asyncio.run(accel.can_boot(config, nothing, accelerator="tcg", cpu_model="max"))
     left = subprocess.run(["pgrep", "-f", str(template_kernel)], capture_output=True, check=False)
     assert left.returncode == 1, left.stdout
 
 
-def test_one_that_falls_silent_has_hung(tmp_path: Path, template_kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_guest_counts_as_hung(tmp_path: Path, template_kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel, "_SILENT_SECONDS", 0.5)
-    config = KvmXfs(qemu=script(tmp_path / "qemu", "echo Linux version 6.1\nexec sleep 1000"), probe_seconds=600)
-    booted = accel.boots(config, template_kernel, accelerator="tcg", cpu_model="max")
+    config = KvmXfs(qemu=write_script(tmp_path / "qemu", "echo Linux version 6.1\nexec sleep 1000"), probe_seconds=600)
+    booted = accel.can_boot(config, template_kernel, accelerator="tcg", cpu_model="max")
     assert not asyncio.run(asyncio.wait_for(booted, 60))
 
 
-def test_auto_tries_once_and_remembers(
+def test_auto_probes_once_and_caches_the_result(
     cache: Path, template_kernel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accel, "_KVM", Path("/dev/null"))
     runs = tmp_path / "runs"
-    counting = script(
+    counting = write_script(
         tmp_path / "qemu", f'case "$*" in *-kernel*) echo run >> {runs};; esac; exec {KvmXfs().qemu} "$@"'
     )
     first = probe(cache, template_kernel, qemu=counting, probe_seconds=3)
@@ -120,7 +121,7 @@ def test_auto_tries_once_and_remembers(
     assert runs.read_text() == "run\nrun\n", "another kernel is another question"
 
 
-def test_without_a_kernel_earlier_kernels_speak(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_kernel_earlier_results_are_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel, "_KVM", Path("/dev/null"))
     monkeypatch.setattr(accel, "_host_kernel", lambda: None)
     version = probe(cache).qemu_version
@@ -132,7 +133,7 @@ def test_without_a_kernel_earlier_kernels_speak(cache: Path, monkeypatch: pytest
     assert probe(cache).name == "kvm"
 
 
-def test_a_damaged_memory_is_as_none(cache: Path, template_kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_cache_is_ignored(cache: Path, template_kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel, "_KVM", Path("/dev/null"))
     for text in ("{", "[1]", '{"a": 3}'):
         cache.write_text(text)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_gateway.hosts.kvm_xfs.machine.cgroup import CONTROLLERS, Cgroups
+from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import CONTROLLERS, Cgroups
 from tests.support import session
 
 pytestmark = pytest.mark.usefixtures("need_root")
@@ -49,7 +49,7 @@ def read(groups: Cgroups, controller: str, *files: str) -> str:
     raise AssertionError(f"none of {files} in {controller}")
 
 
-def test_a_machine_is_limited_in_all_that_the_host_can_limit(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_machine_is_limited_in_every_available_resource(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
     groups.place(ONE, sleeper.pid, memory_mb=320, cpus=2)
     assert membership(sleeper.pid).count(f"/{groups._name}/{ONE}") >= 1
     if "memory" in groups._hierarchies:
@@ -66,7 +66,7 @@ def test_a_machine_is_limited_in_all_that_the_host_can_limit(groups: Cgroups, sl
     assert not any((root / ONE).exists() for root in groups._roots())
 
 
-def test_what_takes_more_memory_than_it_may_is_ended(groups: Cgroups) -> None:
+def test_a_process_over_its_memory_limit_is_killed(groups: Cgroups) -> None:
     if "memory" not in groups._hierarchies:
         pytest.skip("no memory controller")
     hungry = subprocess.Popen(
@@ -78,14 +78,14 @@ def test_what_takes_more_memory_than_it_may_is_ended(groups: Cgroups) -> None:
     groups.remove(ONE)
 
 
-def test_a_process_that_has_ended_is_no_error(groups: Cgroups) -> None:
+def test_an_ended_process_is_not_an_error(groups: Cgroups) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     groups.place(ONE, ended.pid, memory_mb=64, cpus=1)
     groups.remove(ONE)
 
 
-def test_what_is_not_empty_goes_with_a_later_call(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_busy_group_is_removed_by_a_later_call(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
     groups.place(ONE, sleeper.pid, memory_mb=64, cpus=1)
     start = time.monotonic()
     groups.remove(ONE)
@@ -97,7 +97,7 @@ def test_what_is_not_empty_goes_with_a_later_call(groups: Cgroups, sleeper: subp
     assert not any((root / ONE).exists() for root in groups._roots())
 
 
-def test_a_sweep_keeps_what_it_is_told_and_what_runs(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_sweep_keeps_listed_and_running_groups(groups: Cgroups, sleeper: subprocess.Popen[bytes]) -> None:
     groups.place(ONE, sleeper.pid, memory_mb=64, cpus=1)
     for root in groups._roots():
         (root / TWO).mkdir()
@@ -107,11 +107,11 @@ def test_a_sweep_keeps_what_it_is_told_and_what_runs(groups: Cgroups, sleeper: s
     assert names == {ONE, TWO}
 
 
-def test_two_gateways_do_not_meet(groups: Cgroups) -> None:
+def test_two_gateways_have_separate_groups(groups: Cgroups) -> None:
     assert Cgroups(session.network()["prefix"])._roots().isdisjoint(groups._roots())
 
 
-def test_missing_controllers_are_done_without_and_named_once(
+def test_missing_controllers_are_skipped_and_named_once(
     tmp_path: Path, sleeper: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     mountinfo = tmp_path / "mountinfo"
@@ -123,13 +123,13 @@ def test_missing_controllers_are_done_without_and_named_once(
         groups.remove(ONE)
         groups.sweep(set())
     assert [record.getMessage() for record in caplog.records] == [
-        f"sandboxes run without a limit of {controller}" for controller in CONTROLLERS
+        f"sandboxes run without the limits of the controller {controller}" for controller in CONTROLLERS
     ]
     assert groups.memory_bytes(ONE) is None
 
 
-def test_version_2_hands_its_controllers_down(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    """The written files, in a directory laid out like a version 2 hierarchy; without the kernel's behaviour."""
+def test_version_2_delegates_its_controllers(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    """Checks the written files in a directory laid out like a version 2 hierarchy, without the kernel's behaviour."""
     mount = tmp_path / "unified"
     root = mount / "two-sandboxes"
     root.mkdir(parents=True)

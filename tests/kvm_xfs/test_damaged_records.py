@@ -45,7 +45,7 @@ class Restarts:
 def gateway(kvm_xfs_world: KvmXfsWorld) -> Iterator[Restarts]:
     made = Restarts(kvm_xfs_world)
     yield made
-    made.live.empty()
+    made.live.remove_all()
     made.live.close()
     kvm_xfs_world.forget(made.config)
 
@@ -82,7 +82,7 @@ def test_a_sandbox_saved_while_its_volume_is_damaged_keeps_the_mount(gateway: Re
     assert read(live, "/data/file") == "kept"
 
 
-def test_a_volume_that_is_lost_for_good_is_detached_by_its_id(gateway: Restarts) -> None:
+def test_a_lost_volume_is_detached_by_its_id(gateway: Restarts) -> None:
     live = gateway.live
     volume = live.do(live.engine.volumes.create("data", size_mb=64))
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["box"], mounts=[MountSpec("data", "/data")])))
@@ -96,8 +96,9 @@ def test_a_volume_that_is_lost_for_good_is_detached_by_its_id(gateway: Restarts)
     assert gateway.restart().sandbox("box").mounts == []
 
 
-def test_what_a_damaged_sandbox_owns_is_not_removed(gateway: Restarts) -> None:
-    """Its own clone of a volume, which is otherwise removed with its last sandbox, and the capture to resume from."""
+def test_possessions_of_a_damaged_sandbox_are_kept(gateway: Restarts) -> None:
+    """It has its own clone of a volume, which is otherwise removed with its last sandbox, and the capture to resume
+    from."""
     live = gateway.live
     live.do(live.engine.volumes.create("data", size_mb=64))
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"], mounts=[MountSpec("data", "/data")])))

@@ -16,11 +16,11 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import BackendFailed, Conflict, GatewayError, NoSpace, Unsupported
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
-from sandbox_gateway.hosts.kvm_xfs.memory import written
+from sandbox_gateway.hosts.kvm_xfs.memory import listing
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, SandboxState
 from tests.support import session
-from tests.support.live import Live
+from tests.support.live import Live, engines
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 from tests.support.xfs import LoopXfs
@@ -28,19 +28,15 @@ from tests.support.xfs import LoopXfs
 
 @pytest.fixture
 def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
-    config = kvm_xfs_world.config()
-    live = Live(kvm_xfs_world.host(config), config)
-    yield live
-    live.empty()
-    live.close()
-    kvm_xfs_world.forget(config)
+    with engines(kvm_xfs_world) as make_live:
+        yield make_live()
 
 
 def qemu_pid(live: Live, ref: str) -> int:
     return int(live.sandbox(ref).host["pid"])
 
 
-def test_qemu_is_nobody_confined_and_in_a_network_of_its_own(live: Live) -> None:
+def test_qemu_runs_unprivileged_and_in_its_own_network(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     process = Path(f"/proc/{qemu_pid(live, 'one')}")
     status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines() if ":\t" in line)
@@ -50,7 +46,7 @@ def test_qemu_is_nobody_confined_and_in_a_network_of_its_own(live: Live) -> None
     assert (process / "ns/net").readlink() != Path("/proc/self/ns/net").readlink()
 
 
-def test_snapshot_of_another_platform_is_refused_with_the_way_out(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
+def test_a_snapshot_of_another_platform_is_refused_with_a_remedy(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     snapshot = live.do(live.engine.snapshots.create("one", name="foreign"))
     live.engine.index.snapshots[snapshot.id].host["platform"]["qemu_version"] = "1.0"
@@ -63,14 +59,14 @@ def test_snapshot_of_another_platform_is_refused_with_the_way_out(kvm_xfs_world:
     assert "/dev/vda" in live.shell(cold.id, "readlink -f /dev/disk/by-label/root /dev/rtc")
 
 
-def test_kernel_that_tells_nothing_of_its_pages_costs_space_only(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_page_map_captures_only_need_more_space(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise OSError(1, "not permitted")
 
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     live.shell("one", "echo here >/run/here")
-    monkeypatch.setattr(written, "_scan", refuse)
-    monkeypatch.setattr(written, "_pagemap", refuse)
+    monkeypatch.setattr(listing, "_scan", refuse)
+    monkeypatch.setattr(listing, "_read_pagemap", refuse)
     snapshot = live.do(live.engine.snapshots.create("one", name="whole"))
     monkeypatch.undo()
     assert snapshot.memory is Memory.FULL
@@ -78,10 +74,10 @@ def test_kernel_that_tells_nothing_of_its_pages_costs_space_only(live: Live, mon
     assert live.shell(fork.id, "cat /run/here").strip() == "here"
 
 
-def test_template_whose_set_up_fails_leaves_nothing(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
+def test_a_template_whose_setup_fails_leaves_nothing(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
     before = kvm_xfs_world.traces(live.config)
     build = live.do(live.engine.templates.build("broken", Recipe(setup=["echo so far", "echo no >&2; exit 3"])))
-    lines = live.do(all_of(build.follow()), timeout=300)
+    lines = live.do(parse_lines(build.follow()), timeout=300)
     assert build.status == "error"
     assert "exit code 3" in build.reason and "so far" in lines and "no" in lines
     assert kvm_xfs_world.traces(live.config) == before
@@ -89,38 +85,38 @@ def test_template_whose_set_up_fails_leaves_nothing(kvm_xfs_world: KvmXfsWorld, 
         live.engine.templates.get("broken")
 
 
-def test_same_recipe_is_not_built_again(live: Live) -> None:
+def test_the_same_recipe_is_not_built_again(live: Live) -> None:
     template = live.engine.templates.get(TEMPLATE)
     build = live.do(live.engine.templates.build(TEMPLATE, Recipe.model_validate(template.recipe)))
     assert (build.status, build.template_id) == ("ready", template.id)
 
 
-async def all_of(lines: Any) -> list[str]:
+async def parse_lines(lines: Any) -> list[str]:
     return [line async for line in lines]
 
 
-def opened(config: Config) -> None:
+def start_and_stop(config: Config) -> None:
     Live(KvmXfsHost(config), config).close()
 
 
-def test_missing_qemu_is_said_at_start_up(kvm_xfs_world: KvmXfsWorld) -> None:
+def test_a_missing_qemu_is_reported_at_startup(kvm_xfs_world: KvmXfsWorld) -> None:
     config = kvm_xfs_world.config(kvm_xfs={"qemu": "/nowhere/qemu"})
     with pytest.raises(BackendFailed, match="not installed"):
-        opened(config)
+        start_and_stop(config)
     shutil.rmtree(config.host.state_root)
 
 
-def test_state_on_an_xfs_without_reflinks_is_said_at_start_up(tmp_path: Path, need_root: None) -> None:
+def test_an_xfs_without_reflinks_is_reported_at_startup(tmp_path: Path, need_root: None) -> None:
     with LoopXfs(tmp_path / "image", tmp_path / "mount", size_mb=320, reflink=False) as xfs:
         config = Config.model_validate(
             {"host": {"state_root": xfs.mount_point / "state"}, "network": session.network()}
         )
         with pytest.raises(Unsupported, match="reflink=1"):
-            opened(config)
+            start_and_stop(config)
 
 
 @pytest.fixture
-def cramped(kvm_xfs_world: KvmXfsWorld, tmp_path: Path) -> Iterator[Live]:
+def small_gateway(kvm_xfs_world: KvmXfsWorld, tmp_path: Path) -> Iterator[Live]:
     """A gateway whose file system has room for the template and little more."""
     roomy = kvm_xfs_world.config()
     with LoopXfs(session.run_dir() / "cramped.xfs", session.run_dir() / "cramped", size_mb=1400) as xfs:
@@ -139,7 +135,7 @@ def cramped(kvm_xfs_world: KvmXfsWorld, tmp_path: Path) -> Iterator[Live]:
         live = Live(KvmXfsHost(config), config)
         yield live
         (root / "filler").unlink(missing_ok=True)
-        live.empty()
+        live.remove_all()
         live.close()
         kvm_xfs_world.forget(config)
 
@@ -150,28 +146,28 @@ def fill(root: Path, leave: int) -> None:
     subprocess.run(["fallocate", "-l", str(size), str(root / "filler")], check=True, timeout=60)
 
 
-def test_second_gateway_with_the_same_network_names_is_refused(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
+def test_a_second_gateway_with_the_same_network_names_is_refused(kvm_xfs_world: KvmXfsWorld, live: Live) -> None:
     other = kvm_xfs_world.config(network=live.config.network.model_dump())
     with pytest.raises(Conflict, match="another gateway on this machine uses the network prefix"):
-        opened(other)
+        start_and_stop(other)
     shutil.rmtree(other.host.state_root)
 
 
-def test_no_space_for_a_capture(kvm_xfs_world: KvmXfsWorld, cramped: Live) -> None:
-    cramped.do(cramped.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
-    cramped.shell("one", "head -c 20000000 /dev/urandom >/run/blob")
-    root = cramped.config.host.state_root
-    before = kvm_xfs_world.traces(cramped.config)
+def test_a_capture_on_a_full_disk(kvm_xfs_world: KvmXfsWorld, small_gateway: Live) -> None:
+    small_gateway.do(small_gateway.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
+    small_gateway.shell("one", "head -c 20000000 /dev/urandom >/run/blob")
+    root = small_gateway.config.host.state_root
+    before = kvm_xfs_world.traces(small_gateway.config)
     fill(root, 4 << 20)
     with pytest.raises(NoSpace, match="no space left"):
-        cramped.do(cramped.engine.snapshots.create("one", name="big"))
-    assert kvm_xfs_world.traces(cramped.config) == before
-    assert cramped.shell("one", "echo alive").strip() == "alive"
+        small_gateway.do(small_gateway.engine.snapshots.create("one", name="big"))
+    assert kvm_xfs_world.traces(small_gateway.config) == before
+    assert small_gateway.shell("one", "echo alive").strip() == "alive"
     (root / "filler").unlink()
-    cramped.do(cramped.engine.snapshots.create("one", name="big"))
+    small_gateway.do(small_gateway.engine.snapshots.create("one", name="big"))
 
 
-def test_reboot_of_the_guest_ends_its_machine_and_keeps_the_sandbox(live: Live) -> None:
+def test_a_guest_reboot_ends_its_machine_and_keeps_the_sandbox(live: Live) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["one"])))
     live.shell("one", "(sleep 0.2; echo b >/proc/sysrq-trigger) >/dev/null 2>&1 &")
     eventually(lambda: live.sandbox("one").state is SandboxState.PAUSED)

@@ -7,38 +7,35 @@ from collections.abc import Iterator
 
 import pytest
 
-from sandbox_gateway.engine.agent import AgentClient
+from sandbox_gateway.engine.agent_client import AgentClient
 from sandbox_gateway.engine.spec import ForkSpec
-from tests.support.live import Live
+from tests.support.live import Live, engines
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
 
 @pytest.fixture(scope="module")
 def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
-    config = kvm_xfs_world.config()
-    live = Live(kvm_xfs_world.host(config), config)
-    yield live
-    live.empty()
-    live.close()
-    kvm_xfs_world.forget(config)
+    with engines(kvm_xfs_world) as make_live:
+        yield make_live()
 
 
 @pytest.fixture
 def connections(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Times at which the gateway tried to reach an agent over the network to send its identity."""
     made: list[float] = []
-    plain = AgentClient._reach
+    plain = AgentClient._connect_when_ready
 
-    async def reach(self: AgentClient, *args: object) -> object:
+    async def record_connection(self: AgentClient, *args: object) -> object:
         made.append(time.monotonic())
         return await plain(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(AgentClient, "_reach", reach)
+    monkeypatch.setattr(AgentClient, "_connect_when_ready", record_connection)
     return made
 
 
-def test_forks_of_forks_are_told_over_the_line(live: Live, connections: list[float]) -> None:
-    """Each is captured at once, before its agent can have answered: its own forks are asked in the middle of that."""
+def test_forks_of_forks_get_their_identity_over_the_line(live: Live, connections: list[float]) -> None:
+    """Each fork is captured at once, before its agent can have answered. Its own forks get their identity in the
+    middle of that exchange."""
     source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["first"], env={"WHO": "first"})))
     for name in ("second", "third"):
         snapshot = live.do(live.engine.snapshots.create(source.id))
@@ -46,18 +43,18 @@ def test_forks_of_forks_are_told_over_the_line(live: Live, connections: list[flo
     for name in ("first", "second", "third"):
         assert live.shell(name, "echo $WHO $(hostname)").split() == [name, name]
     assert connections == []
-    live.empty()
+    live.remove_all()
 
 
-def test_what_does_not_fit_goes_over_the_network(live: Live, connections: list[float]) -> None:
+def test_a_long_identity_is_sent_over_the_network(live: Live, connections: list[float]) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["long"], env={"LONG": "x" * 5000})))
     assert len(live.shell("long", "echo $LONG").strip()) == 5000
     assert connections
-    live.empty()
+    live.remove_all()
 
 
-def test_a_line_that_was_let_go_is_there_again_in_forks(live: Live, connections: list[float]) -> None:
-    """For example after a restart of the gateway, which finds the machine running but has no line to it."""
+def test_forks_have_a_line_even_if_the_source_lost_its_own(live: Live, connections: list[float]) -> None:
+    """For example, a restarted gateway finds the machine running but has no line to it."""
     source = live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     machine, _ = live.engine.host._machines.require_running(source)  # type: ignore[attr-defined]
     assert machine.line is not None
@@ -68,10 +65,10 @@ def test_a_line_that_was_let_go_is_there_again_in_forks(live: Live, connections:
         live.do(live.engine.forks.create(snapshot.id, ForkSpec(names=[name], env={"WHO": name})))
         assert live.shell(name, "echo $WHO").strip() == name
     assert connections == []
-    live.empty()
+    live.remove_all()
 
 
-def test_a_machine_that_does_not_listen_is_told_over_the_network(live: Live, connections: list[float]) -> None:
+def test_a_machine_without_a_listener_gets_its_identity_over_the_network(live: Live, connections: list[float]) -> None:
     live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
     # The agent's descriptor is the only one possible: without a driver, there is no port.
     live.shell("source", "basename $(readlink -f /sys/class/virtio-ports/*/device) >/run/port")
@@ -82,4 +79,4 @@ def test_a_machine_that_does_not_listen_is_told_over_the_network(live: Live, con
     live.do(live.engine.forks.create(snapshot.id, ForkSpec(names=["fork"], env={"WHO": "fork"})))
     assert connections and connections[0] - start < 2, "it was waited for an answer over the line"
     assert live.shell("fork", "echo $WHO").strip() == "fork"
-    live.empty()
+    live.remove_all()

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.kvm_xfs.memory import copying
-from sandbox_gateway.hosts.kvm_xfs.memory import written as written_pages
-from sandbox_gateway.hosts.kvm_xfs.memory.copying import PageBuffer, copy_out
-from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE, Ram, Runs
-from sandbox_gateway.records import Memory
+from sandbox_gateway.hosts.kvm_xfs.memory import copying, listing
+from sandbox_gateway.hosts.kvm_xfs.memory.copying import Copier
+from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE, Ram
+from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs, union
 
 PAGES = 64
 page_sets = st.sets(st.integers(0, PAGES - 1))
@@ -38,8 +37,7 @@ class Mapped:
         self.ram = Ram(os.getpid(), image)
         for page in range(PAGES):
             self._map[page * PAGE]  # present, but still the file's page
-        for page in written:
-            self._map[page * PAGE : (page + 1) * PAGE] = bytes([255 - page]) * PAGE
+        self.write(written)
 
     def __enter__(self) -> Mapped:
         return self
@@ -47,11 +45,20 @@ class Mapped:
     def __exit__(self, *exception: object) -> None:
         self._map.close()
 
+    def write(self, numbers: set[int]) -> None:
+        for page in numbers:
+            before = self._map[page * PAGE]
+            self._map[page * PAGE : (page + 1) * PAGE] = bytes([(before + 100) % 256]) * PAGE
+
+    def restore(self, page: int) -> None:
+        """Write the content of the image to a page."""
+        self._map[page * PAGE : (page + 1) * PAGE] = bytes([page + 1]) * PAGE
+
     def content(self) -> bytes:
         return self._map[:]
 
 
-def pages(ram: Ram, runs: Runs) -> set[int]:
+def page_numbers(ram: Ram, runs: Runs) -> set[int]:
     found = set()
     for offset, length in zip(ram.offsets(runs), runs[:, 1].tolist(), strict=True):
         found |= set(range(offset // PAGE, (offset + length) // PAGE))
@@ -60,71 +67,64 @@ def pages(ram: Ram, runs: Runs) -> set[int]:
 
 @settings(max_examples=40, deadline=None)
 @given(written=page_sets)
-def test_both_ways_of_asking_find_just_the_pages_written(image: Path, written: set[int]) -> None:
+def test_both_page_sets_find_exactly_the_written_pages(image: Path, written: set[int]) -> None:
     with Mapped(image, written) as mapped:
         (area,) = mapped.ram.areas
         if written:
-            assert pages(mapped.ram, written_pages._pagemap(os.getpid(), area)) == written
+            assert page_numbers(mapped.ram, listing._read_pagemap(os.getpid(), area, listing._is_anonymous)) == written
         try:
-            assert pages(mapped.ram, written_pages._scan(os.getpid(), area)) == written
+            assert page_numbers(mapped.ram, listing._scan(os.getpid(), area)) == written
         except OSError:
             pytest.skip("this kernel has no PAGEMAP_SCAN (Linux 6.7)")
 
 
 @settings(max_examples=30, deadline=None)
-@given(written=page_sets, held=st.sampled_from([PAGE, 3 * PAGE, copying.HELD_BYTES]))
-def test_image_with_the_pages_written_is_the_memory(image: Path, written: set[int], held: int) -> None:
-    with Mapped(image, written) as mapped, pytest.MonkeyPatch.context() as patch:
+@given(written=page_sets, held=st.sampled_from([PAGE, 3 * PAGE, copying.HELD_BYTES]), running=page_sets)
+def test_image_becomes_the_memory(image: Path, written: set[int], held: int, running: set[int]) -> None:
+    """Some pages are copied while the machine runs, and then again; the rest is held."""
+    copy = image.with_name("copy")
+    copy.write_bytes(image.read_bytes())
+    with Mapped(image, running) as mapped, pytest.MonkeyPatch.context() as patch, copy.open("r+b") as file:
         patch.setattr(copying, "HELD_BYTES", held)
-        copy = image.with_name("copy")
-        copy.write_bytes(image.read_bytes())
-        runs, mode = written_pages.list_written(mapped.ram)
-        assert mode is Memory.INCREMENTAL
-        with copy.open("r+b") as file:
-            rest = copy_out(mapped.ram, runs, file.fileno(), PageBuffer(1 << 20), skip_zeros=False)
-            assert rest.write(file.fileno()) == len(written) * PAGE
+        patch.setattr(copying, "_PIECE_BYTES", 2 * PAGE)
+        with image.open("rb") as base:
+            copier = Copier(mapped.ram, file.fileno(), base.fileno())
+            earlier = listing.list_anonymous(mapped.ram)
+            copier.copy(earlier)
+            mapped.write(written)
+            copier.reserve(1 << 16)
+            copier.hold(union(earlier, listing.list_anonymous(mapped.ram)))
+            copier.write_held()
         assert copy.read_bytes() == mapped.content()
 
 
-def test_without_a_page_map_everything_is_taken_and_empty_pages_stay_holes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: object) -> None:
-        raise OSError(1, "not permitted")
+def test_pages_that_equal_the_base_are_not_written(image: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.write_bytes(image.read_bytes())
+    with Mapped(image, {3, 4, 9}) as mapped, copy.open("r+b") as file, image.open("rb") as base:
+        mapped.restore(4)
+        copier = Copier(mapped.ram, file.fileno(), base.fileno())
+        copier.hold(listing.list_anonymous(mapped.ram))
+        copier.write_held()
+        assert copier.written == 2 * PAGE
+        assert copy.read_bytes() == mapped.content()
 
-    monkeypatch.setattr(written_pages, "_scan", refuse)
-    monkeypatch.setattr(written_pages, "_pagemap", refuse)
-    blank = tmp_path / "blank"
-    with blank.open("wb") as file:
-        file.truncate(PAGES * PAGE)
-    with Mapped(blank, {3, 4, 60}) as mapped:
-        runs, mode = written_pages.list_written(mapped.ram)
-        assert mode is Memory.FULL
-        copy = tmp_path / "copy"
-        with copy.open("w+b") as file:
+
+def test_without_a_base_empty_pages_stay_holes(tmp_path: Path) -> None:
+    blank, copy = tmp_path / "blank", tmp_path / "copy"
+    for each in (blank, copy):
+        with each.open("wb") as file:
             file.truncate(PAGES * PAGE)
-            rest = copy_out(mapped.ram, runs, file.fileno(), PageBuffer(1 << 20), skip_zeros=True)
-            assert rest.write(file.fileno(), skip_zeros=True) == 3 * PAGE
+    with Mapped(blank, {3, 4, 60}) as mapped, copy.open("r+b") as file:
+        copier = Copier(mapped.ram, file.fileno(), None)
+        copier.hold(mapped.ram.everything())
+        copier.write_held()
+        assert copier.written == 3 * PAGE
         assert copy.read_bytes() == mapped.content()
-        assert copy.stat().st_blocks * 512 <= 8 * PAGE
+    assert copy.stat().st_blocks * 512 <= 8 * PAGE
 
 
-@given(
-    lengths=st.lists(st.integers(1, 9), max_size=12),
-    most=st.integers(1, 7),
-)
-def test_pieces_are_the_same_bytes_in_the_same_order(lengths: list[int], most: int) -> None:
-    starts = np.cumsum([0, *lengths])[:-1] * 2
-    runs = np.array(list(zip(starts.tolist(), lengths, strict=True)), dtype=np.uint64).reshape(-1, 2)
-    wanted = [start + step for start, length in runs.tolist() for step in range(length)]
-    got = []
-    for piece in copying._pieces(runs, most):
-        assert 0 < int(piece[:, 1].sum()) <= most
-        got += [start + step for start, length in piece.tolist() for step in range(length)]
-    assert got == wanted
-
-
-def test_more_runs_than_one_call_takes(tmp_path: Path) -> None:
+def test_more_runs_than_fit_into_one_call(tmp_path: Path) -> None:
     count = 2500
     path = tmp_path / "base"
     with path.open("wb") as file:
@@ -134,7 +134,7 @@ def test_more_runs_than_one_call_takes(tmp_path: Path) -> None:
     for index in range(count):
         mapped[index * 2 * PAGE] = index % 251 + 1
     ram = Ram(os.getpid(), path)
-    runs, _ = written_pages.list_written(ram)
+    runs = listing.list_anonymous(ram)
     assert len(runs) == count
     data = np.empty(count * PAGE, dtype=np.uint8)
     ram.read(runs, data)
@@ -142,15 +142,15 @@ def test_more_runs_than_one_call_takes(tmp_path: Path) -> None:
     mapped.close()
 
 
-def test_a_process_that_is_gone_is_said_to_be(image: Path) -> None:
+def test_an_ended_process_is_reported(image: Path) -> None:
     with Mapped(image, {1}) as mapped:
-        runs, _ = written_pages.list_written(mapped.ram)
+        runs = listing.list_anonymous(mapped.ram)
         mapped.ram.pid = 2**22 + 1
         with pytest.raises(BackendFailed, match="cannot be read"):
             mapped.ram.read(runs, np.empty(PAGE, dtype=np.uint8))
 
 
-def test_a_file_that_is_not_mapped_is_refused(tmp_path: Path) -> None:
+def test_an_unmapped_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"x")
     with pytest.raises(BackendFailed, match="does not map"):
         Ram(os.getpid(), tmp_path / "other")

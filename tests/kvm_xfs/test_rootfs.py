@@ -26,11 +26,11 @@ from tests.support.xfs import LoopXfs
 pytestmark = pytest.mark.usefixtures("need_root")
 
 
-def cat(built: Built, path: str) -> str:
+def read_file(built: Built, path: str) -> str:
     return _debugfs(built, f"cat {path}")
 
 
-def stat(built: Built, path: str) -> str:
+def stat_file(built: Built, path: str) -> str:
     """debugfs's output for a path; empty if it does not exist."""
     text = _debugfs(built, f"stat {path}")
     return text if "Inode:" in text else ""
@@ -41,7 +41,7 @@ def _debugfs(built: Built, command: str) -> str:
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=30).stdout
 
 
-def given(path: Path, disk_mb: int = 64) -> Recipe:
+def build_tree(path: Path, disk_mb: int = 64) -> Recipe:
     return Recipe(source=Source.ROOTFS, path=str(path), resources=Resources(disk_mb=disk_mb))
 
 
@@ -70,30 +70,30 @@ def tree(tmp_path: Path) -> Path:
 # --- Debian ----------------------------------------------------------------------------------------------------
 
 
-def test_debian_has_what_a_sandbox_needs(debian: Built) -> None:
+def test_debian_contains_everything_a_sandbox_needs(debian: Built) -> None:
     assert debian.kernel.read_bytes()[0x202:0x206] == b"HdrS"
     assert debian.initrd.stat().st_size < 16 << 20
     initrd = gzip.decompress(debian.initrd.read_bytes())
     assert b"/virtio_blk.ko" in initrd and b"scripts/init-bottom/udev" in initrd
     assert b"bin/udevadm\0" not in initrd and b"scripts/init-top/udev\0" not in initrd
-    assert stat(debian, "/opt/sandbox_agent/__main__.py")
+    assert stat_file(debian, "/opt/sandbox_agent/__main__.py")
     assert "cpython-3" in _debugfs(debian, "ls /opt/sandbox_agent/__pycache__")
-    wants = stat(debian, "/etc/systemd/system/multi-user.target.wants/sandbox-agent.service")
+    wants = stat_file(debian, "/etc/systemd/system/multi-user.target.wants/sandbox-agent.service")
     assert "/etc/systemd/system/sandbox-agent.service" in wants
-    assert GUEST_ADDRESS in cat(debian, "/usr/local/lib/sandbox/network")
-    assert GATEWAY_ADDRESS in cat(debian, "/usr/local/lib/sandbox/network")
-    assert "user:x:1000:1000::/home/user:/bin/bash" in cat(debian, "/etc/passwd")
-    assert "NOPASSWD" in cat(debian, "/etc/sudoers.d/sandbox")
-    assert re.search(r"User:\s+1000 ", stat(debian, "/home/user/.profile"))
-    assert "Type: regular" in stat(debian, "/etc/resolv.conf")
-    assert re.fullmatch(r"[0-9a-f]{32}\n", cat(debian, "/etc/machine-id"))
-    assert cat(debian, "/etc/hostname") == "sandbox\n"
-    assert "/dev/null" in stat(debian, "/etc/systemd/system/apt-daily.timer")
-    assert "Storage=volatile" in cat(debian, "/etc/systemd/journald.conf.d/sandbox.conf")
-    assert not stat(debian, "/dev/console")
+    assert GUEST_ADDRESS in read_file(debian, "/usr/local/lib/sandbox/network")
+    assert GATEWAY_ADDRESS in read_file(debian, "/usr/local/lib/sandbox/network")
+    assert "user:x:1000:1000::/home/user:/bin/bash" in read_file(debian, "/etc/passwd")
+    assert "NOPASSWD" in read_file(debian, "/etc/sudoers.d/sandbox")
+    assert re.search(r"User:\s+1000 ", stat_file(debian, "/home/user/.profile"))
+    assert "Type: regular" in stat_file(debian, "/etc/resolv.conf")
+    assert re.fullmatch(r"[0-9a-f]{32}\n", read_file(debian, "/etc/machine-id"))
+    assert read_file(debian, "/etc/hostname") == "sandbox\n"
+    assert "/dev/null" in stat_file(debian, "/etc/systemd/system/apt-daily.timer")
+    assert "Storage=volatile" in read_file(debian, "/etc/systemd/journald.conf.d/sandbox.conf")
+    assert not stat_file(debian, "/dev/console")
 
 
-def test_debians_image_is_sound_sparse_and_has_nothing_left_to_initialise(debian: Built) -> None:
+def test_debians_image_is_clean_sparse_and_fully_initialised(debian: Built) -> None:
     subprocess.run(["e2fsck", "-fn", str(debian.image)], check=True, capture_output=True, timeout=60)
     status = debian.image.stat()
     assert status.st_size == 2048 << 20
@@ -102,61 +102,64 @@ def test_debians_image_is_sound_sparse_and_has_nothing_left_to_initialise(debian
     assert all("ITABLE_ZEROED" in line for line in groups.splitlines() if re.match(r"Group \d", line))
 
 
-def test_no_build_leaves_anything_beside_its_three_files(debian: Built) -> None:
+def test_a_build_leaves_only_its_three_files(debian: Built) -> None:
     assert {path.name for path in debian.image.parent.iterdir()} == {"rootfs.img", "kernel", "initrd"}
 
 
-def test_the_second_build_of_a_debian_fetches_nothing(debian: Built, tmp_path: Path) -> None:
+def test_a_second_debian_build_downloads_nothing(debian: Built, tmp_path: Path) -> None:
     from tests.support import session
 
     again = build(Recipe(), tmp_path, session.cache_dir())
-    assert again.lines[0].startswith("using the root file system built earlier")
-    assert cat(again, "/etc/machine-id") != cat(debian, "/etc/machine-id")
+    assert again.lines[0].startswith("using the cached root file system")
+    assert read_file(again, "/etc/machine-id") != read_file(debian, "/etc/machine-id")
 
 
-def test_what_apt_complains_of_is_what_the_caller_reads() -> None:
+def test_errors_of_apt_reach_the_caller() -> None:
     tail = ["I: installing", "Reading package lists...", "E: Unable to locate package nonesuch", "W: later"]
     error = rootfs_common._failure(["unshare", "mmdebstrap"], 25, tail)
     assert str(error) == "mmdebstrap failed (25): E: Unable to locate package nonesuch"
 
 
-def test_a_mirror_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match="give a URI"):
+def test_an_invalid_mirror_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="use a URI"):
         build(Recipe(mirror="--setup-hook=reboot"), tmp_path)
     with pytest.raises(BackendFailed, match="mmdebstrap failed"):
         build(Recipe(mirror="http://127.0.0.1:9/debian"), tmp_path)
 
 
 @pytest.mark.parametrize("delay", [0.5, 4])
-def test_a_cancelled_build_leaves_no_process_no_mount_and_no_file(tmp_path: Path, delay: float) -> None:
-    async def test() -> None:
-        images = (tmp_path / name for name in ("rootfs.img", "kernel", "initrd"))
-        task = asyncio.ensure_future(
-            build_rootfs(Recipe(packages=["cpp"]), *images, cache_root=tmp_path / "cache", log=lambda line: None)
-        )
-        await asyncio.sleep(delay)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+async def test_a_cancelled_build_leaves_no_process_mount_or_file(tmp_path: Path, delay: float) -> None:
+    images = (tmp_path / name for name in ("rootfs.img", "kernel", "initrd"))
+    task = asyncio.ensure_future(
+        build_rootfs(Recipe(packages=["cpp"]), *images, cache_root=tmp_path / "cache", log=lambda line: None)
+    )
+    await asyncio.sleep(delay)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert leftovers(tmp_path) == []
 
-    asyncio.run(test())
-    assert not [path.name for path in tmp_path.iterdir() if path.name != "cache"]
-    assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
-    assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, check=False).returncode == 1
+
+def leftovers(place: Path) -> list[str]:
+    """The files, mounts and processes that a build left behind."""
+    found = [path.name for path in place.iterdir() if path.name != "cache"]
+    found += [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(place) in line]
+    listed = subprocess.run(["pgrep", "-f", str(place)], capture_output=True, text=True, check=False)
+    return found + listed.stdout.split()
 
 
 # --- given trees -----------------------------------------------------------------------------------------------
 
 
-def test_a_directory_becomes_an_image_and_stays_as_it_was(tree: Path, tmp_path: Path) -> None:
+def test_a_directory_becomes_an_image_and_stays_unchanged(tree: Path, tmp_path: Path) -> None:
     before = sorted(str(path) for path in tree.rglob("*"))
-    built = build(given(tree), tmp_path)
+    built = build(build_tree(tree), tmp_path)
     assert built.kernel.read_text() == "kernel 6.1.0-10-cloud", "the newest"
     assert built.initrd.read_text() == "initrd 6.1.0-10-cloud"
-    assert cat(built, "/usr/bin/python3.11") == "python"
-    assert stat(built, "/opt/sandbox_agent/__main__.py")
-    assert "user:x:1000:1000::/home/user:/bin/sh" in cat(built, "/etc/passwd")
-    assert not stat(built, "/etc/sudoers.d/sandbox"), "no sudo, no rule for it"
+    assert read_file(built, "/usr/bin/python3.11") == "python"
+    assert stat_file(built, "/opt/sandbox_agent/__main__.py")
+    assert "user:x:1000:1000::/home/user:/bin/sh" in read_file(built, "/etc/passwd")
+    assert not stat_file(built, "/etc/sudoers.d/sandbox"), "no sudo, no rule for it"
     assert sorted(str(path) for path in tree.rglob("*")) == before
 
 
@@ -164,7 +167,7 @@ def test_a_directory_becomes_an_image_and_stays_as_it_was(tree: Path, tmp_path: 
     ("suffix", "options"), [(".tar", []), (".tar.gz", ["-z"]), (".tar.xz", ["-J"]), (".tar.zst", ["--zstd"])]
 )
 @pytest.mark.parametrize("root", [".", "*"])
-def test_tarballs_are_taken_however_compressed(
+def test_tarballs_with_any_compression_are_accepted(
     tree: Path, tmp_path: Path, suffix: str, options: list[str], root: str
 ) -> None:
     os.chown(tree / "home", 1234, 1235)
@@ -172,10 +175,10 @@ def test_tarballs_are_taken_however_compressed(
     tarball = tmp_path / f"tree{suffix}"
     members = [root] if root == "." else sorted(path.name for path in tree.iterdir())
     subprocess.run(["tar", *options, "-C", str(tree), "-cf", str(tarball), *members], check=True, timeout=60)
-    built = build(given(tarball), tmp_path)
-    assert cat(built, "/usr/bin/python3.11") == "python"
-    assert re.search(r"User:\s+1234 +Group:\s+1235", stat(built, "/home"))
-    assert not stat(built, "/dev/zero")
+    built = build(build_tree(tarball), tmp_path)
+    assert read_file(built, "/usr/bin/python3.11") == "python"
+    assert re.search(r"User:\s+1234 +Group:\s+1235", stat_file(built, "/home"))
+    assert not stat_file(built, "/dev/zero")
 
 
 MISSING = {
@@ -188,11 +191,11 @@ MISSING = {
 
 
 @pytest.mark.parametrize("pattern", MISSING)
-def test_what_a_tree_lacks_is_said(tree: Path, tmp_path: Path, pattern: str) -> None:
+def test_missing_files_of_a_tree_are_reported(tree: Path, tmp_path: Path, pattern: str) -> None:
     for path in tree.glob(pattern):
         path.unlink()
     with pytest.raises(Invalid, match=MISSING[pattern]):
-        build(given(tree), tmp_path)
+        build(build_tree(tree), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"tree"}
 
 
@@ -203,28 +206,28 @@ def test_other_inits_and_old_pythons_are_refused(tree: Path, tmp_path: Path) -> 
     (tree / "usr/bin/python3").unlink()
     (tree / "usr/bin/python3").symlink_to("python3.8")
     with pytest.raises(Invalid, match=r"is 3.8: the agent needs Python 3.9"):
-        build(given(tree), tmp_path)
+        build(build_tree(tree), tmp_path)
     (tree / "usr/bin/busybox").write_text("")
     (tree / "usr/sbin/init").unlink()
     (tree / "usr/sbin/init").symlink_to("../bin/busybox")
-    with pytest.raises(Invalid, match="is busybox: install systemd"):
-        build(given(tree), tmp_path)
+    with pytest.raises(Invalid, match="is busybox, but systemd must start the agent: install systemd"):
+        build(build_tree(tree), tmp_path)
 
 
-def test_a_path_that_is_not_there_or_no_tarball(tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match="is not there"):
-        build(given(tmp_path / "nothing"), tmp_path)
+def test_a_missing_path_or_invalid_tarball(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="does not exist"):
+        build(build_tree(tmp_path / "nothing"), tmp_path)
     (tmp_path / "text").write_text("not a tarball" * 100)
     with pytest.raises(BackendFailed, match="tar failed"):
-        build(given(tmp_path / "text"), tmp_path)
+        build(build_tree(tmp_path / "text"), tmp_path)
 
 
-def test_a_tree_that_holds_the_gateways_state_is_not_copied_into_itself(tree: Path) -> None:
+def test_a_tree_that_contains_the_gateways_state_is_not_copied_into_itself(tree: Path) -> None:
     with pytest.raises(Invalid, match="contains the gateway's own state"):
-        build(given(tree), tree)
+        build(build_tree(tree), tree)
 
 
-def test_links_of_a_hostile_tree_lead_nowhere_outside(tree: Path, tmp_path: Path) -> None:
+def test_links_in_a_hostile_tree_cannot_escape_it(tree: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     for victim in ("passwd", "resolv.conf", "hostname"):
@@ -237,7 +240,7 @@ def test_links_of_a_hostile_tree_lead_nowhere_outside(tree: Path, tmp_path: Path
     (tree / "opt").symlink_to("../" * 20 + str(outside))
     (tree / "boot/vmlinuz-9.9").symlink_to("/etc/hostname")
     (tree / "boot/initrd.img-9.9").symlink_to(outside / "hostname")
-    built = build(given(tree), tmp_path)
+    built = build(build_tree(tree), tmp_path)
     assert sorted(path.name for path in outside.iterdir()) == ["hostname", "passwd", "resolv.conf"]
     assert all(path.read_text() == "mine" for path in outside.iterdir())
     assert built.kernel.read_text() == "kernel 6.1.0-10-cloud"
@@ -261,35 +264,40 @@ def test_a_hostile_tarball_writes_nothing_outside(tree: Path, tmp_path: Path) ->
         check=True,
     )
     with contextlib.suppress(GatewayError):
-        build(given(tarball), tmp_path)
+        build(build_tree(tarball), tmp_path)
     assert list(outside.iterdir()) == []
 
 
-def test_a_tree_too_large_for_its_disk_says_how_large(tree: Path, tmp_path: Path) -> None:
+def test_a_tree_too_large_for_its_disk_is_refused_with_its_size(tree: Path, tmp_path: Path) -> None:
     (tree / "usr/large").write_bytes(os.urandom(80 << 20))
-    with pytest.raises(Invalid, match=r"\(\d\d MiB\) does not fit on a disk of 64 MiB: give diskSizeMB (\d+) or more"):
-        build(given(tree), tmp_path)
+    with pytest.raises(
+        Invalid, match=r"\(\d\d MiB\) does not fit on a disk of 64 MiB: set diskSizeMB to (\d+) or more"
+    ):
+        build(build_tree(tree), tmp_path)
     with pytest.raises(Invalid) as refused:
-        build(given(tree), tmp_path)
-    match = re.search(r"give diskSizeMB (\d+)", refused.value.message)
+        build(build_tree(tree), tmp_path)
+    match = re.search(r"set diskSizeMB to (\d+)", refused.value.message)
     assert match
-    build(given(tree, int(match[1])), tmp_path)
+    build(build_tree(tree, int(match[1])), tmp_path)
 
 
-def test_a_full_host_says_so_and_is_cleaned(tree: Path, tmp_path: Path) -> None:
+def test_a_full_host_is_reported_and_cleaned_up(tree: Path, tmp_path: Path) -> None:
     with LoopXfs(tmp_path / "small.xfs", tmp_path / "small", size_mb=320) as small:
         (tree / "usr/large").write_bytes(os.urandom(300 << 20))
         with pytest.raises(NoSpace, match="disk is full"):
-            build(given(tree, 1024), small.mount_point)
+            build(build_tree(tree, 1024), small.mount_point)
         assert not list(small.mount_point.iterdir())
 
 
-def test_a_user_of_the_trees_own_is_left_as_it_is(tree: Path, tmp_path: Path) -> None:
+def test_an_existing_user_of_the_tree_stays_unchanged(tree: Path, tmp_path: Path) -> None:
     (tree / "etc/passwd").write_text("user:x:77:77::/srv:/bin/sh")
-    built = build(given(tree), tmp_path)
-    assert cat(built, "/etc/passwd") == "user:x:77:77::/srv:/bin/sh"
+    built = build(build_tree(tree), tmp_path)
+    assert read_file(built, "/etc/passwd") == "user:x:77:77::/srv:/bin/sh"
     (tree / "etc/passwd").write_text("debian:x:1000:1000::/home/debian:/bin/sh")
-    assert cat(build(given(tree), tmp_path), "/etc/passwd").splitlines()[1] == "user:x:1001:1001::/home/user:/bin/sh"
+    assert (
+        read_file(build(build_tree(tree), tmp_path), "/etc/passwd").splitlines()[1]
+        == "user:x:1001:1001::/home/user:/bin/sh"
+    )
 
 
 # --- paths and sources -----------------------------------------------------------------------------------------
@@ -308,7 +316,7 @@ def test_paths_resolve_as_in_the_guest(tmp_path: Path) -> None:
         tree.real("/loop/x")
 
 
-def test_the_hosts_sources_of_a_suite(tmp_path: Path) -> None:
+def test_the_hosts_package_sources_for_a_suite(tmp_path: Path) -> None:
     (tmp_path / "sources.list.d").mkdir()
     (tmp_path / "sources.list").write_text(
         "# deb http://commented.example/debian bookworm main\n"
@@ -333,7 +341,7 @@ def test_the_hosts_sources_of_a_suite(tmp_path: Path) -> None:
     assert host_sources("bookworm", tmp_path / "nowhere") == ""
 
 
-def test_lines_come_as_they_are_written(tmp_path: Path) -> None:
+def test_log_lines_arrive_as_they_are_written(tmp_path: Path) -> None:
     async def test() -> list[str]:
         lines: list[str] = []
         await rootfs_common.stream(["sh", "-c", "printf 'a\\rb\\n\\nc'; printf d >&2"], lines.append)

@@ -17,7 +17,7 @@ import stat
 import struct
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,14 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import (
 )
 from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS, apply_on_host, host_rules
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
-from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, servers
+from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, server_pool
 from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import configuration, marker_of
 from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
-from sandbox_gateway.hosts.kvm_xfs.volumes.server import Server, Wanted
-from sandbox_gateway.hosts.kvm_xfs.volumes.servers import VolumeServers
-from sandbox_gateway.hosts.kvm_xfs.volumes.starting import Starter
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, ServerSettings
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_start import ServerStarter
 from sandbox_gateway.records import NetworkPolicy, new_id
-from tests.kvm_xfs.test_netns import Guest, Space, inside
+from tests.kvm_xfs.test_netns import Guest, Space, run_inside
 from tests.support import nfs3, session
 from tests.support.nfs3 import Mount, Nfs, NfsError, Refused
 
@@ -55,7 +55,7 @@ CUT_OFF = (TimeoutError, ConnectionError)
 class Volume:
     """The image and port of a volume."""
 
-    def __init__(self, stand: Stand, image: Path, port: int) -> None:
+    def __init__(self, stand: Setup, image: Path, port: int) -> None:
         self._stand = stand
         self.id = new_id()
         self.image = image
@@ -65,12 +65,14 @@ class Volume:
         wanted = {slot.host_address: read_only for slot, read_only in clients.items()}
         await self._stand.servers.serve(self.id, self.image, self.port, wanted)
 
-    def mount(self, guest: Space, path: str = "", *, source: int = 0, seconds: float = 3) -> bytes:
-        with inside(guest.path, lambda: Mount(GATEWAY_ADDRESS, self.port + 1, seconds=seconds, source=source)) as mount:
-            return mount.mnt(path or f"/{self.id}")
+    def mount_volume(self, guest: Space, path: str = "", *, source: int = 0, seconds: float = 3) -> bytes:
+        with run_inside(
+            guest.path, lambda: Mount(GATEWAY_ADDRESS, self.port + 1, seconds=seconds, source=source)
+        ) as mount:
+            return mount.mount(path or f"/{self.id}")
 
-    def nfs(self, guest: Space, *, uid: int = 0, source: int = 0, seconds: float = 3) -> Nfs:
-        found = inside(
+    def connect_nfs(self, guest: Space, *, uid: int = 0, source: int = 0, seconds: float = 3) -> Nfs:
+        found = run_inside(
             guest.path, lambda: Nfs(GATEWAY_ADDRESS, self.port, uid=uid, gid=uid, source=source, seconds=seconds)
         )
         self._stand.stack.callback(found.close)
@@ -86,14 +88,14 @@ class Volume:
         return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
 
 
-class Stand:
+class Setup:
     """Slots and servers of a gateway; everything is removed at the end."""
 
     def __init__(self, network: Network, root: Path) -> None:
         self.network = network
         self.root = root
         self.pool = SlotPool(network)
-        self.servers = VolumeServers(network, root / "servers")
+        self.servers = ServerPool(network, root / "servers")
         self.stack = contextlib.ExitStack()
         self._ports = iter(VOLUME_PORTS)
 
@@ -111,29 +113,30 @@ class Stand:
     async def crash(self) -> None:
         """The gateway's process is gone, but nothing else."""
         for server in self.servers._servers.values():
-            server.forget()
-        self.servers = VolumeServers(self.network, self.root / "servers")
+            server.stop_watching()
+        self.servers = ServerPool(self.network, self.root / "servers")
 
 
 @contextlib.asynccontextmanager
-async def stand(xfs_root: Path) -> AsyncIterator[Stand]:
+async def setup(xfs_root: Path) -> AsyncIterator[Setup]:
     network = Network(**{**session.network(), "pool": 0})
     root = xfs_root / f"volumes-{network.prefix}"
     root.mkdir()
-    made = Stand(network, root)
+    made = Setup(network, root)
     await made.pool.open(set())
     await made.servers.open(set())
     try:
-        yield made
+        async with asyncio.timeout(90):
+            yield made
     finally:
         made.stack.close()
         await made.servers.destroy()
         await made.pool.destroy()
-        assert loops(root) == []
+        assert files_of_loop_devices(root) == []
         shutil.rmtree(root)
 
 
-def loops(root: Path) -> list[str]:
+def files_of_loop_devices(root: Path) -> list[str]:
     """Files under ``root`` in use by loop devices, whose own paths are useless: they are paths in a server's view."""
     files = {(each.stat().st_dev, each.stat().st_ino): str(each) for each in root.rglob("*.img")}
     found = []
@@ -145,44 +148,29 @@ def loops(root: Path) -> list[str]:
     return [files[each] for each in found if each in files]
 
 
-@pytest.fixture
-def run(xfs_root: Path) -> Callable[[Callable[[Stand], Awaitable[None]]], None]:
-    def run_one(test: Callable[[Stand], Awaitable[None]]) -> None:
-        async def body() -> None:
-            async with stand(xfs_root) as made:
-                await test(made)
-
-        asyncio.run(asyncio.wait_for(body(), 90))
-
-    return run_one
-
-
-Run = Callable[[Callable[[Stand], Awaitable[None]]], None]
-
-
-def output(*argv: str) -> str:
+def run_command(*argv: str) -> str:
     """The output of a command, which must succeed."""
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-async def killed(pid: int) -> None:
+async def kill_process(pid: int) -> None:
     """Kill a process; returns when it has ended."""
     pidfd = os.pidfd_open(pid)
     os.kill(pid, signal.SIGKILL)
-    await asyncio.to_thread(select.select, [pidfd], [], [], 10)
+    await asyncio.to_thread(select.select, [pidfd], [], [], 30)
     os.close(pidfd)
 
 
-async def let_go(root: Path) -> None:
+async def wait_for_loop_devices(root: Path) -> None:
     """Return when no loop device uses a file under ``root`` any more."""
-    for _ in range(500):
-        if not loops(root):
+    for _ in range(2000):
+        if not files_of_loop_devices(root):
             return
         await asyncio.sleep(0.02)
-    raise AssertionError(f"still there: {loops(root)}")
+    raise AssertionError(f"still there: {files_of_loop_devices(root)}")
 
 
-def status_of(procedure: Callable[..., object], *arguments: object) -> int:
+def nfs_status(procedure: Callable[..., object], *arguments: object) -> int:
     """The NFS status of the call."""
     try:
         procedure(*arguments)
@@ -194,7 +182,7 @@ def status_of(procedure: Callable[..., object], *arguments: object) -> int:
 # --- without a server ------------------------------------------------------------------------------------------
 
 
-def test_the_configuration_says_who_may_do_what() -> None:
+def test_the_configuration_lists_the_permissions() -> None:
     text = configuration(
         "10.0.0.254", "10.0.0.253", "abc", 22004, {"10.0.0.2": False, "10.0.0.6": True, "10.0.0.10": False}, "240.1.1.1"
     )
@@ -206,9 +194,9 @@ def test_the_configuration_says_who_may_do_what() -> None:
     assert "Access_Type = RW" not in only_readers
 
 
-def test_a_marker_is_no_address_and_names_the_clients() -> None:
+def test_a_marker_is_not_an_address_and_names_the_clients() -> None:
     def marker(clients: dict[str, bool]) -> str:
-        return marker_of(Wanted("", 0, clients))
+        return marker_of(ServerSettings("", 0, clients))
 
     markers = {marker({"10.0.0.2": read_only}) for read_only in (False, True)} | {marker({"10.0.0.6": False})}
     assert len(markers) == 3
@@ -216,8 +204,8 @@ def test_a_marker_is_no_address_and_names_the_clients() -> None:
     assert marker({"a": True, "b": False}) == marker({"b": False, "a": True})
 
 
-def test_what_a_guest_mounts_depends_on_the_volume_alone() -> None:
-    servers = [VolumeServers(Network(subnet=f"10.{net}.0.0/24"), Path("/nowhere")) for net in (1, 2)]
+def test_a_guests_mount_depends_only_on_the_volume() -> None:
+    servers = [ServerPool(Network(subnet=f"10.{net}.0.0/24"), Path("/nowhere")) for net in (1, 2)]
     one, other = (each.mounts("abc", 22004, "/data", False) for each in servers)
     assert one == other
     assert (one.source, one.type, one.path, one.read_only) == (f"{GATEWAY_ADDRESS}:/abc", "nfs", "/data", False)
@@ -226,123 +214,113 @@ def test_what_a_guest_mounts_depends_on_the_volume_alone() -> None:
     assert servers[0].mounts("abd", 22006, "/data", True).source != one.source
 
 
-def test_a_missing_server_says_what_to_install(run: Run) -> None:
-    async def test(s: Stand) -> None:
-        servers = VolumeServers(s.network, s.root / "others", ganesha="no-such-ganesha")
+async def test_a_missing_server_is_reported_with_the_package(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
+        servers = ServerPool(s.network, s.root / "others", ganesha="no-such-ganesha")
         volume, (slot, _) = await s.volume(), await s.guest()
         with pytest.raises(BackendFailed, match="install nfs-ganesha and nfs-ganesha-vfs"):
             await servers.serve(volume.id, volume.image, volume.port, {slot.host_address: False})
-
-    run(test)
 
 
 # --- use -------------------------------------------------------------------------------------------------------
 
 
-def test_what_one_sandbox_writes_another_reads_and_the_image_has_it(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_writes_of_one_sandbox_are_visible_to_others_and_in_the_image(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume = await s.volume()
         (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
         await volume.serve({a: False, b: False})
-        root = volume.mount(guest_a)
-        assert volume.mount(guest_b) == root
-        writer = volume.nfs(guest_a)
+        root = volume.mount_volume(guest_a)
+        assert volume.mount_volume(guest_b) == root
+        writer = volume.connect_nfs(guest_a)
         file = writer.create(root, "file")
         writer.write(file, b"hello", stable=nfs3.UNSTABLE)
-        reader = volume.nfs(guest_b)
+        reader = volume.connect_nfs(guest_b)
         assert reader.read(reader.lookup(root, "file")) == b"hello"
         await s.servers.stop(volume.id)
         assert volume.content("file") == b"hello", "nothing was committed, but all is there"
         await s.servers.stop(volume.id)
 
-    run(test)
 
-
-def test_users_are_those_of_the_sandbox(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_users_are_those_of_the_sandbox(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        root = volume.mount(guest)
-        as_root, user, other = (volume.nfs(guest, uid=uid) for uid in (0, 1000, 1001))
+        root = volume.mount_volume(guest)
+        as_root, user, other = (volume.connect_nfs(guest, uid=uid) for uid in (0, 1000, 1001))
         assert as_root.getattr(root).mode == 0o777
         mine = user.create(root, "mine", 0o600)
         assert (user.getattr(mine).uid, user.getattr(mine).gid) == (1000, 1000)
-        assert status_of(other.read, mine) == nfs3.ACCES
+        assert nfs_status(other.read, mine) == nfs3.ACCES
         as_root.write(mine, b"root may")
         assert user.read(mine) == b"root may"
         assert as_root.getattr(as_root.create(root, "roots")).uid == 0
-        assert status_of(as_root.lookup, root, "lost+found") == nfs3.NOENT
-
-    run(test)
+        assert nfs_status(as_root.lookup, root, "lost+found") == nfs3.NOENT
 
 
-def test_a_server_that_is_ended_or_killed_is_followed_by_one_that_knows_the_handles(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_handles_survive_a_stopped_or_killed_server(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        root = volume.mount(guest)
-        file = volume.nfs(guest).create(root, "file")
-        volume.nfs(guest).write(file, b"before")
+        root = volume.mount_volume(guest)
+        file = volume.connect_nfs(guest).create(root, "file")
+        volume.connect_nfs(guest).write(file, b"before")
         await s.servers.stop(volume.id)
         # This shifts the number of the next loop device, if the kernel assigns them in order.
-        busy = output("losetup", "--find", "--show", str(volume.image)).strip()
+        busy = run_command("losetup", "--find", "--show", str(volume.image)).strip()
         try:
             await volume.serve({slot: False})
         finally:
-            output("losetup", "--detach", busy)
-        assert volume.mount(guest) == root
-        assert volume.nfs(guest).read(file) == b"before"
+            run_command("losetup", "--detach", busy)
+        assert volume.mount_volume(guest) == root
+        assert volume.connect_nfs(guest).read(file) == b"before"
 
         first = volume.pid
-        await killed(first)
+        await kill_process(first)
         started = time.monotonic()
         while True:
             with contextlib.suppress(OSError):
-                assert await asyncio.to_thread(lambda: volume.nfs(guest, seconds=1).read(file)) == b"before"
+                assert await asyncio.to_thread(lambda: volume.connect_nfs(guest, seconds=1).read(file)) == b"before"
                 break
             assert time.monotonic() - started < 10
             await asyncio.sleep(0.02)
         assert volume.pid != first
 
-    run(test)
 
-
-def test_used_bytes_are_known_with_a_server_and_without(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_used_bytes_are_known_with_and_without_a_server(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         assert await s.servers.used_bytes(volume.id, volume.image) < 1 << 20
         await volume.serve({slot: False})
-        client = volume.nfs(guest)
-        file = client.create(volume.mount(guest), "file")
+        client = volume.connect_nfs(guest)
+        file = client.create(volume.mount_volume(guest), "file")
         for piece in range(32):
             client.write(file, os.urandom(1 << 17), piece << 17)
-        served = await s.servers.used_bytes(volume.id, volume.image)
-        assert 4 << 20 <= served < 5 << 20
+        used = await s.servers.used_bytes(volume.id, volume.image)
+        assert 4 << 20 <= used < 5 << 20
         await s.servers.stop(volume.id)
-        assert abs(await s.servers.used_bytes(volume.id, volume.image) - served) < 1 << 18
-
-    run(test)
+        assert abs(await s.servers.used_bytes(volume.id, volume.image) - used) < 1 << 18
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_a_volume_grows_under_its_users(run: Run, live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_volume_grows_while_in_use(xfs_root: Path, live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if live and not file_system.may_resize():
         pytest.skip("no CAP_SYS_RESOURCE here: the kernel does not let us grow what is mounted")
     monkeypatch.setattr(file_system, "may_resize", lambda: live)
 
-    async def test(s: Stand) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(64), await s.guest()
         await s.servers.grow(volume.id)
         await volume.serve({slot: False})
-        client = volume.nfs(guest)
-        root = volume.mount(guest)
+        client = volume.connect_nfs(guest)
+        root = volume.mount_volume(guest)
         file = client.create(root, "file")
         piece = b"x" * (1 << 18)
         pieces = [(file, piece, n << 18, nfs3.UNSTABLE) for n in range(280)]
-        assert status_of(lambda: [client.write(*each) for each in pieces]) == nfs3.NOSPC
+        assert nfs_status(lambda: [client.write(*each) for each in pieces]) == nfs3.NOSPC
         os.truncate(volume.image, 192 << 20)
         await s.servers.grow(volume.id)
-        again = volume.nfs(guest)
+        again = volume.connect_nfs(guest)
         for each in pieces:
             again.write(*each)
         assert again.getattr(file).size == 280 << 18
@@ -352,19 +330,17 @@ def test_a_volume_grows_under_its_users(run: Run, live: bool, monkeypatch: pytes
         await volume.serve({slot: False})
         assert os.statvfs(f"/proc/{volume.pid}/root/{volume.id}").f_blocks * 4096 > 200 << 20
 
-    run(test)
 
-
-def test_a_volume_that_cannot_be_served_after_its_growth_is_served_later(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+async def test_a_volume_that_fails_after_its_growth_is_served_later(
+    xfs_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_system, "may_resize", lambda: False)
-    monkeypatch.setattr(servers, "_REVIVE_SECONDS", 0.1)
+    monkeypatch.setattr(server_pool, "_REPLACE_SECONDS", 0.1)
 
-    async def test(s: Stand) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        root = volume.mount(guest)
+        root = volume.mount_volume(guest)
         fit = file_system.fit
 
         async def fails(image: Path) -> None:
@@ -375,51 +351,45 @@ def test_a_volume_that_cannot_be_served_after_its_growth_is_served_later(
         os.truncate(volume.image, 128 << 20)
         with pytest.raises(BackendFailed, match="forced"):
             await s.servers.grow(volume.id)
-        for _ in range(500):
-            if s.servers._servers[volume.id].obeys:
+        for _ in range(2000):
+            if s.servers._servers[volume.id].is_current:
                 break
             await asyncio.sleep(0.02)
         await volume.serve({slot: False})
-        assert volume.nfs(guest).getattr(root).kind == 2
-
-    run(test)
+        assert volume.connect_nfs(guest).getattr(root).kind == 2
 
 
-def test_what_is_no_file_system_is_refused_and_leaves_nothing(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_an_invalid_file_system_is_refused_and_leaves_nothing(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         volume.image.write_bytes(b"\0" * (64 << 20))
         with pytest.raises(BackendFailed, match=r"cannot be served: .*mount|is damaged"):
             await volume.serve({slot: False})
-        assert loops(s.root) == []
-        assert not guest.reaches(GATEWAY_ADDRESS, volume.port)
-
-    run(test)
+        assert files_of_loop_devices(s.root) == []
+        assert not guest.can_reach(GATEWAY_ADDRESS, volume.port)
 
 
-def test_a_port_that_another_service_has_is_said(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_port_in_use_is_reported(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, _) = await s.volume(), await s.guest()
         with (
-            inside(volume_space(s.network), lambda: socket.create_server((volume_address(s.network), volume.port))),
+            run_inside(volume_space(s.network), lambda: socket.create_server((volume_address(s.network), volume.port))),
             pytest.raises(BackendFailed, match=r"cannot be served: .*bind"),
         ):
             await volume.serve({slot: False})
         await volume.serve({slot: False})
 
-    run(test)
-
 
 # --- access rights ---------------------------------------------------------------------------------------------
 
 
-def test_what_changes_for_clients_holds_at_once_for_handles_and_connections_they_have(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_changed_permissions_apply_to_open_handles_and_connections(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume = await s.volume()
         (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
         await volume.serve({a: False})
-        root = volume.mount(guest_a)
-        client = volume.nfs(guest_a, seconds=0.7)
+        root = volume.mount_volume(guest_a)
+        client = volume.connect_nfs(guest_a, seconds=0.7)
         file = client.create(root, "file")
         pid = volume.pid
 
@@ -430,58 +400,54 @@ def test_what_changes_for_clients_holds_at_once_for_handles_and_connections_they
             assert volume.pid == pid, "the server goes on"
 
         await change({a: True})
-        assert status_of(client.write, file, b"x") == nfs3.ROFS
+        assert nfs_status(client.write, file, b"x") == nfs3.ROFS
         await change({a: False, b: True})
         client.write(file, b"x")
-        reader = volume.nfs(guest_b, seconds=0.7)
+        reader = volume.connect_nfs(guest_b, seconds=0.7)
         assert reader.read(file) == b"x"
-        assert status_of(reader.write, file, b"y") == nfs3.ROFS
+        assert nfs_status(reader.write, file, b"y") == nfs3.ROFS
         await change({b: False})
         with pytest.raises(CUT_OFF):
             client.read(file)
         with pytest.raises(CUT_OFF):
-            volume.nfs(guest_a, seconds=0.7)
+            volume.connect_nfs(guest_a, seconds=0.7)
         reader.write(file, b"y")
         await change({a: True, b: True})
-        assert volume.nfs(guest_a).read(file) == b"y"
+        assert volume.connect_nfs(guest_a).read(file) == b"y"
         await volume.serve({})
-        assert loops(s.root) == []
+        assert files_of_loop_devices(s.root) == []
         with pytest.raises(CUT_OFF):
             reader.read(file)
 
-    run(test)
 
-
-def test_a_server_refuses_whom_it_does_not_know_even_if_the_host_lets_them_through(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_server_refuses_unknown_clients_even_if_the_firewall_admits_them(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume = await s.volume()
         (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
         await volume.serve({a: False})
-        root = volume.mount(guest_a)
-        # As if the host's rule were missing: the server has its own rule.
+        root = volume.mount_volume(guest_a)
+        # Without the host's rule, the server's own rule still applies.
         pairs = {f"{b.host_address} . {port}" for port in (volume.port, volume.port + 1)}
-        await s.servers._access.admit("other", pairs)
-        assert status_of(volume.mount, guest_b) == nfs3.ACCES
-        client = volume.nfs(guest_b)
+        await s.servers._access.allow("other", pairs)
+        assert nfs_status(volume.mount_volume, guest_b) == nfs3.ACCES
+        client = volume.connect_nfs(guest_b)
         for procedure in (client.getattr, client.read, lambda handle: client.create(handle, "file")):
             with pytest.raises(Refused):
                 procedure(root)
-        with inside(guest_b.path, lambda: Mount(GATEWAY_ADDRESS, volume.port + 1)) as mount:
+        with run_inside(guest_b.path, lambda: Mount(GATEWAY_ADDRESS, volume.port + 1)) as mount:
             assert mount.exports() == []
 
-    run(test)
 
-
-def test_a_reader_changes_nothing(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_reader_changes_nothing(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume = await s.volume()
         (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
         await volume.serve({a: False, b: True})
-        root = volume.mount(guest_a)
-        file = volume.nfs(guest_a).create(root, "file", 0o666)
-        volume.nfs(guest_a).write(file, b"as it was")
+        root = volume.mount_volume(guest_a)
+        file = volume.connect_nfs(guest_a).create(root, "file", 0o666)
+        volume.connect_nfs(guest_a).write(file, b"as it was")
         for uid in (0, 1000):
-            reader = volume.nfs(guest_b, uid=uid)
+            reader = volume.connect_nfs(guest_b, uid=uid)
             for procedure, *arguments in (
                 (reader.write, file, b"changed"),
                 (reader.truncate, file, 0),
@@ -492,45 +458,41 @@ def test_a_reader_changes_nothing(run: Run) -> None:
                 (reader.remove, root, "file"),
                 (reader.rename, root, "file", root, "new"),
             ):
-                assert status_of(procedure, *arguments) == nfs3.ROFS
+                assert nfs_status(procedure, *arguments) == nfs3.ROFS
             assert reader.read(file) == b"as it was"
-            assert status_of(reader.lookup, root, "new") == nfs3.NOENT
-
-    run(test)
+            assert nfs_status(reader.lookup, root, "new") == nfs3.NOENT
 
 
-def test_low_ports_and_high_ones_are_the_same_to_it(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_low_and_high_source_ports_are_treated_alike(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         for source in (700, 40700):
-            root = volume.mount(guest, source=source + 1)
-            assert volume.nfs(guest, source=source).getattr(root).kind == 2
-
-    run(test)
+            root = volume.mount_volume(guest, source=source + 1)
+            assert volume.connect_nfs(guest, source=source).getattr(root).kind == 2
 
 
 # --- hostile guests --------------------------------------------------------------------------------------------
 
 
-def test_no_path_leads_out_of_the_volume(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_no_path_leads_out_of_the_volume(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, other = await s.volume(), await s.volume()
         (a, guest), (b, _) = await s.guest(), await s.guest()
         await volume.serve({a: False})
         await other.serve({b: False})
         for path in ("/", "", "/usr", "/proc", f"/{other.id}", f"/{volume.id}/..", f"/{volume.id}/../usr", "usr"):
-            assert status_of(volume.mount, guest, path or "/.") != nfs3.OK
+            assert nfs_status(volume.mount_volume, guest, path or "/.") != nfs3.OK
         with pytest.raises(CUT_OFF):
-            other.mount(guest, seconds=0.7)
-        client = volume.nfs(guest)
-        root = volume.mount(guest)
+            other.mount_volume(guest, seconds=0.7)
+        client = volume.connect_nfs(guest)
+        root = volume.mount_volume(guest)
         assert client.lookup(root, "..") == root
         client.symlink(root, "out", "/usr")
-        assert status_of(volume.mount, guest, f"/{volume.id}/out") != nfs3.OK
+        assert nfs_status(volume.mount_volume, guest, f"/{volume.id}/out") != nfs3.OK
         out = client.lookup(root, "out")
         assert client.getattr(out).kind == 5, "the link, not what it names"
-        assert status_of(client.lookup, out, "bin") != nfs3.OK
+        assert nfs_status(client.lookup, out, "bin") != nfs3.OK
         # Names with slashes, which no normal client sends; the server passes them to the kernel.
         for name in (
             "/usr",
@@ -542,124 +504,116 @@ def test_no_path_leads_out_of_the_volume(run: Run) -> None:
             "/ganesha.conf",
             "/host",
         ):
-            assert status_of(client.lookup, root, name) != nfs3.OK
+            assert nfs_status(client.lookup, root, name) != nfs3.OK
         for name in ("/new", "../new", "/etc/hosts", "/ganesha.conf", "/run/new", f"/{volume.id}/../new"):
             for procedure in (client.create, client.mkdir):
-                assert status_of(procedure, root, name) != nfs3.OK
-            assert status_of(client.symlink, root, name, "x") != nfs3.OK
-        assert status_of(client.remove, root, "/ganesha.conf") != nfs3.OK
+                assert nfs_status(procedure, root, name) != nfs3.OK
+            assert nfs_status(client.symlink, root, name, "x") != nfs3.OK
+        assert nfs_status(client.remove, root, "/ganesha.conf") != nfs3.OK
         client.create(root, "file")
         for name in ("/ganesha.conf", "../ganesha.conf"):
-            assert status_of(client.rename, root, "file", root, name) != nfs3.OK
-            assert status_of(client.rename, root, name, root, "stolen") != nfs3.OK
-        assert status_of(client.mknod, root, "disk", 8, 0) == nfs3.PERM
-        assert volume.mount(guest) == root, "it serves on"
-
-    run(test)
+            assert nfs_status(client.rename, root, "file", root, name) != nfs3.OK
+            assert nfs_status(client.rename, root, name, root, "stolen") != nfs3.OK
+        assert nfs_status(client.mknod, root, "disk", 8, 0) == nfs3.PERM
+        assert volume.mount_volume(guest) == root, "it serves on"
 
 
-def test_no_handle_leads_out_of_the_volume(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_no_handle_leads_out_of_the_volume(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, other = await s.volume(), await s.volume()
         (a, guest_a), (b, guest_b) = await s.guest(), await s.guest()
         await other.serve({b: False})
-        others_root = other.mount(guest_b)
-        secret = other.nfs(guest_b).create(others_root, "secret")
-        other.nfs(guest_b).write(secret, b"secret")
+        others_root = other.mount_volume(guest_b)
+        secret = other.connect_nfs(guest_b).create(others_root, "secret")
+        other.connect_nfs(guest_b).write(secret, b"secret")
 
         await volume.serve({a: False})
-        root = volume.mount(guest_a)
-        volume.nfs(guest_a).create(root, "public")
-        inodes = {volume.nfs(guest_a).getattr(root).fileid, 12}
+        root = volume.mount_volume(guest_a)
+        volume.connect_nfs(guest_a).create(root, "public")
+        inodes = {volume.connect_nfs(guest_a).getattr(root).fileid, 12}
 
-        def look(handle: bytes) -> None:
-            """A made-up handle is refused, or refers to a file of this volume."""
-            client = volume.nfs(guest_a)
+        def check_handle(handle: bytes) -> None:
+            """Check that a made-up handle is refused, or refers to a file of this volume."""
+            client = volume.connect_nfs(guest_a)
             try:
                 found = client.getattr(handle)
             except (NfsError, Refused, OSError):
                 return
             assert found.fsid == client.getattr(root).fsid
             assert found.fileid in inodes | {8}, handle.hex()
-            assert status_of(client.lookup, handle, "secret") != nfs3.OK
+            assert nfs_status(client.lookup, handle, "secret") != nfs3.OK
             with contextlib.suppress(NfsError):
                 assert client.read(handle) != b"secret"
 
-        at = root.index(fsid(f"/proc/{volume.pid}/root/{volume.id}"))
-        look(others_root)
-        look(secret)
+        at = root.index(filesystem_id(f"/proc/{volume.pid}/root/{volume.id}"))
+        check_handle(others_root)
+        check_handle(secret)
         for place in range(len(root)):
             for change in (0x01, 0x80, 0xFF):
-                look(root[:place] + bytes([root[place] ^ change]) + root[place + 1 :])
+                check_handle(root[:place] + bytes([root[place] ^ change]) + root[place + 1 :])
         # Other file systems in the server's view: the host's own, by their number and root.
         for path in ("/usr", "/", str(s.root), "/proc", "/dev", f"/proc/{volume.pid}/root"):
             for inode in (2, 1, 64, 128, os.lstat(path).st_ino & 0xFFFFFFFF):
-                made_up = root[:at] + fsid(path) + b"\x01" + struct.pack("<II", inode, 0)
-                look(made_up.ljust(len(root), b"\0"))
+                made_up = root[:at] + filesystem_id(path) + b"\x01" + struct.pack("<II", inode, 0)
+                check_handle(made_up.ljust(len(root), b"\0"))
         for handle in (b"", b"\0" * 64, b"\xff" * 64, root[:5], root * 2, os.urandom(64)):
-            look(handle)
-        assert volume.nfs(guest_a).getattr(root).kind == 2, "it serves on"
-
-    run(test)
+            check_handle(handle)
+        assert volume.connect_nfs(guest_a).getattr(root).kind == 2, "it serves on"
 
 
-def fsid(path: str) -> bytes:
+def filesystem_id(path: str) -> bytes:
     """The number of a file system, as in handles."""
     return struct.pack("<Q", os.statvfs(path).f_fsid)
 
 
-def test_a_removed_file_is_gone_for_who_has_its_handle(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_removed_file_is_gone_for_holders_of_its_handle(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        root = volume.mount(guest)
-        client = volume.nfs(guest)
+        root = volume.mount_volume(guest)
+        client = volume.connect_nfs(guest)
         file = client.create(root, "file")
         client.write(file, b"old")
         client.remove(root, "file")
         reborn = client.create(root, "another")
         client.write(reborn, b"new")
-        assert status_of(client.read, file) == nfs3.STALE
-
-    run(test)
+        assert nfs_status(client.read, file) == nfs3.STALE
 
 
-def test_after_a_rollback_handles_are_good_for_what_is_there(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_handles_after_a_rollback_refer_to_existing_files(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        root = volume.mount(guest)
-        kept = volume.nfs(guest).create(root, "kept")
-        volume.nfs(guest).write(kept, b"then")
+        root = volume.mount_volume(guest)
+        kept = volume.connect_nfs(guest).create(root, "kept")
+        volume.connect_nfs(guest).write(kept, b"then")
         old = volume.image.with_suffix(".old")
         async with s.servers.frozen(volume.id):
             reflink.clone(volume.image, old)
-        volume.nfs(guest).write(kept, b"now")
-        late = volume.nfs(guest).create(root, "late")
+        volume.connect_nfs(guest).write(kept, b"now")
+        late = volume.connect_nfs(guest).create(root, "late")
         await s.servers.stop(volume.id)
         old.rename(volume.image)
         await volume.serve({slot: False})
-        client = volume.nfs(guest)
+        client = volume.connect_nfs(guest)
         assert client.read(kept) == b"then"
-        assert status_of(client.read, late) == nfs3.STALE
+        assert nfs_status(client.read, late) == nfs3.STALE
         client.write(client.create(root, "later"), b"other")
-        assert status_of(client.read, late) == nfs3.STALE, "though a new file may have its inode"
-
-    run(test)
+        assert nfs_status(client.read, late) == nfs3.STALE, "though a new file may have its inode"
 
 
-def test_nothing_but_nfs_3_and_mount_is_served(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_nothing_but_nfs_3_and_mount_is_served(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         for port in (volume.port, volume.port + 1):
-            with inside(guest.path, lambda port=port: nfs3.Connection(GATEWAY_ADDRESS, port)) as connection:
+            with run_inside(guest.path, lambda port=port: nfs3.Connection(GATEWAY_ADDRESS, port)) as connection:
                 for program, version in ((nfs3.NFS, 4), (nfs3.NLM, 4), (nfs3.RQUOTA, 1), (nfs3.PORTMAP, 2)):
                     with pytest.raises((Refused, ConnectionError)):
                         connection.call(program, version, 0)
         for port in (111, 2049, 20048):
-            assert not guest.reaches(GATEWAY_ADDRESS, port)
-        listening = output("nsenter", f"--net={volume_space(s.network)}", "ss", "-Hlnptu").splitlines()
+            assert not guest.can_reach(GATEWAY_ADDRESS, port)
+        listening = run_command("nsenter", f"--net={volume_space(s.network)}", "ss", "-Hlnptu").splitlines()
         ours = [line.split() for line in listening if f"pid={volume.pid}," in line]
         address = volume_address(s.network)
         assert sorted(fields[4].replace("[::ffff:", "").replace("]", "") for fields in ours) == [
@@ -667,8 +621,6 @@ def test_nothing_but_nfs_3_and_mount_is_served(run: Run) -> None:
             f"{address}:{volume.port + 1}",
         ]
         assert all(fields[0] == "tcp" for fields in ours)
-
-    run(test)
 
 
 def foreign_descriptors(proc: Path, volume: str) -> list[str]:
@@ -683,11 +635,11 @@ def foreign_descriptors(proc: Path, volume: str) -> list[str]:
     return found
 
 
-def test_a_server_has_nothing_of_the_hosts(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_server_has_no_access_to_the_host(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        volume.nfs(guest).create(volume.mount(guest), "file")
+        volume.connect_nfs(guest).create(volume.mount_volume(guest), "file")
         proc = Path(f"/proc/{volume.pid}")
         mounts = {fields[1]: fields for fields in (line.split() for line in (proc / "mounts").read_text().splitlines())}
         assert mounts.keys() == {"/", f"/{volume.id}"}
@@ -704,71 +656,65 @@ def test_a_server_has_nothing_of_the_hosts(run: Run) -> None:
             assert not (proc / "ns" / space).samefile(f"/proc/self/ns/{space}")
         assert int(status["Threads"]) < 40
 
-    run(test)
 
-
-def test_nobody_is_let_through_to_a_server_that_is_not_shut_in_yet(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(s: Stand) -> None:
+async def test_nobody_reaches_a_server_before_it_is_confined(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         let_through: list[str] = []
-        wait_until_ready = Starter._wait_until_ready
+        wait_until_ready = ServerStarter._wait_until_ready
 
-        async def watched(*arguments: Any) -> None:
+        async def wait_and_check(*arguments: Any) -> None:
             await wait_until_ready(*arguments)
-            let_through.append(output("nft", "list", "set", "inet", host_table(s.network), VOLUME_ACCESS))
+            let_through.append(run_command("nft", "list", "set", "inet", host_table(s.network), VOLUME_ACCESS))
 
-        monkeypatch.setattr(Starter, "_wait_until_ready", watched)
+        monkeypatch.setattr(ServerStarter, "_wait_until_ready", wait_and_check)
         await volume.serve({slot: False})
-        root = volume.mount(guest)
+        root = volume.mount_volume(guest)
         os.kill(volume.pid, signal.SIGSTOP)
         await volume.serve({slot: True})  # It ignores requests, so another one replaces it.
-        assert volume.nfs(guest).getattr(root).kind == 2
+        assert volume.connect_nfs(guest).getattr(root).kind == 2
         first = volume.pid
-        await killed(first)
-        for _ in range(500):
+        await kill_process(first)
+        for _ in range(2000):
             if len(let_through) == 3:
                 break
             await asyncio.sleep(0.02)
         assert len(let_through) == 3
         assert not any(slot.host_address in elements for elements in let_through)
         await volume.serve({slot: True})
-        assert slot.host_address in output("nft", "list", "set", "inet", host_table(s.network), VOLUME_ACCESS)
-
-    run(test)
+        assert slot.host_address in run_command("nft", "list", "set", "inet", host_table(s.network), VOLUME_ACCESS)
 
 
-def test_a_server_that_was_not_shut_in_is_not_adopted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(s: Stand) -> None:
+async def test_an_unconfined_server_is_not_adopted(xfs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        monkeypatch.setattr(Server, "is_isolated", lambda server, space: False)
+        monkeypatch.setattr(ServerProcess, "is_isolated", lambda server, space: False)
         await s.crash()
         assert len(await s.servers.open({volume.id})) == 1
-        await let_go(s.root)
+        await wait_for_loop_devices(s.root)
         with pytest.raises(BackendFailed, match="cannot be served"):
             await volume.serve({slot: False})
-        await let_go(s.root)
-
-    run(test)
+        await wait_for_loop_devices(s.root)
 
 
 # --- frozen servers --------------------------------------------------------------------------------------------
 
 
-def test_within_frozen_nothing_changes_and_a_clone_of_the_image_is_whole(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_frozen_volume_does_not_change_and_its_clone_is_complete(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         clone = volume.image.with_suffix(".clone")
         async with s.servers.frozen(volume.id):
             pass  # There is no server: nothing to do.
         await volume.serve({slot: False})
-        root = volume.mount(guest)
-        client = volume.nfs(guest, seconds=30)
+        root = volume.mount_volume(guest)
+        client = volume.connect_nfs(guest, seconds=30)
         file = client.create(root, "file")
         client.write(file, b"before", stable=nfs3.UNSTABLE)
         await s.servers.flush(volume.id)
         async with s.servers.frozen(volume.id):
-            late = volume.nfs(guest, seconds=0.5)
+            late = volume.connect_nfs(guest, seconds=0.5)
             with pytest.raises(TimeoutError):
                 late.write(file, b"within", stable=nfs3.UNSTABLE)
             reflink.clone(volume.image, clone)
@@ -777,37 +723,35 @@ def test_within_frozen_nothing_changes_and_a_clone_of_the_image_is_whole(run: Ru
 
         copy = Volume(s, clone, VOLUME_PORTS[-1])
         await copy.serve({slot: False})
-        assert copy.nfs(guest).read(copy.nfs(guest).lookup(copy.mount(guest), "file")) == b"before"
+        assert (
+            copy.connect_nfs(guest).read(copy.connect_nfs(guest).lookup(copy.mount_volume(guest), "file")) == b"before"
+        )
         await s.servers.stop(copy.id)
-        output("e2fsck", "-fn", str(clone))
-
-    run(test)
+        run_command("e2fsck", "-fn", str(clone))
 
 
-def test_a_failure_within_lets_the_server_go_on(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_failure_while_frozen_resumes_the_server(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        root = volume.mount(guest)
+        root = volume.mount_volume(guest)
         with pytest.raises(ZeroDivisionError):
             async with s.servers.frozen(volume.id):
                 raise ZeroDivisionError
-        assert volume.nfs(guest).getattr(root).kind == 2
-
-    run(test)
+        assert volume.connect_nfs(guest).getattr(root).kind == 2
 
 
-def test_a_clone_is_a_moment_of_a_volume_that_is_written_to(run: Run) -> None:
-    """Files are created in order, each with its number inside: a clone has a prefix of them, all complete."""
+async def test_a_clone_is_a_point_in_time_of_a_changing_volume(xfs_root: Path) -> None:
+    """Files are created in order, each with its number inside. A clone has a prefix of them, all complete."""
 
-    async def test(s: Stand) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        root = volume.mount(guest)
+        root = volume.mount_volume(guest)
         stop = False
 
         def write() -> int:
-            client = volume.nfs(guest, seconds=30)
+            client = volume.connect_nfs(guest, seconds=30)
             made = 0
             while not stop:
                 client.write(client.create(root, f"n{made}"), f"{made}".encode(), stable=nfs3.FILE_SYNC)
@@ -827,114 +771,104 @@ def test_a_clone_is_a_moment_of_a_volume_that_is_written_to(run: Run) -> None:
         for place, clone in enumerate(clones):
             copy = Volume(s, clone, VOLUME_PORTS[-1 - place])
             await copy.serve({slot: False})
-            client, top = copy.nfs(guest), copy.mount(guest)
+            client, top = copy.connect_nfs(guest), copy.mount_volume(guest)
             count = 0
-            while status_of(client.lookup, top, f"n{count}") == nfs3.OK:
+            while nfs_status(client.lookup, top, f"n{count}") == nfs3.OK:
                 count += 1
             assert before < count <= made
             contents = [client.read(client.lookup(top, f"n{number}")) for number in range(count)]
             assert contents[:-1] == [f"{number}".encode() for number in range(count - 1)]
             assert contents[-1] in (b"", f"{count - 1}".encode()), "the last may be caught before it is filled"
-            assert status_of(client.lookup, top, f"n{count + 1}") == nfs3.NOENT
+            assert nfs_status(client.lookup, top, f"n{count + 1}") == nfs3.NOENT
             before = count
             await s.servers.stop(copy.id)
-
-    run(test)
 
 
 # --- crashes ---------------------------------------------------------------------------------------------------
 
 
-def test_servers_outlive_the_gateway_and_are_adopted_if_they_are_known(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_known_servers_outlive_the_gateway_and_are_adopted(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         kept, unknown = await s.volume(), await s.volume()
         slot, guest = await s.guest()
         for volume in (kept, unknown):
             await volume.serve({slot: False})
-        root, pid = kept.mount(guest), kept.pid
-        client = kept.nfs(guest)
+        root, pid = kept.mount_volume(guest), kept.pid
+        client = kept.connect_nfs(guest)
         unknown_pidfd = os.pidfd_open(unknown.pid)
         await s.crash()
         file = client.create(root, "file")
 
         await apply_on_host(host_rules(s.network))  # As SlotPool.open does, before servers are adopted.
         said = await s.servers.open({kept.id})
-        assert said == [f"ended the server of volume {unknown.id}, which belonged to nothing"]
+        assert said == [f"ended the server of volume {unknown.id}, which belonged to no volume"]
         assert select.select([unknown_pidfd], [], [], 0)[0]
         os.close(unknown_pidfd)
-        assert loops(s.root) == [str(kept.image)]
+        assert files_of_loop_devices(s.root) == [str(kept.image)]
         client.write(file, b"as before")
         await kept.serve({slot: True})
         assert kept.pid == pid
-        assert status_of(client.write, file, b"x") == nfs3.ROFS
+        assert nfs_status(client.write, file, b"x") == nfs3.ROFS
         assert sorted(path.name for path in (s.root / "servers").iterdir()) == [kept.id]
 
         await s.servers.close()
         assert client.read(file) == b"as before"
 
-    run(test)
 
-
-def test_a_gateway_that_dies_within_frozen_is_followed_by_one_that_lets_it_go_on(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_new_gateway_resumes_servers_that_were_left_frozen(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        root, pid = volume.mount(guest), volume.pid
+        root, pid = volume.mount_volume(guest), volume.pid
         frozen = s.servers.frozen(volume.id)
         await frozen.__aenter__()
         await s.crash()
         with pytest.raises(TimeoutError):
-            volume.nfs(guest, seconds=0.4).getattr(root)
+            volume.connect_nfs(guest, seconds=0.4).getattr(root)
         await s.servers.open({volume.id})
-        assert volume.nfs(guest).getattr(root).kind == 2
+        assert volume.connect_nfs(guest).getattr(root).kind == 2
         assert volume.pid == pid
         with contextlib.suppress(GeneratorExit, RuntimeError, OSError):
             await frozen.__aexit__(None, None, None)
 
-    run(test)
 
-
-def test_a_server_that_dies_with_the_gateway_leaves_nothing(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_server_that_dies_with_the_gateway_leaves_nothing(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        root, pid = volume.mount(guest), volume.pid
-        volume.nfs(guest).write(volume.nfs(guest).create(root, "file"), b"kept", stable=nfs3.UNSTABLE)
+        root, pid = volume.mount_volume(guest), volume.pid
+        volume.connect_nfs(guest).write(volume.connect_nfs(guest).create(root, "file"), b"kept", stable=nfs3.UNSTABLE)
         os.kill(pid, signal.SIGSTOP)  # In the middle of a capture.
         await s.crash()
         os.kill(pid, signal.SIGKILL)
-        await let_go(s.root)
+        await wait_for_loop_devices(s.root)
         assert volume.content("file") == b"kept"
         assert await s.servers.open({volume.id}) == []
         assert list((s.root / "servers").iterdir()) == []
         await volume.serve({slot: False})
-        assert volume.mount(guest) == root
-
-    run(test)
+        assert volume.mount_volume(guest) == root
 
 
-def test_a_server_that_hangs_is_replaced_or_ended_in_time(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_hanging_server_is_replaced_or_ended_in_time(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest), (other, _) = await s.volume(), await s.guest(), await s.guest()
         await volume.serve({slot: False})
-        root, pid = volume.mount(guest), volume.pid
+        root, pid = volume.mount_volume(guest), volume.pid
         os.kill(pid, signal.SIGSTOP)
         started = time.monotonic()
         await volume.serve({slot: False, other: True})
         assert time.monotonic() - started < 10
         assert volume.pid != pid
-        assert volume.nfs(guest).getattr(root).kind == 2
+        assert volume.connect_nfs(guest).getattr(root).kind == 2
         os.kill(volume.pid, signal.SIGSTOP)
         started = time.monotonic()
         await volume.serve({})
         assert time.monotonic() - started < 5
-        assert loops(s.root) == []
-
-    run(test)
+        assert files_of_loop_devices(s.root) == []
 
 
-def test_a_start_that_is_given_up_leaves_nothing(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_cancelled_start_leaves_nothing(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         for delay in (0.0, 0.02, 0.05, 0.08, 0.12):
             starting = asyncio.ensure_future(volume.serve({slot: False}))
@@ -943,20 +877,16 @@ def test_a_start_that_is_given_up_leaves_nothing(run: Run) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await starting
                 await s.servers.stop(volume.id)
-            await let_go(s.root)
+            await wait_for_loop_devices(s.root)
         await volume.serve({slot: False})
-        assert volume.nfs(guest).getattr(volume.mount(guest)).kind == 2
-
-    run(test)
+        assert volume.connect_nfs(guest).getattr(volume.mount_volume(guest)).kind == 2
 
 
-def test_an_image_is_never_mounted_twice(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_an_image_is_never_mounted_twice(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         again = Volume(s, volume.image, VOLUME_PORTS[-1])
         with pytest.raises(BackendFailed, match="in use by an earlier server"):
             await again.serve({slot: False})
-        assert loops(s.root) == [str(volume.image)]
-
-    run(test)
+        assert files_of_loop_devices(s.root) == [str(volume.image)]

@@ -11,8 +11,8 @@ import pytest
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
 from sandbox_gateway.errors import NoSpace
 from sandbox_gateway.records import Sandbox
-from tests.kvm_xfs.test_host import cramped, fill  # noqa: F401
-from tests.support.live import Live
+from tests.kvm_xfs.test_host import fill, small_gateway  # noqa: F401
+from tests.support.live import Live, engines
 from tests.support.waiting import eventually
 from tests.support.worlds import TEMPLATE, KvmXfsWorld
 
@@ -22,60 +22,24 @@ SOON = 60
 
 @pytest.fixture
 def live(kvm_xfs_world: KvmXfsWorld) -> Iterator[Live]:
-    config = kvm_xfs_world.config()
-    live = Live(kvm_xfs_world.host(config), config)
-    live.do(live.engine.volumes.create("data", SMALL))
-    yield live
-    live.empty()
-    live.close()
-    kvm_xfs_world.forget(config)
+    with engines(kvm_xfs_world) as make_live:
+        live = make_live()
+        live.do(live.engine.volumes.create("data", SMALL))
+        yield live
 
 
-def create(live: Live, name: str, *mounts: MountSpec, template: str = TEMPLATE, cold: bool = False) -> Sandbox:
+def create_sandbox(live: Live, name: str, *mounts: MountSpec, template: str = TEMPLATE, cold: bool = False) -> Sandbox:
     return live.do(live.engine.forks.create(template, ForkSpec(names=[name], mounts=list(mounts), cold_start=cold)))
 
 
-def run_on(live: Live, ref: str, program: str) -> None:
+def start_program(live: Live, ref: str, program: str) -> None:
     """Start a Python program in the background of a sandbox."""
     live.do(live.engine.commands.exec(ref, ["sh", "-c", "cat >/root/program"], stdin=program.encode()))
     live.shell(ref, "python3 /root/program </dev/null >/root/said 2>&1 &")
 
 
-def read(live: Live, ref: str, path: str) -> str:
+def read_file(live: Live, ref: str, path: str) -> str:
     return live.shell(ref, f"cat {path} 2>/dev/null || true").strip("\0\n ")
-
-
-OPEN_FILE = """
-import os, time
-file = os.open("/data/file", os.O_RDWR | os.O_CREAT)
-count = 0
-while True:
-    count += 1
-    name = os.uname().nodename
-    place = int(name[-1]) if name[-1].isdigit() else 0
-    # Each its own pages: a page is what an NFS client writes at least, and of one page the last writer's stays.
-    os.pwrite(file, f"{name} {count:08}\\n".encode(), 65536 * place)
-    os.fsync(file)
-    time.sleep(0.05)
-"""
-
-
-def counts(live: Live, ref: str) -> dict[str, int]:
-    """How far each machine has counted in the file that all of them have open, as ``ref`` sees it."""
-    lines = (line.split() for line in read(live, ref, "/data/file").replace("\0", "").splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) == 2}
-
-
-def test_forks_of_a_live_machine_go_on_writing_to_the_file_it_has_open(live: Live) -> None:
-    create(live, "source", MountSpec("data", "/data"))
-    create(live, "witness", MountSpec("data", "/data", read_only=True))
-    run_on(live, "source", OPEN_FILE)
-    eventually(lambda: "source" in counts(live, "witness"), SOON)
-    live.do(live.engine.snapshots.create("source", name="mark"))
-    live.do(live.engine.forks.fork("mark", ForkSpec(names=["fork1", "fork2"])))
-    eventually(lambda: {"source", "fork1", "fork2"} <= counts(live, "witness").keys(), SOON)
-    before = counts(live, "witness")
-    eventually(lambda: all(count > before[name] + 5 for name, count in counts(live, "witness").items()), SOON)
 
 
 TWO_PLACES = """
@@ -91,78 +55,51 @@ while True:
 """
 
 
-def test_volume_is_captured_at_the_instant_of_the_disk(live: Live) -> None:
-    create(live, "source", MountSpec("data", "/data"))
-    run_on(live, "source", TWO_PLACES)
+def test_a_volume_is_captured_at_the_same_instant_as_the_disk(live: Live) -> None:
+    create_sandbox(live, "source", MountSpec("data", "/data"))
+    start_program(live, "source", TWO_PLACES)
     for name in ("0", "1", "2"):
-        before = counted(live, "source")
-        eventually(lambda before=before: counted(live, "source") > before + 3, SOON)
+        before = read_counter(live, "source")
+        eventually(lambda before=before: read_counter(live, "source") > before + 3, SOON)
         live.do(live.engine.snapshots.create("source", name=f"mark{name}", volumes=["data"]))
         # In a fork with memory, the program could no longer write to the volume.
-        create(live, f"box{name}", MountSpec("data", "/data", clone=True), template=f"mark{name}")
-        volume, disk = (int(read(live, f"box{name}", f"{place}/count")) for place in ("/data", "/root"))
+        create_sandbox(live, f"box{name}", MountSpec("data", "/data", clone=True), template=f"mark{name}")
+        volume, disk = (int(read_file(live, f"box{name}", f"{place}/count")) for place in ("/data", "/root"))
         assert disk > before and volume - disk in (0, 1)
         live.do(live.engine.sandboxes.delete(f"box{name}"))
     assert [each.name for each in live.engine.volumes.list()] == ["data"]
 
 
-def counted(live: Live, ref: str) -> int:
-    return int(read(live, ref, "/root/count") or 0)
+def read_counter(live: Live, ref: str) -> int:
+    return int(read_file(live, ref, "/root/count") or 0)
 
 
-def test_clone_of_a_captured_volume_is_one_s_own(live: Live) -> None:
-    create(live, "source", MountSpec("data", "/data"))
-    live.shell("source", "echo before >/data/file")
-    live.do(live.engine.snapshots.create("source", name="mark", volumes=["data"]))
-    live.shell("source", "echo after >/data/file && sync")
-    create(live, "fork", MountSpec("data", "/data", clone=True), template="mark")
-    assert read(live, "fork", "/data/file") == "before"
-    live.shell("fork", "echo own >/data/file && sync")
-    assert read(live, "source", "/data/file") == "after"
-
-
-def test_a_capture_without_volumes_has_no_part_in_them(live: Live) -> None:
-    create(live, "source", MountSpec("data", "/data"))
+def test_a_capture_without_volumes_does_not_touch_them(live: Live) -> None:
+    create_sandbox(live, "source", MountSpec("data", "/data"))
     captured = live.do(live.engine.snapshots.create("source"))
     assert "volumes" not in captured.host["phases_ms"]
     captured = live.do(live.engine.snapshots.create("source", volumes=["data"]))
     assert captured.host["phases_ms"]["volumes"] < 1000
 
 
-def test_growth_is_seen_by_who_has_it_mounted(live: Live) -> None:
-    create(live, "source", MountSpec("data", "/data"))
-    live.do(live.engine.volumes.grow("data", 3 * SMALL))
-    live.shell("source", f"dd if=/dev/zero of=/data/fill bs=1M count={2 * SMALL} conv=fsync")
-
-
-def test_rollback_under_who_has_it_mounted(live: Live) -> None:
-    create(live, "source", MountSpec("data", "/data"))
-    live.shell("source", "echo before >/data/file && sync")
-    live.do(live.engine.volumes.snapshot("data", "mark"))
-    live.shell("source", "echo after >/data/file && sync")
-    live.do(live.engine.volumes.rollback("data", "mark", force=True))
-    eventually(lambda: read(live, "source", "/data/file") == "before", SOON)
-    live.shell("source", "echo again >/data/other && sync")
-
-
-def test_no_space_while_volumes_are_captured(kvm_xfs_world: KvmXfsWorld, cramped: Live) -> None:  # noqa: F811
-    live = cramped
+def test_a_full_disk_during_a_capture_of_volumes(kvm_xfs_world: KvmXfsWorld, small_gateway: Live) -> None:  # noqa: F811
+    live = small_gateway
     live.do(live.engine.volumes.create("data", SMALL))
-    create(live, "one", MountSpec("data", "/data"))
+    create_sandbox(live, "one", MountSpec("data", "/data"))
     live.shell("one", "head -c 20000000 /dev/urandom >/run/blob; echo kept >/data/file; sync")
     root = live.config.host.state_root
-    before = files(root)
+    before = snapshot_files(root)
     fill(root, 4 << 20)
     with pytest.raises(NoSpace, match="no space left"):
         live.do(live.engine.snapshots.create("one", name="big", volumes=["data"]))
     (root / "filler").unlink()
-    assert files(root) == before
-    assert read(live, "one", "/data/file") == "kept"
+    assert snapshot_files(root) == before
+    assert read_file(live, "one", "/data/file") == "kept"
     live.shell("one", "echo more >>/data/file && sync")
     live.do(live.engine.snapshots.create("one", name="big", volumes=["data"]))
 
 
-def files(root: Path) -> set[str]:
+def snapshot_files(root: Path) -> set[str]:
     """The files of snapshots and volumes."""
     return {
         str(Path(place, name).relative_to(root))
@@ -172,15 +109,15 @@ def files(root: Path) -> set[str]:
     }
 
 
-def test_end_of_the_last_that_has_a_volume_ends_its_server(live: Live) -> None:
+def test_a_server_ends_with_the_last_sandbox_of_its_volume(live: Live) -> None:
     volume = live.engine.volumes.get("data")
-    create(live, "one", MountSpec("data", "/data"))
-    assert servers(live, volume.id)
+    create_sandbox(live, "one", MountSpec("data", "/data"))
+    assert server_pids(live, volume.id)
     live.do(live.engine.sandboxes.delete("one"))
-    eventually(lambda: not servers(live, volume.id), SOON)
+    eventually(lambda: not server_pids(live, volume.id), SOON)
 
 
-def servers(live: Live, volume: str) -> list[str]:
+def server_pids(live: Live, volume: str) -> list[str]:
     """The processes that belong to a volume of this gateway."""
     place = f"{live.config.host.state_root}/serving"
     found = []

@@ -144,23 +144,23 @@ def python(text: str) -> Iterator[Prose]:
             if ast.get_docstring(node) is not None:
                 yield from _paragraphs(node.body[0].lineno, ast.get_docstring(node) or "")
         elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            yield from (prose for argument in node.exc.args for prose in _said(argument))
+            yield from (prose for argument in node.exc.args for prose in _literal_text(argument))
         elif isinstance(node, ast.Call):
-            yield from _called(node)
+            yield from _function_name(node)
         elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in ("DOCUMENTATION", "RETURN"):
-            yield from (Prose(node.lineno, each) for each in _described(yaml.safe_load(_literal(node.value))))
+            yield from (Prose(node.lineno, each) for each in _descriptions(yaml.safe_load(_literal(node.value))))
 
 
-def _called(node: ast.Call) -> Iterator[Prose]:
+def _function_name(node: ast.Call) -> Iterator[Prose]:
     name = getattr(node.func, "attr", getattr(node.func, "id", ""))
     for keyword in node.keywords:
         if keyword.arg in SPOKEN:
-            yield from _said(keyword.value)
+            yield from _literal_text(keyword.value)
     if (name in LOGS or name in SPEAKING or name.endswith(("Error", "Failure"))) and node.args:
-        yield from _said(node.args[0])
+        yield from _literal_text(node.args[0])
 
 
-def _said(node: ast.expr) -> Iterator[Prose]:
+def _literal_text(node: ast.expr) -> Iterator[Prose]:
     """The text of a literal, with CODE for its values; nothing if it has fewer than two words."""
     text = _literal(node)
     if text and " " in text.strip():
@@ -189,17 +189,17 @@ def _paragraphs(line: int, text: str) -> Iterator[Prose]:
 SHOWN = {"description", "short_description", "notes", "fail_msg", "success_msg", "requirements", "details"}
 
 
-def _described(data: Any) -> Iterator[str]:
+def _descriptions(data: Any) -> Iterator[str]:
     """Texts under the keys that Ansible shows to readers."""
     if isinstance(data, dict):
         for key, value in data.items():
-            if key in SHOWN or (key == "msg" and isinstance(value, str)):
+            if key in SHOWN or (key in ("msg", "name") and isinstance(value, str) and " " in value):
                 yield from _texts(value)
             else:
-                yield from _described(value)
+                yield from _descriptions(value)
     elif isinstance(data, list):
         for each in data:
-            yield from _described(each)
+            yield from _descriptions(each)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -208,7 +208,7 @@ def _texts(value: Any) -> Iterator[str]:
             each = re.sub(r"{{.*?}}|{%.*?%}", "CODE", each, flags=re.DOTALL)
             yield " ".join(re.sub(r"\b[A-Z]\([^)]*\)", "CODE", each).split())
         else:
-            yield from _described(each)
+            yield from _descriptions(each)
 
 
 class _Loader(yaml.SafeLoader):
@@ -219,9 +219,9 @@ _Loader.add_multi_constructor("!", lambda loader, suffix, node: getattr(node, "v
 
 
 def yaml_file(text: str) -> Iterator[Prose]:
-    """Descriptions of arguments and messages of tasks."""
+    """Descriptions of arguments, and names and messages of tasks."""
     for document in yaml.load_all(text, Loader=_Loader):
-        yield from (Prose(1, each) for each in _described(document))
+        yield from (Prose(1, each) for each in _descriptions(document))
 
 
 def fragment(text: str) -> Iterator[Prose]:
@@ -296,8 +296,8 @@ def allowances() -> dict[str, int]:
     return dict(tomllib.loads(ALLOWED.read_text())["allowed"]) if ALLOWED.exists() else {}
 
 
-def area(path: str, areas: Iterable[str]) -> str:
-    """The directory of ``areas`` whose allowance a file uses; empty if it has none."""
+def directory_of(path: str, areas: Iterable[str]) -> str:
+    """The directory of ``areas`` whose allowance a file uses; empty if there is none."""
     return max((each for each in areas if path.startswith(f"{each}/")), key=len, default="")
 
 
@@ -314,7 +314,7 @@ def main(arguments: list[str]) -> int:
         return 0
     allowed = allowances()
     found = [finding for path in paths for finding in check(path)]
-    areas = {each.path: "" if each.path in guides else area(each.path, allowed) for each in found}
+    areas = {each.path: "" if each.path in guides else directory_of(each.path, allowed) for each in found}
     counts = Counter(areas[each.path] for each in found)
     if "--update" in arguments:
         lines = [f'"{each}" = {min(allowed[each], counts[each])}' for each in sorted(allowed)]

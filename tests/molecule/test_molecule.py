@@ -71,7 +71,7 @@ def _molecule(command: str, scenario: str, env: dict[str, str]) -> str:
     return said
 
 
-def test_every_scenario_is_run_here() -> None:
+def test_every_scenario_has_a_test() -> None:
     there = {path.parent.name for path in _SCENARIOS.glob("*/molecule.yml")}
     assert there == {name.removeprefix("test_scenario_") for name in globals() if name.startswith("test_scenario_")}
 
@@ -95,14 +95,14 @@ def test_scenario_gateway_systemd(run: Run) -> None:
 def test_scenario_jail_zfs(run: Run) -> None:
     """Inside the lifetime of one of this run's pools, so that the scenario neither starts nor ends ZFS."""
     with pools.pool(f"t{session.run_id()}m", session.run_dir(), megabytes=128):
-        run("jail_zfs", GROVE_MOLECULE_ROOTFS=str(jail_world.debian()))
+        run("jail_zfs", GROVE_MOLECULE_ROOTFS=str(jail_world.debian_tarball()))
         assert f"molecule-t{session.run_id()}" not in pools.run("zpool", "list", "-H", "-o", "name").stdout
 
 
 @pytest.mark.parametrize(
     "path", sorted(path for path in (_SCENARIOS / "fleet").rglob("*.*")), ids=lambda path: path.name
 )
-def test_the_recipe_is_the_scenario(path: Path) -> None:
+def test_the_guide_shows_the_scenarios_files(path: Path) -> None:
     """The page shows each file of the scenario unchanged, after its name."""
     name, text = path.relative_to(_SCENARIOS.parent), path.read_text()
     assert re.search(rf"^`{name}`:\n\n```\w+\n{re.escape(text)}```$", _PAGE.read_text(), re.M), name

@@ -11,8 +11,8 @@ from tests.support import session
 
 
 @pytest.fixture(scope="session")
-def newer() -> Path:
+def newer_collections() -> Path:
     """A collections path with this collection and a newer gateway."""
     path = session.run_dir() / "newer"
-    upgrade.newer_collection(path)
+    upgrade.make_newer_collection(path)
     return path

@@ -24,7 +24,7 @@ def load(role: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
-def test_names_every_default_and_nothing_else(role: Path) -> None:
+def test_the_specification_names_exactly_the_defaults(role: Path) -> None:
     options = load(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"]
     defaults = load(role, "defaults/main.yml")
     # An option without a default is required, or its absence has a meaning.
@@ -39,7 +39,7 @@ def test_names_every_default_and_nothing_else(role: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda role: role.name)
-def test_says_what_each_is(role: Path) -> None:
+def test_every_option_has_a_type_and_description(role: Path) -> None:
     main = load(role, "meta/argument_specs.yml")["argument_specs"]["main"]
     assert main["short_description"] and main["description"] and main["author"]
 
@@ -71,7 +71,7 @@ def test_every_option_is_used(role: Path) -> None:
     assert not unused, "these are declared, and do nothing"
 
 
-def test_a_mention_is_no_use() -> None:
+def test_a_mention_does_not_count_as_use() -> None:
     assert variables_in(
         {"name": "about a_name", "when": ["a is defined", "not b.c"], "msg": "{{ d | default(e) }}"}
     ) == {

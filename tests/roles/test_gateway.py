@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.roles.upgrade import NEWER, count
+from tests.roles.upgrade import NEWER, read_counter
 from tests.support import session
 from tests.support.gateway import Gateway
 from tests.support.roles import Played, play
@@ -103,7 +103,7 @@ def installed(xfs_root: Path, shared_gateway: Gateway, template: str) -> Iterato
     shutil.rmtree(root)
 
 
-def test_check_mode_before_anything_is_there(installed: Installed) -> None:
+def test_check_mode_before_the_installation(installed: Installed) -> None:
     done = installed.apply(check=True)
     assert not done.failed, done.output
     assert done.changed > 0
@@ -111,7 +111,7 @@ def test_check_mode_before_anything_is_there(installed: Installed) -> None:
     assert not installed.config_file.exists()
 
 
-def test_installs_and_starts(installed: Installed) -> None:
+def test_installation_and_start(installed: Installed) -> None:
     done = installed.apply()
     assert not done.failed, done.output
     with installed.client() as client:
@@ -130,13 +130,13 @@ def test_installs_and_starts(installed: Installed) -> None:
 def test_a_second_run_changes_nothing(installed: Installed) -> None:
     before = installed.pid()
     again = installed.apply()
-    assert (again.failed, again.changed_tasks) == (False, []), again.output
+    assert (again.failed, again.changed_task_names) == (False, []), again.output
     checked = installed.apply(check=True)
-    assert (checked.failed, checked.changed_tasks) == (False, []), checked.output
+    assert (checked.failed, checked.changed_task_names) == (False, []), checked.output
     assert installed.pid() == before
 
 
-def test_only_root_reads_the_log(installed: Installed) -> None:
+def test_only_root_can_read_the_log(installed: Installed) -> None:
     path = installed.root / "log" / "gateway.log"
     assert path.read_text().count('"event": "listening"') == 1
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -158,10 +158,10 @@ def test_keys_are_secret_and_kept(installed: Installed) -> None:
 
     doubled = installed.apply(keys=[{"name": "a"}, {"name": "a"}])
     assert doubled.failed
-    assert "a name of its own" in doubled.message
+    assert "needs a unique name" in doubled.message
 
 
-def test_sandboxes_go_on_through_a_new_configuration(installed: Installed) -> None:
+def test_sandboxes_survive_a_new_configuration(installed: Installed) -> None:
     with installed.client() as client:
         made = client.post("/sandboxes", json={"templateID": "debian", "name": "lives", "timeout": -1})
         assert made.status_code == 201, made.text
@@ -170,7 +170,7 @@ def test_sandboxes_go_on_through_a_new_configuration(installed: Installed) -> No
         port = taken.getsockname()[1]
     done = installed.apply(config={"server": {"listen": f"127.0.0.1:{port}"}, "limits": {"sandboxes": 7}})
     assert not done.failed, done.output
-    assert "grove.sandbox.gateway : Write the configuration" in done.changed_tasks
+    assert "grove.sandbox.gateway : Write the configuration" in done.changed_task_names
     assert installed.pid() != before
     written = tomllib.loads(installed.config_file.read_text())
     assert written["limits"] == {"sandboxes": 7}
@@ -184,28 +184,28 @@ def test_sandboxes_go_on_through_a_new_configuration(installed: Installed) -> No
         assert said["exitCode"] == 0, said
 
 
-def test_an_upgrade_loses_no_sandbox(installed: Installed, newer: Path) -> None:
-    older, counted = installed.version(), count(installed.execute)
-    predicted = installed.apply(check=True, collections=newer)
+def test_sandboxes_survive_an_upgrade(installed: Installed, newer_collections: Path) -> None:
+    older, counted = installed.version(), read_counter(installed.execute)
+    predicted = installed.apply(check=True, collections=newer_collections)
     assert not predicted.failed, predicted.output
-    assert "grove.sandbox.gateway : Copy the package" in predicted.changed_tasks
+    assert "grove.sandbox.gateway : Copy the package" in predicted.changed_task_names
     assert installed.version() == older
 
-    installed.collections = newer
+    installed.collections = newer_collections
     upgraded = installed.apply()
     assert not upgraded.failed, upgraded.output
     assert installed.version() == NEWER != older
-    assert count(installed.execute).went_on(counted), "not only is it there: the same memory goes on"
+    assert read_counter(installed.execute).continued_from(counted), "not only is it there: the same memory goes on"
 
 
-def test_what_keeps_it_from_starting_is_said(installed: Installed) -> None:
+def test_startup_errors_are_reported(installed: Installed) -> None:
     done = installed.apply(config={"server": {"listen": "0.0.0.0:1"}, "nonsense": {"a": 1}})
     assert done.failed
     assert "nonsense: unknown key" in done.message
     assert not installed.apply().failed
 
 
-def test_starts_it_again_after_a_crash(installed: Installed) -> None:
+def test_a_crashed_gateway_is_started_again(installed: Installed) -> None:
     os.kill(installed.pid(), signal.SIGKILL)
     done = installed.apply()
     assert not done.failed, done.output
@@ -213,7 +213,7 @@ def test_starts_it_again_after_a_crash(installed: Installed) -> None:
         assert client.get("/sandboxes/lives").json()["state"] == "running"
 
 
-def test_is_not_removed_from_under_a_running_sandbox(installed: Installed) -> None:
+def test_removal_is_refused_while_a_sandbox_runs(installed: Installed) -> None:
     done = installed.apply(state="absent")
     assert done.failed
     assert done.message.startswith("1 sandboxes run (lives): kill or pause them first")
@@ -221,7 +221,7 @@ def test_is_not_removed_from_under_a_running_sandbox(installed: Installed) -> No
         assert client.get("/health").status_code == 200
 
 
-def test_keeps_what_is_paused_and_finds_it_again(installed: Installed) -> None:
+def test_paused_sandboxes_survive_removal_and_reinstallation(installed: Installed) -> None:
     with installed.client() as client:
         assert client.post("/sandboxes/lives/pause").status_code == 204
     done = installed.apply(state="absent")
@@ -229,7 +229,7 @@ def test_keeps_what_is_paused_and_finds_it_again(installed: Installed) -> None:
     assert not (installed.root / "install").exists()
     assert not installed.config_file.exists()
     assert list((installed.state_root / "sandboxes").iterdir())
-    assert installed.apply(state="absent").changed_tasks == []
+    assert installed.apply(state="absent").changed_task_names == []
 
     assert not installed.apply().failed
     with installed.client() as client:
@@ -237,9 +237,9 @@ def test_keeps_what_is_paused_and_finds_it_again(installed: Installed) -> None:
         assert client.post("/sandboxes/lives/resume", json={}).status_code == 201
 
 
-def test_removes_all_if_told(installed: Installed) -> None:
+def test_everything_is_removed_on_request(installed: Installed) -> None:
     os.kill(installed.pid(), signal.SIGKILL)
     done = installed.apply(state="absent", remove_data=True)
     assert not done.failed, done.output
     assert [path.name for path in installed.state_root.iterdir()] == []
-    assert installed.apply(state="absent", remove_data=True).changed_tasks == []
+    assert installed.apply(state="absent", remove_data=True).changed_task_names == []

@@ -144,21 +144,21 @@ def freebsd(need_root: None, tmp_path: Path) -> FreeBSD:
     return FreeBSD(tmp_path)
 
 
-def changed(done: Played) -> list[str]:
+def changed_tasks(done: Played) -> list[str]:
     assert not done.failed, done.output
-    return [name.partition(" : ")[2] for name in done.changed_tasks]
+    return [name.partition(" : ")[2] for name in done.changed_task_names]
 
 
 def test_packages_are_listed_then_installed(freebsd: FreeBSD) -> None:
     freebsd.packages.write_text("pkg\npython311\n")
-    assert changed(freebsd.apply("packages_pkg", check=True)) == ["Install the missing packages"]
-    assert changed(freebsd.apply("packages_pkg")) == ["Install the missing packages"]
+    assert changed_tasks(freebsd.apply("packages_pkg", check=True)) == ["Install the missing packages"]
+    assert changed_tasks(freebsd.apply("packages_pkg")) == ["Install the missing packages"]
     # pkg was not there, so its list of packages did not count
     assert sorted(freebsd.packages.read_text().split()) == ["pkg", "python311", "python311", "rust"]
-    assert changed(freebsd.apply("packages_pkg")) == []
+    assert changed_tasks(freebsd.apply("packages_pkg")) == []
 
 
-def test_paths_are_those_of_freebsd(freebsd: FreeBSD) -> None:
+def test_freebsd_paths_are_used(freebsd: FreeBSD) -> None:
     defaults = yaml.safe_load((ROLE / "defaults" / "main.yml").read_text())
     names = [name for name, value in defaults.items() if "gateway_os" in str(value)]
     playbook = freebsd.directory / "paths.json"
@@ -182,8 +182,8 @@ def test_paths_are_those_of_freebsd(freebsd: FreeBSD) -> None:
         assert f'"{path}"' in done.stdout
 
 
-def test_the_script_is_what_rc_expects(freebsd: FreeBSD) -> None:
-    changed(freebsd.apply("start", start_seconds=1))
+def test_the_script_meets_the_requirements_of_rc(freebsd: FreeBSD) -> None:
+    changed_tasks(freebsd.apply("start", start_seconds=1))
     text = freebsd.script.read_text()
     assert stat.S_IMODE(freebsd.script.stat().st_mode) == 0o555
     subprocess.run(["sh", "-n", str(freebsd.script)], check=True)
@@ -202,7 +202,7 @@ def test_the_script_is_what_rc_expects(freebsd: FreeBSD) -> None:
 
 
 def test_the_script_starts_the_daemon_under_daemon8(freebsd: FreeBSD) -> None:
-    changed(freebsd.apply("start", start_seconds=1))
+    changed_tasks(freebsd.apply("start", start_seconds=1))
     done = subprocess.run(
         [str(freebsd.directory / "service"), "sandbox_gateway", "show"],
         env={**os.environ, **freebsd.environ},
@@ -231,22 +231,22 @@ def test_the_script_starts_the_daemon_under_daemon8(freebsd: FreeBSD) -> None:
     assert "/usr/local/bin" in path
 
 
-def test_is_started_once_and_stopped(freebsd: FreeBSD) -> None:
+def test_the_service_is_started_once_and_stopped(freebsd: FreeBSD) -> None:
     predicted = freebsd.apply("start", check=True, start_seconds=1)
     wanted = ["Write the rc.d script", "Enable the service", "Start the service"]
-    assert changed(predicted) == wanted
+    assert changed_tasks(predicted) == wanted
     assert not freebsd.script.exists()
-    assert changed(freebsd.apply("start", start_seconds=1)) == wanted
+    assert changed_tasks(freebsd.apply("start", start_seconds=1)) == wanted
     assert (freebsd.directory / "run" / "gateway.pid").exists()
     assert freebsd.rc_conf.read_text() == 'sandbox_gateway_enable="YES"\n'
-    assert changed(freebsd.apply("start", start_seconds=1)) == []
+    assert changed_tasks(freebsd.apply("start", start_seconds=1)) == []
 
-    assert changed(freebsd.apply("stop_rc")) == ["Stop the service"]
+    assert changed_tasks(freebsd.apply("stop_rc")) == ["Stop the service"]
     assert not (freebsd.directory / "run" / "gateway.pid").exists()
-    assert changed(freebsd.apply("stop_rc")) == []
+    assert changed_tasks(freebsd.apply("stop_rc")) == []
 
 
-def test_a_new_script_restarts_it(freebsd: FreeBSD) -> None:
-    changed(freebsd.apply("start", start_seconds=1))
+def test_a_new_script_restarts_the_service(freebsd: FreeBSD) -> None:
+    changed_tasks(freebsd.apply("start", start_seconds=1))
     again = freebsd.apply("start", start_seconds=1, log_file="/var/log/other.log")
-    assert changed(again) == ["Write the rc.d script", "Stop the service", "Start the service"]
+    assert changed_tasks(again) == ["Write the rc.d script", "Stop the service", "Start the service"]

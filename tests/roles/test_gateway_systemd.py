@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.roles.upgrade import NEWER, count
+from tests.roles.upgrade import NEWER, read_counter
 from tests.support import session
 from tests.support.gateway import Gateway
 from tests.support.roles import Played, environment, play
@@ -84,7 +84,7 @@ class Machine:
         argv += [
             "--keep-unit",
             "--capability=all",
-            "--system-call-filter=open_by_handle_at",
+            "--system-call-filter=open_by_handle_at ptrace pidfd_getfd userfaultfd",
             "--resolv-conf=off",
             *binds,
         ]
@@ -188,7 +188,7 @@ def variables() -> dict[str, Any]:
     }
 
 
-def apply(
+def apply_role(
     machine: Machine,
     variables: dict[str, Any],
     *,
@@ -205,21 +205,21 @@ def sandboxctl(machine: Machine, *argv: str) -> str:
     return machine.run("/usr/local/bin/sandboxctl", *argv)
 
 
-def state(machine: Machine, name: str) -> str:
+def sandbox_state(machine: Machine, name: str) -> str:
     return str(json.loads(sandboxctl(machine, "--json", "show", name))["state"])
 
 
-def inside_lives(machine: Machine) -> Callable[..., str]:
-    """Runs a program that must succeed in the sandbox ``lives``."""
+def run_in_lives(machine: Machine) -> Callable[..., str]:
+    """Return a function that runs a program in the sandbox ``lives``; the program must succeed."""
     return lambda *argv: sandboxctl(machine, "exec", "lives", "--", *argv)
 
 
-def unit(machine: Machine, name: str) -> str:
+def unit_property(machine: Machine, name: str) -> str:
     """A property of the unit."""
     return machine.run("systemctl", "show", f"--property={name}", "--value", "sandbox-gateway").strip()
 
 
-def test_services_that_come_with_the_hosts_packages_never_run(machine: Machine) -> None:
+def test_services_of_host_packages_never_run(machine: Machine) -> None:
     known = yaml.safe_load((session.REPOSITORY / "roles/kvm_xfs_host/vars/Debian.yml").read_text())
     units = [unit for listed in known["kvm_xfs_host_services"].values() for unit in listed]
     book = session.run_dir() / "packages.json"
@@ -229,7 +229,7 @@ def test_services_that_come_with_the_hosts_packages_never_run(machine: Machine) 
     book.write_text(json.dumps([{**play, "tasks": [task]}]))
     ansible = (str(Path(sys.executable).with_name("ansible-playbook")), "-i", "localhost,", str(book))
     first = machine.run(*ansible)
-    assert "TASK [grove.sandbox.kvm_xfs_host : Keep services that come along from starting]" in first
+    assert "TASK [grove.sandbox.kvm_xfs_host : Prevent the services of new packages from starting]" in first
     machine.run("dpkg-query", "--show", "nfs-ganesha", "nfs-ganesha-vfs", "rpcbind")
     machine.run("test", "-x", "/usr/bin/ganesha.nfsd", "-a", "!", "-e", "/usr/sbin/policy-rc.d")
     for each in units:
@@ -238,96 +238,103 @@ def test_services_that_come_with_the_hosts_packages_never_run(machine: Machine) 
     assert "changed=0 " in machine.run(*ansible)
 
 
-def test_check_mode_then_run_then_nothing(machine: Machine, variables: dict[str, Any]) -> None:
-    checked = apply(machine, variables, check=True)
+def test_check_mode_then_installation_then_no_changes(machine: Machine, variables: dict[str, Any]) -> None:
+    checked = apply_role(machine, variables, check=True)
     assert not checked.failed, checked.output
-    first = apply(machine, variables)
+    first = apply_role(machine, variables)
     assert not first.failed, first.output
     assert machine.run("systemctl", "is-active", "sandbox-gateway").strip() == "active"
     assert machine.run("systemctl", "is-enabled", "sandbox-gateway").strip() == "enabled"
     assert machine.run("stat", "--format=%a %G", "/run/sandbox-gateway/gateway.sock").split() == ["660", "sandbox"]
     assert machine.run("stat", "--format=%a", "/run/sandbox-gateway").strip() == "755"
-    again = apply(machine, variables)
-    assert (again.failed, again.changed_tasks) == (False, []), again.output
+    again = apply_role(machine, variables)
+    assert (again.failed, again.changed_task_names) == (False, []), again.output
 
 
-def test_the_unit_is_exposed_no_more_than_its_work_needs(machine: Machine) -> None:
+def test_the_unit_has_only_the_permissions_it_needs(machine: Machine) -> None:
     listed = json.loads(machine.run("systemd-analyze", "security", "--json=short", "sandbox-gateway"))
     left = {each["json_field"] for each in listed if float(each.get("exposure") or 0) > 0}
     assert left == {name for names in NEEDED.values() for name in names.split()}
     machine.run("systemd-analyze", "security", f"--threshold={EXPOSURE}", "sandbox-gateway")
 
 
-def test_what_the_unit_forbids_hinders_no_work(machine: Machine) -> None:
-    """A sandbox with a volume (loop device, mount, NFS server), its capture with memory, and a fork of that."""
+def test_the_units_restrictions_allow_all_features(machine: Machine) -> None:
+    """Uses a sandbox with a volume (loop device, mount, NFS server), its capture with memory, and a fork of that."""
     sandboxctl(machine, "volume", "create", "data", "--size", "64M")
     sandboxctl(machine, "create", "debian", "--name", "lives", "--volume", "data:/srv/data")
-    inside = inside_lives(machine)
+    inside = run_in_lives(machine)
     inside("sh", "-c", "echo kept >/srv/data/file; sync")
     sandboxctl(machine, "volume", "grow", "data", "96M")
-    counted = count(inside)
+    counted = read_counter(inside)
     sandboxctl(machine, "snapshot", "create", "lives", "--name", "running")
+    # The first capture copies much, while the machine runs.
+    sandboxctl(machine, "snapshot", "create", "lives", "--name", "again")
+    assert json.loads(sandboxctl(machine, "--json", "snapshot", "show", "again"))["memory"] == "written"
     sandboxctl(machine, "create", "running", "--name", "fork")
-    assert count(lambda *argv: sandboxctl(machine, "exec", "fork", "--", *argv)).went_on(counted)
+    assert read_counter(lambda *argv: sandboxctl(machine, "exec", "fork", "--", *argv)).continued_from(counted)
     assert sandboxctl(machine, "exec", "fork", "--", "cat", "/srv/data/file") == "kept\n"
     sandboxctl(machine, "kill", "fork")
     assert "limit" not in machine.journal(), "machines are in control groups of their own"
 
 
-def test_sandboxes_survive_a_restart_of_the_unit_and_its_crash(machine: Machine, variables: dict[str, Any]) -> None:
-    counted = count(inside_lives(machine))
+def test_sandboxes_survive_a_restart_and_a_crash_of_the_unit(machine: Machine, variables: dict[str, Any]) -> None:
+    counted = read_counter(run_in_lives(machine))
     machine.run("systemctl", "restart", "sandbox-gateway")
-    assert state(machine, "lives") == "running"
-    crashed = unit(machine, "MainPID")
+    assert sandbox_state(machine, "lives") == "running"
+    crashed = unit_property(machine, "MainPID")
     machine.run("systemctl", "kill", "--signal=KILL", "--kill-who=main", "sandbox-gateway")
-    eventually(lambda: unit(machine, "MainPID") != crashed and unit(machine, "SubState") == "running", 60)
-    assert count(inside_lives(machine)).went_on(counted)
+    eventually(
+        lambda: unit_property(machine, "MainPID") != crashed and unit_property(machine, "SubState") == "running", 60
+    )
+    assert read_counter(run_in_lives(machine)).continued_from(counted)
     assert sandboxctl(machine, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
 
 
-def test_a_gateway_that_hangs_is_started_anew_and_ends_no_sandbox(machine: Machine, variables: dict[str, Any]) -> None:
-    counted = count(inside_lives(machine))
-    hung = unit(machine, "MainPID")
+def test_a_hanging_gateway_is_restarted_without_ending_sandboxes(machine: Machine, variables: dict[str, Any]) -> None:
+    counted = read_counter(run_in_lives(machine))
+    hung = unit_property(machine, "MainPID")
     # Its event loop sends no more notifications, as if it were blocked.
     machine.run("kill", "-STOP", hung)
-    eventually(lambda: unit(machine, "MainPID") != hung and unit(machine, "SubState") == "running", 240)
+    eventually(
+        lambda: unit_property(machine, "MainPID") != hung and unit_property(machine, "SubState") == "running", 240
+    )
     assert "watchdog" in machine.journal().lower()
-    assert count(inside_lives(machine)).went_on(counted)
+    assert read_counter(run_in_lives(machine)).continued_from(counted)
     assert sandboxctl(machine, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
 
 
-def test_an_upgrade_loses_no_sandbox(machine: Machine, variables: dict[str, Any], newer: Path) -> None:
-    counted = count(inside_lives(machine))
-    done = apply(machine, variables, collections=newer)
+def test_sandboxes_survive_an_upgrade(machine: Machine, variables: dict[str, Any], newer_collections: Path) -> None:
+    counted = read_counter(run_in_lives(machine))
+    done = apply_role(machine, variables, collections=newer_collections)
     assert not done.failed, done.output
     assert json.loads(sandboxctl(machine, "--json", "health"))["version"] == NEWER
-    assert count(inside_lives(machine)).went_on(counted)
+    assert read_counter(run_in_lives(machine)).continued_from(counted)
     assert sandboxctl(machine, "exec", "lives", "--", "cat", "/srv/data/file") == "kept\n"
 
 
-def test_a_new_configuration_restarts_it(machine: Machine, variables: dict[str, Any]) -> None:
+def test_a_new_configuration_restarts_the_gateway(machine: Machine, variables: dict[str, Any]) -> None:
     changed = {**variables, "gateway_config": {**variables["gateway_config"], "limits": {"sandboxes": 9}}}
-    done = apply(machine, changed)
+    done = apply_role(machine, changed)
     assert not done.failed, done.output
-    assert state(machine, "lives") == "running"
+    assert sandbox_state(machine, "lives") == "running"
 
 
-def test_what_keeps_it_from_starting_is_said_once(machine: Machine, variables: dict[str, Any]) -> None:
+def test_a_startup_error_is_reported_once(machine: Machine, variables: dict[str, Any]) -> None:
     broken = {**variables, "gateway_config": {**variables["gateway_config"], "nonsense": {"a": 1}}}
-    done = apply(machine, broken)
+    done = apply_role(machine, broken)
     assert done.failed
     assert "nonsense: unknown key" in done.message
-    assert unit(machine, "NRestarts") == "0"
-    assert not apply(machine, variables).failed
-    assert state(machine, "lives") == "running"
+    assert unit_property(machine, "NRestarts") == "0"
+    assert not apply_role(machine, variables).failed
+    assert sandbox_state(machine, "lives") == "running"
 
 
 def test_removal(machine: Machine, variables: dict[str, Any]) -> None:
-    refused = apply(machine, variables, state="absent")
+    refused = apply_role(machine, variables, state="absent")
     assert refused.failed
     assert "lives" in refused.message
-    gone = apply(machine, variables, state="absent", remove_data=True)
+    gone = apply_role(machine, variables, state="absent", remove_data=True)
     assert not gone.failed, gone.output
     assert "qemu-system" not in machine.run("ps", "--no-headers", "-eo", "comm")
     machine.run("test", "!", "-e", "/etc/systemd/system/sandbox-gateway.service")
-    assert apply(machine, variables, state="absent", remove_data=True).changed_tasks == []
+    assert apply_role(machine, variables, state="absent", remove_data=True).changed_task_names == []

@@ -58,7 +58,7 @@ def place(pool: pools.Pool, tmp_path: Path) -> Iterator[Place]:
         pools.destroy_all(f"{pool.name}/a")
 
 
-def test_check_mode_predicts_first_run_makes_second_changes_nothing(place: Place) -> None:
+def test_check_mode_then_first_run_then_no_changes(place: Place) -> None:
     (place.directory / "pf.conf").write_text("set skip on lo0\nnat on em0 from any to any -> 192.0.2.1\npass all\n")
     predicted = place.apply(check=True)
     assert not predicted.failed, predicted.output
@@ -67,7 +67,7 @@ def test_check_mode_predicts_first_run_makes_second_changes_nothing(place: Place
 
     first = place.apply()
     assert not first.failed, first.output
-    assert predicted.changed_tasks == first.changed_tasks
+    assert predicted.changed_task_names == first.changed_task_names
     tree = [f"{place.dataset}{name}" for name in ("", "/retired", "/sandboxes")]
     assert place.datasets() == [place.pool.name, f"{place.pool.name}/a", *tree]
     got = pools.run("zfs", "get", "-H", "-o", "value", "atime,com.sun:auto-snapshot", tree[2]).stdout.split()
@@ -81,21 +81,21 @@ def test_check_mode_predicts_first_run_makes_second_changes_nothing(place: Place
     ]
     assert 'kern.racct.enable="1"' in (place.directory / "loader.conf").read_text()
     assert "net.inet.ip.forwarding=1" in (place.directory / "sysctl.conf").read_text()
-    assert place.shim.ok("sysctl", "-n", "kern.logsigexit") == "0\n", "a jail writes no lines of the host's log"
-    assert place.bridge in place.shim.ok("ifconfig", "-l")
-    assert re.search(r"inet 10\.\S+\.1 netmask", place.shim.ok("ifconfig", place.bridge))
-    assert 'anchor "sbx/*" all' in place.shim.ok("pfctl", "-s", "rules")
+    assert place.shim.check_ok("sysctl", "-n", "kern.logsigexit") == "0\n", "a jail writes no lines of the host's log"
+    assert place.bridge in place.shim.check_ok("ifconfig", "-l")
+    assert re.search(r"inet 10\.\S+\.1 netmask", place.shim.check_ok("ifconfig", place.bridge))
+    assert 'anchor "sbx/*" all' in place.shim.check_ok("pfctl", "-s", "rules")
 
     for check in (False, True):
         again = place.apply(check=check)
-        assert (again.failed, again.changed_tasks) == (False, []), again.output
+        assert (again.failed, again.changed_task_names) == (False, []), again.output
 
     pools.run("zfs", "set", "atime=on", place.dataset)
     mended = place.apply()
-    assert mended.changed_tasks == ["grove.sandbox.jail_zfs_host : Set the values that differ"], mended.output
+    assert mended.changed_task_names == ["grove.sandbox.jail_zfs_host : Set the values that differ"], mended.output
 
 
-def test_data_stay_unless_one_asks_otherwise(place: Place) -> None:
+def test_data_are_kept_unless_removal_is_requested(place: Place) -> None:
     assert not place.apply().failed
     clone = f"{place.dataset}/sandboxes/i1"
     pools.run("zfs", "create", clone)
@@ -105,9 +105,9 @@ def test_data_stay_unless_one_asks_otherwise(place: Place) -> None:
     assert not done.failed, done.output
     assert "keeps its sandboxes" in done.output
     assert clone in place.datasets()
-    assert place.bridge not in place.shim.ok("ifconfig", "-l")
-    assert "sbx" not in (place.directory / "pf.conf").read_text() + place.shim.ok("pfctl", "-s", "rules")
-    assert place.apply(state="absent").changed_tasks == []
+    assert place.bridge not in place.shim.check_ok("ifconfig", "-l")
+    assert "sbx" not in (place.directory / "pf.conf").read_text() + place.shim.check_ok("pfctl", "-s", "rules")
+    assert place.apply(state="absent").changed_task_names == []
 
     outside = f"{place.pool.name}/theirs"
     pools.run("zfs", "clone", f"{clone}@s1", outside)
@@ -127,28 +127,28 @@ def test_data_stay_unless_one_asks_otherwise(place: Place) -> None:
     assert not removed.failed, removed.output
     assert place.dataset not in place.datasets()
     assert f"{clone}@s1" in removed.output, "what goes is listed"
-    assert place.apply(state="absent", remove_data=True).changed_tasks == []
+    assert place.apply(state="absent", remove_data=True).changed_task_names == []
 
 
-def test_what_is_in_use_is_neither_taken_nor_moved(place: Place) -> None:
+def test_pools_and_datasets_in_use_are_left_alone(place: Place) -> None:
     assert not place.apply().failed
     dataset = f"{place.dataset}/sandboxes/i2"
     pools.run("zfs", "create", dataset)
     root = place.pool.mount_point / "a/sandboxes/sandboxes/i2"
-    place.shim.ok("jail", "-c", "name=busy", f"path={root}", "persist")
+    place.shim.check_ok("jail", "-c", "name=busy", f"path={root}", "persist")
     done = place.apply(state="absent", remove_data=True)
-    place.shim.ok("jail", "-R", "busy")
+    place.shim.check_ok("jail", "-R", "busy")
     assert done.failed
     assert "(busy): end them first" in done.message
     assert dataset in place.datasets()
 
     moved = place.apply(mountpoint=str(place.directory / "elsewhere"))
     assert moved.failed
-    assert "and its sandboxes run there" in moved.message
+    assert "where its sandboxes run" in moved.message
 
 
-def test_a_kernel_that_does_not_count_is_said_so(place: Place) -> None:
-    place.shim.ok("freebsd-shim", "set", "kern.racct.enable", "0")
+def test_a_kernel_without_racct_is_reported(place: Place) -> None:
+    place.shim.check_ok("freebsd-shim", "set", "kern.racct.enable", "0")
     done = place.apply()
     assert not done.failed, done.output
     assert "reboot needed: kern.racct.enable" in done.output
@@ -157,19 +157,19 @@ def test_a_kernel_that_does_not_count_is_said_so(place: Place) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"dataset": "nosuchpool/sandboxes"}, "The pool nosuchpool does not answer"),
+        ({"dataset": "nosuchpool/sandboxes"}, "The pool nosuchpool cannot be queried"),
         ({"dataset": "wholepool"}, "a dataset below a pool"),
         ({"prefix": "Sandbox"}, "jail_zfs_host_prefix up to 6"),
     ],
 )
-def test_refuses_with_a_sentence(place: Place, options: dict[str, str], sentence: str) -> None:
+def test_invalid_options_are_refused(place: Place, options: dict[str, str], sentence: str) -> None:
     done = place.apply(check=True, **options)
     assert done.failed
     assert sentence in done.message
 
 
-def test_refuses_an_old_system_and_one_that_is_none(place: Place) -> None:
-    place.shim.ok("freebsd-shim", "set", "kern.osreldate", "1302000")
+def test_old_and_foreign_systems_are_refused(place: Place) -> None:
+    place.shim.check_ok("freebsd-shim", "set", "kern.osreldate", "1302000")
     assert "14.0 (1400000) or newer" in place.apply().message
     environment = {name: value for name, value in os.environ.items() if name != "FREEBSD_SHIM_STATE"}
     assert (
@@ -178,4 +178,4 @@ def test_refuses_an_old_system_and_one_that_is_none(place: Place) -> None:
     )
     variables = {f"jail_zfs_host_{name}": value for name, value in place.variables.items()}
     done = play("jail_zfs_host", variables, into=place.directory)
-    assert "jails are FreeBSD's" in done.message
+    assert "jails need FreeBSD" in done.message

@@ -21,7 +21,7 @@ def place(need_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     path = session.run_dir() / tmp_path_factory.mktemp("host").name
     path.mkdir()
     yield path
-    if mounted(path / "state"):
+    if mounted_type(path / "state"):
         subprocess.run(["umount", str(path / "state")], check=True, timeout=60)
 
 
@@ -43,7 +43,7 @@ def apply(place: Path) -> Apply:
     return apply
 
 
-def mounted(path: Path) -> str:
+def mounted_type(path: Path) -> str:
     """Type of the file system mounted there; empty if there is none."""
     found = subprocess.run(
         ["findmnt", "-n", "-o", "FSTYPE", "--mountpoint", str(path)], capture_output=True, text=True, check=False
@@ -70,26 +70,26 @@ def test_makes_mounts_and_removes_an_xfs_with_reflinks(apply: Apply, place: Path
     first = apply()
     assert not first.failed, first.output
     assert first.changed > 0
-    assert mounted(place / "state") == "xfs"
+    assert mounted_type(place / "state") == "xfs"
     (place / "state" / "a").write_bytes(b"a" * 100_000)
     subprocess.run(["cp", "--reflink=always", "a", "b"], cwd=place / "state", check=True)
     assert "net.ipv4.ip_forward = 1" in (place / "sysctl.conf").read_text()
 
     again = apply()
-    assert (again.failed, again.changed_tasks) == (False, []), again.output
+    assert (again.failed, again.changed_task_names) == (False, []), again.output
     checked = apply(check=True)
-    assert (checked.failed, checked.changed_tasks) == (False, []), checked.output
+    assert (checked.failed, checked.changed_task_names) == (False, []), checked.output
 
     with (place / "state" / "open").open("w"):
         used = apply(state="absent")
     assert used.failed
     assert "busy" in used.message
-    assert "End what runs there first" in used.message
-    assert mounted(place / "state") == "xfs"
+    assert "End the programs that use it first" in used.message
+    assert mounted_type(place / "state") == "xfs"
 
     gone = apply(state="absent")
     assert not gone.failed, gone.output
-    assert not mounted(place / "state")
+    assert not mounted_type(place / "state")
     assert (place / "state.xfs").exists(), "data stay unless one asks otherwise"
     assert "keeps its sandboxes" in gone.output
 
@@ -101,7 +101,7 @@ def test_makes_mounts_and_removes_an_xfs_with_reflinks(apply: Apply, place: Path
     assert not removed.failed, removed.output
     assert not (place / "state.xfs").exists()
     assert not (place / "state").exists()
-    assert apply(state="absent", remove_data=True).changed_tasks == []
+    assert apply(state="absent", remove_data=True).changed_task_names == []
 
 
 def test_refuses_an_xfs_without_reflinks(apply: Apply, place: Path) -> None:
@@ -117,7 +117,7 @@ def test_refuses_to_overwrite_another_file_system(apply: Apply, place: Path) -> 
     before = path.read_bytes()[:65536]
     done = apply()
     assert done.failed
-    assert "holds ext4" in done.message
+    assert "contains ext4" in done.message
     assert path.read_bytes()[:65536] == before
 
 
@@ -137,7 +137,7 @@ def test_refuses_a_disk_that_is_too_small(apply: Apply, place: Path) -> None:
     assert not (place / "state.xfs").exists()
 
 
-def test_refuses_what_is_no_device(apply: Apply, place: Path) -> None:
+def test_refuses_a_path_that_is_not_a_device(apply: Apply, place: Path) -> None:
     done = apply(device="/dev/null")
     assert done.failed
     assert "not a block device" in done.message
@@ -152,9 +152,9 @@ def test_uses_a_device(apply: Apply, place: Path) -> None:
     ).stdout.strip()
     try:
         assert not apply(device=device).failed
-        assert mounted(place / "state") == "xfs"
+        assert mounted_type(place / "state") == "xfs"
         assert not (place / "state.xfs").exists()
-        assert apply(device=device).changed_tasks == []
+        assert apply(device=device).changed_task_names == []
         assert not apply(device=device, state="absent", remove_data=True).failed
         assert subprocess.run(["blkid", "--probe", device], capture_output=True, check=False).returncode == 2
     finally:
@@ -173,8 +173,8 @@ def test_remembers_the_accelerator(apply: Apply, place: Path) -> None:
     assert f"accelerator {answer['accelerator']}: " in first.output
 
     again = asked()
-    assert again.changed_tasks == []
+    assert again.changed_task_names == []
     assert answer["reason"][:40] in again.output
 
     fact.write_text(json.dumps({**answer, "platform": ["another machine"]}))
-    assert asked().changed_tasks == ["grove.sandbox.kvm_xfs_host : Store the result"]
+    assert asked().changed_task_names == ["grove.sandbox.kvm_xfs_host : Store the result"]

@@ -18,26 +18,26 @@ def probe(*arguments: str) -> dict[str, str]:
     return answer
 
 
-def test_a_guest_that_boots_is_seen_to_boot() -> None:
+def test_a_booting_guest_is_detected() -> None:
     answer = probe("--accelerator", "tcg,tb-size=64", "--seconds", "180")
     assert answer["accelerator"] == "tcg,tb-size=64", answer
     assert "booted" in answer["reason"]
 
 
-def test_a_guest_that_gets_nowhere_is_given_up() -> None:
+def test_a_stuck_guest_is_given_up() -> None:
     answer = probe("--accelerator", "tcg", "--seconds", "0.01")
     assert answer["accelerator"] == "tcg"
     assert "no guest kernel started" in answer["reason"]
 
 
-def test_a_guest_that_falls_silent_is_given_up_before_its_time(tmp_path: Path) -> None:
+def test_a_silent_guest_is_given_up_early(tmp_path: Path) -> None:
     silent = tmp_path / "qemu"
     silent.write_text("#!/bin/sh\necho Probing EDD\nexec sleep 1000\n")
     silent.chmod(0o755)
     answer = probe("--accelerator", "tcg", "--seconds", "1000", "--qemu", str(silent))
-    assert answer["reason"].endswith("(no more came in time); the last that was said: Probing EDD")
+    assert answer["reason"].endswith("(there was no further output in time); last output: Probing EDD")
 
 
 def test_a_missing_qemu_is_named() -> None:
     answer = probe("--accelerator", "tcg", "--qemu", "qemu-that-is-not-there")
-    assert answer["reason"] == "qemu-that-is-not-there does not start: No such file or directory"
+    assert answer["reason"] == "qemu-that-is-not-there cannot be started: No such file or directory"

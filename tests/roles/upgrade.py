@@ -22,17 +22,17 @@ class Count:
     value: int
     mark: str
 
-    def went_on(self, since: Count) -> bool:
+    def continued_from(self, since: Count) -> bool:
         return self.mark == since.mark and self.value > since.value
 
 
-def count(run: Callable[..., str]) -> Count:
-    """Start the counter if it does not run, and read it; ``run(*argv)`` runs a program in the sandbox."""
+def read_counter(run: Callable[..., str]) -> Count:
+    """Start the counter if it does not run, and read it. ``run(*argv)`` runs a program in the sandbox."""
     said = json.loads(run("python3", "-c", _COUNTER))
     return Count(said["value"], said["mark"])
 
 
-def newer_collection(path: Path) -> None:
+def make_newer_collection(path: Path) -> None:
     """Make ``path`` a collections path that holds this collection with a gateway of version ``NEWER``."""
     place = path / "ansible_collections" / "grove" / "sandbox"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")

@@ -38,7 +38,7 @@ class Server:
 
 
 @pytest.fixture(scope="session", params=["kvm_xfs", "jail_zfs"])
-def served(request: pytest.FixtureRequest) -> Iterator[Server]:
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     port = session.free_port()
     server = {"listen": f"127.0.0.1:{port}", "key_file": str(_keys()), "domain": DOMAIN}
     if request.param == "kvm_xfs":
@@ -53,9 +53,9 @@ def served(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 @pytest.fixture
-def needs_memory(served: Server) -> None:
+def needs_memory(server: Server) -> None:
     """For features that need snapshots with memory."""
-    if not served.abilities.memory:
+    if not server.abilities.memory:
         pytest.skip("its snapshots hold the file system alone")
 
 

@@ -21,27 +21,27 @@ Create = Callable[..., Sandbox]
 _BIG = 50 << 20
 
 
-def environment(served: Server) -> dict[str, str]:
+def user_settings(server: Server) -> dict[str, str]:
     """The only settings that users have to change."""
     return {
-        "CUBE_API_URL": served.url,
-        "CUBE_API_KEY": served.key,
-        "CUBE_TEMPLATE_ID": served.template,
+        "CUBE_API_URL": server.url,
+        "CUBE_API_KEY": server.key,
+        "CUBE_TEMPLATE_ID": server.template,
         "CUBE_PROXY_NODE_IP": "127.0.0.1",
-        "CUBE_PROXY_PORT_HTTP": str(served.port),
+        "CUBE_PROXY_PORT_HTTP": str(server.port),
     }
 
 
 @pytest.fixture(autouse=True)
-def address(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment(served).items():
+def address(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in user_settings(server).items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")
-def box(served) -> Iterator[Sandbox]:
+def box(server) -> Iterator[Sandbox]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for name, value in environment(served).items():
+        for name, value in user_settings(server).items():
             monkeypatch.setenv(name, value)
         with Sandbox.create() as sandbox:
             yield sandbox
@@ -51,24 +51,24 @@ def box(served) -> Iterator[Sandbox]:
 def create() -> Iterator[Create]:
     made: list[Sandbox] = []
 
-    def one(template: str | None = None, **options: Any) -> Sandbox:
+    def create_one(template: str | None = None, **options: Any) -> Sandbox:
         made.append(Sandbox.create(template, **options))
         return made[-1]
 
-    yield one
+    yield create_one
     for sandbox in made:
         sandbox.__exit__()
 
 
 @covers("Sandbox.create", "Sandbox.get_info", "Sandbox.kill", "Sandbox.close", "Sandbox.get_host", "Sandbox.health")
-def test_create_and_kill(served):
+def test_create_and_kill(server):
     assert Sandbox.health()["status"] == "ok"
     sandbox = Sandbox.create(timeout=600, env_vars={"GREETING": "hello"}, metadata={"team": "red"})
     try:
-        assert sandbox.get_host(80) == f"80-{sandbox.sandbox_id}.{served.domain}"
+        assert sandbox.get_host(80) == f"80-{sandbox.sandbox_id}.{server.domain}"
         assert sandbox.commands.run('echo "$GREETING"').stdout == "hello\n"
         info = sandbox.get_info()
-        assert (info.sandbox_id, info.name, info.state) == (sandbox.sandbox_id, served.template, "running")
+        assert (info.sandbox_id, info.name, info.state) == (sandbox.sandbox_id, server.template, "running")
         assert (info.metadata, info.cpu_count, info.memory_mb) == ({"team": "red"}, 1, 256)
         assert (info.end_at - info.started_at).total_seconds() == pytest.approx(600, abs=60)
     finally:
@@ -233,7 +233,7 @@ def test_snapshots(create):
 
 
 @covers("Sandbox.rollback")
-def test_rollback_and_go_on(served, create):
+def test_use_after_a_rollback(server, create):
     """The same object keeps working after a rollback, and a rollback to a missing snapshot does no harm."""
     sandbox = create()
     sandbox.files.write("/root/note", "before")
@@ -244,7 +244,7 @@ def test_rollback_and_go_on(served, create):
         sandbox.run_code("counter = 100")
         sandbox.rollback(snapshot.snapshot_id)
         assert sandbox.files.read("/root/note") == "before"
-        if served.abilities.memory:
+        if server.abilities.memory:
             assert sandbox.run_code("counter += 1; counter").text == "2"
     second = sandbox.create_snapshot()
     assert create(second.snapshot_id).files.read("/root/note") == "before"
@@ -256,7 +256,7 @@ def test_rollback_and_go_on(served, create):
 
 @pytest.mark.parametrize("concurrency", [1, 4])
 @covers("Sandbox.clone", note="one after the other and at once; the snapshot is removed with the last clone")
-def test_clone(served, create, concurrency):
+def test_clone(server, create, concurrency):
     sandbox = create()
     sandbox.run_code("counter = 7")
     sandbox.files.write("/root/note", "shared")
@@ -265,7 +265,7 @@ def test_clone(served, create, concurrency):
         for number, clone in enumerate(clones):
             assert clone.files.read("/root/note") == "shared"
             clone.files.write("/root/note", str(number))
-            if served.abilities.memory:
+            if server.abilities.memory:
                 assert clone.run_code("counter += 1; counter").text == "8"
         assert [clone.files.read("/root/note") for clone in clones] == ["0", "1", "2", "3"]
         assert sandbox.files.read("/root/note") == "shared"
@@ -301,12 +301,12 @@ def test_volumes(create):
         writer.kill()
         reader.kill()
     finally:
-        wait(lambda: _gone(volume))
+        wait(lambda: _is_missing(volume))
     with pytest.raises(cubesandbox.VolumeNotFoundError):
         Volume.get_info(volume.volume_id)
 
 
-def _gone(volume: Volume) -> bool:
+def _is_missing(volume: Volume) -> bool:
     try:
         return bool(Volume.destroy(volume.volume_id))
     except cubesandbox.ApiError:
@@ -315,24 +315,24 @@ def _gone(volume: Volume) -> bool:
 
 @covers("Template.list", "Template.get", "Template.delete", "Template.get_build_status", "Template.get_build_logs")
 @covers("Template.set_alias", note="an alias is one more name; none is taken away")
-def test_templates(served, create):
-    assert served.template in [each.name for each in Template.list()]
-    found = Template.get(served.template)
+def test_templates(server, create):
+    assert server.template in [each.name for each in Template.list()]
+    found = Template.get(server.template)
     alias = f"alias-{uuid.uuid4().hex[:8]}"
     assert Template.set_alias(found.template_id, alias).template_id == found.template_id
     assert Template.get(alias).template_id == found.template_id
     with pytest.raises(cubesandbox.TemplateNotFoundError):
         Template.get("no-such")
-    build = served.gateway.call("GET", f"/templates/{served.template}")["buildID"]
-    assert Template.get_build_status(served.template, build).status == "ready"
-    assert Template.get_build_logs(served.template, build) is not None
+    build = server.gateway.call("GET", f"/templates/{server.template}")["buildID"]
+    assert Template.get_build_status(server.template, build).status == "ready"
+    assert Template.get_build_logs(server.template, build) is not None
     create()
     with pytest.raises(cubesandbox.ApiError) as used:
-        Template.delete(served.template)
+        Template.delete(server.template)
     assert used.value.status_code == 409
 
 
-def test_what_is_wrong_has_its_class(served):
+def test_errors_have_their_own_classes(server):
     with pytest.raises(cubesandbox.TemplateNotFoundError):
         Sandbox.create("no-such-template")
     with pytest.raises(AuthenticationError):

@@ -35,17 +35,17 @@ def examples() -> list[tuple[Path, int, str]]:
     ]
 
 
-def environment(served: Server) -> dict[str, str]:
-    where = dict.fromkeys(("E2B_API_URL", "E2B_SANDBOX_URL", "CUBE_API_URL", "FORKD_URL"), served.url)
-    proxy = {"CUBE_PROXY_NODE_IP": "127.0.0.1", "CUBE_PROXY_PORT_HTTP": str(served.port)}
-    keys = dict.fromkeys(("E2B_API_KEY", "CUBE_API_KEY", "FORKD_TOKEN"), served.key)
+def environment(server: Server) -> dict[str, str]:
+    where = dict.fromkeys(("E2B_API_URL", "E2B_SANDBOX_URL", "CUBE_API_URL", "FORKD_URL"), server.url)
+    proxy = {"CUBE_PROXY_NODE_IP": "127.0.0.1", "CUBE_PROXY_PORT_HTTP": str(server.port)}
+    keys = dict.fromkeys(("E2B_API_KEY", "CUBE_API_KEY", "FORKD_TOKEN"), server.key)
     forkd = forkd_command.install(session.run_dir())
     programs = f"{forkd.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     own = {"PATH": programs, "CUBE_TEMPLATE_ID": _TEMPLATE, "FORKD_TARGET": f"127.0.0.1:{session.free_port()}"}
     return {**os.environ, **where, **proxy, **keys, **own}
 
 
-def test_there_is_an_example_for_each_client():
+def test_every_client_has_an_example():
     found = "\n".join(block for _, _, block in examples())
     for client in ("e2b", "e2b_code_interpreter", "cubesandbox", "forkd"):
         assert re.search(rf"^from {client} import", found, re.MULTILINE), client
@@ -55,14 +55,14 @@ def test_there_is_an_example_for_each_client():
 @pytest.mark.parametrize(
     ("page", "number", "code"), [pytest.param(*each, id=f"{each[0].stem}-{each[1]}") for each in examples()]
 )
-def test_an_example_prints_what_it_says(served, page, number, code):
-    before = _sandboxes(served)
+def test_examples_print_the_documented_output(server, page, number, code):
+    before = _sandboxes(server)
     argv = [sys.executable, "-c", code]
-    done = subprocess.run(argv, env=environment(served), capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(argv, env=environment(server), capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode in (0, _ABORTED), done.stderr[-3000:]
     assert done.stdout.split() == " ".join(_SAID.findall(code)).split()
-    assert _sandboxes(served) == before, f"the example {number} of {page.name} leaves sandboxes behind"
+    assert _sandboxes(server) == before, f"the example {number} of {page.name} leaves sandboxes behind"
 
 
-def _sandboxes(served: Server) -> list[str]:
-    return [each["sandboxID"] for each in served.gateway.call("GET", "/sandboxes")]
+def _sandboxes(server: Server) -> list[str]:
+    return [each["sandboxID"] for each in server.gateway.call("GET", "/sandboxes")]

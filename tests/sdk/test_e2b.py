@@ -22,23 +22,23 @@ Create = Callable[..., Sandbox]
 
 
 @pytest.fixture(autouse=True)
-def address(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def address(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The only settings that users have to change."""
-    monkeypatch.setenv("E2B_API_KEY", served.key)
-    monkeypatch.setenv("E2B_API_URL", served.url)
-    monkeypatch.setenv("E2B_SANDBOX_URL", served.url)
-    monkeypatch.setenv("E2B_DOMAIN", served.domain)
+    monkeypatch.setenv("E2B_API_KEY", server.key)
+    monkeypatch.setenv("E2B_API_URL", server.url)
+    monkeypatch.setenv("E2B_SANDBOX_URL", server.url)
+    monkeypatch.setenv("E2B_DOMAIN", server.domain)
 
 
 @pytest.fixture
-def create(served: Server) -> Iterator[Create]:
+def create(server: Server) -> Iterator[Create]:
     made: list[Sandbox] = []
 
-    def one(template: str = served.template, **options: Any) -> Sandbox:
+    def create_one(template: str = server.template, **options: Any) -> Sandbox:
         made.append(Sandbox.create(template, **options))
         return made[-1]
 
-    yield one
+    yield create_one
     for sandbox in made:
         sandbox.kill()
 
@@ -46,7 +46,7 @@ def create(served: Server) -> Iterator[Create]:
 wait = functools.partial(eventually, seconds=60)
 
 
-def everything(paginator: Any) -> list[Any]:
+def all_items(paginator: Any) -> list[Any]:
     found = []
     while paginator.has_next:
         found += paginator.next_items()
@@ -54,12 +54,12 @@ def everything(paginator: Any) -> list[Any]:
 
 
 @covers("Sandbox.create", "Sandbox.get_info", "Sandbox.is_running", "Sandbox.kill")
-def test_create_and_kill(served, create):
+def test_create_and_kill(server, create):
     sandbox = create(timeout=600, metadata={"team": "red"}, envs={"GREETING": "hello"})
     assert sandbox.is_running()
     assert sandbox.commands.run('echo "$GREETING"').stdout == "hello\n"
     info = sandbox.get_info()
-    assert (info.sandbox_id, info.name, info.state) == (sandbox.sandbox_id, served.template, SandboxState.RUNNING)
+    assert (info.sandbox_id, info.name, info.state) == (sandbox.sandbox_id, server.template, SandboxState.RUNNING)
     assert info.metadata == {"team": "red"}
     assert (info.cpu_count, info.memory_mb) == (1, 256)
     assert timedelta(seconds=500) < info.end_at - datetime.now(UTC) <= timedelta(seconds=600)
@@ -84,27 +84,27 @@ def test_connect(create):
 
 
 @covers("Sandbox.list", "SandboxPaginator.next_items")
-def test_list(served, create):
+def test_list(server, create):
     mark = uuid.uuid4().hex
     made = [create(metadata={"mark": mark, "number": str(number), "odd": "a=b&c d"}) for number in range(3)]
     ids = [sandbox.sandbox_id for sandbox in made]
-    found = everything(Sandbox.list(query=SandboxQuery(metadata={"mark": mark, "odd": "a=b&c d"}), limit=2))
+    found = all_items(Sandbox.list(query=SandboxQuery(metadata={"mark": mark, "odd": "a=b&c d"}), limit=2))
     assert [info.sandbox_id for info in found] == ids or {info.sandbox_id for info in found} == set(ids)
-    assert [info.metadata["number"] for info in everything(Sandbox.list(query=SandboxQuery(metadata={"number": "1"})))]
+    assert [info.metadata["number"] for info in all_items(Sandbox.list(query=SandboxQuery(metadata={"number": "1"})))]
     ours = {"metadata": {"mark": mark}}
-    newest = everything(Sandbox.list(query=SandboxQuery(**ours), order="desc", limit=1))
+    newest = all_items(Sandbox.list(query=SandboxQuery(**ours), order="desc", limit=1))
     assert [info.started_at for info in newest] == sorted((info.started_at for info in newest), reverse=True)
     made[0].pause()
     both = [SandboxState.RUNNING, SandboxState.PAUSED]
     for states, count in (([SandboxState.RUNNING], 2), ([SandboxState.PAUSED], 1), (both, 3)):
-        assert len(everything(Sandbox.list(query=SandboxQuery(**ours, state=states)))) == count
-    assert len(everything(Sandbox.list(query=SandboxQuery(**ours, template=served.template)))) == 3
+        assert len(all_items(Sandbox.list(query=SandboxQuery(**ours, state=states)))) == count
+    assert len(all_items(Sandbox.list(query=SandboxQuery(**ours, template=server.template)))) == 3
     later = datetime.now(UTC) + timedelta(hours=1)
-    assert not everything(Sandbox.list(query=SandboxQuery(**ours, started_after=later)))
+    assert not all_items(Sandbox.list(query=SandboxQuery(**ours, started_after=later)))
 
 
 @covers("Sandbox.set_timeout")
-def test_its_time_runs_out(create):
+def test_a_sandbox_ends_at_its_timeout(create):
     sandbox = create(timeout=600)
     sandbox.set_timeout(1)
     wait(lambda: not sandbox.is_running())
@@ -113,7 +113,7 @@ def test_its_time_runs_out(create):
 
 
 @covers("Sandbox.pause", "Sandbox.beta_pause")
-def test_pause(served, create):
+def test_pause(server, create):
     sandbox = create()
     sandbox.commands.run("echo disk >/root/note; (sleep 1000; true) >/dev/null 2>&1 &")
     assert sandbox.pause()
@@ -124,11 +124,11 @@ def test_pause(served, create):
     sandbox.connect()
     assert sandbox.commands.run("cat /root/note").stdout == "disk\n"
     lives = sandbox.commands.run("pgrep -c sleep || true").stdout.strip()
-    assert lives == ("1" if served.abilities.memory else "0")
+    assert lives == ("1" if server.abilities.memory else "0")
 
 
 @covers("Sandbox.create", note="lifecycle: pause at the end of its time, resume by the next request")
-def test_pause_at_its_time_and_resume_by_traffic(create):
+def test_pause_at_the_timeout_and_resume_by_traffic(create):
     sandbox = create(timeout=600, lifecycle={"on_timeout": "pause", "auto_resume": True})
     sandbox.files.write("/root/note", "still here")
     sandbox.set_timeout(0)
@@ -145,9 +145,9 @@ def test_snapshots(create):
     sandbox.files.write("/root/note", "two")
     second = sandbox.create_snapshot(name=name)
     assert second.names == [name]
-    listed = everything(sandbox.list_snapshots(limit=1))
+    listed = all_items(sandbox.list_snapshots(limit=1))
     assert {each.snapshot_id for each in listed} == {first.snapshot_id, second.snapshot_id}
-    assert not everything(Sandbox.list_snapshots(sandbox_id="0" * 12))
+    assert not all_items(Sandbox.list_snapshots(sandbox_id="0" * 12))
     for snapshot, text in ((first.snapshot_id, "one"), (second.snapshot_id, "two"), (name, "two")):
         made = create(snapshot)
         assert made.files.read("/root/note") == text
@@ -159,7 +159,7 @@ def test_snapshots(create):
 
 
 @covers("Sandbox.fork")
-def test_fork(served, create):
+def test_fork(server, create):
     sandbox = create()
     sandbox.commands.run("echo before >/root/note; (sleep 1001; true) >/dev/null 2>&1 &")
     forks = sandbox.fork(count=3)
@@ -169,7 +169,7 @@ def test_fork(served, create):
             assert fork.files.read("/root/note") == "before\n"
             fork.files.write("/root/note", str(number))
             lives = fork.commands.run("pgrep -fc 'sleep 100[1]' || true").stdout.strip()
-            assert (lives != "0") == served.abilities.memory
+            assert (lives != "0") == server.abilities.memory
         assert [fork.files.read("/root/note") for fork in forks] == ["0", "1", "2"]
         assert sandbox.files.read("/root/note") == "before\n"
     finally:
@@ -192,24 +192,24 @@ def test_update_network(create):
 
 
 @covers("Sandbox.get_host")
-def test_a_port_by_its_host(served, create):
+def test_a_port_is_reached_by_its_host_name(server, create):
     sandbox = create()
     sandbox.commands.run("cd /etc && python3 -m http.server 8000", background=True)
-    headers = {"Host": sandbox.get_host(8000), "X-API-Key": served.key}
-    wait(lambda: httpx.get(f"{served.url}/hostname", headers=headers).status_code == 200)
+    headers = {"Host": sandbox.get_host(8000), "X-API-Key": server.key}
+    wait(lambda: httpx.get(f"{server.url}/hostname", headers=headers).status_code == 200)
     token = {"Host": sandbox.get_host(8000), "E2B-Traffic-Access-Token": sandbox.traffic_access_token}
-    assert httpx.get(f"{served.url}/hostname", headers=token).status_code == 200
-    assert httpx.get(f"{served.url}/hostname", headers={"Host": sandbox.get_host(8000)}).status_code == 401
+    assert httpx.get(f"{server.url}/hostname", headers=token).status_code == 200
+    assert httpx.get(f"{server.url}/hostname", headers={"Host": sandbox.get_host(8000)}).status_code == 401
 
 
 @covers("Sandbox.download_url", "Sandbox.upload_url")
-def test_signed_urls(served, create):
+def test_signed_urls(server, create):
     sandbox = create()
 
-    def reached(url: str) -> tuple[str, dict[str, str]]:
+    def local_url(url: str) -> tuple[str, dict[str, str]]:
         """The URL at the gateway's address, since its name is not in any DNS."""
         found = httpx.URL(url)
-        return str(found.copy_with(host="127.0.0.1", port=served.port, scheme="http")), {"Host": found.host}
+        return str(found.copy_with(host="127.0.0.1", port=server.port, scheme="http")), {"Host": found.host}
 
     direct = sandbox.connection_config.get_host(sandbox.sandbox_id, sandbox.sandbox_domain, 49983)
     for url, work in (
@@ -217,7 +217,7 @@ def test_signed_urls(served, create):
         (sandbox.download_url("/root/up"), "read"),
     ):
         target = httpx.URL(url).copy_with(host=direct, port=None)
-        address, headers = reached(str(target))
+        address, headers = local_url(str(target))
         if work == "write":
             answer = httpx.post(address, headers=headers, files={"file": ("up", b"signed")})
         else:
@@ -228,7 +228,7 @@ def test_signed_urls(served, create):
 
 
 @covers("Volume.create", "Volume.list", "Volume.get_info", "Volume.connect", "Volume.destroy")
-def test_volumes(served, create):
+def test_volumes(server, create):
     name = f"data-{uuid.uuid4().hex[:8]}"
     volume = e2b.Volume.create(name)
     try:
@@ -249,24 +249,24 @@ def test_volumes(served, create):
 
 
 @covers("Template.exists", "Template.alias_exists")
-def test_templates(served):
-    assert e2b.Template.exists(served.template)
+def test_templates(server):
+    assert e2b.Template.exists(server.template)
     assert not e2b.Template.alias_exists("no-such-template")
 
 
-def test_what_is_wrong_has_its_class(served, create):
+def test_errors_have_their_own_classes(server, create):
     with pytest.raises(e2b.SandboxException, match="template") as missing:
         create("no-such-template")
     assert missing.value.status_code == 404
     with pytest.raises(e2b.AuthenticationException):
-        Sandbox.create(served.template, api_key="wrong")
+        Sandbox.create(server.template, api_key="wrong")
     with pytest.raises(e2b.SandboxException) as invalid:
         create(metadata={"a": "b"}, timeout=-7)
     assert invalid.value.status_code == 400
 
 
-async def _async(served: Server) -> None:
-    sandbox = await AsyncSandbox.create(served.template, metadata={"way": "async"})
+async def _use_async_client(server: Server) -> None:
+    sandbox = await AsyncSandbox.create(server.template, metadata={"way": "async"})
     try:
         assert await sandbox.is_running()
         done = await asyncio.gather(*(sandbox.commands.run(f"echo {number}") for number in range(5)))
@@ -285,5 +285,5 @@ async def _async(served: Server) -> None:
 
 
 @covers("AsyncSandbox", note="the same requests; a choice of them is tested")
-def test_async(served):
-    asyncio.run(_async(served))
+def test_async_client(server):
+    asyncio.run(_use_async_client(server))

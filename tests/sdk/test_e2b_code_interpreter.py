@@ -29,8 +29,8 @@ Rich()
 
 
 @pytest.fixture(scope="module")
-def sandbox(served) -> Iterator[Sandbox]:
-    made = Sandbox.create(served.template, api_key=served.key, api_url=served.url, sandbox_url=served.url)
+def sandbox(server) -> Iterator[Sandbox]:
+    made = Sandbox.create(server.template, api_key=server.key, api_url=server.url, sandbox_url=server.url)
     yield made
     made.kill()
 
@@ -61,11 +61,11 @@ def test_rich_results(sandbox):
         assert set(each.formats()) == {"text", "html", "markdown", "png", "application/vnd.custom"}
 
 
-def test_its_environment(sandbox, served):
+def test_the_kernels_environment(sandbox, server):
     code = "import os; os.environ.get('ONCE')"
     assert sandbox.run_code(code, envs={"ONCE": "now"}).text == "'now'"
     assert sandbox.run_code(code).text is None
-    mine = Sandbox.create(served.template, envs={"ALWAYS": "here"})
+    mine = Sandbox.create(server.template, envs={"ALWAYS": "here"})
     try:
         assert mine.run_code("import os; os.environ['ALWAYS']").text == "'here'"
     finally:
@@ -79,7 +79,7 @@ def test_a_time_limit_interrupts(sandbox):
     wait(lambda: sandbox.run_code("survives, globals().get('interrupted')").text == "('yes', True)")
 
 
-def test_its_death_is_told_and_it_starts_anew(sandbox):
+def test_a_dead_kernel_is_reported_and_restarted(sandbox):
     died = sandbox.run_code("import os; os._exit(3)")
     assert died.error is not None
     assert sandbox.run_code("1 + 1").text == "2"
@@ -116,15 +116,15 @@ def test_contexts(sandbox):
         sandbox.run_code("1", context=context)
 
 
-def test_big_output(sandbox):
+def test_large_output(sandbox):
     done = sandbox.run_code("for number in range(100_000): print(number)", timeout=120)
     text = "".join(done.logs.stdout)
     assert text.endswith("\n99999\n") and text.count("\n") == 100_000
 
 
 @pytest.mark.usefixtures("needs_memory")
-def test_memory_survives_snapshot_fork_and_pause(served):
-    sandbox = Sandbox.create(served.template)
+def test_memory_survives_snapshot_fork_and_pause(server):
+    sandbox = Sandbox.create(server.template)
     made = [sandbox]
     try:
         sandbox.run_code("counter = 41; import threading; lock = threading.Lock()")
@@ -145,7 +145,7 @@ def test_memory_survives_snapshot_fork_and_pause(served):
             each.kill()
 
 
-async def _async(template: str) -> list[str | None]:
+async def _use_async_client(template: str) -> list[str | None]:
     sandbox = await AsyncSandbox.create(template)
     try:
         context = await sandbox.create_code_context()
@@ -161,9 +161,9 @@ async def _async(template: str) -> list[str | None]:
 
 
 @covers("AsyncSandbox", note="the same requests; a choice of them is tested")
-def test_async_and_contexts_run_at_once(served):
-    assert asyncio.run(_async(served.template)) == ["'a'", "'b'"]
+def test_async_contexts_run_in_parallel(server):
+    assert asyncio.run(_use_async_client(server.template)) == ["'a'", "'b'"]
 
 
-def test_as_json(sandbox):
+def test_results_as_json(sandbox):
     assert json.loads(sandbox.run_code("1").to_json())["results"][0]["text"] == "1"

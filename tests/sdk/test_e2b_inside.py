@@ -19,8 +19,8 @@ _BIG = 50 << 20
 
 
 @pytest.fixture(scope="module")
-def sandbox(served) -> Iterator[Sandbox]:
-    made = Sandbox.create(served.template, api_key=served.key, api_url=served.url, sandbox_url=served.url)
+def sandbox(server) -> Iterator[Sandbox]:
+    made = Sandbox.create(server.template, api_key=server.key, api_url=server.url, sandbox_url=server.url)
     yield made
     made.kill()
 
@@ -43,7 +43,7 @@ def test_commands(sandbox):
 
 
 @covers("Commands.run", note="`user`: any of the sandbox; left out: root")
-def test_commands_of_a_user(sandbox):
+def test_commands_of_another_user(sandbox):
     assert sandbox.commands.run("id -un; pwd; echo $HOME", user="user").stdout == "user\n/home/user\n/home/user\n"
     assert sandbox.commands.run("id -un").stdout == "root\n"
     with pytest.raises(e2b.AuthenticationException, match="nobody-here"):
@@ -56,7 +56,7 @@ def test_a_time_limit(sandbox):
     wait(lambda: sandbox.commands.run("pgrep -fc 'sleep 600[.]1' || true").stdout == "0\n")
 
 
-def test_big_output(sandbox):
+def test_large_output(sandbox):
     lines = 200_000
     done = sandbox.commands.run(f"seq {lines}", timeout=120)
     assert done.stdout.endswith(f"\n{lines}\n") and done.stdout.count("\n") == lines
@@ -142,7 +142,7 @@ def test_files(sandbox):
         files.read("/tmp")
 
 
-def test_a_big_file_both_ways(sandbox):
+def test_large_files_are_uploaded_and_downloaded(sandbox):
     block = hashlib.sha256(b"block").digest() * 2048
     data = block * (_BIG // len(block))
     sandbox.files.write("/tmp/big", data)
@@ -185,19 +185,19 @@ def test_watch(sandbox):
     for handle, more in ((flat, set()), (all_of_it, {("deep/b", FilesystemEventType.CREATE)})):
         seen: set[tuple[str, Any]] = set()
 
-        def enough(handle=handle, seen=seen, more=more) -> bool:
+        def has_enough_events(handle=handle, seen=seen, more=more) -> bool:
             seen.update((event.name, event.type) for event in handle.get_new_events())
             return (wanted | more) <= seen
 
-        wait(enough)
+        wait(has_enough_events)
         assert more or not any(name.startswith("deep/") for name, _ in seen)
         handle.stop()
         with pytest.raises(e2b.SandboxException):
             handle.get_new_events()
 
 
-def test_a_disk_that_is_full(sandbox, served):
-    if not served.abilities.memory:
+def test_a_full_disk(sandbox, server):
+    if not server.abilities.memory:
         pytest.skip("a jail's quota is as large as its template's disk: to fill it takes long")
     sandbox.commands.run("mount -t tmpfs -o size=1m none /mnt")
     with pytest.raises(e2b.NotEnoughSpaceException):
@@ -205,13 +205,13 @@ def test_a_disk_that_is_full(sandbox, served):
     sandbox.commands.run("umount /mnt")
 
 
-def test_git_says_that_it_is_missing(sandbox):
+def test_a_missing_git_is_reported(sandbox):
     with pytest.raises(e2b.CommandExitException) as missing:
         sandbox.git.init("/tmp/repository")
     assert missing.value.exit_code == 127
 
 
-def test_many_at_once(sandbox):
+def test_concurrent_commands(sandbox):
     handles = [sandbox.commands.run(f"read x; echo {number} $x", background=True, stdin=True) for number in range(12)]
     for handle in reversed(handles):
         handle.send_stdin("now\n")

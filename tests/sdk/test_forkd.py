@@ -21,38 +21,38 @@ _END_SECONDS = 20
 
 
 @pytest.fixture(autouse=True)
-def target(served: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def target(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The only settings that users have to change; and the command on PATH, as after its installation."""
     address = f"127.0.0.1:{session.free_port()}"
     forkd_command.install(tmp_path)
-    monkeypatch.setenv("FORKD_URL", served.url)
-    monkeypatch.setenv("FORKD_TOKEN", served.key)
+    monkeypatch.setenv("FORKD_URL", server.url)
+    monkeypatch.setenv("FORKD_TOKEN", server.key)
     monkeypatch.setenv("FORKD_TARGET", address)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return address
 
 
 @pytest.fixture
-def controller(served: Server) -> Iterator[Controller]:
+def controller(server: Server) -> Iterator[Controller]:
     """Removes everything that the test created."""
     client = Controller(timeout=120)
     yield client
     for sandbox in client.list_sandboxes():
         client.kill_sandbox(sandbox["id"])
     for snapshot in reversed(client.list_snapshots()):
-        if snapshot["tag"] != served.template:
+        if snapshot["tag"] != server.template:
             client.delete_snapshot(snapshot["tag"])
 
 
 @pytest.fixture
-def spawn(controller: Controller, served: Server) -> Spawn:
-    def made(tag: str = served.template, **options: Any) -> list[str]:
+def spawn(controller: Controller, server: Server) -> Spawn:
+    def spawn_sandboxes(tag: str = server.template, **options: Any) -> list[str]:
         return [sandbox["id"] for sandbox in controller.spawn_sandboxes(tag, **options)]
 
-    return made
+    return spawn_sandboxes
 
 
-def refused(status: int, call: Callable[..., object], *args: Any, **options: Any) -> str:
+def check_refused(status: int, call: Callable[..., object], *args: Any, **options: Any) -> str:
     with pytest.raises(ControllerError) as caught:
         call(*args, **options)
     assert caught.value.status == status, caught.value
@@ -60,7 +60,7 @@ def refused(status: int, call: Callable[..., object], *args: Any, **options: Any
     return sentence
 
 
-def sh(controller: Controller, sandbox: str, script: str) -> str:
+def run_shell(controller: Controller, sandbox: str, script: str) -> str:
     done = controller.exec_command(sandbox, ["/bin/sh", "-c", script])
     assert done["exit_code"] == 0, done
     return str(done["stdout"])
@@ -71,22 +71,22 @@ def sh(controller: Controller, sandbox: str, script: str) -> str:
     note="`prewarm`, `hugepages` and `per_child_netns` are ignored, `live_fork` is refused",
 )
 @covers("Controller.list_sandboxes", "Controller.get_sandbox", "Controller.kill_sandbox")
-def test_sandboxes_come_and_go(served, controller, spawn):
+def test_spawn_list_and_kill(server, controller, spawn):
     sandboxes = spawn(n=2, per_child_netns=True, prewarm=True, hugepages=True, memory_limit_mib=256)
     shown = controller.get_sandbox(sandboxes[0])
-    assert shown["snapshot_tag"] == served.template and shown["memory_limit_mib"] == 256
+    assert shown["snapshot_tag"] == server.template and shown["memory_limit_mib"] == 256
     assert shown["guest_addr"].endswith(":8888")
     assert [each["id"] for each in controller.list_sandboxes()] == sandboxes
-    assert "live_fork" in refused(400, spawn, live_fork=True)
-    assert "not found" in refused(404, spawn, "nothing")
+    assert "live_fork" in check_refused(400, spawn, live_fork=True)
+    assert "not found" in check_refused(404, spawn, "nothing")
     controller.kill_sandbox(sandboxes[0])
     assert [each["id"] for each in controller.list_sandboxes()] == sandboxes[1:]
-    assert "not found" in refused(404, controller.get_sandbox, sandboxes[0])
+    assert "not found" in check_refused(404, controller.get_sandbox, sandboxes[0])
 
 
 @pytest.mark.usefixtures("needs_memory")
-def test_memory_is_what_the_snapshot_has(spawn):
-    assert "256 MiB of memory" in refused(400, spawn, memory_limit_mib=512)
+def test_memory_comes_from_the_snapshot(spawn):
+    assert "256 MiB of memory" in check_refused(400, spawn, memory_limit_mib=512)
 
 
 @covers(
@@ -94,7 +94,7 @@ def test_memory_is_what_the_snapshot_has(spawn):
     note="a missing program has exit code 127, one that takes too long 137; `stderr` says so",
 )
 @covers("Controller.ping_sandbox", note="`numpy_version` is always `None`")
-def test_programs(controller, spawn):
+def test_exec(controller, spawn):
     (sandbox,) = spawn()
     script = "import sys; print(2 + 2); print('ä', file=sys.stderr); sys.exit(3)"
     done = controller.exec_command(sandbox, ["python3", "-c", script])
@@ -107,18 +107,18 @@ def test_programs(controller, spawn):
     assert big["stdout"] == "x" * 3_000_000
     assert controller.ping_sandbox(sandbox) == {"pong": True, "numpy_version": None}
     for call in (controller.ping_sandbox, lambda id: controller.exec_command(id, ["true"])):
-        assert "not found" in refused(404, call, "nothing")
+        assert "not found" in check_refused(404, call, "nothing")
 
 
 @covers("Controller.eval_code", note="Python, in the sandbox's own interpreter")
-def test_code(controller, spawn):
+def test_eval(controller, spawn):
     (sandbox,) = spawn()
     assert controller.eval_code(sandbox, "counter = 41")["error"] is None
     assert controller.eval_code(sandbox, "counter + 1") == {"result": "42", "error": None, "exit_code": 0}
     failed = controller.eval_code(sandbox, "1 / 0")
     assert failed["result"] is None and "ZeroDivisionError" in failed["error"] and failed["exit_code"] != 0
     assert controller.eval_code(sandbox, "counter")["result"] == "41"
-    assert "not found" in refused(404, controller.eval_code, "nothing", "1")
+    assert "not found" in check_refused(404, controller.eval_code, "nothing", "1")
 
 
 @covers(
@@ -127,44 +127,44 @@ def test_code(controller, spawn):
 )
 @covers("Controller.list_snapshots", note="templates are in the list")
 @covers("Controller.delete_snapshot", note="409 as long as there are sandboxes made from it")
-def test_branches_carry_files(served, controller, spawn):
+def test_branches_contain_files(server, controller, spawn):
     (source,) = spawn()
-    sh(controller, source, "echo first >/root/state")
+    run_shell(controller, source, "echo first >/root/state")
     first = controller.branch_sandbox(source, tag="checkpoint-1", mode="full")
     assert first["tag"] == "checkpoint-1" and first["branched_from"] == source and first["bootable"]
-    assert first["status"] == "ready" and first["pause_ms"] >= served.abilities.memory and first["dir"]
-    assert ("memory" in first) == ("vmstate" in first) == ("diff_physical_bytes" in first) == served.abilities.memory
+    assert first["status"] == "ready" and first["pause_ms"] >= server.abilities.memory and first["dir"]
+    assert ("memory" in first) == ("vmstate" in first) == ("diff_physical_bytes" in first) == server.abilities.memory
     assert all(Path(first[key]).stat().st_size for key in ("memory", "vmstate") if key in first)
-    sh(controller, source, "echo second >/root/state")
+    run_shell(controller, source, "echo second >/root/state")
     second = controller.branch_sandbox(source, diff=True, wait=False)
     assert second["tag"] == f"branch-{source}-1" and second["status"] == "ready"
     tags = {snapshot["tag"] for snapshot in controller.list_snapshots()}
-    assert tags == {served.template, first["tag"], second["tag"]}
+    assert tags == {server.template, first["tag"], second["tag"]}
     (child,) = spawn(first["tag"])
     (sibling,) = spawn(second["tag"])
-    assert [sh(controller, each, "cat /root/state") for each in (child, sibling)] == ["first\n", "second\n"]
-    assert sh(controller, source, "cat /root/state") == "second\n"
-    assert child in refused(409, controller.delete_snapshot, first["tag"])
+    assert [run_shell(controller, each, "cat /root/state") for each in (child, sibling)] == ["first\n", "second\n"]
+    assert run_shell(controller, source, "cat /root/state") == "second\n"
+    assert child in check_refused(409, controller.delete_snapshot, first["tag"])
     controller.kill_sandbox(child)
     controller.delete_snapshot(first["tag"])
-    assert "not found" in refused(404, controller.delete_snapshot, first["tag"])
+    assert "not found" in check_refused(404, controller.delete_snapshot, first["tag"])
     controller.kill_sandbox(source)
-    assert sh(controller, spawn(second["tag"])[0], "cat /root/state") == "second\n", "it outlives its source"
+    assert run_shell(controller, spawn(second["tag"])[0], "cat /root/state") == "second\n", "it outlives its source"
 
 
-def test_what_a_branch_is_refused_for(served, controller, spawn):
+def test_invalid_branches_are_refused(server, controller, spawn):
     (source,) = spawn()
-    assert "stands still" in refused(400, controller.branch_sandbox, source, mode="live")
-    assert "1 to 64" in refused(400, controller.branch_sandbox, source, tag="a b")
+    assert "mode live is not supported" in check_refused(400, controller.branch_sandbox, source, mode="live")
+    assert "1 to 64" in check_refused(400, controller.branch_sandbox, source, tag="a b")
     for options in ({"diff": True, "measure_diff": True}, {"mode": "diff", "measure_diff": True}):
-        assert "measure_diff" in refused(400, controller.branch_sandbox, source, **options)
-    assert "not found" in refused(404, controller.branch_sandbox, "nothing")
-    assert served.template in refused(409, controller.branch_sandbox, source, tag=served.template)
-    assert [snapshot["tag"] for snapshot in controller.list_snapshots()] == [served.template]
+        assert "measure_diff" in check_refused(400, controller.branch_sandbox, source, **options)
+    assert "not found" in check_refused(404, controller.branch_sandbox, "nothing")
+    assert server.template in check_refused(409, controller.branch_sandbox, source, tag=server.template)
+    assert [snapshot["tag"] for snapshot in controller.list_snapshots()] == [server.template]
 
 
-def test_of_branches_that_race_for_a_tag_one_wins(controller, spawn):
-    def status(sandbox: str) -> int:
+def test_concurrent_branches_with_one_tag(controller, spawn):
+    def try_branch(sandbox: str) -> int:
         try:
             controller.branch_sandbox(sandbox, tag="wanted")
         except ControllerError as error:
@@ -172,21 +172,21 @@ def test_of_branches_that_race_for_a_tag_one_wins(controller, spawn):
         return 201
 
     with ThreadPoolExecutor() as pool:
-        assert sorted(pool.map(status, spawn(n=2))) == [201, 409]
+        assert sorted(pool.map(try_branch, spawn(n=2))) == [201, 409]
 
 
-def test_numbers_of_branches_outlive_the_gateway(served, controller, spawn):
+def test_branch_numbers_survive_a_restart(server, controller, spawn):
     (source,) = spawn()
     for number in (1, 2):
         assert controller.branch_sandbox(source)["tag"] == f"branch-{source}-{number}"
         controller.delete_snapshot(f"branch-{source}-{number}")
-    served.gateway.restart()
+    server.gateway.restart()
     assert controller.branch_sandbox(source)["tag"] == f"branch-{source}-3"
     assert controller.ping_sandbox(source)["pong"] is True
 
 
 @pytest.mark.usefixtures("needs_memory")
-def test_grandchildren_go_on_from_what_their_interpreter_had(controller, spawn):
+def test_grandchildren_keep_the_interpreters_state(controller, spawn):
     (source,) = spawn()
     controller.eval_code(source, "import random; secret = random.random(); generation = 1")
     secret = controller.eval_code(source, "secret")["result"]
@@ -205,8 +205,8 @@ def test_grandchildren_go_on_from_what_their_interpreter_had(controller, spawn):
 @covers("Sandbox.eval", note="Python; the `repr()` of what it comes to")
 @covers("Sandbox.ping", note="`numpy_version` is always `None`")
 @covers("Sandbox.commands.run")
-def test_a_sandbox_of_its_own(served, controller, target):
-    with Sandbox.create(served.template, target) as sandbox:
+def test_a_sandbox_created_by_the_command(server, controller, target):
+    with Sandbox.create(server.template, target) as sandbox:
         assert len(controller.list_sandboxes()) == 1
         assert sandbox.commands.run("echo hello; exit 3") == CommandResult("hello\n", "", 3)
         assert sandbox.commands.run(["printf", "%s", "a b"]) == CommandResult("a b", "", 0)
@@ -224,14 +224,14 @@ def test_a_sandbox_of_its_own(served, controller, target):
         Sandbox("nothing", target)
 
 
-def test_a_sandbox_of_the_controller(controller, spawn, target):
+def test_a_sandbox_created_by_the_controller(controller, spawn, target):
     (made,) = spawn()
     with subprocess.Popen(["forkd", "attach", made], stdout=subprocess.DEVNULL) as attached:
         try:
             forkd_command.wait_for(target)
             sandbox = Sandbox(target=target, spawn=False)
             sandbox.commands.run("echo by the port >/root/state")
-            assert sh(controller, made, "cat /root/state") == "by the port\n"
+            assert run_shell(controller, made, "cat /root/state") == "by the port\n"
         finally:
             attached.terminate()
             assert attached.wait(_END_SECONDS) == 0

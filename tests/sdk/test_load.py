@@ -45,7 +45,13 @@ class Client:
         self.counted = 0
 
     def work(self, until: float) -> Counter[str]:
-        verbs: list[Callable[[], None]] = [self.command, self.file, self.code, self.code, self.big_output]
+        verbs: list[Callable[[], None]] = [
+            self.check_command,
+            self.check_file,
+            self.check_code,
+            self.check_code,
+            self.check_large_output,
+        ]
         while time.monotonic() < until:
             verb = self.dice.choice(verbs)
             verb()
@@ -55,38 +61,38 @@ class Client:
     def end(self) -> None:
         self.sandbox.__exit__(None, None, None)
 
-    def command(self) -> None:
+    def check_command(self) -> None:
         assert self.sandbox.commands.run("cat /root/secret; echo $SECRET").stdout == f"{self.secret}{self.secret}\n"
 
-    def file(self) -> None:
+    def check_file(self) -> None:
         path = f"/tmp/{self.dice.randrange(10)}"
         self.sandbox.files.write(path, self.secret * 1000)
         assert self.sandbox.files.read(path) == self.secret * 1000
 
-    def code(self) -> None:
+    def check_code(self) -> None:
         self.counted += 1
         assert self.sandbox.run_code("counter += 1; (secret, counter)").text == repr((self.secret, self.counted))
 
-    def big_output(self) -> None:
+    def check_large_output(self) -> None:
         output = self.sandbox.commands.run("for i in $(seq 2000); do echo $SECRET; done").stdout
         assert output == f"{self.secret}\n" * 2000
 
 
-def client(number: int) -> Client:
+def make_client(number: int) -> Client:
     secret = uuid.uuid4().hex
     make = cubesandbox.Sandbox.create if number % 2 else e2b_code_interpreter.Sandbox.create
     sandbox = make(os.environ["CUBE_TEMPLATE_ID"], envs={"SECRET": secret})
     return Client(sandbox, secret, random.Random(number))
 
 
-def failures(served: Server) -> float:
+def count_failures(server: Server) -> float:
     """The number of answers of 500 and above from the gateway."""
-    return sum(float(count) for count in _FAILED.findall(served.gateway.client.get("/metrics").text))
+    return sum(float(count) for count in _FAILED.findall(server.gateway.client.get("/metrics").text))
 
 
-def sockets(served: Server) -> int:
+def count_sockets(server: Server) -> int:
     """The number of connections that the gateway holds."""
-    process = served.gateway.process
+    process = server.gateway.process
     assert process is not None
     links = (each for each in Path(f"/proc/{process.pid}/fd").iterdir())
     return sum(_is_socket(link) for link in links)
@@ -100,35 +106,35 @@ def _is_socket(link: Path) -> bool:
 
 
 @pytest.fixture
-def clients(served, e2b_address, cubesandbox_address):
+def clients(server, e2b_address, cubesandbox_address):
     with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(client, range(CLIENTS)))
+        made = list(pool.map(make_client, range(CLIENTS)))
     yield made
     for each in made:
         each.end()
 
 
-def test_twenty_clients_at_once(served, request):
+def test_twenty_clients_at_once(server, request):
     # In this order: the request for failures opens this test's own connection, which counts before and after.
-    failed, before = failures(served), sockets(served) - _kept_alive(served)
+    failed, before = count_failures(server), count_sockets(server) - _kept_alive(server)
     clients: list[Client] = request.getfixturevalue("clients")
     until = time.monotonic() + SECONDS
     with ThreadPoolExecutor(CLIENTS) as pool:
         done = list(pool.map(lambda each: each.work(until), clients))
     assert all(sum(each.values()) > 0 for each in done)
     print("verbs done:", dict(sum(done, Counter())))
-    assert failures(served) == failed
+    assert count_failures(server) == failed
     for each in clients:
         each.end()
-    wait(lambda: sockets(served) - _kept_alive(served) <= before)
+    wait(lambda: count_sockets(server) - _kept_alive(server) <= before)
 
 
-def _kept_alive(served: Server) -> int:
+def _kept_alive(server: Server) -> int:
     """Idle connections in the clients' own pools: the clients have to close them, not the gateway."""
     mine = set()
     for family in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{family}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[2].endswith(f":{served.port:04X}") and fields[3] == "01":
+            if fields[2].endswith(f":{server.port:04X}") and fields[3] == "01":
                 mine.add(fields[1])
     return len(mine)

@@ -113,7 +113,7 @@ CLIENTS = (
 )
 
 
-def public(client: Client) -> list[str]:
+def public_methods(client: Client) -> list[str]:
     """``Class.method`` for all callables whose names do not start with an underscore."""
     return [
         f"{title}.{name}"
@@ -124,16 +124,16 @@ def public(client: Client) -> list[str]:
     ]
 
 
-def about(client: Client) -> Iterator[Callable[..., Any]]:
+def client_of(client: Client) -> Iterator[Callable[..., Any]]:
     for name in client.tests:
         module = importlib.import_module(f"tests.sdk.{name}")
         yield from (member for key, member in vars(module).items() if key.startswith("test_") and callable(member))
 
 
-def covered(client: Client) -> dict[str, list[tuple[str, bool]]]:
+def coverage_of(client: Client) -> dict[str, list[tuple[str, bool]]]:
     """For each method, for each test of it: the differences, and whether it needs hosts that keep memory."""
     found: dict[str, list[tuple[str, bool]]] = {}
-    for test in about(client):
+    for test in client_of(client):
         marks = getattr(test, "pytestmark", [])
         memory = any("needs_memory" in mark.args for mark in marks)
         for method, note in getattr(test, "covers", {}).items():
@@ -144,11 +144,11 @@ def covered(client: Client) -> dict[str, list[tuple[str, bool]]]:
 def rows(client: Client) -> list[tuple[str, str, str, str]]:
     """Method, KVM/XFS, jail/ZFS, remarks."""
     found = []
-    for method in sorted({*covered(client), *client.missing}, key=_order(client)):
+    for method in sorted({*coverage_of(client), *client.missing}, key=_order(client)):
         if method in client.missing:
             found.append((method, "no", "no", client.missing[method]))
             continue
-        about = covered(client)[method]
+        about = coverage_of(client)[method]
         notes = "; ".join(dict.fromkeys(note for note, _ in about if note))
         found.append((method, "yes", "no" if all(memory for _, memory in about) else "yes", notes))
     return found
@@ -169,18 +169,18 @@ def table(client: Client) -> str:
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.title)
-def test_every_method_is_tested_or_said_to_be_missing(client):
-    there, said = covered(client), client.missing
+def test_every_method_is_tested_or_documented_as_missing(client):
+    there, said = coverage_of(client), client.missing
     assert not set(there) & set(said)
     known = {*there, *said}
-    for method in public(client):
+    for method in public_methods(client):
         assert method in known or f"{method.partition('.')[0]}.*" in known, f"{method}: neither tested nor missing"
-    real = {*public(client), *client.classes, "AsyncSandbox", "VolumeMount"}
+    real = {*public_methods(client), *client.classes, "AsyncSandbox", "VolumeMount"}
     assert {method for method in known if not method.endswith(".*")} <= real
 
 
 @pytest.mark.parametrize("page", sorted({client.page for client in CLIENTS}))
-def test_the_page_has_the_tables(page):
+def test_the_page_contains_the_tables(page):
     path = REPOSITORY / "docs" / f"{page}.md"
     text = path.read_text()
     begin, end = "<!-- methods: made by tests/sdk/test_methods.py -->", "<!-- end of methods -->"

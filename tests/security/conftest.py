@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.api.served import Served
-from tests.security.routes import Target, target
+from tests.api.memory_gateway import MemoryGateway
+from tests.security.routes import Target, attack_target
 
 
 @pytest.fixture(scope="module")
-def attacked(_served: Served) -> Iterator[Target]:
-    with target(_served) as made:
+def attacked(_served: MemoryGateway) -> Iterator[Target]:
+    with attack_target(_served) as made:
         yield made
 
 
 @pytest.fixture
-def there(attacked: Target) -> Iterator[Target]:
+def target(attacked: Target) -> Iterator[Target]:
     """A gateway with one object of each kind. Attacks must not change anything on it, so all of them share it."""
     before = attacked.state()
     yield attacked

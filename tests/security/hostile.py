@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from tests.api import inside
-from tests.api.served import Served
+from tests.api.memory_gateway import MemoryGateway
 
 PROBE_SECONDS = 20
 """The longest time that `/health` may take on a busy machine."""
@@ -21,16 +21,16 @@ ATTACK_SECONDS = 120
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
-def make(served: Served, name: str) -> dict[str, Any]:
-    with served.client() as client:
+def create_sandbox(memory_gateway: MemoryGateway, name: str) -> dict[str, Any]:
+    with memory_gateway.client() as client:
         answer = client.post("/sandboxes", json={"templateID": "base", "name": name})
         assert answer.status_code == 201, answer.text
         made: dict[str, Any] = answer.json()
         return made
 
 
-def whole(body: bytes, status: str = "200 OK") -> bytes:
-    return inside.reply(status, body)
+def make_answer(body: bytes, status: str = "200 OK") -> bytes:
+    return inside.make_reply(status, body)
 
 
 def chunked(*chunks: bytes) -> bytes:
@@ -39,18 +39,21 @@ def chunked(*chunks: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def replaced(served: Served, sandbox: dict[str, Any], *answers: bytes, **more: Any) -> Iterator[inside.Raw]:
-    """The sandbox's agent answers requests with ``answers``, one after the other; the last one repeats."""
-    with inside.raw(served, sandbox, *answers, port=inside.AGENT_PORT, **more) as agent:
+def replaced_agent(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], *answers: bytes, **more: Any
+) -> Iterator[inside.RawService]:
+    """Replace the sandbox's agent by one that sends ``answers``, one after the other; the last one repeats."""
+    with inside.raw_service(memory_gateway, sandbox, *answers, port=inside.AGENT_PORT, **more) as agent:
         yield agent
 
 
-def endlessly(piece: bytes, most: int = 256 << 20) -> tuple[inside.Handler, list[int]]:
-    """A service that keeps sending ``piece`` to each reader, up to ``most`` bytes; and the number of bytes sent."""
+def send_endlessly(piece: bytes, limit: int = 256 << 20) -> tuple[inside.Handler, list[int]]:
+    """Return a service that keeps sending ``piece`` to each reader, up to ``most`` bytes, and the number of bytes
+    sent."""
     sent = [0]
 
     async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while sent[0] < most:
+        while sent[0] < limit:
             writer.write(piece)
             await writer.drain()
             sent[0] += len(piece)
@@ -58,8 +61,8 @@ def endlessly(piece: bytes, most: int = 256 << 20) -> tuple[inside.Handler, list
     return flood, sent
 
 
-def while_served(client: httpx.Client, attack: Callable[[], httpx.Response]) -> httpx.Response:
-    """The answer to ``attack``; sends requests for `/health` meanwhile, which must be answered."""
+def check_others_are_served(client: httpx.Client, attack: Callable[[], httpx.Response]) -> httpx.Response:
+    """Return the answer to ``attack``. Requests for `/health` must be answered meanwhile."""
     answers: list[httpx.Response | BaseException] = []
 
     def run() -> None:
@@ -84,13 +87,12 @@ def while_served(client: httpx.Client, attack: Callable[[], httpx.Response]) -> 
     return answer
 
 
-class Turns:
-    """The longest uninterrupted work of the gateway's event loop, in seconds of its own processor time, so that other
-    processes on this machine do not count.
-    """
+class LoopMonitor:
+    """Measures the longest uninterrupted work of the gateway's event loop, in seconds of its own processor time, so
+    that other processes on this machine do not count."""
 
-    def __init__(self, served: Served) -> None:
-        self._loop = served.loop
+    def __init__(self, memory_gateway: MemoryGateway) -> None:
+        self._loop = memory_gateway.loop
         self._task: asyncio.Task[None] | None = None
         self.longest = 0.0
 
@@ -101,7 +103,7 @@ class Turns:
             now = time.thread_time()
             self.longest, before = max(self.longest, now - before), now
 
-    def __enter__(self) -> Turns:
+    def __enter__(self) -> LoopMonitor:
         async def start() -> None:
             self._task = asyncio.create_task(self._watch())
 

@@ -21,8 +21,8 @@ from fastapi.routing import APIRoute
 
 from sandbox_gateway import api
 from sandbox_gateway.server.serving import document
+from tests.api.memory_gateway import MemoryGateway
 from tests.api.memory_host import Machine
-from tests.api.served import Served
 
 VERBS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND", "delete", "get")
 READING = ("GET", "HEAD", "OPTIONS")
@@ -45,7 +45,7 @@ class Route:
 class Target:
     """A gateway with one object of each kind, and its state before the attack."""
 
-    served: Served
+    gateway: MemoryGateway
     secrets: list[str]
     build: str
     agent_calls: list[str] = field(default_factory=list)
@@ -54,22 +54,22 @@ class Target:
 
     def state(self) -> str:
         """Everything that a request could have changed, as text."""
-        index, host = self.served.engine.index, self.served.host
+        index, host = self.gateway.engine.index, self.gateway.host
         things = (index.sandboxes, index.snapshots, index.volumes, index.volume_snapshots)
         records = [[thing.model_dump(mode="json") for thing in kind.values()] for kind in things]
         machines = {id: [machine.state, machine.mounted, machine.allowed] for id, machine in host.machines.items()}
-        builds = [build.build_id for build in self.served.engine.templates.list_unfinished_builds()]
+        builds = [build.build_id for build in self.gateway.engine.templates.list_unfinished_builds()]
         return json.dumps([records, machines, builds, host.files, host.disks, host.forked], sort_keys=True)
 
-    def real(self, template: str) -> str:
-        """A path of the application with names of objects that exist."""
+    def fill_in(self, template: str) -> str:
+        """Put names of existing objects into a path of the application."""
         kind = template.split("/")[2 if template.startswith(("/v1/", "/v2/")) else 1]
         ref = {"sandboxes": "one", "snapshots": "taken", "templates": "spare", "volumes": "data"}.get(kind, "one")
         names = {"ref": ref, "volume": "data", "snapshot": "mark", "build": self.build}
         return re.sub(r"{(\w+)}", lambda match: names[match[1]], template)
 
 
-def templates() -> list[tuple[str, str]]:
+def route_templates() -> list[tuple[str, str]]:
     """(method, path) of all routes: those of the OpenAPI document, and those of the routers that it omits."""
     found = {(method.upper(), path) for path, item in document()["paths"].items() for method in item}
     for module in pkgutil.walk_packages(api.__path__, f"{api.__name__}."):
@@ -80,13 +80,13 @@ def templates() -> list[tuple[str, str]]:
     return sorted({*found, ("GET", "/openapi.json")})
 
 
-def routes(target: Target) -> list[Route]:
-    return [Route(method, target.real(path), path) for method, path in templates()]
+def all_routes(target: Target) -> list[Route]:
+    return [Route(method, target.fill_in(path), path) for method, path in route_templates()]
 
 
 @contextlib.contextmanager
-def target(served: Served) -> Iterator[Target]:
-    with served.client() as admin:
+def attack_target(memory_gateway: MemoryGateway) -> Iterator[Target]:
+    with memory_gateway.client() as admin:
         spare = admin.post("/templates", json={"name": "spare", "packages": ["git"]}).json()
         admin.get(f"/templates/spare/builds/{spare['buildID']}/logs", params={"follow": True})
         volume = admin.post("/volumes", json={"name": "data"}).json()
@@ -94,33 +94,38 @@ def target(served: Served) -> Iterator[Target]:
         mounts = [{"name": "data", "path": "/data"}]
         one = admin.post("/sandboxes", json={"templateID": "base", "name": "one", "volumeMounts": mounts}).json()
         assert admin.post("/sandboxes/one/snapshots", json={"name": "taken"}).status_code == 201
-        secrets = [one["envdAccessToken"], one["trafficAccessToken"], volume["token"], served.engine.secret.key.hex()]
-        made = Target(served, secrets, spare["buildID"])
-        with _watched(made):
+        secrets = [
+            one["envdAccessToken"],
+            one["trafficAccessToken"],
+            volume["token"],
+            memory_gateway.engine.secret.key.hex(),
+        ]
+        made = Target(memory_gateway, secrets, spare["buildID"])
+        with _recorded(made):
             yield made
         for path in ("/sandboxes/one", "/snapshots/taken", "/volumes/data?withSnapshots=true", "/templates/spare"):
             admin.delete(path)
 
 
 @contextlib.contextmanager
-def _watched(made: Target) -> Iterator[None]:
-    """Records the requests to agents and the events in ``made`` inside the context."""
-    publish, answer = made.served.engine.events.publish, Machine._answer
+def _recorded(made: Target) -> Iterator[None]:
+    """Record the requests to agents and the events in ``made`` inside the context."""
+    publish, answer = made.gateway.engine.events.publish, Machine._answer
 
-    def published(type: str, **data: Any) -> None:
+    def record_event(type: str, **data: Any) -> None:
         made.events.append(type)
         publish(type, **data)
 
-    async def answered(machine: Machine, line: str, asked: str, *more: Any) -> None:
+    async def record_answer(machine: Machine, line: str, asked: str, *more: Any) -> None:
         made.agent_calls.append(asked)
         await answer(machine, line, asked, *more)
 
-    made.served.engine.events.publish = published  # type: ignore[method-assign]
-    Machine._answer = answered  # type: ignore[method-assign, assignment]
+    made.gateway.engine.events.publish = record_event  # type: ignore[method-assign]
+    Machine._answer = record_answer  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        made.served.engine.events.publish = publish  # type: ignore[method-assign]
+        made.gateway.engine.events.publish = publish  # type: ignore[method-assign]
         Machine._answer = answer  # type: ignore[method-assign]
 
 
@@ -195,9 +200,9 @@ OVERRIDES: list[dict[str, str]] = [
 class Caller:
     """Sends requests with targets that client libraries would reject; reuses its connection if possible."""
 
-    def __init__(self, served: Served, headers: dict[str, str]) -> None:
+    def __init__(self, memory_gateway: MemoryGateway, headers: dict[str, str]) -> None:
         self._headers = headers
-        self._connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
+        self._connection = http.client.HTTPConnection("127.0.0.1", memory_gateway.port, timeout=20)
 
     def ask(self, method: str, target: str, body: bytes = b"{}", **headers: str) -> tuple[int, str]:
         """The status, and the body if it has an end."""

@@ -7,15 +7,15 @@ import socket
 import threading
 from pathlib import Path
 
-from sandbox_gateway.api.access.limits import LARGEST_BODY, MOST_HELD
-from tests.api.served import ADMIN_KEY
+from sandbox_gateway.api.access.limits import MAX_BODY_BYTES, MAX_HELD_BYTES
+from tests.api.memory_gateway import ADMIN_KEY
 from tests.support.daemon import Daemon
 from tests.support.waiting import eventually
 
 CLIENTS = 80
-EACH = LARGEST_BODY - 1000
+EACH = MAX_BODY_BYTES - 1000
 """Bytes: 320 MiB in total."""
-MOST_GROWTH = 5 * MOST_HELD
+MOST_GROWTH = 5 * MAX_HELD_BYTES
 """Includes data between the socket and the counter, and unused memory of the heap."""
 HEAD = (
     f"POST /sandboxes HTTP/1.1\r\nHost: gateway\r\nX-API-Key: {ADMIN_KEY}\r\n"
@@ -23,24 +23,24 @@ HEAD = (
 ).encode()
 
 
-def test_bodies_that_lack_their_last_byte(tmp_path: Path) -> None:
+def test_incomplete_bodies(tmp_path: Path) -> None:
     with Daemon(tmp_path) as daemon, contextlib.ExitStack() as stack:
-        before = daemon.resident()
+        before = daemon.memory_use()
         lines = [stack.enter_context(socket.create_connection(("127.0.0.1", daemon.port), 30)) for _ in range(CLIENTS)]
         threads = [threading.Thread(target=_send, args=[line]) for line in lines]
         for thread in threads:
             thread.start()
-        most, settled = 0, 0
+        peak, settled = 0, 0
         while settled < 20:
-            daemon.health()
-            most = max(most, daemon.resident())
+            daemon.check_health()
+            peak = max(peak, daemon.memory_use())
             settled += not any(thread.is_alive() for thread in threads)
-        assert most - before < MOST_GROWTH, f"{most - before} bytes"
+        assert peak - before < MOST_GROWTH, f"{peak - before} bytes"
         refused = [line for line in lines if _answer(line).startswith(b"HTTP/1.1 429 ")]
         assert CLIENTS // 2 < len(refused) < CLIENTS
         stack.close()
         # The bytes no longer count once their sender is gone.
-        eventually(lambda: _is_taken(daemon), seconds=60)
+        eventually(lambda: _is_accepted(daemon), seconds=60)
 
 
 def _send(line: socket.socket) -> None:
@@ -57,7 +57,7 @@ def _answer(line: socket.socket) -> bytes:
         return b""
 
 
-def _is_taken(daemon: Daemon) -> bool:
+def _is_accepted(daemon: Daemon) -> bool:
     with socket.create_connection(("127.0.0.1", daemon.port), 30) as line:
         line.sendall(HEAD + b"x" * (EACH + 1))
         return line.recv(65536).startswith(b"HTTP/1.1 400 ")

@@ -16,9 +16,18 @@ from starlette.datastructures import Headers
 
 from sandbox_gateway.api.data_plane.proxy import Addresses
 from sandbox_gateway.errors import Invalid
-from tests.api.inside import PORT, Raw, Service, address, head, line, raw, status_of
-from tests.api.served import EXEC_KEY, Served
-from tests.api.test_sandboxes import create
+from tests.api.inside import (
+    PORT,
+    RawService,
+    Service,
+    machine_address,
+    raw_connection,
+    raw_service,
+    read_status,
+    request_head,
+)
+from tests.api.memory_gateway import EXEC_KEY, MemoryGateway
+from tests.api.test_sandboxes import create_sandbox
 
 KEY = f"X-API-Key: {EXEC_KEY}"
 HOST_PORT = 47114
@@ -26,24 +35,24 @@ HOST_PORT = 47114
 
 @pytest.fixture
 def other(api: httpx.Client) -> dict[str, Any]:
-    return create(api, name="other")
+    return create_sandbox(api, name="other")
 
 
 @contextlib.contextmanager
-def canaries(served: Served, one: dict[str, Any], other: dict[str, Any]) -> Iterator[Raw]:
-    """Runs a service of `one` that may be reached, one of the host's and two more that may not."""
-    hosts = Raw()
+def run_canaries(memory_gateway: MemoryGateway, sandbox: dict[str, Any], other: dict[str, Any]) -> Iterator[RawService]:
+    """Run a service of `one` that may be reached, one of the host's and two more that may not."""
+    hosts = RawService()
     with (
-        raw(served, one) as mine,
-        raw(served, one, port=PORT + 1) as next_port,
-        raw(served, other) as theirs,
+        raw_service(memory_gateway, sandbox) as mine,
+        raw_service(memory_gateway, sandbox, port=PORT + 1) as next_port,
+        raw_service(memory_gateway, other) as theirs,
         Service("127.0.0.1", HOST_PORT, hosts.listen),
     ):
         yield mine
         assert hosts.accepted == next_port.accepted == theirs.accepted == 0
 
 
-def hosts(one: str, other: str, inside: str, gateway: int) -> list[str]:
+def host_spellings(one: str, other: str, inside: str, gateway: int) -> list[str]:
     good = f"{PORT}-{one}.sandbox.local"
     return [
         *(f"{HOST_PORT}-127.0.0.1.sandbox.local", f"{HOST_PORT}-localhost.sandbox.local", f"127.0.0.1:{HOST_PORT}"),
@@ -114,32 +123,34 @@ def hosts(one: str, other: str, inside: str, gateway: int) -> list[str]:
     ]
 
 
-def test_no_name_of_a_host_leads_elsewhere(
-    served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any]
+def test_no_host_name_leads_elsewhere(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    names = hosts(one["sandboxID"], other["sandboxID"], address(served, other), served.port)
-    with canaries(served, one, other) as mine:
+    names = host_spellings(
+        sandbox["sandboxID"], other["sandboxID"], machine_address(memory_gateway, other), memory_gateway.port
+    )
+    with run_canaries(memory_gateway, sandbox, other) as mine:
         for name in names:
             request = f"GET / HTTP/1.1\r\nHost: {name}\r\n{KEY}\r\n\r\n".encode("latin-1")
-            with line(served, request) as connection:
-                status = status_of(connection)[0]
+            with raw_connection(memory_gateway, request) as connection:
+                status = read_status(connection)[0]
             assert status in (400, 404, 502), (name[:100], status)
         assert mine.accepted == 0
-        # And its own names, in the spellings that DNS allows.
-        good = f"{PORT}-{one['sandboxID']}.sandbox.local"
+        # Its own names work in all the spellings that DNS allows.
+        good = f"{PORT}-{sandbox['sandboxID']}.sandbox.local"
         for count, name in enumerate((good, good.upper(), f"{good}.", f"{good}:8700", f"{good}.:443"), 1):
-            with line(served, head("GET /", f"Host: {name}", KEY)) as connection:
-                assert status_of(connection)[0] == 200, name
+            with raw_connection(memory_gateway, request_head("GET /", f"Host: {name}", KEY)) as connection:
+                assert read_status(connection)[0] == 200, name
             assert len(mine.heads) == count
-            seen = mine.headers()["host"]
+            seen = mine.request_headers()["host"]
             assert seen == name
 
 
 @pytest.mark.parametrize("first", ["ref", "port"])
 def test_no_header_leads_elsewhere(
-    served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any], first: str
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any], first: str
 ) -> None:
-    id, inside = one["sandboxID"], address(served, other)
+    id, inside = sandbox["sandboxID"], machine_address(memory_gateway, other)
     refs = [
         *("127.0.0.1", "localhost", inside, f"{inside}:{PORT}", f"{id}@{inside}", f"{id}#", f"{id}/../{id}", "../one"),
         *(
@@ -172,46 +183,46 @@ def test_no_header_leads_elsewhere(
         *("0" * 5 + str(PORT), "9" * 5000, f"{PORT}#", f"{PORT}\\"),
     ]
     pairs = [(ref, str(PORT)) for ref in refs] if first == "ref" else [(id, port) for port in ports]
-    with canaries(served, one, other) as mine:
+    with run_canaries(memory_gateway, sandbox, other) as mine:
         for ref, port in pairs:
             fields = ("Host: gateway", f"E2b-Sandbox-Id: {ref}", f"E2b-Sandbox-Port: {port}", KEY)
-            with line(served, head("GET /", *fields)) as connection:
-                assert status_of(connection)[0] in (400, 502), (ref, port)
+            with raw_connection(memory_gateway, request_head("GET /", *fields)) as connection:
+                assert read_status(connection)[0] in (400, 502), (ref, port)
         assert mine.accepted == 0
         fields = ("Host: gateway", f"E2b-Sandbox-Id: {id}", f"E2b-Sandbox-Port: {PORT}", KEY)
-        with line(served, head("GET /", *fields)) as connection:
-            assert status_of(connection)[0] == 200
+        with raw_connection(memory_gateway, request_head("GET /", *fields)) as connection:
+            assert read_status(connection)[0] == 200
 
 
-def test_ports_of_the_host_are_not_those_of_a_sandbox(
-    served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any]
+def test_host_ports_are_not_sandbox_ports(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    with canaries(served, one, other):
-        for port in (HOST_PORT, served.port, 22):
+    with run_canaries(memory_gateway, sandbox, other):
+        for port in (HOST_PORT, memory_gateway.port, 22):
             answer = api.get("/health", headers={"Host": f"{port}-one.sandbox.local"})
             assert answer.status_code == 502 and "nothing listens" in answer.json()["message"]
 
 
 def test_no_target_leads_elsewhere(
-    served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any]
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any]
 ) -> None:
     """The host in the request line is ignored."""
-    mine_host = f"Host: {PORT}-{one['sandboxID']}.sandbox.local"
+    mine_host = f"Host: {PORT}-{sandbox['sandboxID']}.sandbox.local"
     theirs = f"{PORT}-{other['sandboxID']}.sandbox.local"
-    with canaries(served, one, other) as mine:
+    with run_canaries(memory_gateway, sandbox, other) as mine:
         for target in (
             *(f"http://127.0.0.1:{HOST_PORT}/", f"http://{theirs}/", f"https://{theirs}/", f"{theirs}:80", "*"),
             *(f"@{theirs}/", f"127.0.0.1:{HOST_PORT}", "file:///etc/passwd", "unix:/run/x", "?x", "#x"),
         ):
-            with line(served, head(f"GET {target}", mine_host, KEY)) as connection:
-                assert status_of(connection)[0] in (400, 501), target
+            with raw_connection(memory_gateway, request_head(f"GET {target}", mine_host, KEY)) as connection:
+                assert read_status(connection)[0] in (400, 501), target
         assert mine.accepted == 0
         for count, target in enumerate(
             (f"//127.0.0.1:{HOST_PORT}/", f"/@{theirs}/", "/../../x", "/\\\\x", "/http://x"), 1
         ):
-            with line(served, head(f"GET {target}", mine_host, KEY)) as connection:
-                assert status_of(connection)[0] == 200
-            assert len(mine.heads) == count and mine.target() == target, "it is a path, and passed on as it is"
+            with raw_connection(memory_gateway, request_head(f"GET {target}", mine_host, KEY)) as connection:
+                assert read_status(connection)[0] == 200
+            assert len(mine.heads) == count and mine.request_target() == target, "it is a path, and passed on as it is"
 
 
 LABEL = "[0-9]+-[^.]+"
@@ -228,7 +239,7 @@ _names = st.text("0123456789abcdef-.:@[]%/ \tSANDBOXsandboxlcal", max_size=60) |
 @example("3000-one.sandbox.local")
 @example("65535-one.sandbox.local.:443")
 @settings(max_examples=500, deadline=None)
-def test_whatever_is_a_sandboxs_name_has_one_meaning(name: str) -> None:
+def test_a_sandbox_name_has_one_meaning(name: str) -> None:
     raw_name = name.encode("utf-8").decode("latin-1")
     headers = Headers(raw=[(b"host", raw_name.encode("latin-1"))])
     try:

@@ -11,18 +11,18 @@ from typing import Any
 import httpx
 import pytest
 
-from sandbox_gateway.api.access.limits import LARGEST_BODY
+from sandbox_gateway.api.access.limits import MAX_BODY_BYTES
 from sandbox_gateway.server.serving import document
 from tests.api.inside import eventually
-from tests.api.served import ADMIN_KEY, EXEC_KEY
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY
 from tests.security.routes import Target
 
-FULL, SOME = LARGEST_BODY - 256, 64 << 10
+FULL, SOME = MAX_BODY_BYTES - 256, 64 << 10
 MEMORY = 256 << 10
 """KiB that the whole process may grow by: a body of 4 MiB becomes some 100 MiB of Python objects while it is parsed."""
 
 
-def members(pair: bytes, size: int = FULL) -> bytes:
+def make_members(pair: bytes, size: int = FULL) -> bytes:
     """As many members as fit; ``pair`` has %d in it."""
     count = size // (len(pair % 0) + 7)
     return b"{" + b",".join(pair % number for number in range(count)) + b"}"
@@ -50,7 +50,7 @@ BROKEN: dict[str, bytes] = {
     "a list": b"[]",
     "a string": b'"text"',
     "a number": b"1",
-    "more than is read": b'{"a":"' + b"a" * (LARGEST_BODY + 1) + b'"}',
+    "more than is read": b'{"a":"' + b"a" * (MAX_BODY_BYTES + 1) + b'"}',
 }
 """Never a valid JSON object."""
 
@@ -71,13 +71,13 @@ ODD: dict[str, bytes] = {
     "UTF-32": '{"name": "../x"}'.encode("utf-32"),
     "a name twice, the last one bad": b'{"name":"good","name":"../bad"}',
     "no template": b"{}",
-    "only what nobody knows": members(b'"%d":1'),
-    "a list as each value": members(b'"%d":[]'),
+    "only what nobody knows": make_members(b'"%d":1'),
+    "a list as each value": make_members(b'"%d":[]'),
 }
 """Objects that do not describe a valid sandbox."""
 
 
-def with_bodies() -> list[tuple[str, str, dict[str, Any]]]:
+def routes_with_bodies() -> list[tuple[str, str, dict[str, Any]]]:
     """(method, path, schema of the body) of each route that has one."""
     whole = document()
     found = []
@@ -92,7 +92,7 @@ def with_bodies() -> list[tuple[str, str, dict[str, Any]]]:
     return found
 
 
-def holding(schema: dict[str, Any]) -> dict[str, str]:
+def container_fields(schema: dict[str, Any]) -> dict[str, str]:
     """The fields that hold many values: `array` or `object`."""
     found = {}
     for name, field in schema["properties"].items():
@@ -102,90 +102,94 @@ def holding(schema: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-ROUTES = with_bodies()
-MANY = [(method, path, name, kind) for method, path, schema in ROUTES for name, kind in holding(schema).items()]
+ROUTES = routes_with_bodies()
+MANY = [
+    (method, path, name, kind) for method, path, schema in ROUTES for name, kind in container_fields(schema).items()
+]
 
 
-def client(there: Target, key: str = ADMIN_KEY) -> httpx.Client:
+def make_client(there: Target, key: str = ADMIN_KEY) -> httpx.Client:
     # Loading the CA certificates takes clients longer than most requests here.
-    return httpx.Client(base_url=there.served.url, headers={"X-API-Key": key}, verify=False, timeout=60)
+    return httpx.Client(base_url=there.gateway.url, headers={"X-API-Key": key}, verify=False, timeout=60)
 
 
-def attack(asking: httpx.Client, there: Target, method: str, path: str, body: bytes) -> httpx.Response:
-    return asking.request(method, there.real(path), content=body, headers={"Content-Type": "application/json"})
+def send_attack(asking: httpx.Client, there: Target, method: str, path: str, body: bytes) -> httpx.Response:
+    return asking.request(method, there.fill_in(path), content=body, headers={"Content-Type": "application/json"})
 
 
-def grown(work: Callable[[], None]) -> int:
+def memory_growth(work: Callable[[], None]) -> int:
     """The growth of the process's peak memory in KiB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     work()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
 
-def test_there_is_something_to_attack() -> None:
+def test_some_routes_accept_bodies() -> None:
     assert len(ROUTES) >= 20 and len(MANY) >= 15
     assert {("POST", "/sandboxes/{ref}/exec", "env", "object"), ("POST", "/templates", "setup", "array")} <= set(MANY)
 
 
-def refuses(asking: httpx.Client, there: Target, method: str, path: str, body: bytes) -> None:
-    answer = attack(asking, there, method, path, body)
+def check_refused(asking: httpx.Client, there: Target, method: str, path: str, body: bytes) -> None:
+    answer = send_attack(asking, there, method, path, body)
     told = f"{method} {path}: {answer.status_code} {answer.text[:200]}"
     assert answer.status_code in (400, 413) and len(answer.content) < 16 << 10, told
     assert asking.get("/health").status_code == 200
 
 
 @pytest.mark.parametrize("body", BROKEN)
-def test_what_is_no_object_is_refused_at_every_route(there: Target, body: str) -> None:
+def test_a_body_that_is_not_an_object_is_refused_at_every_route(target: Target, body: str) -> None:
     def work() -> None:
         for method, path, _ in ROUTES:
-            refuses(asking, there, method, path, BROKEN[body])
+            check_refused(asking, target, method, path, BROKEN[body])
 
-    with client(there) as asking:
-        assert grown(work) < MEMORY
+    with make_client(target) as asking:
+        assert memory_growth(work) < MEMORY
 
 
 @pytest.mark.parametrize("body", ODD)
-def test_what_makes_no_sandbox_is_refused(there: Target, body: str) -> None:
-    with client(there) as asking:
-        assert grown(lambda: refuses(asking, there, "POST", "/sandboxes", ODD[body])) < MEMORY
+def test_invalid_sandbox_options_are_refused(target: Target, body: str) -> None:
+    with make_client(target) as asking:
+        assert memory_growth(lambda: check_refused(asking, target, "POST", "/sandboxes", ODD[body])) < MEMORY
 
 
 @pytest.mark.parametrize(("method", "path", "field", "kind"), MANY, ids=lambda value: str(value))
-def test_as_many_wrong_members_as_fit_cost_little(there: Target, method: str, path: str, field: str, kind: str) -> None:
-    """Each wrong member is an error, but a million errors are useless."""
-    wrong = members(b'"%d":1') if kind == "object" else b"[" + b"1," * (FULL // 2 - 2) + b"1]"
+def test_many_invalid_members_cost_little(target: Target, method: str, path: str, field: str, kind: str) -> None:
+    """Each invalid member is an error, but nobody needs a million errors."""
+    wrong = make_members(b'"%d":1') if kind == "object" else b"[" + b"1," * (FULL // 2 - 2) + b"1]"
     body = b'{"%s":%s}' % (field.encode(), wrong)
     statuses: list[int] = []
     healthy = 0
 
     def work() -> None:
         nonlocal healthy
-        thread = threading.Thread(target=lambda: statuses.append(attack(asking, there, method, path, body).status_code))
+        thread = threading.Thread(
+            target=lambda: statuses.append(send_attack(asking, target, method, path, body).status_code)
+        )
         thread.start()
         while thread.is_alive():
             healthy += probing.get("/health").status_code == 200
         thread.join()
 
-    with client(there) as asking, client(there) as probing:
-        assert grown(work) < MEMORY
+    with make_client(target) as asking, make_client(target) as probing:
+        assert memory_growth(work) < MEMORY
     assert statuses == [400] and healthy
 
 
-def test_many_clients_with_full_bodies_have_nobody_wait(there: Target) -> None:
-    body = json.dumps({"args": ["true"], "env": {}}).encode()[:-1] + b', "x":' + members(b'"%d":1', 1 << 20) + b"}"
+def test_many_large_bodies_do_not_delay_others(target: Target) -> None:
+    body = json.dumps({"args": ["true"], "env": {}}).encode()[:-1] + b', "x":' + make_members(b'"%d":1', 1 << 20) + b"}"
     done: list[int] = []
 
     def send() -> None:
-        with client(there, EXEC_KEY) as asking:
+        with make_client(target, EXEC_KEY) as asking:
             for _ in range(2):
-                done.append(attack(asking, there, "POST", "/sandboxes/{ref}/exec", body).status_code)
+                done.append(send_attack(asking, target, "POST", "/sandboxes/{ref}/exec", body).status_code)
 
     threads = [threading.Thread(target=send) for _ in range(4)]
     for thread in threads:
         thread.start()
     healthy = 0
     while len(done) < 8 and any(thread.is_alive() for thread in threads):
-        with client(there) as probing:
+        with make_client(target) as probing:
             healthy += probing.get("/health").status_code == 200
     eventually(lambda: not any(thread.is_alive() for thread in threads))
     assert done == [200] * 8 and healthy >= 3

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sandbox_gateway.engine.paths import check_mounts
+from sandbox_gateway.engine.mount_paths import check_mount_paths
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.records import check_name
 from tests.security.routes import Target
@@ -69,8 +69,8 @@ MOUNTS = [
 
 
 @pytest.mark.parametrize(("method", "path", "body", "field"), PLACES, ids=lambda value: str(value)[:40])
-def test_no_name_is_a_path(there: Target, method: str, path: str, body: dict[str, Any], field: str) -> None:
-    with there.served.client() as admin:
+def test_no_name_is_a_path(target: Target, method: str, path: str, body: dict[str, Any], field: str) -> None:
+    with target.gateway.client() as admin:
         for name in TRAVERSALS:
             sent = {**body, field: [name] if field == "names" else name}
             content = json.dumps(sent)
@@ -82,15 +82,15 @@ def test_no_name_is_a_path(there: Target, method: str, path: str, body: dict[str
 
 
 @pytest.mark.parametrize(("method", "path", "body", "field"), REFERENCES, ids=lambda value: str(value)[:40])
-def test_no_reference_is_a_path(there: Target, method: str, path: str, body: dict[str, Any], field: str) -> None:
-    with there.served.client() as admin:
+def test_no_reference_is_a_path(target: Target, method: str, path: str, body: dict[str, Any], field: str) -> None:
+    with target.gateway.client() as admin:
         for name in (each for each in TRAVERSALS if "\udcff" not in each):
             answer = admin.request(method, path, json={**body, field: name})
             assert answer.status_code in (400, 404), (name[:50], answer.text[:200])
 
 
-def test_no_reference_in_a_path_is_a_path(there: Target) -> None:
-    with there.served.client() as admin:
+def test_no_reference_in_a_path_is_a_path(target: Target) -> None:
+    with target.gateway.client() as admin:
         for name in (
             each for each in TRAVERSALS if "\udcff" not in each and each not in (".", "..") and len(each) < 1000
         ):
@@ -101,8 +101,8 @@ def test_no_reference_in_a_path_is_a_path(there: Target) -> None:
 
 
 @pytest.mark.parametrize("path", MOUNTS)
-def test_no_mount_is_made_where_the_system_is(there: Target, path: str) -> None:
-    with there.served.client() as admin:
+def test_no_volume_is_mounted_over_system_directories(target: Target, path: str) -> None:
+    with target.gateway.client() as admin:
         mount = {"name": "data", "path": path}
         for route, body in (
             ("/sandboxes/one/volumes", mount),
@@ -118,7 +118,7 @@ def test_no_mount_is_made_where_the_system_is(there: Target, path: str) -> None:
 @example("a..")
 @example("a\n")
 @settings(max_examples=300, deadline=None)
-def test_a_name_is_one_step_of_a_path_at_most(name: str) -> None:
+def test_a_name_is_at_most_one_path_component(name: str) -> None:
     try:
         check_name(name)
     except ValueError:
@@ -132,9 +132,9 @@ def test_a_name_is_one_step_of_a_path_at_most(name: str) -> None:
 @example("/etc/..")
 @example("/a\n")
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_a_mount_is_one_path_of_one_meaning(path: str) -> None:
+def test_a_mount_path_has_one_meaning(path: str) -> None:
     try:
-        check_mounts([path])
+        check_mount_paths([path])
     except Invalid:
         return
     assert path.isascii() and path.startswith("/") and posixpath.normpath(path) == path
@@ -142,8 +142,8 @@ def test_a_mount_is_one_path_of_one_meaning(path: str) -> None:
     assert path.split("/")[1] not in ("proc", "sys", "dev", "run")
 
 
-def test_on_a_real_disk_no_path_is_made_of_a_name(shared_gateway: Gateway) -> None:
-    """Valid names that would do harm as file names; and keys and values that are not valid names."""
+def test_no_name_becomes_a_path_on_a_real_disk(shared_gateway: Gateway) -> None:
+    """The names are valid, but would do harm as file names. Keys and values are not even valid names."""
     root, client = shared_gateway.state_root, shared_gateway.client
     outside = {path for path in root.parent.iterdir() if path != root}
     names = ["manifest.json", "volume.img", "snapshots", "volumes", "a..", "x.-_", "0" * 12, "CON", "a" * 64]

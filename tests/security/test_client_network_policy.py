@@ -12,13 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sandbox_gateway.errors import Invalid
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import jail_rules
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import Slot
 from sandbox_gateway.hosts.kvm_xfs.network.rules import policy_rules
 from sandbox_gateway.records import NetworkPolicy
-from tests.kvm_xfs.test_netns import OPEN, World, run, world
+from tests.kvm_xfs.test_netns import OPEN, world
 from tests.support.gateway import Gateway
 
 SUBNET = ipaddress.IPv4Network("10.231.0.0/16")
@@ -67,23 +67,23 @@ _PF = re.compile(
 _texts = st.text(max_size=30) | st.text("0123456789./ \n;{}#,-:", max_size=30) | st.ip_addresses(v=4).map(str)
 
 
-def rules_of(policy: NetworkPolicy) -> tuple[str, str]:
-    bridge = Bridge(Commands(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
+def parse_rules(policy: NetworkPolicy) -> tuple[str, str]:
+    bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
     return policy_rules(policy, ["9.9.9.9"], SUBNET), jail_rules(bridge, bridge.epair(7), policy, ["9.9.9.9"])
 
 
 @pytest.mark.parametrize("field", ["allow_out", "deny_out"])
 @pytest.mark.parametrize("text", INJECTIONS, ids=lambda text: ascii(text[:30]))
-def test_what_is_no_address_is_no_rule(text: str, field: str) -> None:
+def test_an_invalid_address_makes_no_rule(text: str, field: str) -> None:
     for given_ in ([text], ["192.0.2.1", text], [text, "192.0.2.1"]):
         policy = NetworkPolicy.model_validate({field: given_})
         for build in (
             lambda policy=policy: policy_rules(policy, [], SUBNET),
-            lambda policy=policy: rules_of(policy),
+            lambda policy=policy: parse_rules(policy),
         ):
             with pytest.raises(Invalid, match="not an IPv4 address or CIDR"):
                 build()
-        bridge = Bridge(Commands(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
+        bridge = Bridge(CommandRunner(), name="sbxbr", prefix="sbx", subnet="10.231.0.0/16")
         with pytest.raises(Invalid, match="not an IPv4 address or CIDR"):
             jail_rules(bridge, bridge.epair(7), policy, [])
 
@@ -91,10 +91,10 @@ def test_what_is_no_address_is_no_rule(text: str, field: str) -> None:
 @given(st.lists(_texts, max_size=4), st.lists(_texts, max_size=4), st.booleans())
 @example(["10.0.0.0/255.0.0.0", " 192.0.2.1\n"], ["0.0.0.0/0"], False)
 @settings(max_examples=300, deadline=None)
-def test_whatever_is_taken_becomes_rules_of_known_forms(allowed: list[str], denied: list[str], internet: bool) -> None:
+def test_accepted_addresses_become_rules_of_known_forms(allowed: list[str], denied: list[str], internet: bool) -> None:
     policy = NetworkPolicy(allow_internet=internet, allow_out=allowed, deny_out=denied)
     try:
-        nft, pf = rules_of(policy)
+        nft, pf = parse_rules(policy)
     except Invalid:
         return
     assert _NFT.fullmatch(nft), nft
@@ -102,7 +102,7 @@ def test_whatever_is_taken_becomes_rules_of_known_forms(allowed: list[str], deni
     assert len(pf.splitlines()) <= 20 + len(allowed) + len(denied)
 
 
-def ruleset(slot: Slot) -> str:
+def read_ruleset(slot: Slot) -> str:
     """The rules of a slot, and those of its gateway on the host."""
     host = ["nft", "list", "table", "inet", f"{slot.name.partition('-')[0]}_sandbox"]
     commands = (host, ["nsenter", f"--net={slot.path}", "nft", "list", "ruleset"])
@@ -111,25 +111,19 @@ def ruleset(slot: Slot) -> str:
 
 
 @pytest.mark.usefixtures("need_root")
-def test_the_rules_in_force_are_what_they_were() -> None:
-    async def body(w: World) -> None:
+async def test_the_active_rules_are_unchanged() -> None:
+    async with world() as w:
         slot = await w.pool.take(OPEN)
-        before = ruleset(slot)
+        before = read_ruleset(slot)
         assert "chain outside" in before
         for text in INJECTIONS:
             for policy in (NetworkPolicy(allow_out=[text]), NetworkPolicy(deny_out=["192.0.2.1", text])):
                 with pytest.raises(Invalid):
                     await w.pool.apply(slot, policy)
-        assert ruleset(slot) == before
-
-    async def test() -> None:
-        async with world() as w:
-            await body(w)
-
-    run(test)
+        assert read_ruleset(slot) == before
 
 
-def test_a_real_gateway_refuses_it_before_it_makes_anything(shared_gateway: Gateway, template: str) -> None:
+def test_a_real_gateway_refuses_invalid_addresses_before_any_work(shared_gateway: Gateway, template: str) -> None:
     client = shared_gateway.client
     before = client.get("/sandboxes").json()
     for text in (each for each in INJECTIONS if len(each) < 1000):

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from tests.api.inside import PORT, eventually, head, host, line, raw, reply, to
-from tests.api.served import EXEC_KEY, Served
-from tests.api.test_sandboxes import create
+from tests.api.inside import PORT, eventually, host, make_reply, port_headers, raw_connection, raw_service, request_head
+from tests.api.memory_gateway import EXEC_KEY, MemoryGateway
+from tests.api.test_sandboxes import create_sandbox
 
 KEY = f"X-API-Key: {EXEC_KEY}"
 MANY = 20
@@ -21,13 +21,15 @@ MOST_EACH = 16 << 20
 ENDLESS = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
 
 
-def resident() -> int:
+def memory_use() -> int:
     """Bytes of this process, which is client, gateway and service in one."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_many_who_read_a_byte_a_second(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
-    other, sent = create(api, name="other"), 0
+def test_many_clients_that_read_a_byte_a_second(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
+) -> None:
+    other, sent = create_sandbox(api, name="other"), 0
 
     async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal sent
@@ -38,10 +40,13 @@ def test_many_who_read_a_byte_a_second(served: Served, api: httpx.Client, one: d
             await writer.drain()
             sent += 65536
 
-    request = head("GET /", f"Host: {host(one, PORT)}", KEY)
-    with raw(served, one, *[ENDLESS] * MANY, reply(), then=flood) as service, contextlib.ExitStack() as stack:
-        before = resident()
-        readers = [stack.enter_context(line(served, request)) for _ in range(MANY)]
+    request = request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)
+    with (
+        raw_service(memory_gateway, sandbox, *[ENDLESS] * MANY, make_reply(), then=flood) as service,
+        contextlib.ExitStack() as stack,
+    ):
+        before = memory_use()
+        readers = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(MANY)]
         for reader in readers:
             assert reader.recv(1) == b"H"
         was = -1
@@ -53,19 +58,21 @@ def test_many_who_read_a_byte_a_second(served: Served, api: httpx.Client, one: d
                 break
             time.sleep(0.3)
         assert 0 < sent < MANY * MOST_EACH
-        assert resident() - before < MANY * MOST_EACH
+        assert memory_use() - before < MANY * MOST_EACH
         # All others still work: at the gateway, at another sandbox, and at the same service.
-        with served.client(EXEC_KEY) as client:
+        with memory_gateway.client(EXEC_KEY) as client:
             for _ in range(20):
                 assert client.get("/health").status_code == 200
-                assert client.get("/echo", headers=to(other)).status_code == 201
-                assert client.get("/", headers=to(one, PORT)).text == "ok"
+                assert client.get("/echo", headers=port_headers(other)).status_code == 201
+                assert client.get("/", headers=port_headers(sandbox, PORT)).text == "ok"
                 assert client.post("/sandboxes/other/exec", json={"args": ["exit", "0"]}).status_code == 200
     eventually(lambda: not service.open)
 
 
-def test_services_that_write_a_byte_now_and_then(served: Served, api: httpx.Client, one: dict[str, Any]) -> None:
-    other = create(api, name="other")
+def test_services_that_write_a_byte_at_a_time(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any]
+) -> None:
+    other = create_sandbox(api, name="other")
 
     async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for byte in b"TTP/1.1 200 OK\r\nX-Slow: " + b"a" * 3600:
@@ -73,14 +80,14 @@ def test_services_that_write_a_byte_now_and_then(served: Served, api: httpx.Clie
             await writer.drain()
             await asyncio.sleep(0.2)
 
-    request = head("GET /", f"Host: {host(one, PORT)}", KEY)
-    with raw(served, one, b"H", then=drip) as service, contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(line(served, request)) for _ in range(MANY)]
+    request = request_head("GET /", f"Host: {host(sandbox, PORT)}", KEY)
+    with raw_service(memory_gateway, sandbox, b"H", then=drip) as service, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(raw_connection(memory_gateway, request)) for _ in range(MANY)]
         eventually(lambda: service.open == MANY)
-        with served.client(EXEC_KEY) as client:
+        with memory_gateway.client(EXEC_KEY) as client:
             for _ in range(20):
                 assert client.get("/health").status_code == 200
-                assert client.get("/echo", headers=to(other)).status_code == 201
+                assert client.get("/echo", headers=port_headers(other)).status_code == 201
         for each in clients[: MANY // 2]:
             each.close()
         # A client that disconnects also ends its request.
@@ -88,17 +95,19 @@ def test_services_that_write_a_byte_now_and_then(served: Served, api: httpx.Clie
     eventually(lambda: not service.open)
 
 
-def test_listeners_to_events_that_never_read(served: Served, api: httpx.Client) -> None:
-    """Unread events are dropped beyond a limit, and the listeners are removed when they disconnect."""
-    queues = served.engine.events._queues
+def test_event_listeners_that_never_read(memory_gateway: MemoryGateway, api: httpx.Client) -> None:
+    """Unread events are dropped beyond a limit. Listeners are removed when they disconnect."""
+    queues = memory_gateway.engine.events._queues
     before = len(queues)
     with contextlib.ExitStack() as stack:
         for _ in range(MANY):
-            stack.enter_context(line(served, head("GET /events", "Host: gateway", KEY)))
+            stack.enter_context(raw_connection(memory_gateway, request_head("GET /events", "Host: gateway", KEY)))
         eventually(lambda: len(queues) == before + MANY)
-        was = resident()
+        was = memory_use()
         for _ in range(5000):
-            served.loop.call_soon_threadsafe(lambda: served.engine.events.publish("flood", data="x" * 1000))
+            memory_gateway.loop.call_soon_threadsafe(
+                lambda: memory_gateway.engine.events.publish("flood", data="x" * 1000)
+            )
         assert api.get("/health").status_code == 200
-        assert resident() - was < 32 << 20
+        assert memory_use() - was < 32 << 20
     eventually(lambda: len(queues) == before)

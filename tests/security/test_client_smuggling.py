@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.inside import PORT, Raw, host, line, raw
-from tests.api.served import ADMIN_KEY, EXEC_KEY, Served
-from tests.api.test_sandboxes import create
+from tests.api.inside import PORT, RawService, host, raw_connection, raw_service
+from tests.api.memory_gateway import ADMIN_KEY, EXEC_KEY, MemoryGateway
+from tests.api.test_sandboxes import create_sandbox
 
 FIRST_SECONDS, QUIET_SECONDS = 2, 0.25
 """Timeouts of the first answer and of further ones: some forms are incomplete requests."""
@@ -36,91 +36,93 @@ class Form:
     """The whole request, instead of the other fields; FIELDS are Host and key."""
 
 
-def te(*fields: bytes, body: bytes = b"0\r\n\r\nHIDDEN") -> Form:
+def transfer_encoding_form(*fields: bytes, body: bytes = b"0\r\n\r\nHIDDEN") -> Form:
     """Read as chunks, the body ends before HIDDEN; read by its length, it ends after HIDDEN."""
     return Form((*fields, b"Content-Length: LENGTH"), body)
 
 
-def cl(*fields: bytes, body: bytes = b"HIDDEN") -> Form:
+def content_length_form(*fields: bytes, body: bytes = b"HIDDEN") -> Form:
     return Form(fields, body)
 
 
-def odd(*fields: bytes) -> Form:
+def unusual_length_form(*fields: bytes) -> Form:
     """An invalid or unusual length header: a server that ignores it takes HIDDEN for the next request."""
     return Form(fields, b"HIDDEN")
 
 
 FORMS: dict[str, Form] = {
     # Two lengths.
-    "CL.TE": te(CHUNKED),
+    "CL.TE": transfer_encoding_form(CHUNKED),
     "TE.CL": Form((CHUNKED, b"Content-Length: 4"), b"5c\r\nHIDDEN\r\n0\r\n\r\n"),
     "TE before CL": Form((CHUNKED, b"Content-Length: LENGTH"), b"0\r\n\r\nHIDDEN"),
-    "CL twice, small first": odd(b"Content-Length: 0", b"Content-Length: LENGTH"),
-    "CL twice, small last": odd(b"Content-Length: LENGTH", b"Content-Length: 0"),
-    "CL in a list": odd(b"Content-Length: 0, LENGTH"),
-    "CL in a list, reversed": odd(b"Content-Length: LENGTH, 0"),
+    "CL twice, small first": unusual_length_form(b"Content-Length: 0", b"Content-Length: LENGTH"),
+    "CL twice, small last": unusual_length_form(b"Content-Length: LENGTH", b"Content-Length: 0"),
+    "CL in a list": unusual_length_form(b"Content-Length: 0, LENGTH"),
+    "CL in a list, reversed": unusual_length_form(b"Content-Length: LENGTH, 0"),
     # Invalid lengths.
-    "CL with a plus": odd(b"Content-Length: +0"),
-    "CL below zero": odd(b"Content-Length: -1"),
-    "CL minus zero": odd(b"Content-Length: -0"),
-    "CL in hex": odd(b"Content-Length: 0x0"),
-    "CL with a fraction": odd(b"Content-Length: 0.0"),
-    "CL with an exponent": odd(b"Content-Length: 0e9"),
-    "CL with a blank within": odd(b"Content-Length: 0 5"),
-    "CL with an underscore": odd(b"Content-Length: 0_0"),
-    "CL empty": odd(b"Content-Length: "),
-    "CL of other digits": odd("Content-Length: \u0660".encode()),
-    "CL superscript": odd(b"Content-Length: \xb2"),
-    "CL beyond 64 bits": odd(b"Content-Length: 18446744073709551616"),
-    "CL of thousands of digits": odd(b"Content-Length: " + b"0" * 5000),
-    "CL with a NUL": odd(b"Content-Length: 0\x00"),
-    "CL with a vertical tab": odd(b"Content-Length: \x0b0"),
+    "CL with a plus": unusual_length_form(b"Content-Length: +0"),
+    "CL below zero": unusual_length_form(b"Content-Length: -1"),
+    "CL minus zero": unusual_length_form(b"Content-Length: -0"),
+    "CL in hex": unusual_length_form(b"Content-Length: 0x0"),
+    "CL with a fraction": unusual_length_form(b"Content-Length: 0.0"),
+    "CL with an exponent": unusual_length_form(b"Content-Length: 0e9"),
+    "CL with a blank within": unusual_length_form(b"Content-Length: 0 5"),
+    "CL with an underscore": unusual_length_form(b"Content-Length: 0_0"),
+    "CL empty": unusual_length_form(b"Content-Length: "),
+    "CL of other digits": unusual_length_form("Content-Length: \u0660".encode()),
+    "CL superscript": unusual_length_form(b"Content-Length: \xb2"),
+    "CL beyond 64 bits": unusual_length_form(b"Content-Length: 18446744073709551616"),
+    "CL of thousands of digits": unusual_length_form(b"Content-Length: " + b"0" * 5000),
+    "CL with a NUL": unusual_length_form(b"Content-Length: 0\x00"),
+    "CL with a vertical tab": unusual_length_form(b"Content-Length: \x0b0"),
     # Invalid names.
-    "CL, a blank before the colon": te(b"Transfer-Encoding : chunked"),
-    "TE, a tab before the colon": te(b"Transfer-Encoding\t: chunked"),
-    "TE after a NUL": te(b"Transfer\x00-Encoding: chunked"),
-    "TE after a blank": te(b" Transfer-Encoding: chunked"),
-    "TE with a form feed": te(b"\x0cTransfer-Encoding: chunked"),
-    "TE folded": te(b"X: 1\r\n Transfer-Encoding: chunked"),
-    "TE, its value folded": te(b"Transfer-Encoding:\r\n chunked"),
-    "a header without a colon": te(b"Transfer-Encoding chunked"),
-    "an empty name": te(b": chunked"),
+    "CL, a blank before the colon": transfer_encoding_form(b"Transfer-Encoding : chunked"),
+    "TE, a tab before the colon": transfer_encoding_form(b"Transfer-Encoding\t: chunked"),
+    "TE after a NUL": transfer_encoding_form(b"Transfer\x00-Encoding: chunked"),
+    "TE after a blank": transfer_encoding_form(b" Transfer-Encoding: chunked"),
+    "TE with a form feed": transfer_encoding_form(b"\x0cTransfer-Encoding: chunked"),
+    "TE folded": transfer_encoding_form(b"X: 1\r\n Transfer-Encoding: chunked"),
+    "TE, its value folded": transfer_encoding_form(b"Transfer-Encoding:\r\n chunked"),
+    "a header without a colon": transfer_encoding_form(b"Transfer-Encoding chunked"),
+    "an empty name": transfer_encoding_form(b": chunked"),
     # Invalid encodings, or several.
-    "TE twice": te(CHUNKED, b"Transfer-Encoding: identity"),
-    "TE twice, chunked last": te(b"Transfer-Encoding: identity", CHUNKED),
-    "TE identity": te(b"Transfer-Encoding: identity"),
-    "TE in a list": te(b"Transfer-Encoding: identity, chunked"),
-    "TE gzip and chunked": te(b"Transfer-Encoding: gzip, chunked"),
-    "TE chunked twice": te(b"Transfer-Encoding: chunked, chunked"),
-    "TE with a comma": te(b"Transfer-Encoding: chunked,"),
-    "TE in capitals": te(b"Transfer-Encoding: CHUNKED"),
-    "TE quoted": te(b'Transfer-Encoding: "chunked"'),
-    "TE with a parameter": te(b"Transfer-Encoding: chunked;q=1"),
-    "TE misspelled": te(b"Transfer-Encoding: xchunked"),
-    "TE after a vertical tab": te(b"Transfer-Encoding: \x0bchunked"),
-    "TE with a NUL": te(b"Transfer-Encoding: chunked\x00"),
-    "TE alone, misspelled": odd(b"Transfer-Encoding: xchunked"),
-    "TE alone, identity": odd(b"Transfer-Encoding: identity"),
+    "TE twice": transfer_encoding_form(CHUNKED, b"Transfer-Encoding: identity"),
+    "TE twice, chunked last": transfer_encoding_form(b"Transfer-Encoding: identity", CHUNKED),
+    "TE identity": transfer_encoding_form(b"Transfer-Encoding: identity"),
+    "TE in a list": transfer_encoding_form(b"Transfer-Encoding: identity, chunked"),
+    "TE gzip and chunked": transfer_encoding_form(b"Transfer-Encoding: gzip, chunked"),
+    "TE chunked twice": transfer_encoding_form(b"Transfer-Encoding: chunked, chunked"),
+    "TE with a comma": transfer_encoding_form(b"Transfer-Encoding: chunked,"),
+    "TE in capitals": transfer_encoding_form(b"Transfer-Encoding: CHUNKED"),
+    "TE quoted": transfer_encoding_form(b'Transfer-Encoding: "chunked"'),
+    "TE with a parameter": transfer_encoding_form(b"Transfer-Encoding: chunked;q=1"),
+    "TE misspelled": transfer_encoding_form(b"Transfer-Encoding: xchunked"),
+    "TE after a vertical tab": transfer_encoding_form(b"Transfer-Encoding: \x0bchunked"),
+    "TE with a NUL": transfer_encoding_form(b"Transfer-Encoding: chunked\x00"),
+    "TE alone, misspelled": unusual_length_form(b"Transfer-Encoding: xchunked"),
+    "TE alone, identity": unusual_length_form(b"Transfer-Encoding: identity"),
     "TE alone, twice": Form((CHUNKED, CHUNKED), b"0\r\n\r\nHIDDEN"),
     "TE of HTTP/1.0": Form((CHUNKED,), b"1\r\nx\r\n0\r\n\r\nHIDDEN", first=b"POST / HTTP/1.0"),
     # Invalid chunks.
-    "chunk of negative size": cl(CHUNKED, body=b"-1\r\nHIDDEN\r\n0\r\n\r\n"),
-    "chunk with 0x": cl(CHUNKED, body=b"0x0\r\n\r\nHIDDEN"),
-    "chunk with a plus": cl(CHUNKED, body=b"+0\r\n\r\nHIDDEN"),
-    "chunk with a blank before": cl(CHUNKED, body=b" 0\r\n\r\nHIDDEN"),
-    "chunk with an underscore": cl(CHUNKED, body=b"0_0\r\n\r\nHIDDEN"),
-    "chunk beyond 64 bits": cl(CHUNKED, body=b"1" + b"0" * 16 + b"\r\nHIDDEN\r\n0\r\n\r\n"),
-    "chunk of 20 digits": cl(CHUNKED, body=b"0" * 21 + b"\r\n\r\nHIDDEN"),
-    "chunk ended by LF": cl(CHUNKED, body=b"0\n\nHIDDEN"),
-    "chunk ended by CR": cl(CHUNKED, body=b"0\r\rHIDDEN"),
-    "chunk longer than it says": cl(CHUNKED, body=b"1\r\nxHIDDEN\r\n0\r\n\r\n"),
-    "chunk without an end": cl(CHUNKED, body=b"1\r\nx0\r\n\r\nHIDDEN"),
-    "an extension with LF": cl(CHUNKED, body=b"1;a\n0\r\n\r\nHIDDEN"),
-    "an extension with CR": cl(CHUNKED, body=b"1;a\rb\r\nx\r\n0\r\n\rHIDDEN"),
-    "an extension with a request": cl(CHUNKED, body=b"1;ONELINE\r\nx\r\n0\r\n\r\n"),
-    "an extension that is huge": cl(CHUNKED, body=b"1;" + b"a" * 200_000 + b"\r\nx\r\n0\r\n\r\nHIDDEN"),
-    "trailers that are a request": cl(CHUNKED, body=b"0\r\nHIDDEN"),
-    "a trailer of length": cl(CHUNKED, body=b"1\r\nx\r\n0\r\nContent-Length: 0\r\nX: HIDDEN"),
+    "chunk of negative size": content_length_form(CHUNKED, body=b"-1\r\nHIDDEN\r\n0\r\n\r\n"),
+    "chunk with 0x": content_length_form(CHUNKED, body=b"0x0\r\n\r\nHIDDEN"),
+    "chunk with a plus": content_length_form(CHUNKED, body=b"+0\r\n\r\nHIDDEN"),
+    "chunk with a blank before": content_length_form(CHUNKED, body=b" 0\r\n\r\nHIDDEN"),
+    "chunk with an underscore": content_length_form(CHUNKED, body=b"0_0\r\n\r\nHIDDEN"),
+    "chunk beyond 64 bits": content_length_form(CHUNKED, body=b"1" + b"0" * 16 + b"\r\nHIDDEN\r\n0\r\n\r\n"),
+    "chunk of 20 digits": content_length_form(CHUNKED, body=b"0" * 21 + b"\r\n\r\nHIDDEN"),
+    "chunk ended by LF": content_length_form(CHUNKED, body=b"0\n\nHIDDEN"),
+    "chunk ended by CR": content_length_form(CHUNKED, body=b"0\r\rHIDDEN"),
+    "chunk longer than it says": content_length_form(CHUNKED, body=b"1\r\nxHIDDEN\r\n0\r\n\r\n"),
+    "chunk without an end": content_length_form(CHUNKED, body=b"1\r\nx0\r\n\r\nHIDDEN"),
+    "an extension with LF": content_length_form(CHUNKED, body=b"1;a\n0\r\n\r\nHIDDEN"),
+    "an extension with CR": content_length_form(CHUNKED, body=b"1;a\rb\r\nx\r\n0\r\n\rHIDDEN"),
+    "an extension with a request": content_length_form(CHUNKED, body=b"1;ONELINE\r\nx\r\n0\r\n\r\n"),
+    "an extension that is huge": content_length_form(
+        CHUNKED, body=b"1;" + b"a" * 200_000 + b"\r\nx\r\n0\r\n\r\nHIDDEN"
+    ),
+    "trailers that are a request": content_length_form(CHUNKED, body=b"0\r\nHIDDEN"),
+    "a trailer of length": content_length_form(CHUNKED, body=b"1\r\nx\r\n0\r\nContent-Length: 0\r\nX: HIDDEN"),
     # Line ends.
     "LF alone": Form((), raw=b"POST / HTTP/1.1\nFIELDSLF\nContent-Length: LENGTH\n\nHIDDEN"),
     "CR alone in a header": Form((b"X: 1\rContent-Length: 0\r\rHIDDENLF",), b""),
@@ -162,7 +164,7 @@ FORMS: dict[str, Form] = {
 }
 
 
-def request(form: Form, mine: str, hidden: bytes, key: str) -> bytes:
+def build_request(form: Form, mine: str, hidden: bytes, key: str) -> bytes:
     who = [f"Host: {mine}".encode(), f"X-API-Key: {key}".encode()]
     one_line = hidden.partition(b"\r\n")[0]
     body = form.body.replace(b"HIDDEN", hidden)
@@ -175,10 +177,10 @@ def request(form: Form, mine: str, hidden: bytes, key: str) -> bytes:
     return whole.replace(b"ONELINE", one_line).replace(b"LENGTH", str(length).encode())
 
 
-def answers(served: Served, data: bytes) -> list[int]:
+def accepted_statuses(memory_gateway: MemoryGateway, data: bytes) -> list[int]:
     """The statuses of the answers to ``data`` except for 400: the requests that the gateway recognized."""
     got = b""
-    with line(served) as connection:
+    with raw_connection(memory_gateway) as connection:
         try:
             connection.sendall(data)
             connection.settimeout(FIRST_SECONDS)
@@ -192,11 +194,11 @@ def answers(served: Served, data: bytes) -> list[int]:
 
 @pytest.fixture
 def other(api: httpx.Client) -> dict[str, Any]:
-    return create(api, name="other")
+    return create_sandbox(api, name="other")
 
 
-def check(service: Raw) -> None:
-    """Each request is unambiguous, and none of them is the hidden one."""
+def check_requests(service: RawService) -> None:
+    """Check that each request is unambiguous, and that none of them is the hidden one."""
     for head in service.heads:
         assert CANONICAL.fullmatch(head), head
         assert b"/hidden" not in head.partition(b"\r\n")[0], head
@@ -208,53 +210,56 @@ def check(service: Raw) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_second_request_reaches_a_service(
-    served: Served, api: httpx.Client, one: dict[str, Any], other: dict[str, Any], form: str
+def test_no_hidden_request_reaches_a_service(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any], form: str
 ) -> None:
-    with raw(served, one) as service, raw(served, other) as others:
-        for number, victim in enumerate((one, other), 1):
+    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other) as others:
+        for number, victim in enumerate((sandbox, other), 1):
             hidden = f"GET /hidden HTTP/1.1\r\nHost: {host(victim, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n".encode()
-            statuses = answers(served, request(FORMS[form], host(one, PORT), hidden, EXEC_KEY))
+            statuses = accepted_statuses(
+                memory_gateway, build_request(FORMS[form], host(sandbox, PORT), hidden, EXEC_KEY)
+            )
             assert len(statuses) <= 1, "the gateway takes it for one request, or for none"
             # Nor is anything left over that precedes the next client's request.
-            assert api.get("/next", headers={"Host": host(one, PORT)}).text == "ok"
-            targets = [service.target(each) for each in range(len(service.heads))]
+            assert api.get("/next", headers={"Host": host(sandbox, PORT)}).text == "ok"
+            targets = [service.request_target(each) for each in range(len(service.heads))]
             assert targets.count("/next") == number and len(targets) <= 2 * number, targets
-            check(service)
+            check_requests(service)
             assert others.heads == []
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_no_second_request_reaches_the_gateway(
-    served: Served, api: httpx.Client, one: dict[str, Any], form: str
+def test_no_hidden_request_reaches_the_gateway(
+    memory_gateway: MemoryGateway, api: httpx.Client, sandbox: dict[str, Any], form: str
 ) -> None:
     """The hidden request removes the sandbox, with a key that has the right to do so."""
     hidden = f"DELETE /sandboxes/one HTTP/1.1\r\nHost: gateway\r\nX-API-Key: {ADMIN_KEY}\r\n\r\n".encode()
-    with raw(served, one) as service:
-        for outer in ("gateway", host(one, PORT)):
-            assert len(answers(served, request(FORMS[form], outer, hidden, ADMIN_KEY))) <= 1
+    with raw_service(memory_gateway, sandbox) as service:
+        for outer in ("gateway", host(sandbox, PORT)):
+            assert len(accepted_statuses(memory_gateway, build_request(FORMS[form], outer, hidden, ADMIN_KEY))) <= 1
             assert api.get("/sandboxes/one").status_code == 200
-        check(service)
+        check_requests(service)
 
 
 @pytest.mark.parametrize("end", [b"\nContent-Length: 0\n\n", b"\r\nContent-Length:\r\n 0\r\n\r\n"])
-def test_what_may_be_read_leniently_is_passed_on_strictly(
-    served: Served, one: dict[str, Any], other: dict[str, Any], end: bytes
+def test_leniently_parsed_requests_are_forwarded_strictly(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], other: dict[str, Any], end: bytes
 ) -> None:
-    """RFC 9112 lets a server accept LF as a line end and unfold lines: the rest is then a separate request, checked by
-    its own key; services inside see neither LF nor folded lines.
-    """
-    keyed = f"POST / HTTP/1.1\r\nHost: {host(one, PORT)}\r\nX-API-Key: {EXEC_KEY}".encode() + end
+    """RFC 9112 lets a server accept LF as a line end and unfold lines. The rest is then a separate request, checked by
+    its own key. Services inside see neither LF nor folded lines."""
+    keyed = f"POST / HTTP/1.1\r\nHost: {host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}".encode() + end
     hidden = f"GET /hidden HTTP/1.1\r\nHost: {host(other, PORT)}\r\n\r\n".encode()
-    with raw(served, one) as service, raw(served, other) as others:
-        assert answers(served, keyed + hidden) == [200, 401]
-        check(service)
+    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other) as others:
+        assert accepted_statuses(memory_gateway, keyed + hidden) == [200, 401]
+        check_requests(service)
         assert len(service.heads) == 1 and others.heads == []
 
 
-def test_requests_that_are_two_are_two(served: Served, one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Pipelining is allowed: each request is checked separately, answered in turn, and has its own body."""
-    mine = f"Host: {host(one, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n"
+def test_pipelined_requests_stay_separate(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """Pipelining is allowed. Each request is checked separately, answered in turn, and has its own body."""
+    mine = f"Host: {host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n"
     theirs = f"Host: {host(other, PORT)}\r\n"
     requests = [
         f"POST /1 HTTP/1.1\r\n{mine}Content-Length: 5\r\n\r\nfirst",
@@ -262,16 +267,16 @@ def test_requests_that_are_two_are_two(served: Served, one: dict[str, Any], othe
         f"POST /3 HTTP/1.1\r\n{mine}Transfer-Encoding: chunked\r\n\r\n5\r\nthird\r\n0\r\n\r\n",
         f"GET /4 HTTP/1.1\r\n{mine}\r\n",
     ]
-    with raw(served, one) as service, raw(served, other) as others:
-        assert answers(served, "".join(requests).encode()) == [200, 401, 200, 200]
+    with raw_service(memory_gateway, sandbox) as service, raw_service(memory_gateway, other) as others:
+        assert accepted_statuses(memory_gateway, "".join(requests).encode()) == [200, 401, 200, 200]
         assert [head.split(b" ")[1] for head in service.heads] == [b"/1", b"/3", b"/4"]
         assert service.bodies == [b"first", b"third", b""]
         assert others.heads == []
 
 
-def test_the_key_of_one_request_is_not_that_of_the_next(served: Served, one: dict[str, Any]) -> None:
-    keyed = f"GET /1 HTTP/1.1\r\nHost: {host(one, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n"
-    keyless = f"GET /2 HTTP/1.1\r\nHost: {host(one, PORT)}\r\n\r\n"
-    with raw(served, one) as service:
-        assert answers(served, (keyed + keyless + keyed + keyless).encode()) == [200, 401, 200, 401]
+def test_each_request_needs_its_own_key(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
+    keyed = f"GET /1 HTTP/1.1\r\nHost: {host(sandbox, PORT)}\r\nX-API-Key: {EXEC_KEY}\r\n\r\n"
+    keyless = f"GET /2 HTTP/1.1\r\nHost: {host(sandbox, PORT)}\r\n\r\n"
+    with raw_service(memory_gateway, sandbox) as service:
+        assert accepted_statuses(memory_gateway, (keyed + keyless + keyed + keyless).encode()) == [200, 401, 200, 401]
         assert [head.split(b" ")[1] for head in service.heads] == [b"/1", b"/1"]

@@ -11,10 +11,20 @@ import httpx
 import pytest
 from e2b.sandbox.signature import get_signature
 
-from sandbox_gateway.api.access.ports import inner_token
-from tests.api.inside import AGENT_PORT, PORT, Raw, at, head, line, raw, status_of, to
-from tests.api.served import EXEC_KEY, READ_KEY, Served
-from tests.api.test_sandboxes import create
+from sandbox_gateway.api.access.ports import token_for_port
+from tests.api.inside import (
+    AGENT_PORT,
+    PORT,
+    RawService,
+    port_headers,
+    port_headers_with_host,
+    raw_connection,
+    raw_service,
+    read_status,
+    request_head,
+)
+from tests.api.memory_gateway import EXEC_KEY, READ_KEY, MemoryGateway
+from tests.api.test_sandboxes import create_sandbox
 
 CODE_PORT = 49999
 PORTS = (AGENT_PORT, CODE_PORT, PORT)
@@ -37,46 +47,57 @@ PLACES: dict[str, Callable[[str], dict[str, str]]] = {
 """Places for a token in a request."""
 
 
-def tokens(sandbox: dict[str, Any]) -> list[str]:
+def token_headers(sandbox: dict[str, Any]) -> list[str]:
     envd: str = sandbox["envdAccessToken"]
-    return [envd, sandbox["trafficAccessToken"], inner_token(envd, CODE_PORT), f"{envd},{envd}"]
+    return [envd, sandbox["trafficAccessToken"], token_for_port(envd, CODE_PORT), f"{envd},{envd}"]
 
 
 @contextlib.contextmanager
-def guarded(served: Served, sandbox: dict[str, Any]) -> Iterator[None]:
-    """Runs a service on each port of ``sandbox``; at the end, nobody has reached one."""
+def guarded_ports(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> Iterator[None]:
+    """Run a service on each port of ``sandbox``, and check at the end that nobody has reached one."""
     with contextlib.ExitStack() as stack:
-        services: list[Raw] = [stack.enter_context(raw(served, sandbox, port=port)) for port in PORTS]
+        services: list[RawService] = [
+            stack.enter_context(raw_service(memory_gateway, sandbox, port=port)) for port in PORTS
+        ]
         yield
         assert [service.heads for service in services] == [[], [], []]
 
 
 @pytest.fixture
-def other(api: httpx.Client, one: dict[str, Any]) -> dict[str, Any]:
+def other(api: httpx.Client, sandbox: dict[str, Any]) -> dict[str, Any]:
     """A sibling of `one`: the two are as similar as sandboxes can be."""
     made: dict[str, Any] = api.post("/sandboxes/one/clone", json={"names": ["other"]}).json()["sandboxes"][0]
     return made
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("addressed", [to, at], ids=["by header", "by host"])
-def test_tokens_of_one_open_no_port_of_another(
-    served: Served, anyone: httpx.Client, one: dict[str, Any], other: dict[str, Any], place: str, addressed: Any
+@pytest.mark.parametrize("addressed", [port_headers, port_headers_with_host], ids=["by header", "by host"])
+def test_tokens_open_no_port_of_another_sandbox(
+    memory_gateway: MemoryGateway,
+    keyless_client: httpx.Client,
+    sandbox: dict[str, Any],
+    other: dict[str, Any],
+    place: str,
+    addressed: Any,
 ) -> None:
-    with guarded(served, other):
-        for token in tokens(one):
+    with guarded_ports(memory_gateway, other):
+        for token in token_headers(sandbox):
             for port in PORTS:
                 for path in ("/", "/files?path=/etc/shadow", "/identity", "/mounts", "/execute"):
                     headers = addressed(other, port, **PLACES[place](token))
                     for method in ("GET", "POST"):
-                        assert anyone.request(method, path, headers=headers).status_code == 401, (port, method, path)
+                        assert keyless_client.request(method, path, headers=headers).status_code == 401, (
+                            port,
+                            method,
+                            path,
+                        )
                 query = urlencode({"token": token, "access_token": token, "x-access-token": token})
-                assert anyone.get(f"/?{query}", headers=addressed(other, port)).status_code == 401
+                assert keyless_client.get(f"/?{query}", headers=addressed(other, port)).status_code == 401
 
 
 @pytest.mark.parametrize("port", PORTS)
-def test_tokens_of_one_open_no_websocket_to_another(
-    served: Served, one: dict[str, Any], other: dict[str, Any], port: int
+def test_tokens_open_no_websocket_to_another_sandbox(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], other: dict[str, Any], port: int
 ) -> None:
     upgrade = (
         "Connection: Upgrade",
@@ -84,82 +105,103 @@ def test_tokens_of_one_open_no_websocket_to_another(
         "Sec-WebSocket-Version: 13",
         "Sec-WebSocket-Key: " + "A" * 22 + "==",
     )
-    with guarded(served, other):
-        for token in tokens(one):
-            request = head("GET /", *upgrade, **at(other, port), **PLACES["everywhere"](token))
-            with line(served, request) as connection:
-                assert status_of(connection)[0] == 401
+    with guarded_ports(memory_gateway, other):
+        for token in token_headers(sandbox):
+            request = request_head(
+                "GET /", *upgrade, **port_headers_with_host(other, port), **PLACES["everywhere"](token)
+            )
+            with raw_connection(memory_gateway, request) as connection:
+                assert read_status(connection)[0] == 401
 
 
-def test_urls_that_were_signed_for_one_are_worth_nothing_at_another(
-    served: Served, anyone: httpx.Client, one: dict[str, Any], other: dict[str, Any]
+def test_signed_urls_do_not_work_for_another_sandbox(
+    memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    with guarded(served, other):
-        for token in (*tokens(one), READ_KEY):
+    with guarded_ports(memory_gateway, other):
+        for token in (*token_headers(sandbox), READ_KEY):
             for operation, method in (("read", "GET"), ("write", "POST")):
                 signature = get_signature("/x", operation, None, token)["signature"]
                 for port in PORTS:
                     url = f"/files?path=/x&signature={signature}"
-                    assert anyone.request(method, url, headers=at(other, port)).status_code == 401
+                    assert (
+                        keyless_client.request(method, url, headers=port_headers_with_host(other, port)).status_code
+                        == 401
+                    )
 
 
-def test_both_ways_of_naming_a_sandbox_at_once_reach_the_one_that_was_judged(
-    served: Served, anyone: httpx.Client, one: dict[str, Any], other: dict[str, Any]
+def test_conflicting_sandbox_names_reach_only_the_authorized_one(
+    memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    mine = {"X-Access-Token": one["envdAccessToken"]}
-    with guarded(served, other), raw(served, one) as service:
-        both = to(other, PORT) | at(one, PORT) | mine
-        assert anyone.get("/", headers=both).status_code == 200 and len(service.heads) == 1
-        assert anyone.get("/", headers=to(one, PORT) | at(other, PORT) | mine).status_code == 401
-        twice = [*to(one, PORT).items(), *to(other, PORT).items(), *mine.items()]
-        anyone.get("/", headers=twice)
-        anyone.get("/", headers=twice[::-1])
+    mine = {"X-Access-Token": sandbox["envdAccessToken"]}
+    with guarded_ports(memory_gateway, other), raw_service(memory_gateway, sandbox) as service:
+        both = port_headers(other, PORT) | port_headers_with_host(sandbox, PORT) | mine
+        assert keyless_client.get("/", headers=both).status_code == 200 and len(service.heads) == 1
+        assert (
+            keyless_client.get(
+                "/", headers=port_headers(sandbox, PORT) | port_headers_with_host(other, PORT) | mine
+            ).status_code
+            == 401
+        )
+        twice = [*port_headers(sandbox, PORT).items(), *port_headers(other, PORT).items(), *mine.items()]
+        keyless_client.get("/", headers=twice)
+        keyless_client.get("/", headers=twice[::-1])
 
 
-def test_a_name_that_is_given_again_does_not_bring_its_tokens_along(
-    served: Served, api: httpx.Client, anyone: httpx.Client, one: dict[str, Any]
+def test_a_reused_name_does_not_revive_its_tokens(
+    memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     api.delete("/sandboxes/one")
-    again = create(api, name="one")
+    again = create_sandbox(api, name="one")
     # Its name is the id of the one that is gone.
-    namesake = create(api, name=one["sandboxID"])
+    namesake = create_sandbox(api, name=sandbox["sandboxID"])
     for heir in (again, namesake):
-        with guarded(served, heir):
-            for token in tokens(one):
-                for ref in (heir["sandboxID"], heir["name"], one["sandboxID"], "one"):
+        with guarded_ports(memory_gateway, heir):
+            for token in token_headers(sandbox):
+                for ref in (heir["sandboxID"], heir["name"], sandbox["sandboxID"], "one"):
                     for port in PORTS:
-                        headers = to({"sandboxID": ref}, port, **PLACES["everywhere"](token))
-                        assert anyone.get("/", headers=headers).status_code in (401, 502)
+                        headers = port_headers({"sandboxID": ref}, port, **PLACES["everywhere"](token))
+                        assert keyless_client.get("/", headers=headers).status_code in (401, 502)
 
 
-def test_tokens_open_nothing_of_the_gateways_own(
-    served: Served, api: httpx.Client, anyone: httpx.Client, one: dict[str, Any]
+def test_tokens_do_not_open_the_gateways_api(
+    memory_gateway: MemoryGateway, api: httpx.Client, keyless_client: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     volume = api.post("/volumes", json={"name": "data"}).json()
-    for token in (*tokens(one), volume["token"]):
+    for token in (*token_headers(sandbox), volume["token"]):
         for place in PLACES.values():
             for method, path in (("GET", "/sandboxes"), ("POST", "/sandboxes/one/exec"), ("DELETE", "/sandboxes/one")):
-                assert anyone.request(method, path, headers=place(token)).status_code == 401
+                assert keyless_client.request(method, path, headers=place(token)).status_code == 401
     assert api.get("/sandboxes/one").status_code == 200
-    with guarded(served, one):
+    with guarded_ports(memory_gateway, sandbox):
         for place in PLACES.values():
             for port in PORTS:
-                assert anyone.get("/", headers=to(one, port) | place(volume["token"])).status_code == 401
+                assert (
+                    keyless_client.get("/", headers=port_headers(sandbox, port) | place(volume["token"])).status_code
+                    == 401
+                )
 
 
-def test_a_read_key_reaches_no_port(served: Served, anyone: httpx.Client, one: dict[str, Any]) -> None:
-    with guarded(served, one):
+def test_a_read_key_reaches_no_port(
+    memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any]
+) -> None:
+    with guarded_ports(memory_gateway, sandbox):
         for place in PLACES.values():
             for port in PORTS:
-                assert anyone.get("/", headers=to(one, port) | place(READ_KEY)).status_code in (401, 403)
+                assert keyless_client.get("/", headers=port_headers(sandbox, port) | place(READ_KEY)).status_code in (
+                    401,
+                    403,
+                )
 
 
-def test_what_would_reach_it_is_let_through_with_a_key(
-    served: Served, anyone: httpx.Client, one: dict[str, Any]
+def test_the_same_requests_succeed_with_a_key(
+    memory_gateway: MemoryGateway, keyless_client: httpx.Client, sandbox: dict[str, Any]
 ) -> None:
     """The attacks above fail because of their token, not because of their form."""
     for port in PORTS:
-        with raw(served, one, port=port) as service:
-            for addressed in (to, at):
-                assert anyone.get("/", headers=addressed(one, port, **{"X-API-Key": EXEC_KEY})).status_code == 200
+        with raw_service(memory_gateway, sandbox, port=port) as service:
+            for addressed in (port_headers, port_headers_with_host):
+                assert (
+                    keyless_client.get("/", headers=addressed(sandbox, port, **{"X-API-Key": EXEC_KEY})).status_code
+                    == 200
+                )
             assert len(service.heads) == 2

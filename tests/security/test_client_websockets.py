@@ -15,10 +15,10 @@ from websockets.frames import Frame
 from websockets.sync.client import ClientConnection, connect
 from websockets.uri import WebSocketURI
 
-from sandbox_gateway.api.data_plane.fragments import MOST_CONTROLS, ClientFragments, Fragments
+from sandbox_gateway.api.data_plane.fragments import MAX_CONTROLS, ClientFragments, Fragments
 from tests.api.inside import PORT, Service, host
-from tests.api.served import ADMIN_KEY
-from tests.api.test_websocket import Inside, Talk
+from tests.api.memory_gateway import ADMIN_KEY
+from tests.api.test_websocket import Handler, RecordingService
 from tests.support.daemon import Daemon
 from tests.support.waiting import eventually
 
@@ -33,14 +33,14 @@ Tunnels = tuple[Daemon, list[ClientConnection]]
 @pytest.fixture(scope="module")
 def _daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, dict[str, Any]]]:
     with Daemon(tmp_path_factory.mktemp("daemon")) as daemon:
-        yield daemon, daemon.sandbox()
+        yield daemon, daemon.create_sandbox()
 
 
 @contextlib.contextmanager
-def tunnels(at: tuple[Daemon, dict[str, Any]], talk: Talk, **settings: Any) -> Iterator[Tunnels]:
+def open_tunnels(at: tuple[Daemon, dict[str, Any]], talk: Handler, **settings: Any) -> Iterator[Tunnels]:
     """Connections to a service inside, which handles each with ``talk``."""
     daemon, sandbox = at
-    with Service(sandbox["address"], PORT, Inside(talk, **settings).listen), contextlib.ExitStack() as stack:
+    with Service(sandbox["address"], PORT, RecordingService(talk, **settings).listen), contextlib.ExitStack() as stack:
         clients = []
         for _ in range(CLIENTS):
             connection = socket.create_connection(("127.0.0.1", daemon.port), timeout=30)
@@ -62,43 +62,43 @@ def tunnels(at: tuple[Daemon, dict[str, Any]], talk: Talk, **settings: Any) -> I
         yield daemon, clients
 
 
-async def read(connection: ServerConnection) -> None:
+async def read_all(connection: ServerConnection) -> None:
     async for _ in connection.recv_streaming():
         pass
 
 
-async def deaf(connection: ServerConnection) -> None:
+async def never_read(connection: ServerConnection) -> None:
     connection.transport.pause_reading()
     await asyncio.Event().wait()
 
 
-def fragments(size: int) -> bytes:
-    """The beginning of a message, EACH bytes in fragments of ``size``, as a client sends them."""
+def make_fragments(size: int) -> bytes:
+    """The beginning of a message: EACH bytes in fragments of ``size``, as a client sends them."""
     length = bytes([0x80 | size]) if size < 126 else b"\xfe" + size.to_bytes(2, "big")
     return b"\x02\x81\0\0\0\0x" + (b"\x00" + length + b"\0" * 4 + b"x" * size) * (EACH // (size + 8))
 
 
 FLOODS = {
-    "small fragments": fragments(100),
-    "large fragments": fragments(32_000),
+    "small fragments": make_fragments(100),
+    "large fragments": make_fragments(32_000),
     "one frame whose end is missing": b"\x82\xff" + (16 << 20).to_bytes(8, "big") + b"\0" * 4 + b"x" * EACH,
     "empty messages": (b"\x82\x80" + b"\0" * 4) * 100_000,
     "pings": (b"\x89\xfd\0\0\0\0" + b"x" * 125) * (EACH // 131),
 }
 
 
-@pytest.mark.parametrize("service", [read, deaf])
+@pytest.mark.parametrize("service", [read_all, never_read])
 @pytest.mark.parametrize("flood", FLOODS)
-def test_a_client_floods(_daemon: tuple[Daemon, dict[str, Any]], flood: str, service: Talk) -> None:
-    with tunnels(_daemon, service) as (daemon, clients):
-        before = daemon.resident()
-        watched = send(daemon, clients, FLOODS[flood])
+def test_a_client_floods_the_gateway(_daemon: tuple[Daemon, dict[str, Any]], flood: str, service: Handler) -> None:
+    with open_tunnels(_daemon, service) as (daemon, clients):
+        before = daemon.memory_use()
+        watched = send_to_all(daemon, clients, FLOODS[flood])
         assert watched - before < MOST_GROWTH
 
 
 @pytest.mark.parametrize(("size", "final"), [(0, True), (100, False), (60_000, False), (EACH, False)])
-def test_a_guest_floods(_daemon: tuple[Daemon, dict[str, Any]], size: int, final: bool) -> None:
-    """Clients that read nothing; whole messages, fragments, or one long frame."""
+def test_a_guest_floods_the_gateway(_daemon: tuple[Daemon, dict[str, Any]], size: int, final: bool) -> None:
+    """The clients read nothing. The guest sends whole messages, fragments, or one long frame."""
     if size < 126:
         length = bytes([size])
     else:
@@ -113,16 +113,16 @@ def test_a_guest_floods(_daemon: tuple[Daemon, dict[str, Any]], size: int, final
         floods += 1
         await asyncio.Event().wait()
 
-    with tunnels(_daemon, flood) as (daemon, _):
-        before = daemon.resident()
+    with open_tunnels(_daemon, flood) as (daemon, _):
+        before = daemon.memory_use()
         eventually(lambda: floods == CLIENTS, seconds=60)
-        # Nothing shows when the gateway has read everything that it will read.
-        most = max(peak(daemon) for _ in range(20))
-        assert most - before < MOST_GROWTH
+        # The gateway reads without a visible end.
+        peak = max(current_memory(daemon) for _ in range(20))
+        assert peak - before < MOST_GROWTH
 
 
 @pytest.mark.parametrize("controls", [b"\x89\x00", b"\x8a\x00"])
-def test_thousands_of_control_frames_leave_turns_to_others(controls: bytes) -> None:
+def test_thousands_of_control_frames_do_not_delay_others(controls: bytes) -> None:
     """All arrive in one read. On 60 connections at once, they used to delay everybody else for seconds."""
     protocol = ClientFragments(WebSocketURI(False, "inside", 80, "/", ""), max_size=1 << 20)
     protocol.parser = Fragments.parse(protocol)
@@ -130,15 +130,15 @@ def test_thousands_of_control_frames_leave_turns_to_others(controls: bytes) -> N
     seen = 0
     while protocol.crowded:
         handled = protocol.events_received()
-        assert protocol.has_more and len(handled) <= MOST_CONTROLS
+        assert protocol.has_more and len(handled) <= MAX_CONTROLS
         seen += len(handled)
         protocol.receive_data(b"")
     *more, message = protocol.events_received()
     assert seen + len(more) == 8000 and isinstance(message, Frame) and message.data == b"x"
 
 
-def test_messages_pass_behind_thousands_of_control_frames(_daemon: tuple[Daemon, dict[str, Any]]) -> None:
-    """Even if the sender adds more of them after the message; in both directions."""
+def test_messages_arrive_behind_thousands_of_control_frames(_daemon: tuple[Daemon, dict[str, Any]]) -> None:
+    """The sender may also add control frames after the message. Both directions are tested."""
     pings, after = b"\x89\x80abcd" * 5000, b"\x8a\x80abcd" * 5000
 
     async def echo(connection: ServerConnection) -> None:
@@ -147,35 +147,35 @@ def test_messages_pass_behind_thousands_of_control_frames(_daemon: tuple[Daemon,
             await connection.send(message)
             connection.transport.write(b"\x8a\x00" * 5000)
 
-    with tunnels(_daemon, echo) as (daemon, clients):
+    with open_tunnels(_daemon, echo) as (daemon, clients):
         for client in clients:
             client.socket.sendall(pings + b"\x82\x81\0\0\0\0x" + after)
         for client in clients:
             assert client.recv(timeout=60) == b"x"
             client.send(b"y")
             assert client.recv(timeout=60) == b"y"
-        daemon.health()
+        daemon.check_health()
 
 
-def send(daemon: Daemon, clients: list[ClientConnection], data: bytes) -> int:
+def send_to_all(daemon: Daemon, clients: list[ClientConnection], data: bytes) -> int:
     """Send ``data`` on all connections, as much of it as is accepted; returns the peak memory meanwhile."""
 
-    def one(client: ClientConnection) -> None:
+    def send_to_one(client: ClientConnection) -> None:
         client.socket.settimeout(5)
         with contextlib.suppress(OSError):
             client.socket.sendall(data)
 
-    threads = [threading.Thread(target=one, args=[client]) for client in clients]
+    threads = [threading.Thread(target=send_to_one, args=[client]) for client in clients]
     for thread in threads:
         thread.start()
-    most = 0
+    peak = 0
     while any(thread.is_alive() for thread in threads):
-        most = max(most, peak(daemon))
-    return max(most, peak(daemon))
+        peak = max(peak, current_memory(daemon))
+    return max(peak, current_memory(daemon))
 
 
-def peak(daemon: Daemon) -> int:
+def current_memory(daemon: Daemon) -> int:
     """The daemon's current memory; checks that it answers meanwhile."""
-    daemon.health()
+    daemon.check_health()
     threading.Event().wait(0.1)
-    return daemon.resident()
+    return daemon.memory_use()

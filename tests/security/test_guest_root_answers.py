@@ -17,12 +17,20 @@ import httpx
 import pytest
 
 from sandbox_gateway.engine import guest_json
-from sandbox_gateway.engine.builds import LONGEST_LINE, Build, LogLines
+from sandbox_gateway.engine.builds import MAX_LINE_LENGTH, Build, LogLines
 from sandbox_gateway.errors import Busy, Invalid
 from sandbox_gateway.hosts.rootfs_common import Tree
 from tests.api import inside, memory_host
-from tests.api.served import Served
-from tests.security.hostile import HEAD, Turns, chunked, endlessly, replaced, while_served, whole
+from tests.api.memory_gateway import MemoryGateway
+from tests.security.hostile import (
+    HEAD,
+    LoopMonitor,
+    check_others_are_served,
+    chunked,
+    make_answer,
+    replaced_agent,
+    send_endlessly,
+)
 from tests.support.waiting import eventually
 
 _MB = 1 << 20
@@ -49,31 +57,35 @@ _GOES_ON = {"snapshot": 201, "look": 200}
 
 @pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("status", ["200 OK", "500 no"])
-def test_strings_without_an_end_hold_nobody_up(served: Served, one: dict[str, Any], entry: str, status: str) -> None:
-    with served.client() as client:
+def test_unterminated_strings_do_not_delay_others(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], entry: str, status: str
+) -> None:
+    with memory_gateway.client() as client:
         client.post("/volumes", json={"name": "data", "sizeMB": 64})
-        with replaced(served, one, whole(_QUADRATIC, status)):
-            answer = while_served(client, lambda: ENTRIES[entry](served.client(), one["sandboxID"]))
+        with replaced_agent(memory_gateway, sandbox, make_answer(_QUADRATIC, status)):
+            answer = check_others_are_served(
+                client, lambda: ENTRIES[entry](memory_gateway.client(), sandbox["sandboxID"])
+            )
         assert answer.status_code == _GOES_ON.get(entry, 500), answer.text
         assert len(answer.content) < 10_000
 
 
 LIES = {
-    "nothing but quotes": whole(b'"' * 200_000),
-    "escapes without an end": whole(b'{"a": "' + b"\\" * 200_000),
-    "deep lists": whole(b'{"exitCode": ' + b"[" * 200_000),
-    "a little too deep": whole(b'{"exitCode": ' + b"[" * 20 + b"]" * 20 + b"}"),
-    "many members": whole(b'{"exitCode": [' + b"0," * 100_000 + b"0]}"),
-    "many strings": whole(b'{"exitCode": 0, "stdout": [' + b'"",' * 100_000 + b'""]}'),
-    "a number of 4000 digits": whole(b'{"exitCode": ' + b"9" * 4000 + b"}"),
-    "a number of 100,000 digits": whole(b'{"exitCode": ' + b"9" * 100_000 + b"}"),
-    "a number that is too large": whole(b'{"exitCode": 256}'),
-    "a number that is none": whole(b'{"exitCode": NaN}'),
-    "infinity": whole(b'{"exitCode": 1e999}'),
-    "a yes for a number": whole(b'{"exitCode": true}'),
-    "a list for output": whole(b'{"exitCode": 0, "stdout": [65]}'),
-    "output that is no base64": whole(b'{"exitCode": 0, "stdout": "' + b"!" * 300_000 + b'"}'),
-    "output with an end in the middle": whole(b'{"exitCode": 0, "stdout": "YQ==YQ=="}'),
+    "nothing but quotes": make_answer(b'"' * 200_000),
+    "escapes without an end": make_answer(b'{"a": "' + b"\\" * 200_000),
+    "deep lists": make_answer(b'{"exitCode": ' + b"[" * 200_000),
+    "a little too deep": make_answer(b'{"exitCode": ' + b"[" * 20 + b"]" * 20 + b"}"),
+    "many members": make_answer(b'{"exitCode": [' + b"0," * 100_000 + b"0]}"),
+    "many strings": make_answer(b'{"exitCode": 0, "stdout": [' + b'"",' * 100_000 + b'""]}'),
+    "a number of 4000 digits": make_answer(b'{"exitCode": ' + b"9" * 4000 + b"}"),
+    "a number of 100,000 digits": make_answer(b'{"exitCode": ' + b"9" * 100_000 + b"}"),
+    "a number that is too large": make_answer(b'{"exitCode": 256}'),
+    "a number that is none": make_answer(b'{"exitCode": NaN}'),
+    "infinity": make_answer(b'{"exitCode": 1e999}'),
+    "a yes for a number": make_answer(b'{"exitCode": true}'),
+    "a list for output": make_answer(b'{"exitCode": 0, "stdout": [65]}'),
+    "output that is no base64": make_answer(b'{"exitCode": 0, "stdout": "' + b"!" * 300_000 + b'"}'),
+    "output with an end in the middle": make_answer(b'{"exitCode": 0, "stdout": "YQ==YQ=="}'),
     "another length": HEAD + b"Content-Length: 3\r\n\r\n{}",
     "two lengths": HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
     "pieces of one byte": chunked(*[b"["] * 20_000),
@@ -85,9 +97,15 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_a_failure_of_that_command_alone(served: Served, one: dict[str, Any], lie: str) -> None:
-    with served.client() as client, replaced(served, one, LIES[lie], then=_hang_up), Turns(served) as turns:
-        answer = while_served(client, lambda: ENTRIES["exec"](served.client(), one["sandboxID"]))
+def test_an_invalid_answer_fails_only_its_command(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], lie: str
+) -> None:
+    with (
+        memory_gateway.client() as client,
+        replaced_agent(memory_gateway, sandbox, LIES[lie], then=_hang_up),
+        LoopMonitor(memory_gateway) as turns,
+    ):
+        answer = check_others_are_served(client, lambda: ENTRIES["exec"](memory_gateway.client(), sandbox["sandboxID"]))
         assert (answer.status_code, answer.json()["kind"]) == (500, "backend_failed"), answer.text
         assert len(answer.content) < 2000
     assert turns.longest < _LONGEST_TURN
@@ -98,16 +116,16 @@ async def _hang_up(_: Any, writer: Any) -> None:
 
 
 @pytest.mark.parametrize("field", ["exitCode", "exit_code"])
-def test_no_number_of_a_guest_goes_on_unchecked(served: Served, one: dict[str, Any], field: str) -> None:
+def test_numbers_from_a_guest_are_checked(memory_gateway: MemoryGateway, sandbox: dict[str, Any], field: str) -> None:
     route = "exec" if field == "exitCode" else "v1 eval"
     words = {"stdout": "", "stderr": "", "result": "", "error": ""}
-    with served.client() as client:
+    with memory_gateway.client() as client:
         for number in (256, -256, 10**300, 0.5, True, None, "0", [0], 10**4000):
             body = json.dumps({**words, field: number} if number != 10**4000 else words).encode()
             if number == 10**4000:
                 body = body.replace(b"{", b'{"%s": %s, ' % (field.encode(), b"1" + b"0" * 4000), 1)
-            with replaced(served, one, whole(body)):
-                answer = ENTRIES[route](client, one["sandboxID"])
+            with replaced_agent(memory_gateway, sandbox, make_answer(body)):
+                answer = ENTRIES[route](client, sandbox["sandboxID"])
             assert answer.status_code == 500 and len(answer.content) < 1000, (number, answer.text)
 
 
@@ -116,13 +134,21 @@ def test_no_number_of_a_guest_goes_on_unchecked(served: Served, one: dict[str, A
     [b"\0", b"\xff", b"a\xff", "é".encode(), "😀".encode(), b"\n"],
     ids=["nul", "no text", "half text", "two bytes", "four bytes", "newlines"],
 )
-def test_the_largest_output_leaves_turns_to_others(served: Served, one: dict[str, Any], output: bytes) -> None:
+def test_the_largest_output_does_not_delay_others(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], output: bytes
+) -> None:
     """16 MiB on each output, which any program in a sandbox may print, without being root."""
     data = output * (16 * _MB // len(output))
     text = base64.b64encode(data).decode()
     body = json.dumps({"exitCode": 0, "stdout": text, "stderr": text, "timedOut": False}).encode()
-    with served.client() as client, replaced(served, one, whole(body)), Turns(served) as turns:
-        answer = while_served(client, lambda: _patient(served).post("/sandboxes/one/exec", json={"args": ["x"]}))
+    with (
+        memory_gateway.client() as client,
+        replaced_agent(memory_gateway, sandbox, make_answer(body)),
+        LoopMonitor(memory_gateway) as turns,
+    ):
+        answer = check_others_are_served(
+            client, lambda: _patient_client(memory_gateway).post("/sandboxes/one/exec", json={"args": ["x"]})
+        )
     assert answer.status_code == 200
     assert turns.longest < _LONGEST_TURN
     expected = data.decode(errors="replace")
@@ -142,42 +168,54 @@ ESCAPES = {
 
 
 @pytest.mark.parametrize("escape", ESCAPES)
-def test_the_largest_text_leaves_turns_to_others(served: Served, one: dict[str, Any], escape: str) -> None:
+def test_the_largest_text_does_not_delay_others(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], escape: str
+) -> None:
     count = 40 * _MB // len(ESCAPES[escape])
     body = b'{"result": "' + ESCAPES[escape] * count + b'", "error": "", "exit_code": 0}'
-    with served.client() as client, replaced(served, one, whole(body)), Turns(served) as turns:
+    with (
+        memory_gateway.client() as client,
+        replaced_agent(memory_gateway, sandbox, make_answer(body)),
+        LoopMonitor(memory_gateway) as turns,
+    ):
         route = "/v1/sandboxes/one/eval"
-        answer = while_served(client, lambda: _patient(served).post(route, json={"code": "x"}))
+        answer = check_others_are_served(
+            client, lambda: _patient_client(memory_gateway).post(route, json={"code": "x"})
+        )
     assert answer.status_code == 200
     assert turns.longest < _LONGEST_TURN
     expected = json.loads(b'"' + ESCAPES[escape] + b'"').encode(errors="replace").decode()
     assert answer.json()["result"] == expected * count
 
 
-def _patient(served: Served) -> httpx.Client:
-    client = served.client()
+def _patient_client(memory_gateway: MemoryGateway) -> httpx.Client:
+    client = memory_gateway.client()
     client.timeout = httpx.Timeout(100)
     return client
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_of_an_answer_without_an_end_little_is_taken(served: Served, one: dict[str, Any], entry: str) -> None:
-    """Nor is it kept: the gateway's allocations meanwhile stay within the limit for such an answer."""
-    flood, sent = endlessly(b"x" * 65536)
-    with served.client() as client:
+def test_little_of_an_endless_answer_is_read(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], entry: str
+) -> None:
+    """Nor is it kept: the gateway's allocations stay within the limit for such an answer."""
+    flood, sent = send_endlessly(b"x" * 65536)
+    with memory_gateway.client() as client:
         client.post("/volumes", json={"name": "data", "sizeMB": 64})
         endless = HEAD + b'Content-Length: 1000000000000\r\n\r\n{"a": "'
-        with replaced(served, one, endless, then=flood):
+        with replaced_agent(memory_gateway, sandbox, endless, then=flood):
             tracemalloc.start()
             try:
-                answer = while_served(client, lambda: ENTRIES[entry](served.client(), one["sandboxID"]))
+                answer = check_others_are_served(
+                    client, lambda: ENTRIES[entry](memory_gateway.client(), sandbox["sandboxID"])
+                )
                 _, peak = tracemalloc.get_traced_memory()
             finally:
                 tracemalloc.stop()
     assert answer.status_code == _GOES_ON.get(entry, 500), answer.text
-    most = guest_json.LARGEST if entry in ("exec", "v1 exec", "v1 eval") else guest_json.USUAL
-    assert sent[0] < most + 32 * _MB
-    assert peak < 2 * most + 32 * _MB
+    limit = guest_json.MAX_BYTES if entry in ("exec", "v1 exec", "v1 eval") else guest_json.DEFAULT_BYTES
+    assert sent[0] < limit + 32 * _MB
+    assert peak < 2 * limit + 32 * _MB
     assert not guest_json._held
 
 
@@ -186,21 +224,23 @@ def test_of_an_answer_without_an_end_little_is_taken(served: Served, one: dict[s
     [b"HTTP/1.1 100 Continue\r\n\r\n" * 2500, b"HTTP/1.1 103 Early Hints\r\na: b\r\n\r\n", b"a: b\r\n" * 10_000],
     ids=["continue", "hints", "headers"],
 )
-def test_what_a_service_sends_before_its_answer_ends(served: Served, one: dict[str, Any], piece: bytes) -> None:
+def test_memory_use_of_endless_service_answers(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], piece: bytes
+) -> None:
     """Through the data plane, on many connections at once."""
     begin = b"HTTP/1.1 200 OK\r\n" if piece.startswith(b"a") else b""
-    flood, sent = endlessly(piece)
+    flood, sent = send_endlessly(piece)
 
     def attack(answers: list[int]) -> None:
-        with served.client() as client:
-            answers.append(client.get("/", headers=inside.to(one, inside.PORT), timeout=100).status_code)
+        with memory_gateway.client() as client:
+            answers.append(client.get("/", headers=inside.port_headers(sandbox, inside.PORT), timeout=100).status_code)
 
     answers: list[int] = []
-    with served.client() as client, inside.raw(served, one, begin + piece, then=flood):
+    with memory_gateway.client() as client, inside.raw_service(memory_gateway, sandbox, begin + piece, then=flood):
         threads = [threading.Thread(target=attack, args=(answers,)) for _ in range(10)]
         for thread in threads:
             thread.start()
-        first = while_served(client, lambda: client.get("/sandboxes/one", timeout=100))
+        first = check_others_are_served(client, lambda: client.get("/sandboxes/one", timeout=100))
         for thread in threads:
             thread.join(100)
     assert first.status_code == 200
@@ -209,41 +249,46 @@ def test_what_a_service_sends_before_its_answer_ends(served: Served, one: dict[s
     assert sent[0] < 200 * _MB
 
 
-def test_an_interim_answer_before_the_answer_is_nothing_special(served: Served, one: dict[str, Any]) -> None:
+def test_an_interim_response_is_ignored(memory_gateway: MemoryGateway, sandbox: dict[str, Any]) -> None:
     hints = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
-    with served.client() as client, inside.raw(served, one, hints * 20 + inside.reply(body=b"x" * 300_000)):
+    with (
+        memory_gateway.client() as client,
+        inside.raw_service(memory_gateway, sandbox, hints * 20 + inside.make_reply(body=b"x" * 300_000)),
+    ):
         for _ in range(3):
-            answer = client.get("/", headers=inside.to(one, inside.PORT))
+            answer = client.get("/", headers=inside.port_headers(sandbox, inside.PORT))
             assert (answer.status_code, len(answer.content)) == (200, 300_000)
 
 
-def test_what_a_guest_gives_as_reason_obeys_no_terminal(
-    served: Served, one: dict[str, Any], caplog: pytest.LogCaptureFixture
+def test_reasons_from_a_guest_contain_no_terminal_codes(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     evil = "\x1b]0;owned\x07\x1b[2Jno\r\x9b31m\u202e\u2028 disk\x00" + "x" * 100_000
-    with served.client() as client:
+    with memory_gateway.client() as client:
         client.post("/volumes", json={"name": "data", "sizeMB": 64})
         for status in ("400 no", "404 no", "500 no"):
             for entry in ("exec", "v1 eval", "v1 ping", "volume", "pause"):
                 body = json.dumps({"message": evil[: 3000 if status == "400 no" else None]}).encode()
-                with replaced(served, one, whole(body, status)):
-                    answer = ENTRIES[entry](client, one["sandboxID"])
+                with replaced_agent(memory_gateway, sandbox, make_answer(body, status)):
+                    answer = ENTRIES[entry](client, sandbox["sandboxID"])
                 assert answer.is_error
                 _is_clean(answer.json()["message"])
         with (
             caplog.at_level(logging.WARNING),
-            replaced(served, one, whole(json.dumps({"message": evil[:3000]}).encode(), "500 no")),
+            replaced_agent(
+                memory_gateway, sandbox, make_answer(json.dumps({"message": evil[:3000]}).encode(), "500 no")
+            ),
         ):
-            assert ENTRIES["snapshot"](client, one["sandboxID"]).status_code == 201
+            assert ENTRIES["snapshot"](client, sandbox["sandboxID"]).status_code == 201
     logged = [record.fields["reason"] for record in caplog.records if "reason" in getattr(record, "fields", {})]  # type: ignore[attr-defined]
     assert logged
     for reason in logged:
         _is_clean(reason)
 
 
-def test_what_a_build_prints_obeys_no_terminal(served: Served) -> None:
-    """A program in a template's set-up: its output is the log."""
-    with served.client() as client:
+def test_build_logs_contain_no_terminal_codes(memory_gateway: MemoryGateway) -> None:
+    """A program in a template's set-up prints the codes; its output is the log."""
+    with memory_gateway.client() as client:
         made = client.post("/templates", json={"name": "evil", "setup": ["\x1b[2J\x07true", "echo \u202e"]}).json()
         route = f"/templates/{made['templateID']}/builds/{made['buildID']}"
         log = client.get(f"{route}/logs", params={"follow": True}).text
@@ -257,9 +302,11 @@ def _is_clean(text: str) -> None:
     assert all(char.isprintable() or char in "\n\t" for char in text), ascii(text)
 
 
-def test_many_large_answers_of_one_sandbox_are_not_all_held(served: Served, one: dict[str, Any]) -> None:
-    """Eight commands at once, each answered with almost all of its limit, and then nothing."""
-    size = guest_json.LARGEST - 1000
+def test_large_answers_of_one_sandbox_are_limited_in_total(
+    memory_gateway: MemoryGateway, sandbox: dict[str, Any]
+) -> None:
+    """Eight commands run at once. Each receives almost as much as its limit allows, and then nothing."""
+    size = guest_json.MAX_BYTES - 1000
     body = HEAD + b"Content-Length: %d\r\n\r\n" % (size + 100) + b'{"stdout": "' + b"x" * (size - 12)
 
     async def wait(reader: Any, _: Any) -> None:
@@ -268,41 +315,38 @@ def test_many_large_answers_of_one_sandbox_are_not_all_held(served: Served, one:
     statuses: list[int] = []
 
     def attack() -> None:
-        with served.client() as client:
+        with memory_gateway.client() as client:
             answer = client.post("/sandboxes/one/exec", json={"args": ["x"], "timeout": 0.1}, timeout=100)
             statuses.append(answer.status_code)
 
-    with served.client() as client, replaced(served, one, body, then=wait):
+    with memory_gateway.client() as client, replaced_agent(memory_gateway, sandbox, body, then=wait):
         threads = [threading.Thread(target=attack) for _ in range(8)]
         for thread in threads:
             thread.start()
-        eventually(lambda: sum(guest_json._held.values()) > guest_json.LARGEST // 2)
+        eventually(lambda: sum(guest_json._held.values()) > guest_json.MAX_BYTES // 2)
         assert client.get("/health", timeout=20).status_code == 200
         eventually(lambda: statuses.count(429) >= 6)
-        assert max(guest_json._held.values()) <= guest_json.MOST_HELD
+        assert max(guest_json._held.values()) <= guest_json.MAX_HELD_BYTES
         for thread in threads:
             thread.join(100)
     assert not guest_json._held
 
 
-def test_answers_of_all_sandboxes_have_a_bound_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root in several sandboxes: each stays within its own limit, and never ends its answers."""
-    monkeypatch.setattr(guest_json, "MOST_HELD_IN_ALL", 1 << 20)
+async def test_answers_of_all_sandboxes_are_limited_in_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root in several sandboxes stays within each one's limit, and never ends the answers."""
+    monkeypatch.setattr(guest_json, "MAX_TOTAL_HELD_BYTES", 1 << 20)
 
-    async def attack() -> None:
-        with contextlib.ExitStack() as stack:
-            answers = [stack.enter_context(guest_json.Answer(f"sandbox {n}", "x", 1 << 20)) for n in range(5)]
-            for answer in answers[:4]:
-                await answer.feed(b'"' + b"x" * ((1 << 18) - 1))
-            with pytest.raises(Busy, match="of all sandboxes"):
-                await answers[4].feed(b'"')
-
-    asyncio.run(attack())
+    with contextlib.ExitStack() as stack:
+        answers = [stack.enter_context(guest_json.Answer(f"sandbox {n}", "x", 1 << 20)) for n in range(5)]
+        for answer in answers[:4]:
+            await answer.feed(b'"' + b"x" * ((1 << 18) - 1))
+        with pytest.raises(Busy, match="of all sandboxes"):
+            await answers[4].feed(b'"')
     assert not guest_json._held
 
 
-def test_of_a_file_in_a_foreign_tree_little_is_read(tmp_path: Path) -> None:
-    """A foreign root file system for a template: its /etc/passwd is a sparse file of a terabyte."""
+def test_little_of_a_file_in_a_foreign_tree_is_read(tmp_path: Path) -> None:
+    """The tree is a foreign root file system for a template. Its /etc/passwd is a sparse file of a terabyte."""
     (tmp_path / "etc").mkdir()
     with (tmp_path / "etc" / "passwd").open("wb") as file:
         file.truncate(1 << 40)
@@ -313,18 +357,20 @@ def test_of_a_file_in_a_foreign_tree_little_is_read(tmp_path: Path) -> None:
     assert tree.read("/etc/group") == "root:x:0:\n" and tree.read("/etc") == tree.read("/etc/shadow") == ""
 
 
-def test_a_line_without_an_end_is_not_kept_whole() -> None:
+def test_an_endless_line_is_not_kept() -> None:
     build = Build(template_id="t", name="t", digest="d")
     lines = LogLines(build)
     for _ in range(2000):
         lines.take(b"x" * 65536)
-    assert len(lines._rest) <= LONGEST_LINE
+    assert len(lines._rest) <= MAX_LINE_LENGTH
     lines.take(b"\nend\n")
-    assert [len(line) for line in build.lines] == [LONGEST_LINE, 3]
+    assert [len(line) for line in build.lines] == [MAX_LINE_LENGTH, 3]
 
 
-def test_an_agent_that_always_hangs_up_is_not_asked_for_ever(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a fork of it receives its identity: it accepts every connection and closes it without an answer."""
+def test_retries_stop_when_the_agent_always_hangs_up(
+    memory_gateway: MemoryGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent accepts every connection and closes it without an answer, while its fork waits for its identity."""
     asked = 0
 
     async def hang_up(_: memory_host.Machine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -334,9 +380,9 @@ def test_an_agent_that_always_hangs_up_is_not_asked_for_ever(served: Served, mon
         writer.close()
 
     monkeypatch.setattr(memory_host.Machine, "_serve", hang_up)
-    monkeypatch.setattr(served.host, "boot_seconds", 1)
-    monkeypatch.setattr(served.host, "resume_seconds", 1)
-    with served.client() as client:
+    monkeypatch.setattr(memory_gateway.host, "boot_seconds", 1)
+    monkeypatch.setattr(memory_gateway.host, "resume_seconds", 1)
+    with memory_gateway.client() as client:
         answer = client.post("/sandboxes", json={"templateID": "base"})
-    assert answer.status_code == 504 and "hung up" in answer.json()["message"], answer.text
+    assert answer.status_code == 504 and "closed every connection" in answer.json()["message"], answer.text
     assert asked > 1

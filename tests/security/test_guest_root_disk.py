@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.hosts.kvm_xfs.machine.bounded_log import LOG_BYTES
+from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import LOG_BYTES
 from tests.support.gateway import Gateway
 from tests.support.waiting import eventually
 
@@ -51,35 +51,37 @@ def box(shared_gateway: Gateway, template: str) -> Iterator[str]:
     shared_gateway.client.delete(f"/sandboxes/{made['sandboxID']}")
 
 
-def test_root_makes_qemu_print_without_end(shared_gateway: Gateway, box: str) -> None:
-    """The log stays within its size limit, the machine keeps running, and the message about its end needs no memory."""
-    pid = qemu(shared_gateway, box)
+def test_the_qemu_log_is_bounded(shared_gateway: Gateway, box: str) -> None:
+    """Root makes QEMU print without end. The log stays within its size limit, the machine keeps running, and the
+    message about its end needs no memory."""
+    pid = qemu_process(shared_gateway, box)
     result = shared_gateway.execute(box, "python3", "-c", ATTACK, str(PRINTS), timeout=240)
     assert result["exitCode"] == 0, result
     printed = b"".join(Path(f"/proc/{pid}/fd/{stream}").read_bytes()[:LOG_BYTES] for stream in (1, 2))
     assert b"queue_enable" in printed, "this QEMU prints nothing there: find another register"
     assert [Path(f"/proc/{pid}/fd/{stream}").stat().st_size <= LOG_BYTES for stream in (1, 2)] == [True, True]
     assert shared_gateway.sh(box, "echo alive") == "alive\n"
-    before = resident(shared_gateway)
+    before = gateway_memory(shared_gateway)
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: detail(shared_gateway, box)["state"] == "paused")
-    reason = detail(shared_gateway, box)["stateReason"]
+    eventually(lambda: show_sandbox(shared_gateway, box)["state"] == "paused")
+    reason = show_sandbox(shared_gateway, box)["stateReason"]
     assert "queue_enable" in reason and len(reason) < 1000
-    assert resident(shared_gateway) - before < GROWTH
+    assert gateway_memory(shared_gateway) - before < GROWTH
 
 
-def test_the_log_is_read_by_the_next_gateway(shared_gateway: Gateway, box: str) -> None:
-    """The log is in memory of QEMU, which the gateway finds again through the process."""
+def test_a_restarted_gateway_reads_the_log(shared_gateway: Gateway, box: str) -> None:
+    """The log is in memory of QEMU. The gateway finds it again through the process."""
     assert shared_gateway.execute(box, "python3", "-c", ATTACK, "1", timeout=60)["exitCode"] == 0
     shared_gateway.restart()
-    os.kill(qemu(shared_gateway, box), signal.SIGKILL)
-    eventually(lambda: detail(shared_gateway, box)["state"] == "paused")
-    assert "queue_enable" in detail(shared_gateway, box)["stateReason"]
+    os.kill(qemu_process(shared_gateway, box), signal.SIGKILL)
+    eventually(lambda: show_sandbox(shared_gateway, box)["state"] == "paused")
+    assert "queue_enable" in show_sandbox(shared_gateway, box)["stateReason"]
 
 
-def test_log_of_an_older_release_is_emptied_while_its_machine_runs(shared_gateway: Gateway, box: str) -> None:
-    """Its machine appends to a file on disk. The machine's original log does not matter, only the file counts here."""
-    path = instance_of(shared_gateway, box) / "run" / "qemu.log"
+def test_a_log_file_of_an_older_release_is_truncated(shared_gateway: Gateway, box: str) -> None:
+    """The machine of an older release appends to a file on disk. Only that file counts here, not the machine's current
+    log."""
+    path = instance_directory(shared_gateway, box) / "run" / "qemu.log"
     with path.open("ab", buffering=0) as log:
         log.write(b"said\n")
         shared_gateway.restart()
@@ -90,13 +92,13 @@ def test_log_of_an_older_release_is_emptied_while_its_machine_runs(shared_gatewa
     assert shared_gateway.sh(box, "echo alive") == "alive\n"
 
 
-def instance_of(gateway: Gateway, sandbox: str) -> Path:
+def instance_directory(gateway: Gateway, sandbox: str) -> Path:
     """The directory of its machine."""
     (found,) = (each for each in (gateway.state_root / "sandboxes" / sandbox).iterdir() if each.is_dir())
     return found
 
 
-def qemu(gateway: Gateway, sandbox: str) -> int:
+def qemu_process(gateway: Gateway, sandbox: str) -> int:
     """The process of a sandbox's machine."""
     marker = f"{gateway.state_root}/sandboxes/{sandbox}/"
     for entry in Path("/proc").glob("[0-9]*"):
@@ -108,11 +110,11 @@ def qemu(gateway: Gateway, sandbox: str) -> int:
     raise AssertionError(f"no machine of {sandbox}")
 
 
-def detail(gateway: Gateway, sandbox: str) -> Any:
+def show_sandbox(gateway: Gateway, sandbox: str) -> Any:
     return next(each for each in gateway.call("GET", "/sandboxes?limit=1000") if each["sandboxID"] == sandbox)
 
 
-def resident(gateway: Gateway) -> int:
+def gateway_memory(gateway: Gateway) -> int:
     """Bytes of the gateway's memory."""
     assert gateway.process is not None
     status = Path(f"/proc/{gateway.process.pid}/status").read_text()

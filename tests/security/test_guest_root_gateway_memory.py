@@ -15,7 +15,7 @@ from typing import Any, cast
 from sandbox_gateway.api.metrics import Metrics
 from sandbox_gateway.engine.builds import Build, LogLines
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
-from sandbox_gateway.hosts.kvm_xfs.machine.qemu import Machine
+from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
 
 MB = 1 << 20
 EVENT = {"event": "RTC_CHANGE", "data": {"offset": 1}, "timestamp": {"seconds": 1, "microseconds": 1}}
@@ -23,11 +23,11 @@ EVENT = {"event": "RTC_CHANGE", "data": {"offset": 1}, "timestamp": {"seconds": 
 EVENTS = 2000
 
 
-def test_events_of_a_machine_are_not_kept(tmp_path: Path) -> None:
+async def test_machine_events_are_not_stored(tmp_path: Path) -> None:
     files = Instance(tmp_path)
     files.run.mkdir()
 
-    async def qemu(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def fake_qemu(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         version = {"qemu": {"major": 7, "minor": 2, "micro": 0}, "package": ""}
         writer.write(json.dumps({"QMP": {"version": version, "capabilities": []}}).encode() + b"\n")
         await reader.read(4096)
@@ -37,22 +37,19 @@ def test_events_of_a_machine_are_not_kept(tmp_path: Path) -> None:
             writer.write(json.dumps({"return": {}, "id": json.loads(request)["id"]}).encode() + b"\n")
         writer.close()
 
-    async def attack() -> None:
-        server = await asyncio.start_unix_server(qemu, files.qmp)
-        machine = Machine(os.getpid(), files)
-        try:
-            await machine.execute("query-status")
-            assert machine._qmp is not None
-            assert (machine._qmp.events.empty(), machine._qmp.events.history) == (True, ())
-        finally:
-            await machine.detach()
-            machine.forget()
-            server.close()
-
-    asyncio.run(attack())
+    server = await asyncio.start_unix_server(fake_qemu, files.qmp)
+    machine = Machine(os.getpid(), files)
+    try:
+        await machine.execute("query-status")
+        assert machine._qmp is not None
+        assert (machine._qmp.events.empty(), machine._qmp.events.history) == (True, ())
+    finally:
+        await machine.detach()
+        machine.forget()
+        server.close()
 
 
-def grown(work: Callable[[], None]) -> int:
+def peak_allocation(work: Callable[[], None]) -> int:
     """The peak memory of ``work`` in bytes."""
     tracemalloc.start()
     try:
@@ -62,8 +59,9 @@ def grown(work: Callable[[], None]) -> int:
         tracemalloc.stop()
 
 
-def test_setup_command_that_prints_without_end() -> None:
-    """With and without line ends: neither is kept, but the last lines are, because they explain the failure."""
+def test_output_of_a_setup_command_is_bounded() -> None:
+    """The output has no end, with or without line ends. Only the last lines are kept, because they explain the
+    failure."""
     build = Build("", "", "")
 
     def attack() -> None:
@@ -75,14 +73,14 @@ def test_setup_command_that_prints_without_end() -> None:
         lines.take(b"why\n")
         lines.flush()
 
-    assert grown(attack) < 8 * MB
+    assert peak_allocation(attack) < 8 * MB
     build.end("error")
     assert sum(map(sys.getsizeof, build.lines)) < 2 * MB
     assert build.lines[0].startswith("xxx") and build.lines[-1] == "why"
     assert any("left out" in line for line in build.lines)
 
 
-def test_log_of_a_build_is_whole_where_it_is_short() -> None:
+def test_a_short_build_log_is_complete() -> None:
     build = Build("", "", "")
     lines = LogLines(build)
     for piece in (b"a", b"b\nc", b"\n", b"d"):
@@ -92,7 +90,7 @@ def test_log_of_a_build_is_whole_where_it_is_short() -> None:
     assert build.lines == ["ab", "c", "d"]
 
 
-def test_statuses_that_a_guest_invents_are_one_in_the_metrics() -> None:
+def test_invented_statuses_share_one_metric_label() -> None:
     nothing = SimpleNamespace(list=lambda *kinds: [])
     engine: Any = SimpleNamespace(sandboxes=nothing, snapshots=nothing)
     metrics = Metrics(cast(Any, engine))

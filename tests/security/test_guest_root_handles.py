@@ -4,9 +4,8 @@ handles, the export's name, ports and addresses. (Made-up handles and paths: `te
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ import pytest
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, Slot, volume_address
 from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
 from sandbox_gateway.records import new_id
-from tests.kvm_xfs.test_netns import Guest, inside
-from tests.kvm_xfs.test_volume_server import CUT_OFF, Stand, Volume, stand, status_of
+from tests.kvm_xfs.test_netns import Guest, run_inside
+from tests.kvm_xfs.test_volume_server import CUT_OFF, Setup, Volume, nfs_status, setup
 from tests.support import nfs3
 from tests.support.nfs3 import Mount, Nfs, NfsError, Refused
 
@@ -30,28 +29,26 @@ class Victim:
 
     def __init__(self, slot: Slot, guest: Guest, volume: Volume) -> None:
         self.slot, self.guest, self.volume = slot, guest, volume
-        self.root = volume.mount(guest)
-        self.file = volume.nfs(guest).create(self.root, "secret")
-        volume.nfs(guest).write(self.file, SECRET)
+        self.root = volume.mount_volume(guest)
+        self.file = volume.connect_nfs(guest).create(self.root, "secret")
+        volume.connect_nfs(guest).write(self.file, SECRET)
 
-    def is_well(self) -> None:
-        client = self.volume.nfs(self.guest)
+    def check_intact(self) -> None:
+        client = self.volume.connect_nfs(self.guest)
         assert client.read(self.file) == SECRET
-        assert status_of(client.lookup, self.root, "planted") == nfs3.NOENT
+        assert nfs_status(client.lookup, self.root, "planted") == nfs3.NOENT
 
 
-def with_victim(xfs_root: Path, test: Callable[[Stand, Victim], Awaitable[None]]) -> None:
-    async def body() -> None:
-        async with stand(xfs_root) as s:
-            slot, guest = await s.guest()
-            volume = await s.volume()
-            await volume.serve({slot: False})
-            await test(s, Victim(slot, guest, volume))
-
-    asyncio.run(asyncio.wait_for(body(), 120))
+@contextlib.asynccontextmanager
+async def victim_of(xfs_root: Path) -> AsyncIterator[tuple[Setup, Victim]]:
+    async with setup(xfs_root) as s:
+        slot, guest = await s.guest()
+        volume = await s.volume()
+        await volume.serve({slot: False})
+        yield s, Victim(slot, guest, volume)
 
 
-def try_all(client: Nfs, victim: Victim) -> None:
+def try_all_procedures(client: Nfs, victim: Victim) -> None:
     """Call every procedure that would reveal or change something, with the victim's handles."""
     for attempt in (
         lambda: client.getattr(victim.root),
@@ -71,14 +68,14 @@ def try_all(client: Nfs, victim: Victim) -> None:
 
 
 @pytest.mark.parametrize("uid", [0, 1000, 65534])
-def test_handles_of_another_volume_are_none_at_ones_own(xfs_root: Path, uid: int) -> None:
-    async def test(s: Stand, victim: Victim) -> None:
+async def test_handles_of_another_volume_are_invalid(xfs_root: Path, uid: int) -> None:
+    async with victim_of(xfs_root) as (s, victim):
         slot, attacker = await s.guest()
         own = await s.volume()
         await own.serve({slot: False})
-        root = own.mount(attacker)
-        try_all(own.nfs(attacker, uid=uid), victim)
-        client = own.nfs(attacker)
+        root = own.mount_volume(attacker)
+        try_all_procedures(own.connect_nfs(attacker, uid=uid), victim)
+        client = own.connect_nfs(attacker)
         file = client.create(root, "own")
         for mixed in (
             lambda: client.rename(root, "own", victim.root, "planted"),
@@ -93,24 +90,22 @@ def test_handles_of_another_volume_are_none_at_ones_own(xfs_root: Path, uid: int
                 with contextlib.suppress(*REFUSED):
                     assert client.read(handle) != SECRET
         assert client.getattr(file).kind == 1, "it serves on"
-        victim.is_well()
-
-    with_victim(xfs_root, test)
+        victim.check_intact()
 
 
-def test_ports_of_another_volume_are_shut_whatever_way_they_are_asked(xfs_root: Path) -> None:
-    async def test(s: Stand, victim: Victim) -> None:
+async def test_ports_of_another_volume_are_closed_from_every_direction(xfs_root: Path) -> None:
+    async with victim_of(xfs_root) as (s, victim):
         slot, attacker = await s.guest()
         own = await s.volume()
         await own.serve({slot: False})
-        own.mount(attacker)
+        own.mount_volume(attacker)
         ports = (victim.volume.port, victim.volume.port + 1)
         gateways = (GATEWAY_ADDRESS, volume_address(s.network), victim.slot.veth_address, victim.slot.host_address)
         for address in (*gateways, slot.veth_address, slot.host_address):
             for port in ports:
                 for source in (0, 700):
                     with pytest.raises((*CUT_OFF, OSError)):
-                        inside(
+                        run_inside(
                             attacker.path,
                             lambda address=address, port=port, source=source: Nfs(
                                 address, port, seconds=0.4, source=source
@@ -118,14 +113,12 @@ def test_ports_of_another_volume_are_shut_whatever_way_they_are_asked(xfs_root: 
                         )
         # At the servers' own address, not even its own volume.
         with pytest.raises((*CUT_OFF, OSError)):
-            inside(attacker.path, lambda: Mount(volume_address(s.network), own.port + 1, seconds=0.4))
-        victim.is_well()
-
-    with_victim(xfs_root, test)
+            run_inside(attacker.path, lambda: Mount(volume_address(s.network), own.port + 1, seconds=0.4))
+        victim.check_intact()
 
 
-def test_another_volumes_export_cannot_be_mounted(xfs_root: Path) -> None:
-    async def test(s: Stand, victim: Victim) -> None:
+async def test_another_volumes_export_cannot_be_mounted(xfs_root: Path) -> None:
+    async with victim_of(xfs_root) as (s, victim):
         slot, attacker = await s.guest()
         own = await s.volume()
         await own.serve({slot: False})
@@ -137,34 +130,30 @@ def test_another_volumes_export_cannot_be_mounted(xfs_root: Path) -> None:
             f"//{theirs}",
             "/" * 1000,
         ):
-            assert status_of(own.mount, attacker, path) != nfs3.OK
+            assert nfs_status(own.mount_volume, attacker, path) != nfs3.OK
         # Parsed as a C string, this is its own volume.
-        assert own.mount(attacker, f"/{own.id}\0/{theirs}") == own.mount(attacker)
-        with inside(attacker.path, lambda: Mount(GATEWAY_ADDRESS, own.port + 1)) as mount:
+        assert own.mount_volume(attacker, f"/{own.id}\0/{theirs}") == own.mount_volume(attacker)
+        with run_inside(attacker.path, lambda: Mount(GATEWAY_ADDRESS, own.port + 1)) as mount:
             assert theirs not in str(mount.exports())
-        victim.is_well()
-
-    with_victim(xfs_root, test)
+        victim.check_intact()
 
 
-def test_handles_end_with_the_mount_and_do_not_come_back_with_the_port(xfs_root: Path) -> None:
-    """A sandbox keeps a volume's handles forever; the port later belongs to another volume."""
+async def test_handles_do_not_survive_a_reused_port(xfs_root: Path) -> None:
+    """A sandbox keeps a volume's handles forever. Later, the port belongs to another volume."""
 
-    async def test(s: Stand, victim: Victim) -> None:
+    async with victim_of(xfs_root) as (s, victim):
         slot, heir = await s.guest()
         await victim.volume.serve({slot: False})
-        heirs = victim.volume.nfs(heir)
+        heirs = victim.volume.connect_nfs(heir)
         assert heirs.read(victim.file) == SECRET, "it was handed over"
         with pytest.raises(CUT_OFF):
-            victim.volume.nfs(victim.guest, seconds=0.4)
+            victim.volume.connect_nfs(victim.guest, seconds=0.4)
         await victim.volume.serve({})
         later = Volume(s, s.root / f"{new_id()}.img", victim.volume.port)
         await format_image(later.image, later.id, 64)
         await later.serve({slot: False, victim.slot: False})
-        root = later.mount(heir)
-        later.nfs(heir).write(later.nfs(heir).create(root, "secret"), b"of the later one")
-        try_all(later.nfs(victim.guest), victim)
-        assert status_of(later.nfs(heir).lookup, root, "planted") == nfs3.NOENT
-        assert later.nfs(heir).read(later.nfs(heir).lookup(root, "secret")) == b"of the later one"
-
-    with_victim(xfs_root, test)
+        root = later.mount_volume(heir)
+        later.connect_nfs(heir).write(later.connect_nfs(heir).create(root, "secret"), b"of the later one")
+        try_all_procedures(later.connect_nfs(victim.guest), victim)
+        assert nfs_status(later.connect_nfs(heir).lookup, root, "planted") == nfs3.NOENT
+        assert later.connect_nfs(heir).read(later.connect_nfs(heir).lookup(root, "secret")) == b"of the later one"

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.security.hostile import while_served
+from tests.security.hostile import check_others_are_served
 from tests.support.gateway import TEMPLATE, Gateway
 from tests.support.waiting import eventually
 
@@ -45,7 +45,7 @@ def evil(shared_gateway: Gateway, template: str) -> Iterator[str]:
     program = base64.b64encode(HOSTILE.encode()).decode()
     write = f"echo {program} | base64 -d > /root/hostile.py"
     shared_gateway.sh(id, f"{write}; setsid sh -c '{_REPLACE}' </dev/null >/dev/null 2>&1 &")
-    eventually(lambda: "something else" in _ping(shared_gateway, id), 120)
+    eventually(lambda: "invalid answer" in _ping(shared_gateway, id), 120)
     yield id
     shared_gateway.call("DELETE", f"/sandboxes/{id}")
 
@@ -54,7 +54,7 @@ def _ping(gateway: Gateway, id: str) -> str:
     return gateway.client.post(f"/v1/sandboxes/{id}/ping").text
 
 
-def test_the_gateway_goes_on_serving_others(shared_gateway: Gateway, evil: str) -> None:
+def test_the_gateway_keeps_serving_others(shared_gateway: Gateway, evil: str) -> None:
     gateway = shared_gateway
     other = gateway.call("POST", "/sandboxes", {"templateID": TEMPLATE, "timeout": -1})["sandboxID"]
     gateway.call("POST", "/volumes", {"name": "of-evil", "sizeMB": 64})
@@ -69,14 +69,18 @@ def test_the_gateway_goes_on_serving_others(shared_gateway: Gateway, evil: str) 
             (f"/sandboxes/{evil}/snapshots", {"name": "of-evil-memory"}, 201),
             (f"/sandboxes/{evil}/pause", {"memory": False}, 500),
         ):
-            answer = while_served(gateway.client, _post(gateway, route, body))
+            answer = check_others_are_served(gateway.client, _post(gateway, route, body))
             assert answer.status_code == status, (route, answer.text)
             assert len(answer.content) < 10_000
-        seen = while_served(gateway.client, lambda: gateway.client.get(f"/sandboxes/{evil}", timeout=_SECONDS))
+        seen = check_others_are_served(
+            gateway.client, lambda: gateway.client.get(f"/sandboxes/{evil}", timeout=_SECONDS)
+        )
         assert seen.status_code == 200 and seen.json()["diverged"] is None
         assert gateway.execute(other, "echo", "served")["stdout"] == "served\n"
-        # It receives its identity as well, if it answers.
-        fork = while_served(gateway.client, _post(gateway, "/snapshots/of-evil-memory/fork", {"name": "evil-fork"}))
+        # This sandbox receives its identity as well, if it answers.
+        fork = check_others_are_served(
+            gateway.client, _post(gateway, "/snapshots/of-evil-memory/fork", {"name": "evil-fork"})
+        )
         assert fork.status_code == 500, fork.text
     finally:
         gateway.call("DELETE", f"/sandboxes/{other}")

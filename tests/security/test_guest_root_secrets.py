@@ -13,11 +13,11 @@ OPTIONS = [f'Acquire::https::Proxy "http://user:{PASSWORD}@127.0.0.1:9"', 'Acqui
 """The mirror speaks HTTP, which does not use that proxy."""
 
 
-def test_password_of_a_proxy_is_in_no_template_and_no_command_line(need_root: None, tmp_path: Path) -> None:
+def test_the_proxy_password_is_in_no_template_and_no_command_line(need_root: None, tmp_path: Path) -> None:
     seen: set[str] = set()
     done = threading.Event()
 
-    def look() -> None:
+    def read_command_lines() -> None:
         """Like `ps`."""
         while not done.wait(0.05):
             for entry in Path("/proc").glob("[0-9]*"):
@@ -28,10 +28,10 @@ def test_password_of_a_proxy_is_in_no_template_and_no_command_line(need_root: No
                 seen.update({"mmdebstrap"} if "mmdebstrap" in line and str(tmp_path) in line else ())
                 seen.update({line} if PASSWORD in line else ())
 
-    watcher = threading.Thread(target=look)
+    watcher = threading.Thread(target=read_command_lines)
     watcher.start()
     try:
-        asyncio.run(build(tmp_path))
+        asyncio.run(run_build(tmp_path))
     finally:
         done.set()
         watcher.join()
@@ -41,7 +41,7 @@ def test_password_of_a_proxy_is_in_no_template_and_no_command_line(need_root: No
     assert PASSWORD.encode() not in made
 
 
-async def build(work: Path) -> None:
+async def run_build(work: Path) -> None:
     suite = "bookworm"
     options = [*await apt.apt_options(), *OPTIONS]
     sources = work / "host.sources"

@@ -11,8 +11,8 @@ import pytest
 
 from sandbox_gateway.cli import failure, progress, render
 from sandbox_gateway.cli import main as sandboxctl
+from sandbox_gateway.control_characters import escape_control_characters, remove_control_characters
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.printable import escaped, printable
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x1b[0m \x9b2J\r\x08\x7f\u202eevil\u2066\u200b\u2028\x00\udc80 text"
 
@@ -35,34 +35,34 @@ def _is_clean(text: str) -> None:
         (EVIL, "red 2Jevil text"),
     ],
 )
-def test_what_a_terminal_would_obey_is_left_out(given: str, left: str) -> None:
-    assert printable(given) == left
-    _is_clean(printable(given))
+def test_terminal_codes_are_removed(given: str, left: str) -> None:
+    assert remove_control_characters(given) == left
+    _is_clean(remove_control_characters(given))
 
 
 @pytest.mark.parametrize("piece", ["\x1b[", "\x1b]", "\x1b", "\x1b[0", "\x1b]\x1b", "\x1b[;", "\x1bP\x1b]"])
-def test_leaving_it_out_takes_time_in_proportion(piece: str) -> None:
+def test_removal_takes_linear_time(piece: str) -> None:
     """A quadratic search would take hours."""
-    assert len(printable(piece * (4_000_000 // len(piece)))) < 4_000_000
+    assert len(remove_control_characters(piece * (4_000_000 // len(piece)))) < 4_000_000
 
 
-def test_an_error_of_the_gateway_holds_none_of_it() -> None:
+def test_gateway_errors_contain_no_terminal_codes() -> None:
     error = BackendFailed(f"the agent refused: {EVIL}")
     assert str(error) == error.message == "the agent refused: red 2Jevil text"
 
 
-def test_json_means_the_same() -> None:
+def test_escaped_json_has_the_same_meaning() -> None:
     document = json.dumps({"a": EVIL + "\U000e0041ä"}, ensure_ascii=False)
-    _is_clean(escaped(document))
-    assert json.loads(escaped(document)) == json.loads(document)
-    assert "ä" in escaped(document)
+    _is_clean(escape_control_characters(document))
+    assert json.loads(escape_control_characters(document)) == json.loads(document)
+    assert "ä" in escape_control_characters(document)
 
 
 @pytest.fixture
 def evil_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway whose answers all contain hostile text, as an older gateway might pass it on."""
 
-    def call(_: object, method: str, route: str, *__: Any, **___: Any) -> Any:
+    def answer_call(_: object, method: str, route: str, *__: Any, **___: Any) -> Any:
         if route.endswith("/exec"):
             return {"exitCode": 0, "stdout": "\x1b[31mred\x1b[0m", "stderr": "\x1b[0m", "timedOut": False}
         if method == "DELETE":
@@ -72,14 +72,14 @@ def evil_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     def events(*_: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "sandbox.stopped", {"at": "2026-01-01T00:00:00", "reason": f"{EVIL}\n00:00:00 forged"}
 
-    monkeypatch.setattr("sandbox_gateway.cli.client.Client.call", call)
+    monkeypatch.setattr("sandbox_gateway.cli.client.Client.call", answer_call)
     monkeypatch.setattr("sandbox_gateway.cli.client.Client.events", events)
 
 
 @pytest.mark.parametrize(
     "words", ["show one", "--json show one", "events", "--json events", "kill a b", "kill a", "template show x"]
 )
-def test_sandboxctl_prints_none_of_it(
+def test_sandboxctl_prints_no_terminal_codes(
     evil_gateway: None, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["sandboxctl", "--url", "http://127.0.0.1:1", *words.split()])
@@ -92,7 +92,7 @@ def test_sandboxctl_prints_none_of_it(
         assert len(out.splitlines()) == 1
 
 
-def test_what_a_program_prints_is_passed_on_as_it_is(
+def test_exec_output_is_passed_unchanged(
     evil_gateway: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["sandboxctl", "--url", "http://127.0.0.1:1", "exec", "one", "--", "ls"])
@@ -101,7 +101,7 @@ def test_what_a_program_prints_is_passed_on_as_it_is(
     assert capsys.readouterr() == ("\x1b[31mred\x1b[0m", "\x1b[0m")
 
 
-def test_lists_trees_and_logs_hold_none_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lists_trees_and_logs_contain_no_terminal_codes(capsys: pytest.CaptureFixture[str]) -> None:
     times = {"createdAt": "2026-01-01T00:00:00Z", "endAt": "2026-01-01T00:00:00Z"}
     render.sandboxes(
         [

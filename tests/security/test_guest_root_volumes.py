@@ -16,47 +16,43 @@ from pathlib import Path
 import pytest
 
 from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT
-from sandbox_gateway.hosts.kvm_xfs.machine.cgroup import CONTROLLERS, Cgroups
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS, volume_address, volume_gateway
-from tests.kvm_xfs.test_netns import inside
-from tests.kvm_xfs.test_volume_server import CUT_OFF, Run, Stand, killed, output, run, status_of
+from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import CONTROLLERS, Cgroups
+from tests.kvm_xfs.test_netns import run_inside
+from tests.kvm_xfs.test_volume_server import CUT_OFF, kill_process, nfs_status, run_command, setup
 from tests.support import nfs3
 from tests.support.nfs3 import Mount, NfsError, Refused
 from tests.support.waiting import eventually
 
-__all__ = ["run"]
-
 pytestmark = pytest.mark.usefixtures("need_root")
 
 
-def status(pid: int) -> dict[str, str]:
+def process_status(pid: int) -> dict[str, str]:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
-def is_in_hosts(pid: int, space: str) -> bool:
+def shares_namespace(pid: int, space: str) -> bool:
     """Whether a process shares a kind of namespace with this one."""
     return Path(f"/proc/{pid}/ns/{space}").samefile(f"/proc/self/ns/{space}")
 
 
-def test_a_server_has_few_rights_and_no_way_to_more(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_server_has_few_rights_and_cannot_gain_more(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
-        found = status(volume.pid)
+        found = process_status(volume.pid)
         assert found["Seccomp"] == "2"
         assert found["NoNewPrivs"] == "1"
         for kind in ("CapEff", "CapPrm", "CapBnd"):
             assert int(found[kind], 16) == 0b11011111, "to act for users of the guests, no more"
         assert int(found["CapInh"], 16) == int(found["CapAmb"], 16) == 0
         for space in ("mnt", "pid", "ipc", "uts", "net"):
-            assert not is_in_hosts(volume.pid, space), space
-
-    run(test)
+            assert not shares_namespace(volume.pid, space), space
 
 
-def test_a_server_takes_of_the_host_what_its_groups_give(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_server_is_limited_by_its_control_groups(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, _) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         offered = Cgroups(s.network.prefix, "volumes")._hierarchies
@@ -78,8 +74,6 @@ def test_a_server_takes_of_the_host_what_its_groups_give(run: Run) -> None:
         for hierarchy in offered.values():
             assert not (hierarchy.mount / f"{s.network.prefix}-volumes" / volume.id).exists()
 
-    run(test)
-
 
 REACH = """
 import json, socket, sys
@@ -94,10 +88,10 @@ print(json.dumps(reached))
 """
 
 
-def test_from_a_servers_place_no_agent_is_reached_nor_anything_else(run: Run) -> None:
-    """As root, in the server's network namespace, without its seccomp filter."""
+async def test_a_compromised_server_reaches_no_agent_or_other_service(xfs_root: Path) -> None:
+    """The attack runs as root in the server's network namespace, without its seccomp filter."""
 
-    async def test(s: Stand) -> None:
+    async with setup(xfs_root) as s:
         volume = await s.volume()
         (slot, guest), (other, neighbour) = await s.guest(), await s.guest()
         for each in (guest, neighbour):
@@ -109,9 +103,7 @@ def test_from_a_servers_place_no_agent_is_reached_nor_anything_else(run: Run) ->
         gateways = (slot.veth_address, volume_address(s.network), "127.0.0.1", "198.18.0.1")
         targets += [[address, host.getsockname()[1]] for address in gateways]
         command = ["nsenter", f"--net=/proc/{volume.pid}/ns/net", sys.executable, "-c", REACH, json.dumps(targets)]
-        assert json.loads(await asyncio.to_thread(output, *command)) == []
-
-    run(test)
+        assert json.loads(await asyncio.to_thread(run_command, *command)) == []
 
 
 FORBIDDEN = """
@@ -156,66 +148,60 @@ print("threads and sockets work" if done else "no thread")
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the calls are named by x86_64's numbers")
-def test_the_filter_refuses_the_ways_to_more_of_the_kernel() -> None:
+def test_the_seccomp_filter_blocks_privilege_escalation() -> None:
     done = subprocess.run([sys.executable, "-c", FORBIDDEN], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("threads and sockets work\n", "")
 
 
-def test_a_foreign_volume_is_neither_mounted_nor_read_by_its_handle(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_a_foreign_volume_cannot_be_mounted_or_read_by_handle(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         mine, other = await s.volume(), await s.volume()
         (a, guest), (b, owner) = await s.guest(), await s.guest()
         await mine.serve({a: False})
         await other.serve({b: False})
-        root = other.mount(owner)
-        secret = other.nfs(owner).create(root, "secret")
-        other.nfs(owner).write(secret, b"secret")
-        assert status_of(mine.mount, guest, f"/{other.id}") != nfs3.OK
+        root = other.mount_volume(owner)
+        secret = other.connect_nfs(owner).create(root, "secret")
+        other.connect_nfs(owner).write(secret, b"secret")
+        assert nfs_status(mine.mount_volume, guest, f"/{other.id}") != nfs3.OK
         with pytest.raises(CUT_OFF):
-            other.mount(guest, seconds=0.7)
+            other.mount_volume(guest, seconds=0.7)
         with pytest.raises(CUT_OFF):
-            other.nfs(guest, seconds=0.7)
+            other.connect_nfs(guest, seconds=0.7)
         with pytest.raises((NfsError, Refused)):
-            mine.nfs(guest).read(secret)
-
-    run(test)
+            mine.connect_nfs(guest).read(secret)
 
 
-def test_the_list_of_exports_names_no_address_of_another_sandbox(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_the_export_list_names_no_other_sandbox(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume = await s.volume()
         (a, guest), (b, reader), (c, _) = await s.guest(), await s.guest(), await s.guest()
         await volume.serve({a: False, b: True, c: False})
         subnet = ipaddress.IPv4Network(s.network.subnet)
         for each in (guest, reader):
-            assert volume.mount(each)
-            with inside(each.path, lambda: Mount(GATEWAY_ADDRESS, volume.port + 1)) as mount:
+            assert volume.mount_volume(each)
+            with run_inside(each.path, lambda: Mount(GATEWAY_ADDRESS, volume.port + 1)) as mount:
                 ((path, clients),) = mount.exports()
             assert path == f"/{volume.id}"
             told = {ipaddress.IPv4Interface(client).ip for client in clients}
             # In the sandboxes' network, the list contains only the host's own address on the servers' link.
             assert {str(address) for address in told if address in subnet} <= {volume_gateway(s.network)}
 
-    run(test)
 
-
-def test_a_server_that_is_ended_again_and_again_is_started_ever_later(run: Run) -> None:
-    async def test(s: Stand) -> None:
+async def test_restarts_of_a_crashing_server_are_delayed(xfs_root: Path) -> None:
+    async with setup(xfs_root) as s:
         volume, (slot, guest) = await s.volume(), await s.guest()
         await volume.serve({slot: False})
         waits = []
         for _ in range(2):
-            waits.append(s.servers._servers[volume.id].backoff())
+            waits.append(s.servers._servers[volume.id].backoff_seconds())
             server = s.servers._servers[volume.id]
-            await killed(server.pid)
+            await kill_process(server.pid)
             await asyncio.to_thread(eventually, lambda ended=server: s.servers._servers[volume.id] is not ended)
         current = s.servers._servers[volume.id]
-        waits += [current.backoff()]
+        waits += [current.backoff_seconds()]
         current.early_ends = 100
-        waits += [current.backoff()]
+        waits += [current.backoff_seconds()]
         current.started -= 3600
-        waits += [current.backoff()]
+        waits += [current.backoff_seconds()]
         assert waits == [0, 1, 2, 30, 0]
-        assert volume.nfs(guest).getattr(volume.mount(guest)).kind == 2
-
-    run(test)
+        assert volume.connect_nfs(guest).getattr(volume.mount_volume(guest)).kind == 2

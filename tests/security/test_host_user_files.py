@@ -34,7 +34,7 @@ print(json.dumps(found))
 """
 
 
-def readable(paths: list[Path]) -> list[str]:
+def readable_files(paths: list[Path]) -> list[str]:
     """The files that a user without any rights can read."""
     done = subprocess.run(
         ["/usr/bin/python3", "-I", "-c", READ],
@@ -52,12 +52,12 @@ def readable(paths: list[Path]) -> list[str]:
     return found
 
 
-def files(gateway: Gateway) -> list[Path]:
+def list_files(gateway: Gateway) -> list[Path]:
     return [path for path in gateway.state_root.rglob("*") if path.is_file()]
 
 
 @pytest.fixture
-def busy(gateway: Callable[..., Gateway], monkeypatch: pytest.MonkeyPatch) -> Gateway:
+def gateway_with_secrets(gateway: Callable[..., Gateway], monkeypatch: pytest.MonkeyPatch) -> Gateway:
     """A gateway that was started with secrets in its environment, with one object of each kind."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
@@ -72,8 +72,8 @@ def busy(gateway: Callable[..., Gateway], monkeypatch: pytest.MonkeyPatch) -> Ga
     return made
 
 
-def test_a_user_of_the_host_reads_nothing_of_a_gateway(busy: Gateway) -> None:
-    found = files(busy)
+def test_a_host_user_cannot_read_the_gateways_files(gateway_with_secrets: Gateway) -> None:
+    found = list_files(gateway_with_secrets)
     names = {path.name for path in found}
     assert names >= {
         "kernel",
@@ -85,24 +85,28 @@ def test_a_user_of_the_host_reads_nothing_of_a_gateway(busy: Gateway) -> None:
         "manifest.json",
         "secret",
     }
-    assert readable(found) == []
-    assert readable(list(session.cache_dir().glob("rootfs-*.tar"))) == []
+    assert readable_files(found) == []
+    assert readable_files(list(session.cache_dir().glob("rootfs-*.tar"))) == []
 
 
-def test_what_an_older_release_left_open_is_closed_at_a_start(busy: Gateway) -> None:
-    open_before = [path for path in files(busy) if path.name in ("kernel", "initrd", "rootfs.img", "manifest.json")]
+def test_open_permissions_of_an_older_release_are_tightened(gateway_with_secrets: Gateway) -> None:
+    open_before = [
+        path
+        for path in list_files(gateway_with_secrets)
+        if path.name in ("kernel", "initrd", "rootfs.img", "manifest.json")
+    ]
     for path in open_before:
         path.chmod(0o644)
-    assert readable(open_before)
-    busy.restart()
-    assert readable(files(busy)) == []
-    assert busy.sh("box", "cat /proc/uptime")
+    assert readable_files(open_before)
+    gateway_with_secrets.restart()
+    assert readable_files(list_files(gateway_with_secrets)) == []
+    assert gateway_with_secrets.sh("box", "cat /proc/uptime")
 
 
-def test_processes_that_serve_guests_have_no_secret_in_their_environment(busy: Gateway) -> None:
-    served = {name: pid for pid, name in processes(str(busy.state_root))}
-    assert any("qemu" in name for name in served) and any("ganesha" in name for name in served)
-    for name, pid in served.items():
+def test_processes_for_guests_have_no_secret_in_their_environment(gateway_with_secrets: Gateway) -> None:
+    gateway = {name: pid for pid, name in processes_with(str(gateway_with_secrets.state_root))}
+    assert any("qemu" in name for name in gateway) and any("ganesha" in name for name in gateway)
+    for name, pid in gateway.items():
         settings = Path(f"/proc/{pid}/environ").read_text().split("\0")
         assert {setting.partition("=")[0] for setting in settings} <= {"", "PATH", "TMPDIR", "LC_ALL"}, name
 
@@ -115,7 +119,7 @@ def test_commands_have_no_secret_in_their_environment(monkeypatch: pytest.Monkey
     assert command.proxy_settings() == {"https_proxy": SECRETS["https_proxy"]}
 
 
-def processes(path: str) -> list[tuple[int, str]]:
+def processes_with(path: str) -> list[tuple[int, str]]:
     """(pid, program) of those with ``path`` in their command line."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -128,7 +132,7 @@ def processes(path: str) -> list[tuple[int, str]]:
     return found
 
 
-def test_a_user_of_a_jail_host_gets_to_no_program_of_a_jail(jail_zfs_world: JailZfsWorld) -> None:
+def test_a_host_user_cannot_run_a_jails_programs(jail_zfs_world: JailZfsWorld) -> None:
     """Root in a jail can create a program that runs as root for any user who starts it."""
     live = Live(jail_zfs_world.host(config := jail_zfs_world.config()), config)
     try:

@@ -18,10 +18,10 @@ _NOBODY = 65534
     [("GROVE_STATE", "demo"), ("GROVE_TEST_STATE", "bench"), ("GROVE_MOLECULE_STATE", "molecule")],
 )
 @pytest.mark.parametrize("kind", ["directory", "link"])
-def test_a_state_directory_of_somebody_else_is_refused(
+def test_a_foreign_state_directory_is_refused(
     need_root: None, tmp_path: Path, variable: str, command: str, kind: str
 ) -> None:
-    """For example /var/tmp/grove-sandbox, made by a user before the first demo, with a virtual environment in it."""
+    """For example, a user made /var/tmp/grove-sandbox before the first demo, with a virtual environment in it."""
     state, ran = tmp_path / "state", tmp_path / "ran"
     place = tmp_path / "theirs" if kind == "link" else state
     python = place / "gateway" / "venv" / "bin" / "python"

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import sandbox_agent
-from sandbox_gateway.engine import agent as agent_client
-from sandbox_gateway.engine.agent import AgentClient, Identity
+from sandbox_gateway.engine import agent_client
+from sandbox_gateway.engine.agent_client import AgentClient, Identity
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Endpoint
 from sandbox_gateway.hosts.jail_zfs.jail import identity
@@ -56,7 +56,7 @@ def port(run_directory: Path) -> Iterator[int]:
             process.kill()
 
 
-def ask(port: int, path: str, body: dict[str, object], headers: dict[str, str] | None = None) -> int:
+def post(port: int, path: str, body: dict[str, object], headers: dict[str, str] | None = None) -> int:
     connection = http.client.HTTPConnection(ADDRESS, port, timeout=20)
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})})
@@ -65,7 +65,7 @@ def ask(port: int, path: str, body: dict[str, object], headers: dict[str, str] |
         connection.close()
 
 
-def identify(port: int, key: str, monkeypatch: pytest.MonkeyPatch) -> AgentClient:
+def send_identity(port: int, key: str, monkeypatch: pytest.MonkeyPatch) -> AgentClient:
     """Send an identity as the gateway does."""
     monkeypatch.setattr(agent_client, "AGENT_PORT", port)
     client = AgentClient(Endpoint(ADDRESS, key=key), TOKEN)
@@ -79,32 +79,30 @@ RUN = {"args": ["true"]}
 
 
 @pytest.mark.parametrize("headers", [{}, {"X-Gateway-Key": ""}, {"X-Gateway-Key": "0" * 64}, {"X-Access-Token": ""}])
-def test_a_local_user_takes_over_no_jail_before_the_gateway_has_identified_it(
-    port: int, headers: dict[str, str]
-) -> None:
-    assert ask(port, "/identity", TAKE_OVER, headers) == 401
-    assert ask(port, "/exec", RUN, headers) == 401
-    assert ask(port, "/mounts", {"mounts": []}, headers) in (401, 403)
-    assert ask(port, "/exec", RUN, {"X-Access-Token": "mine"}) == 401
+def test_a_local_user_cannot_claim_an_unidentified_jail(port: int, headers: dict[str, str]) -> None:
+    assert post(port, "/identity", TAKE_OVER, headers) == 401
+    assert post(port, "/exec", RUN, headers) == 401
+    assert post(port, "/mounts", {"mounts": []}, headers) in (401, 403)
+    assert post(port, "/exec", RUN, {"X-Access-Token": "mine"}) == 401
 
 
-def test_a_local_user_takes_over_no_jail_afterwards(
+def test_a_local_user_cannot_claim_an_identified_jail(
     port: int, run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = identify(port, identity.gateway_key(run_directory), monkeypatch)
-    assert ask(port, "/identity", TAKE_OVER) == 401
-    assert ask(port, "/mounts", {"mounts": []}) == 401
-    assert ask(port, "/exec", RUN) == 401
-    assert ask(port, "/exec", RUN, {"X-Access-Token": "mine"}) == 401
+    client = send_identity(port, identity.gateway_key(run_directory), monkeypatch)
+    assert post(port, "/identity", TAKE_OVER) == 401
+    assert post(port, "/mounts", {"mounts": []}) == 401
+    assert post(port, "/exec", RUN) == 401
+    assert post(port, "/exec", RUN, {"X-Access-Token": "mine"}) == 401
     assert asyncio.run(client.exec(["echo", "hello"])).stdout == b"hello\n", "the gateway goes on"
 
 
-def test_without_the_key_even_the_gateway_is_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_even_the_gateway_needs_the_key(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendFailed, match="not set the access token"):
-        identify(port, "", monkeypatch)
+        send_identity(port, "", monkeypatch)
 
 
-def test_the_key_is_roots_alone_and_another_at_each_start(run_directory: Path) -> None:
+def test_only_root_has_the_key_which_changes_at_each_start(run_directory: Path) -> None:
     first = identity.gateway_key(run_directory)
     assert len(first) == 64
     assert stat.S_IMODE((run_directory / "gateway-key").stat().st_mode) == 0o600

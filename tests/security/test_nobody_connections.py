@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.served import ADMIN_KEY
+from tests.api.memory_gateway import ADMIN_KEY
 from tests.support.daemon import Daemon
 from tests.support.waiting import eventually
 
@@ -51,13 +51,13 @@ class Target:
         self.tls = ssl.create_default_context(cafile=cert) if cert else None
         self.sandbox: dict[str, Any] = {}
 
-    def bare(self, source: str = ATTACKER) -> socket.socket:
+    def open_plain(self, source: str = ATTACKER) -> socket.socket:
         """A TCP connection without a handshake."""
         return socket.create_connection(("127.0.0.1", self.daemon.port), timeout=30, source_address=(source, 0))
 
-    def line(self, source: str = ATTACKER) -> socket.socket:
+    def open_connection(self, source: str = ATTACKER) -> socket.socket:
         """A connection that can carry a request. Raises OSError when it was refused."""
-        connection = self.bare(source)
+        connection = self.open_plain(source)
         if self.tls is None:
             return connection
         try:
@@ -66,7 +66,7 @@ class Target:
             connection.close()
             raise
 
-    def client(self) -> httpx.Client:
+    def make_client(self) -> httpx.Client:
         """A client with a key, from its own address."""
         return httpx.Client(
             base_url=f"{'https' if self.tls else 'http'}://127.0.0.1:{self.daemon.port}",
@@ -75,9 +75,9 @@ class Target:
             timeout=30,
         )
 
-    def others_are_served(self) -> None:
-        self.daemon.health()
-        with self.client() as client:
+    def check_others_are_served(self) -> None:
+        self.daemon.check_health()
+        with self.make_client() as client:
             client.get("/sandboxes").raise_for_status()
 
 
@@ -94,7 +94,7 @@ def _target(
     }
     with Daemon(tmp_path_factory.mktemp("daemon"), files=FILES, **bounds, **tls) as daemon:
         target = Target(daemon, tls.get("tls_cert", ""))
-        target.sandbox = daemon.sandbox()
+        target.sandbox = daemon.create_sandbox()
         yield target
 
 
@@ -106,12 +106,12 @@ def target(_target: Target) -> Iterator[Target]:
 
 
 @pytest.fixture
-def held() -> Iterator[contextlib.ExitStack]:
+def open_connections() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as stack:
         yield stack
 
 
-def head(request: str, *fields: str) -> bytes:
+def request_head(request: str, *fields: str) -> bytes:
     return "\r\n".join([f"{request} HTTP/1.1", "Host: gateway", *fields, "", ""]).encode()
 
 
@@ -128,7 +128,7 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def answer_of(connection: socket.socket, end: bytes) -> bytes:
+def read_answer(connection: socket.socket, end: bytes) -> bytes:
     answer = b""
     while not answer.endswith(end):
         piece = connection.recv(65536)
@@ -137,42 +137,42 @@ def answer_of(connection: socket.socket, end: bytes) -> bytes:
     return answer
 
 
-def cut_off(connection: socket.socket, meanwhile: Callable[[], object] = lambda: None) -> None:
-    def closed() -> bool:
+def wait_until_cut_off(connection: socket.socket, meanwhile: Callable[[], object] = lambda: None) -> None:
+    def all_closed() -> bool:
         with contextlib.suppress(OSError):
             meanwhile()
         return is_closed(connection)
 
-    eventually(closed, seconds=CUT_OFF_SECONDS)
+    eventually(all_closed, seconds=CUT_OFF_SECONDS)
 
 
-def test_connections_that_say_nothing(target: Target, held: contextlib.ExitStack) -> None:
-    """More connections than descriptors, from one address and then from many."""
-    held_open = [held.enter_context(target.bare()) for _ in range(FILES + 100)]
-    target.others_are_served()
+def test_silent_connections_are_closed(target: Target, open_connections: contextlib.ExitStack) -> None:
+    """Opens more connections than there are descriptors, from one address and then from many."""
+    held_open = [open_connections.enter_context(target.open_plain()) for _ in range(FILES + 100)]
+    target.check_others_are_served()
     assert target.daemon.metric("sandbox_gateway_connections") <= PER_ADDRESS + 1
-    held_open += [held.enter_context(target.bare(source)) for _ in range(30) for source in OTHERS]
-    target.daemon.health()
+    held_open += [open_connections.enter_context(target.open_plain(source)) for _ in range(30) for source in OTHERS]
+    target.daemon.check_health()
     assert target.daemon.metric("sandbox_gateway_connections") <= CONNECTIONS
     assert target.daemon.descriptors() < FILES // 2 + 50
     refused = {
         reason: target.daemon.metric("sandbox_gateway_connections_ended_total", reason=reason)
-        for reason in ("too many connections", "too many connections of one address")
+        for reason in ("too many connections", "too many connections from one address")
     }
     assert min(refused.values()) > 100
     # They are still open, and their time is over.
     eventually(lambda: all(map(is_closed, held_open)), seconds=CUT_OFF_SECONDS)
-    target.others_are_served()
+    target.check_others_are_served()
 
 
-def test_those_that_come_again_and_again(target: Target, held: contextlib.ExitStack) -> None:
-    """Clients that reconnect as soon as they are cut off."""
+def test_reconnecting_clients_are_limited(target: Target, open_connections: contextlib.ExitStack) -> None:
+    """The clients reconnect as soon as they are cut off."""
     lines: list[socket.socket] = []
     deadline = time.monotonic() + 3 * REQUEST_SECONDS
     while time.monotonic() < deadline:
         lines = [each for each in lines if not is_closed(each)] if len(lines) > 2 * PER_ADDRESS else lines
-        lines += [held.enter_context(target.bare()) for _ in range(10)]
-        target.others_are_served()
+        lines += [open_connections.enter_context(target.open_plain()) for _ in range(10)]
+        target.check_others_are_served()
 
 
 UPGRADE = (
@@ -184,16 +184,17 @@ BEGINNINGS = {
     "a first line": b"GET /health HTTP/1.1\r\n",
     "half of the headers": b"GET /health HTTP/1.1\r\nHost: gateway\r\nX-Long: ",
     "half of an upgrade": b"GET / HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: ",
-    "an upgrade with a body": head("GET /", *UPGRADE, "Content-Length: 5"),
-    "an upgrade with chunks": head("GET /", *UPGRADE, "Transfer-Encoding: chunked"),
-    "an upgrade with a long line": head("GET /", *UPGRADE, "X-Long: " + 9000 * "x"),
-    "an upgrade with many headers": head("GET /", *UPGRADE, *(f"X-{number}: x" for number in range(200))),
-    "the next request": head("GET /health") + b"GET /health HTTP/1.1\r\nX-Long: ",
-    "a body without a key": head("POST /sandboxes", "Content-Length: 1000000"),
-    "chunks without a key": head("POST /sandboxes", "Transfer-Encoding: chunked") + b"f4240\r\n",
-    "a body nobody asked for": head("GET /health", "Content-Length: 1000000"),
-    "a body with a key": head("POST /sandboxes", f"X-API-Key: {ADMIN_KEY}", "Content-Length: 1000000") + b'{"name": "',
-    "a body to a sandbox, without a key": head(
+    "an upgrade with a body": request_head("GET /", *UPGRADE, "Content-Length: 5"),
+    "an upgrade with chunks": request_head("GET /", *UPGRADE, "Transfer-Encoding: chunked"),
+    "an upgrade with a long line": request_head("GET /", *UPGRADE, "X-Long: " + 9000 * "x"),
+    "an upgrade with many headers": request_head("GET /", *UPGRADE, *(f"X-{number}: x" for number in range(200))),
+    "the next request": request_head("GET /health") + b"GET /health HTTP/1.1\r\nX-Long: ",
+    "a body without a key": request_head("POST /sandboxes", "Content-Length: 1000000"),
+    "chunks without a key": request_head("POST /sandboxes", "Transfer-Encoding: chunked") + b"f4240\r\n",
+    "a body nobody asked for": request_head("GET /health", "Content-Length: 1000000"),
+    "a body with a key": request_head("POST /sandboxes", f"X-API-Key: {ADMIN_KEY}", "Content-Length: 1000000")
+    + b'{"name": "',
+    "a body to a sandbox, without a key": request_head(
         "POST /", "Content-Length: 1000000", "E2b-Sandbox-Id: one", "E2b-Sandbox-Port: 49983"
     ),
 }
@@ -201,73 +202,73 @@ BEGINNINGS = {
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 @pytest.mark.parametrize("dribble", [b"", b"x"])
-def test_a_request_that_never_ends(target: Target, beginning: str, dribble: bytes) -> None:
-    """It stops, or continues with a byte now and then."""
+def test_an_incomplete_request_times_out(target: Target, beginning: str, dribble: bytes) -> None:
+    """The request stops, or continues with a byte now and then."""
     if beginning == "nothing":
         dribble = dribble and b"G"
-    with target.line() as connection:
+    with target.open_connection() as connection:
         connection.sendall(BEGINNINGS[beginning])
-        cut_off(connection, lambda: connection.sendall(dribble))
-    target.others_are_served()
+        wait_until_cut_off(connection, lambda: connection.sendall(dribble))
+    target.check_others_are_served()
 
 
-def test_what_a_late_body_is_answered(target: Target) -> None:
-    with target.line() as connection:
+def test_the_answer_to_a_late_body(target: Target) -> None:
+    with target.open_connection() as connection:
         connection.sendall(BEGINNINGS["a body with a key"])
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 408 ") and b'"kind":"timeout"' in answer and b"server.request_seconds" in answer
 
 
-def test_a_request_whose_sender_hangs_up_halfway(target: Target) -> None:
-    with target.bare() as connection:
+def test_a_request_whose_sender_hangs_up(target: Target) -> None:
+    with target.open_plain() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: ")
         connection.shutdown(socket.SHUT_WR)
-        cut_off(connection)
+        wait_until_cut_off(connection)
 
 
-def test_a_handshake_that_never_ends(target: Target) -> None:
-    """To a port with TLS: the beginning of a record that is much longer. To a port without TLS: not HTTP."""
-    with target.bare() as connection:
+def test_an_incomplete_tls_handshake_times_out(target: Target) -> None:
+    """A port with TLS gets the beginning of a much longer record. A port without TLS gets bytes that are not HTTP."""
+    with target.open_plain() as connection:
         connection.sendall(b"\x16\x03\x01\x40\x00\x01")
-        cut_off(connection, lambda: connection.sendall(b"\0"))
-    target.others_are_served()
+        wait_until_cut_off(connection, lambda: connection.sendall(b"\0"))
+    target.check_others_are_served()
 
 
-def test_requests_whose_answers_nobody_reads(target: Target) -> None:
-    with target.line() as connection:
+def test_unread_answers_time_out(target: Target) -> None:
+    with target.open_connection() as connection:
         connection.settimeout(5)
         with pytest.raises(OSError):
             for _ in itertools.count():
-                connection.sendall(head("GET /openapi.json", f"X-API-Key: {ADMIN_KEY}") * 100)
+                connection.sendall(request_head("GET /openapi.json", f"X-API-Key: {ADMIN_KEY}") * 100)
         eventually(lambda: target.daemon.metric("sandbox_gateway_connections") == 0, seconds=CUT_OFF_SECONDS)
     ended = target.daemon.metric("sandbox_gateway_connections_ended_total", reason="stalled")
     assert ended >= 1
 
 
 def test_an_idle_connection_is_kept_for_the_next_request(target: Target) -> None:
-    with target.line() as connection:
+    with target.open_connection() as connection:
         for _ in range(2):
-            connection.sendall(head("GET /health"))
-            assert answer_of(connection, b'"memory"}').startswith(b"HTTP/1.1 200 ")
+            connection.sendall(request_head("GET /health"))
+            assert read_answer(connection, b'"memory"}').startswith(b"HTTP/1.1 200 ")
             time.sleep(REQUEST_SECONDS + 1)
         assert not is_closed(connection)
 
 
-def test_a_slow_upload_to_a_sandbox_passes(target: Target) -> None:
-    """An upload may take longer than a request may, as long as it makes progress; a stalled one is cut off."""
+def test_a_slow_upload_succeeds(target: Target) -> None:
+    """An upload may take longer than a request, as long as it makes progress. A stalled one is cut off."""
     fields = (
         *(f"X-API-Key: {ADMIN_KEY}", "Transfer-Encoding: chunked"),
         *(f"E2b-Sandbox-Id: {target.sandbox['sandboxID']}", "E2b-Sandbox-Port: 49983"),
     )
-    with target.line() as connection:
-        connection.sendall(head("POST /echo", *fields))
+    with target.open_connection() as connection:
+        connection.sendall(request_head("POST /echo", *fields))
         for _ in range(3 * REQUEST_SECONDS):
             time.sleep(0.7)
             connection.sendall(b"1\r\nx\r\n")
         connection.sendall(b"0\r\n\r\n")
-        assert answer_of(connection, b"}").startswith(b"HTTP/1.1 201 ")
-    with target.line() as connection:
-        connection.sendall(head("POST /echo", *fields) + b"1\r\nx\r\n")
+        assert read_answer(connection, b"}").startswith(b"HTTP/1.1 201 ")
+    with target.open_connection() as connection:
+        connection.sendall(request_head("POST /echo", *fields) + b"1\r\nx\r\n")
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
         assert answer.startswith(b"HTTP/1.1 408 ") and b"server.stalled_seconds" in answer
 
@@ -275,5 +276,5 @@ def test_a_slow_upload_to_a_sandbox_passes(target: Target) -> None:
 def test_the_log_is_not_flooded(target: Target) -> None:
     text = target.daemon.log.read_text()
     assert 1 <= text.count('"connections closed"') < 100
-    # A traceback of ours would be one that anybody can cause.
+    # Anybody could cause a traceback of ours.
     assert "Traceback" not in text and '"event": "bug"' not in text, text[-4000:]

@@ -10,7 +10,7 @@ from sandbox_gateway import log
 LINES, LENGTH = 80_000, 1000
 
 
-def test_log_file_is_bounded_and_for_root_alone(tmp_path: Path) -> None:
+def test_the_log_file_is_bounded_and_readable_only_by_root(tmp_path: Path) -> None:
     path = tmp_path / "gateway.log"
     path.touch(mode=0o644)
     root = logging.getLogger()

@@ -9,9 +9,9 @@ from urllib.parse import unquote
 import pytest
 
 from sandbox_gateway.api.access.auth import OPEN_PATHS
-from tests.api.served import ADMIN_KEY, Served
-from tests.security.hostile import Turns
-from tests.security.routes import OVERRIDES, SPELLINGS, VERBS, Caller, Target, routes, templates
+from tests.api.memory_gateway import ADMIN_KEY, MemoryGateway
+from tests.security.hostile import LoopMonitor
+from tests.security.routes import OVERRIDES, SPELLINGS, VERBS, Caller, Target, all_routes, route_templates
 
 NO_KEYS: dict[str, dict[str, str]] = {
     "no key": {},
@@ -27,14 +27,14 @@ NO_KEYS: dict[str, dict[str, str]] = {
 
 
 @pytest.fixture
-def there(attacked: Target) -> Iterator[Target]:
+def target(attacked: Target) -> Iterator[Target]:
     """Attacks must not change anything on it, so all of them share it."""
     before = attacked.state()
     yield attacked
     assert attacked.state() == before and attacked.events == attacked.agent_calls == []
 
 
-def refuses(there: Target, caller: Caller, method: str, spelled: str, **headers: str) -> None:
+def check_refused(there: Target, caller: Caller, method: str, spelled: str, **headers: str) -> None:
     status, body = caller.ask(method, spelled, **headers)
     path = unquote(spelled.partition("?")[0])
     told = f"{method} {spelled} {headers}: {status} {body[:100]}"
@@ -47,42 +47,45 @@ def refuses(there: Target, caller: Caller, method: str, spelled: str, **headers:
 
 
 def test_every_route_is_attacked() -> None:
-    found = templates()
+    found = route_templates()
     assert len(found) >= 50
     assert {("DELETE", "/sandboxes/{ref}"), ("POST", "/v2/sandboxes"), ("GET", "/openapi.json")} <= set(found)
     assert {path for _, path in found} >= OPEN_PATHS
 
 
 @pytest.mark.parametrize("key", NO_KEYS)
-def test_no_verb_at_any_route_does_anything(there: Target, key: str) -> None:
-    caller = Caller(there.served, NO_KEYS[key])
-    for route in routes(there):
+def test_no_method_at_any_route_has_an_effect(target: Target, key: str) -> None:
+    caller = Caller(target.gateway, NO_KEYS[key])
+    for route in all_routes(target):
         for verb in VERBS if key == "no key" else (route.method,):
-            refuses(there, caller, verb, route.path)
+            check_refused(target, caller, verb, route.path)
     caller.close()
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_no_spelling_of_a_route_is_let_through(there: Target, spelling: str) -> None:
-    caller = Caller(there.served, {})
-    for route in routes(there):
-        refuses(there, caller, route.method, SPELLINGS[spelling](route.path))
+def test_no_spelling_of_a_route_is_accepted(target: Target, spelling: str) -> None:
+    caller = Caller(target.gateway, {})
+    for route in all_routes(target):
+        check_refused(target, caller, route.method, SPELLINGS[spelling](route.path))
     caller.close()
 
 
 @pytest.mark.parametrize("header", OVERRIDES, ids=lambda header: "=".join(next(iter(header.items()))))
-def test_no_header_stands_in_for_a_key(there: Target, header: dict[str, str]) -> None:
-    caller = Caller(there.served, {})
-    for route in routes(there):
-        refuses(there, caller, route.method, route.path, **header)
+def test_no_header_replaces_a_key(target: Target, header: dict[str, str]) -> None:
+    caller = Caller(target.gateway, {})
+    for route in all_routes(target):
+        check_refused(target, caller, route.method, route.path, **header)
     caller.close()
 
 
 @pytest.mark.parametrize("key", ["", ADMIN_KEY])
-def test_bodies_of_small_pieces_leave_turns_to_others(served: Served, key: str) -> None:
-    """Tens of thousands of them fit into one read: with 20 connections, `/health` used to take 19 s."""
+def test_bodies_of_small_pieces_do_not_delay_others(memory_gateway: MemoryGateway, key: str) -> None:
+    """Tens of thousands of pieces fit into one read. With 20 connections, `/health` used to take 19 s."""
     request = f"POST /sandboxes HTTP/1.1\r\nHost: x\r\nX-API-Key: {key}\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection, Turns(served) as turns:
+    with (
+        socket.create_connection(("127.0.0.1", memory_gateway.port), timeout=30) as connection,
+        LoopMonitor(memory_gateway) as turns,
+    ):
         connection.sendall(request + b"1\r\nx\r\n" * 200_000 + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         answers = b""
         while b'"memory"' not in answers:

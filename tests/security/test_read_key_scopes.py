@@ -10,8 +10,8 @@ from urllib.parse import unquote
 import pytest
 
 from sandbox_gateway.api.access.auth import OPEN_PATHS
-from tests.api.served import EXEC_KEY, READ_KEY
-from tests.security.routes import OVERRIDES, READING, SPELLINGS, VERBS, Caller, Target, routes
+from tests.api.memory_gateway import EXEC_KEY, READ_KEY
+from tests.security.routes import OVERRIDES, READING, SPELLINGS, VERBS, Caller, Target, all_routes
 
 READER, RUNNER = {"X-API-Key": READ_KEY}, {"X-API-Key": EXEC_KEY}
 BODY = json.dumps({"args": ["write", "stolen", "1"], "code": "1", "name": "new", "templateID": "base"}).encode()
@@ -21,17 +21,17 @@ EXECUTES = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|pin
 
 
 @pytest.fixture
-def there(attacked: Target) -> Iterator[Target]:
+def target(attacked: Target) -> Iterator[Target]:
     """Only programs may write inside; otherwise attacks must not change anything on it, so all of them share it."""
     before = attacked.state()
     attacked.agent_calls.clear()
     yield attacked
-    for machine in attacked.served.host.machines.values():
+    for machine in attacked.gateway.host.machines.values():
         machine.state.pop("stolen", None)
     assert attacked.state() == before and attacked.events == []
 
 
-def attack(there: Target, caller: Caller, method: str, spelled: str, allowed: bool, **headers: str) -> None:
+def send_attack(there: Target, caller: Caller, method: str, spelled: str, allowed: bool, **headers: str) -> None:
     """``allowed``: the scope suffices for this method and path."""
     status, body = caller.ask(method, spelled, BODY, **headers)
     told = f"{method} {spelled} {headers}: {status} {body[:200]}"
@@ -47,52 +47,52 @@ def path_of(spelled: str) -> str:
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_a_reader_changes_nothing_and_runs_nothing(there: Target, spelling: str) -> None:
-    caller = Caller(there.served, READER)
-    for route in routes(there):
+def test_a_read_key_cannot_change_or_run_anything(target: Target, spelling: str) -> None:
+    caller = Caller(target.gateway, READER)
+    for route in all_routes(target):
         for verb in VERBS if spelling == "as it is" else {route.method, "POST"}:
-            attack(there, caller, verb, SPELLINGS[spelling](route.path), verb in READING)
+            send_attack(target, caller, verb, SPELLINGS[spelling](route.path), verb in READING)
     caller.close()
-    assert set(there.agent_calls) <= {"/sync"}, "to see whether a sandbox diverged its agent is asked to write back"
+    assert set(target.agent_calls) <= {"/sync"}, "to see whether a sandbox diverged its agent is asked to write back"
 
 
-def test_a_reader_is_shown_no_secret(there: Target) -> None:
-    caller = Caller(there.served, READER)
-    for route in routes(there):
+def test_a_read_key_sees_no_secret(target: Target) -> None:
+    caller = Caller(target.gateway, READER)
+    for route in all_routes(target):
         for query in ("", "?limit=1000&diverged=true", "?secret=true&token=true"):
             if route.method == "GET":
                 status, body = caller.ask("GET", route.path + query)
                 assert status in (200, 400), f"{route}: {body}"
-                assert not any(secret in body for secret in there.secrets), route
+                assert not any(secret in body for secret in target.secrets), route
     caller.close()
 
 
 @pytest.mark.parametrize("header", OVERRIDES[:6], ids=lambda header: "=".join(next(iter(header.items()))))
 @pytest.mark.parametrize("key", [READER, RUNNER], ids=["read", "exec"])
-def test_no_header_changes_the_method(there: Target, key: dict[str, str], header: dict[str, str]) -> None:
-    caller = Caller(there.served, key)
-    for route in routes(there):
+def test_no_header_changes_the_method(target: Target, key: dict[str, str], header: dict[str, str]) -> None:
+    caller = Caller(target.gateway, key)
+    for route in all_routes(target):
         for verb in {"GET", "DELETE", route.method} - ({"POST"} if key is RUNNER else set()):
-            attack(there, caller, verb, route.path, verb in READING, **header)
+            send_attack(target, caller, verb, route.path, verb in READING, **header)
     caller.close()
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_a_runner_runs_programs_and_changes_nothing_else(there: Target, spelling: str) -> None:
-    caller = Caller(there.served, RUNNER)
-    for route in routes(there):
+def test_an_exec_key_can_only_run_programs(target: Target, spelling: str) -> None:
+    caller = Caller(target.gateway, RUNNER)
+    for route in all_routes(target):
         for verb in VERBS if spelling == "as it is" else {route.method, "POST"}:
             spelled = SPELLINGS[spelling](route.path)
             may = verb in READING or (verb == "POST" and bool(EXECUTES.fullmatch(path_of(spelled))))
-            attack(there, caller, verb, spelled, may)
+            send_attack(target, caller, verb, spelled, may)
     caller.close()
-    assert set(there.agent_calls) <= {"/sync", "/exec", "/eval", "/health"}
+    assert set(target.agent_calls) <= {"/sync", "/exec", "/eval", "/health"}
     if spelling == "as it is":
-        assert {"/exec", "/eval", "/health"} <= set(there.agent_calls), "the attack is one: these are let through"
+        assert {"/exec", "/eval", "/health"} <= set(target.agent_calls), "the attack is one: these are let through"
 
 
-def test_two_keys_are_worth_no_more_than_the_better_one(there: Target) -> None:
-    caller = Caller(there.served, READER | {"Authorization": f"Bearer {EXEC_KEY}"})
+def test_two_keys_have_only_the_rights_of_the_better_one(target: Target) -> None:
+    caller = Caller(target.gateway, READER | {"Authorization": f"Bearer {EXEC_KEY}"})
     assert caller.ask("DELETE", "/sandboxes/one")[0] == 403
     assert caller.ask("POST", "/sandboxes/one/exec", BODY)[0] == 200
     caller.close()

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.support import cores, faulty_gateway
+from tests.support import ansible_core_versions, faulty_gateway
 from tests.support.faulty_gateway import FaultyGateway
-from tests.support.liar import ENDED, LAST, STARTED, Liar, frame, output, printed
+from tests.support.liar import ENDED, LAST, STARTED, LyingGateway, make_answer, make_frame, make_output
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m"
 
 
-pytestmark = pytest.mark.parametrize("core", cores.EACH)
+pytestmark = pytest.mark.parametrize("core", ansible_core_versions.EACH)
 
 
 class Trap:
@@ -90,8 +90,10 @@ def gateway(_faulty: FaultyGateway) -> Iterator[Hostile]:
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["asked", "cached"])
-def test_metadata_is_no_template(core: str, gateway: Hostile, trap: Trap, tmp_path: Path, cached: bool) -> None:
-    """In variables, in the results of `compose`, `groups` and `keyed_groups`, and from a cache."""
+def test_metadata_is_not_evaluated_as_a_template(
+    core: str, gateway: Hostile, trap: Trap, tmp_path: Path, cached: bool
+) -> None:
+    """Checks variables, the results of `compose`, `groups` and `keyed_groups`, and a cache."""
     gateway.add("web", dict(trap.texts))
     gateway.text = trap.texts["header"]
     inventory = tmp_path / "sandboxes.yml"
@@ -121,14 +123,14 @@ def test_metadata_is_no_template(core: str, gateway: Hostile, trap: Trap, tmp_pa
         {"ansible.builtin.debug": {"msg": "{{ again.metadata.header }}{{ hostvars.web.joined }}"}},
     ]
     for _ in range(2 if cached else 1):
-        said = cores.play(core, tmp_path, inventory, {"hosts": "any", "tasks": tasks})
+        said = ansible_core_versions.run_plays(core, tmp_path, inventory, {"hosts": "any", "tasks": tasks})
         assert f"ok={len(tasks)}" in said, said
         assert said.count("variable_start_string") > 5, said
         assert not trap.mark.exists(), said
 
 
 @pytest.mark.parametrize("key", ["__ansible_unsafe", "__ansible_vault", "__ansible_type"])
-def test_metadata_is_no_mark_of_ansible(core: str, gateway: Hostile, tmp_path: Path, key: str) -> None:
+def test_metadata_is_not_decoded_as_ansibles_own_json(core: str, gateway: Hostile, tmp_path: Path, key: str) -> None:
     """Some keys of mappings have a special meaning in Ansible's own JSON, which is the format of a cache."""
     gateway.add("web", {key: "_AnsibleTaggedStr", "value": "{{ 1 }}", "tags": "TrustedAsTemplate"})
     gateway.add("other", {})
@@ -137,7 +139,7 @@ def test_metadata_is_no_mark_of_ansible(core: str, gateway: Hostile, tmp_path: P
     content = {"plugin": "grove.sandbox.sandboxes", "gateways": [{"url": gateway.url}], "strict": True, **cache}
     inventory.write_text(json.dumps(content))
     for _ in range(2):
-        found = cores.run(core, "inventory", "-i", inventory, "--graph", cwd=tmp_path)
+        found = ansible_core_versions.run_command(core, "inventory", "-i", inventory, "--graph", cwd=tmp_path)
         assert found.returncode == 0 and "--web" in found.stdout and "--other" in found.stdout, found.stderr
     task = {"grove.sandbox.sandbox_info": {"gateway_url": gateway.url}, "register": "found"}
     said = {"ansible.builtin.debug": {"msg": "{{ found.sandboxes | map(attribute='name') | sort | join(' ') }}"}}
@@ -146,7 +148,7 @@ def test_metadata_is_no_mark_of_ansible(core: str, gateway: Hostile, tmp_path: P
         "connection": "local",
         "tasks": [task, {**task, "environment": {"A": "b"}}, said],
     }
-    names = cores.play(core, tmp_path, "localhost,", local)
+    names = ansible_core_versions.run_plays(core, tmp_path, "localhost,", local)
     assert "other web" in names, names
 
 
@@ -158,8 +160,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_results_are_no_templates(core: str, gateway: Hostile, trap: Trap, tmp_path: Path, way: str) -> None:
-    """The results of a module, whether it succeeds or fails, alone or in a loop."""
+def test_results_are_not_evaluated_as_templates(
+    core: str, gateway: Hostile, trap: Trap, tmp_path: Path, way: str
+) -> None:
+    """Checks the results of a module that succeeds or fails, alone or in a loop."""
     gateway.add("web", dict(trap.texts))
     gateway.refuse, gateway.text = True, trap.all
     common = {**WAYS[way], "ignore_errors": True}
@@ -182,7 +186,9 @@ def test_results_are_no_templates(core: str, gateway: Hostile, trap: Trap, tmp_p
         tasks.append({"ansible.builtin.debug": {"msg": f"{{{{ {value} }}}}"}})
         tasks.append({"ansible.builtin.set_fact": {"kept": f"{{{{ {value} }}}}"}})
         tasks.append({"ansible.builtin.debug": {"msg": "{{ kept }}"}})
-    said = cores.play(core, tmp_path, "localhost,", {"hosts": "localhost", "connection": "local", "tasks": tasks})
+    said = ansible_core_versions.run_plays(
+        core, tmp_path, "localhost,", {"hosts": "localhost", "connection": "local", "tasks": tasks}
+    )
     assert f"ok={len(tasks)}" in said, said
     assert said.count("variable_start_string") > len(values), said
     assert not trap.mark.exists(), said
@@ -191,64 +197,65 @@ def test_results_are_no_templates(core: str, gateway: Hostile, trap: Trap, tmp_p
 # --- answers of an agent ---------------------------------------------------------------------------------------------
 
 
-def endless() -> Iterator[bytes]:
+def endless_answer() -> Iterator[bytes]:
     """64 MiB: large enough for a test."""
     yield STARTED
-    piece = output(bytes(64 << 10))
+    piece = make_output(bytes(64 << 10))
     for _ in range(1 << 10):
         yield piece
     yield ENDED
 
 
-def announced() -> Iterator[bytes]:
+def announced_answer() -> Iterator[bytes]:
     yield STARTED + struct.pack(">BI", 0, (4 << 30) - 1)
     for _ in range(1 << 10):
         yield bytes(64 << 10)
 
 
-def after_the_end() -> Iterator[bytes]:
+def answer_after_the_end() -> Iterator[bytes]:
     yield STARTED + ENDED
     for _ in range(1 << 10):
         yield bytes(64 << 10)
 
 
-def ending(end: dict[str, Any]) -> bytes:
-    return STARTED + frame({"event": {"end": end}}) + frame(b"{}", LAST)
+def answer_with_end(end: dict[str, Any]) -> bytes:
+    return STARTED + make_frame({"event": {"end": end}}) + make_frame(b"{}", LAST)
 
 
-def lies(trap: Trap) -> dict[str, tuple[Any, str]]:
+def invalid_answers(trap: Trap) -> dict[str, tuple[Any, str]]:
     """By name: the agent's answer, and the expected message of the task."""
     digits = b'{"event":{"end":{"exited":true,"exitCode":' + b"9" * 5000 + b"}}}"
-    nonsense = "does not answer as agents do"
+    nonsense = "sent an invalid answer"
     text = trap.all
     return {
-        "honest": (printed(text), ""),
+        "honest": (make_answer(text), ""),
         "refuses": ((500, text), "pipe"),
-        "refuses-at-the-end": (STARTED + frame({"error": {"message": text}}, LAST), "pipe"),
-        "digits": (STARTED + frame(digits), nonsense),
-        "exit-code": (ending({"exitCode": text}), nonsense),
-        "status": (ending({"exited": False, "status": [text]}), nonsense),
-        "pid": (frame({"event": {"start": {"pid": text}}}), nonsense),
-        "no-pid": (frame({"event": {"start": text}}), nonsense),
-        "list": (frame(json.dumps([text]).encode()), nonsense),
-        "event": (frame({"event": text}), nonsense),
-        "output": (frame({"event": {"data": {"stdout": {"a": text}}}}), nonsense),
-        "base64": (frame({"event": {"data": {"stdout": "abcde" + text}}}), nonsense),
-        "no-json": (frame(text.encode()), nonsense),
-        "deep": (frame(b"[" * (1 << 20)), nonsense),
-        "error": (frame({"error": text}, LAST), nonsense),
-        "error-message": (frame({"error": {"message": {"a": text}}}, LAST), nonsense),
+        "refuses-at-the-end": (STARTED + make_frame({"error": {"message": text}}, LAST), "pipe"),
+        "digits": (STARTED + make_frame(digits), nonsense),
+        "exit-code": (answer_with_end({"exitCode": text}), nonsense),
+        "status": (answer_with_end({"exited": False, "status": [text]}), nonsense),
+        "pid": (make_frame({"event": {"start": {"pid": text}}}), nonsense),
+        "no-pid": (make_frame({"event": {"start": text}}), nonsense),
+        "list": (make_frame(json.dumps([text]).encode()), nonsense),
+        "event": (make_frame({"event": text}), nonsense),
+        "output": (make_frame({"event": {"data": {"stdout": {"a": text}}}}), nonsense),
+        "base64": (make_frame({"event": {"data": {"stdout": "abcde" + text}}}), nonsense),
+        "no-json": (make_frame(text.encode()), nonsense),
+        "deep": (make_frame(b"[" * (1 << 20)), nonsense),
+        "error": (make_frame({"error": text}, LAST), nonsense),
+        "error-message": (make_frame({"error": {"message": {"a": text}}}, LAST), nonsense),
         "terminal": ((500, f"red{ESCAPE}blue"), "red]0;owned[2J31mblue"),
-        "announced": (announced, nonsense),
-        "after-the-end": (after_the_end, nonsense),
-        "endless": (endless, "it printed more than 2 MiB"),
+        "announced": (announced_answer, nonsense),
+        "after-the-end": (answer_after_the_end, nonsense),
+        "endless": (endless_answer, "it printed more than 2 MiB"),
     }
 
 
-def test_an_agent_that_lies(core: str, trap: Trap, tmp_path: Path) -> None:
-    """Each lie becomes a message of its host, is not evaluated as a template, and uses a limited amount of memory."""
-    told = lies(trap)
-    liar = Liar({name: lie for name, (lie, _) in told.items()})
+def test_a_false_agent(core: str, trap: Trap, tmp_path: Path) -> None:
+    """Each false answer becomes a message of its host, is not evaluated as a template, and uses a limited amount of
+    memory."""
+    told = invalid_answers(trap)
+    liar = LyingGateway({name: lie for name, (lie, _) in told.items()})
     results = tmp_path / "results.json"
     with liar.serve():
         hosts = {name: {} for name in told}
@@ -265,7 +272,7 @@ def test_an_agent_that_lies(core: str, trap: Trap, tmp_path: Path) -> None:
             {"ansible.builtin.debug": {"msg": f"{{{{ {value} }}}}"}}
             for value in ("said", "said.msg | default('')", "said.stdout | default('')", "said.exception | default('')")
         ]
-        shown = cores.play(
+        shown = ansible_core_versions.run_plays(
             core,
             tmp_path,
             inventory,
@@ -289,27 +296,29 @@ def test_an_agent_that_lies(core: str, trap: Trap, tmp_path: Path) -> None:
     assert not set(ESCAPE) & {"\x1b", "\x07", "\x9b"} & set(shown + json.dumps(said, ensure_ascii=False))
 
 
-def test_what_a_gateway_quotes_stays_off_the_terminal(core: str, gateway: Hostile, tmp_path: Path) -> None:
+def test_quoted_text_contains_no_terminal_codes(core: str, gateway: Hostile, tmp_path: Path) -> None:
     """The inventory prints a warning unchanged."""
     gateway.answer_all(502, {"message": f"the sandbox says {ESCAPE}hello", "kind": "backend_failed"})
     inventory = tmp_path / "sandboxes.yml"
     inventory.write_text(json.dumps({"plugin": "grove.sandbox.sandboxes", "gateways": [{"url": gateway.url}]}))
-    found = cores.run(core, "inventory", "-i", inventory, "--list", cwd=tmp_path)
+    found = ansible_core_versions.run_command(core, "inventory", "-i", inventory, "--list", cwd=tmp_path)
     assert "the sandbox says" in " ".join(found.stderr.split()) and "hello" in found.stderr, found.stderr
     assert not {"\x1b", "\x07", "\x9b"} & set(found.stdout + found.stderr)
 
 
-def test_a_module_is_not_given_the_key_of_the_environment(core: str, tmp_path: Path) -> None:
+def test_a_module_does_not_receive_the_key_of_the_environment(core: str, tmp_path: Path) -> None:
     """A task of ours that runs in a sandbox sends its options there, where root reads them."""
     key = "key-of-the-environment"
-    liar = Liar({"web": printed(json.dumps({"changed": False}))})
+    liar = LyingGateway({"web": make_answer(json.dumps({"changed": False}))})
     with liar.serve():
         variables = {"ansible_connection": "grove.sandbox.sandbox", "ansible_sandbox_gateway_url": liar.url}
         variables["ansible_python_interpreter"] = "/usr/bin/python3"
         inventory = tmp_path / "hosts.yml"
         inventory.write_text(json.dumps({"all": {"hosts": {"web": variables}}}))
         task = {"grove.sandbox.sandbox_info": {"gateway_url": "unix:///run/inside.sock"}}
-        said = cores.play(core, tmp_path, inventory, {"hosts": "web", "tasks": [task]}, SANDBOX_GATEWAY_TOKEN=key)
+        said = ansible_core_versions.run_plays(
+            core, tmp_path, inventory, {"hosts": "web", "tasks": [task]}, SANDBOX_GATEWAY_TOKEN=key
+        )
     assert "ok=1" in said, said
-    assert liar.keys() == {key}, "the gateway gets it"
+    assert liar.received_keys() == {key}, "the gateway gets it"
     assert liar.bodies and not any(key.encode() in body for body in liar.bodies)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.support import cores
-from tests.support.liar import Liar, facts
+from tests.support import ansible_core_versions
+from tests.support.liar import LyingGateway, facts_answer
 
-pytestmark = pytest.mark.parametrize("core", cores.EACH)
+pytestmark = pytest.mark.parametrize("core", ansible_core_versions.EACH)
 
 KEY = "key-of-the-environment"
 ASK = "grove.sandbox.sandbox_info"
@@ -23,19 +23,19 @@ REFUSED = "is not sent there"
 
 
 @pytest.fixture
-def thief() -> Iterator[Liar]:
+def thief() -> Iterator[LyingGateway]:
     """The address to which the sandbox wants the key to be sent."""
-    with Liar().serve() as made:
+    with LyingGateway().serve() as made:
         yield made
 
 
 @pytest.fixture
-def gateway() -> Iterator[Liar]:
-    with Liar().serve() as made:
+def gateway() -> Iterator[LyingGateway]:
+    with LyingGateway().serve() as made:
         yield made
 
 
-def inventory(folder: Path, gateway: Liar, **variables: Any) -> Path:
+def write_inventory(folder: Path, gateway: LyingGateway, **variables: Any) -> Path:
     """A sandbox `guest` as a host. Its own key is unrelated to that of the environment."""
     path = folder / "hosts.yml"
     connection = {
@@ -50,11 +50,11 @@ def inventory(folder: Path, gateway: Liar, **variables: Any) -> Path:
     return path
 
 
-def ask(**options: Any) -> dict[str, Any]:
+def make_task(**options: Any) -> dict[str, Any]:
     return {ASK: options}
 
 
-def refused(said: str, thief: Liar) -> None:
+def check_refused(said: str, thief: LyingGateway) -> None:
     assert not thief.asked, said
     assert REFUSED in said and "gateway_token" in said and "SANDBOX_GATEWAY_URL" in said, said
 
@@ -62,30 +62,30 @@ def refused(said: str, thief: Liar) -> None:
 # --- the operator's settings -----------------------------------------------------------------------------------------
 
 
-def plays_of_the_operator(url: str) -> dict[str, dict[str, Any]]:
-    """Places that name the gateway, by description."""
+def operator_plays(url: str) -> dict[str, dict[str, Any]]:
+    """Places where an operator names the gateway, by description."""
     there = {"gateway_url": "{{ there }}"}
     of_group_vars = {"gateway_url": "{{ sandbox_gateway_url }}"}
-    looped = {**ask(gateway_url="{{ each.url }}"), "loop": "{{ places }}", "loop_control": {"loop_var": "each"}}
+    looped = {**make_task(gateway_url="{{ each.url }}"), "loop": "{{ places }}", "loop_control": {"loop_var": "each"}}
     included = {"ansible.builtin.include_tasks": "tasks.yml"}
     return {
-        "literal": {"tasks": [ask(gateway_url=url)]},
-        "group_vars": {"tasks": [ask(**of_group_vars)]},
-        "hostvars": {"tasks": [ask(gateway_url="{{ hostvars['guest'].sandbox_gateway_url }}")]},
-        "vars": {"vars": {"there": "{{ sandbox_gateway_url }}"}, "tasks": [ask(**there)]},
-        "vars_files": {"vars_files": ["vars.yml"], "tasks": [ask(**there)]},
-        "vars of a task": {"tasks": [{**ask(**there), "vars": {"there": url}}]},
-        "vars of a block": {"tasks": [{"vars": {"there": url}, "block": [ask(**there)]}]},
+        "literal": {"tasks": [make_task(gateway_url=url)]},
+        "group_vars": {"tasks": [make_task(**of_group_vars)]},
+        "hostvars": {"tasks": [make_task(gateway_url="{{ hostvars['guest'].sandbox_gateway_url }}")]},
+        "vars": {"vars": {"there": "{{ sandbox_gateway_url }}"}, "tasks": [make_task(**there)]},
+        "vars_files": {"vars_files": ["vars.yml"], "tasks": [make_task(**there)]},
+        "vars of a task": {"tasks": [{**make_task(**there), "vars": {"there": url}}]},
+        "vars of a block": {"tasks": [{"vars": {"there": url}, "block": [make_task(**there)]}]},
         "args": {"tasks": [{ASK: {}, "args": of_group_vars}]},
         "module_defaults": {
             "module_defaults": {"group/grove.sandbox.all": of_group_vars},
-            "tasks": [ask()],
+            "tasks": [make_task()],
         },
-        "module_defaults of a task": {"tasks": [{**ask(), "module_defaults": {ASK: of_group_vars}}]},
+        "module_defaults of a task": {"tasks": [{**make_task(), "module_defaults": {ASK: of_group_vars}}]},
         "loop": {"vars": {"places": [{"url": url}]}, "tasks": [looped]},
         "with_items": {
             "vars": {"places": [url]},
-            "tasks": [{**ask(gateway_url="{{ item }}"), "with_items": "{{ places }}"}],
+            "tasks": [{**make_task(gateway_url="{{ item }}"), "with_items": "{{ places }}"}],
         },
         "include_tasks": {"tasks": [{**included, "vars": {"there": url}}]},
         "include_tasks in a loop": {
@@ -93,76 +93,86 @@ def plays_of_the_operator(url: str) -> dict[str, dict[str, Any]]:
             "tasks": [{**included, "vars": {"there": "{{ item }}"}, "loop": "{{ places[1:] }}"}],
         },
         "role": {"roles": [{"role": "ours", "there": "{{ sandbox_gateway_url }}"}], "tasks": []},
-        "delegate_to": {"hosts": "guest", "tasks": [{**ask(**of_group_vars), "delegate_to": "control"}]},
-        "as a module": {"tasks": [{**ask(**of_group_vars), "environment": {"ANY": "thing"}}]},
-        "environment": {"environment": {"SANDBOX_GATEWAY_URL": "{{ sandbox_gateway_url }}"}, "tasks": [ask()]},
+        "delegate_to": {"hosts": "guest", "tasks": [{**make_task(**of_group_vars), "delegate_to": "control"}]},
+        "as a module": {"tasks": [{**make_task(**of_group_vars), "environment": {"ANY": "thing"}}]},
+        "environment": {"environment": {"SANDBOX_GATEWAY_URL": "{{ sandbox_gateway_url }}"}, "tasks": [make_task()]},
     }
 
 
-def test_what_the_operator_says_is_enough(core: str, gateway: Liar, tmp_path: Path) -> None:
-    """The control: a key in the environment, and an address in any place of the operator."""
+def test_the_operators_variables_are_sufficient(core: str, gateway: LyingGateway, tmp_path: Path) -> None:
+    """This is the control: a key in the environment, and an address in any place of the operator."""
     (tmp_path / "vars.yml").write_text(json.dumps({"there": gateway.url}))
-    (tmp_path / "tasks.yml").write_text(json.dumps([ask(gateway_url="{{ there }}")]))
+    (tmp_path / "tasks.yml").write_text(json.dumps([make_task(gateway_url="{{ there }}")]))
     role = tmp_path / "roles" / "ours" / "tasks"
     role.mkdir(parents=True)
-    (role / "main.yml").write_text(json.dumps([ask(gateway_url="{{ there }}")]))
-    ways = plays_of_the_operator(gateway.url)
+    (role / "main.yml").write_text(json.dumps([make_task(gateway_url="{{ there }}")]))
+    ways = operator_plays(gateway.url)
     plays = [{"name": name, "hosts": "control", **play} for name, play in ways.items()]
-    said = cores.play(core, tmp_path, inventory(tmp_path, gateway), *plays, SANDBOX_GATEWAY_TOKEN=KEY)
+    said = ansible_core_versions.run_plays(
+        core, tmp_path, write_inventory(tmp_path, gateway), *plays, SANDBOX_GATEWAY_TOKEN=KEY
+    )
     assert "failed=0" in said and "failed=1" not in said and "unreachable=1" not in said, said
-    assert len(gateway.asked) == len(ways) and gateway.keys() == {KEY}, said
+    assert len(gateway.asked) == len(ways) and gateway.received_keys() == {KEY}, said
 
 
-def test_the_key_goes_to_the_gateway_of_the_environment_and_to_others_that_the_operator_names(
-    core: str, gateway: Liar, tmp_path: Path
+def test_the_environments_key_goes_only_to_gateways_of_the_operator(
+    core: str, gateway: LyingGateway, tmp_path: Path
 ) -> None:
     """An address in the environment is a choice of the operator, even if another variable has the same value."""
-    with Liar().serve() as other:
+    with LyingGateway().serve() as other:
         tasks = [
-            ask(),
+            make_task(),
             {"ansible.builtin.set_fact": {"got": gateway.url}},
-            ask(gateway_url="{{ got }}"),
-            ask(gateway_url=other.url),
+            make_task(gateway_url="{{ got }}"),
+            make_task(gateway_url=other.url),
         ]
         play = {"hosts": "control", "tasks": tasks}
         environment = {"SANDBOX_GATEWAY_URL": gateway.url, "SANDBOX_GATEWAY_TOKEN": KEY}
-        said = cores.play(core, tmp_path, inventory(tmp_path, gateway), play, **environment)
+        said = ansible_core_versions.run_plays(core, tmp_path, write_inventory(tmp_path, gateway), play, **environment)
         assert "ok=4" in said and len(gateway.asked) == 2 and len(other.asked) == 1, said
-        assert gateway.keys() == other.keys() == {KEY}
+        assert gateway.received_keys() == other.received_keys() == {KEY}
 
 
-def test_a_key_in_the_task_goes_where_the_task_says(core: str, gateway: Liar, tmp_path: Path) -> None:
-    """A task with both a key and an address is consistent; without an environment key, nothing needs protection."""
+def test_a_key_in_the_task_goes_to_the_tasks_address(core: str, gateway: LyingGateway, tmp_path: Path) -> None:
+    """A task with both a key and an address is consistent. Without an environment key, nothing needs protection."""
     register = {"ansible.builtin.set_fact": {"got": gateway.url}}
-    pair = {"hosts": "control", "tasks": [register, ask(gateway_url="{{ got }}", gateway_token="key-of-the-task")]}
-    said = cores.play(core, tmp_path, inventory(tmp_path, gateway), pair, SANDBOX_GATEWAY_TOKEN=KEY)
-    assert "failed=0" in said and gateway.keys() == {"key-of-the-task"}, said
-    none = {"hosts": "control", "tasks": [register, ask(gateway_url="{{ got }}")]}
-    said = cores.play(core, tmp_path, inventory(tmp_path, gateway), none)
-    assert "failed=0" in said and gateway.keys() == {"key-of-the-task"} and len(gateway.asked) == 2, said
+    pair = {
+        "hosts": "control",
+        "tasks": [register, make_task(gateway_url="{{ got }}", gateway_token="key-of-the-task")],
+    }
+    said = ansible_core_versions.run_plays(
+        core, tmp_path, write_inventory(tmp_path, gateway), pair, SANDBOX_GATEWAY_TOKEN=KEY
+    )
+    assert "failed=0" in said and gateway.received_keys() == {"key-of-the-task"}, said
+    none = {"hosts": "control", "tasks": [register, make_task(gateway_url="{{ got }}")]}
+    said = ansible_core_versions.run_plays(core, tmp_path, write_inventory(tmp_path, gateway), none)
+    assert "failed=0" in said and gateway.received_keys() == {"key-of-the-task"} and len(gateway.asked) == 2, said
 
 
 # --- a sandbox's settings --------------------------------------------------------------------------------------------
 
 
-def plays_of_the_sandbox() -> dict[str, dict[str, Any]]:
+def sandbox_plays() -> dict[str, dict[str, Any]]:
     """Ways in which a fact becomes an address. Each has one task that must be rejected."""
     stolen = {"gateway_url": "{{ there }}"}
     of_group_vars = {"gateway_url": "{{ sandbox_gateway_url }}"}
     included = {"ansible.builtin.include_tasks": "tasks.yml"}
     return {
-        "fact": {"tasks": [ask(**stolen)]},
-        "group_vars overridden": {"tasks": [ask(**of_group_vars)]},
-        "ansible_facts": {"tasks": [ask(gateway_url="{{ ansible_facts.there }}")]},
-        "hostvars": {"hosts": "control", "tasks": [ask(gateway_url="{{ hostvars['guest'].sandbox_gateway_url }}")]},
-        "hidden": {"tasks": [ask(gateway_url="{{ lookup('ansible.builtin.vars', 'sandbox_gateway_url') }}")]},
-        "default": {"tasks": [ask(gateway_url="{{ there | default(omit) }}")]},
-        "vars": {"vars": {"mine": "{{ there }}"}, "tasks": [ask(gateway_url="{{ mine }}")]},
+        "fact": {"tasks": [make_task(**stolen)]},
+        "group_vars overridden": {"tasks": [make_task(**of_group_vars)]},
+        "ansible_facts": {"tasks": [make_task(gateway_url="{{ ansible_facts.there }}")]},
+        "hostvars": {
+            "hosts": "control",
+            "tasks": [make_task(gateway_url="{{ hostvars['guest'].sandbox_gateway_url }}")],
+        },
+        "hidden": {"tasks": [make_task(gateway_url="{{ lookup('ansible.builtin.vars', 'sandbox_gateway_url') }}")]},
+        "default": {"tasks": [make_task(gateway_url="{{ there | default(omit) }}")]},
+        "vars": {"vars": {"mine": "{{ there }}"}, "tasks": [make_task(gateway_url="{{ mine }}")]},
         "args": {"tasks": [{ASK: {}, "args": stolen}]},
-        "module_defaults": {"module_defaults": {"group/grove.sandbox.all": of_group_vars}, "tasks": [ask()]},
-        "module_defaults of a task": {"tasks": [{**ask(), "module_defaults": {ASK: stolen}}]},
-        "loop": {"tasks": [{**ask(gateway_url="{{ item }}"), "loop": "{{ several }}"}]},
-        "with_items": {"tasks": [{**ask(gateway_url="{{ item }}"), "with_items": "{{ several }}"}]},
+        "module_defaults": {"module_defaults": {"group/grove.sandbox.all": of_group_vars}, "tasks": [make_task()]},
+        "module_defaults of a task": {"tasks": [{**make_task(), "module_defaults": {ASK: stolen}}]},
+        "loop": {"tasks": [{**make_task(gateway_url="{{ item }}"), "loop": "{{ several }}"}]},
+        "with_items": {"tasks": [{**make_task(gateway_url="{{ item }}"), "with_items": "{{ several }}"}]},
         "include_tasks": {"tasks": [{**included, "vars": {"there": "{{ sandbox_gateway_url }}"}}]},
         "include_tasks in a loop": {"tasks": [{**included, "vars": {"there": "{{ item }}"}, "loop": "{{ several }}"}]},
         "the item of an include": {"tasks": [{"ansible.builtin.include_tasks": "item.yml", "loop": "{{ several }}"}]},
@@ -170,34 +180,38 @@ def plays_of_the_sandbox() -> dict[str, dict[str, Any]]:
             "tasks": [{"ansible.builtin.include_tasks": "vars_item.yml", "loop": "{{ several }}"}]
         },
         "role": {"roles": [{"role": "ours", "there": "{{ sandbox_gateway_url }}"}], "tasks": []},
-        "set_fact": {"tasks": [{"ansible.builtin.set_fact": {"kept": "{{ there }}"}}, ask(gateway_url="{{ kept }}")]},
+        "set_fact": {
+            "tasks": [{"ansible.builtin.set_fact": {"kept": "{{ there }}"}}, make_task(gateway_url="{{ kept }}")]
+        },
         "register": {
             "tasks": [
                 {"ansible.builtin.command": "echo {{ there }}", "register": "got"},
-                ask(gateway_url="{{ got.stdout }}"),
+                make_task(gateway_url="{{ got.stdout }}"),
             ]
         },
-        "include_vars": {"tasks": [{"ansible.builtin.include_vars": "fetched.yml"}, ask(gateway_url="{{ fetched }}")]},
-        "as a module": {"tasks": [{**ask(**stolen), "environment": {"ANY": "thing"}}]},
-        "environment": {"environment": {"SANDBOX_GATEWAY_URL": "{{ there }}"}, "tasks": [ask()]},
-        "certificates": {"tasks": [ask(gateway_url="{{ trusted }}", validate_certs="{{ check }}")]},
-        "authorities": {"tasks": [ask(gateway_url="{{ trusted }}", ca_path="{{ several[0] }}")]},
+        "include_vars": {
+            "tasks": [{"ansible.builtin.include_vars": "fetched.yml"}, make_task(gateway_url="{{ fetched }}")]
+        },
+        "as a module": {"tasks": [{**make_task(**stolen), "environment": {"ANY": "thing"}}]},
+        "environment": {"environment": {"SANDBOX_GATEWAY_URL": "{{ there }}"}, "tasks": [make_task()]},
+        "certificates": {"tasks": [make_task(gateway_url="{{ trusted }}", validate_certs="{{ check }}")]},
+        "authorities": {"tasks": [make_task(gateway_url="{{ trusted }}", ca_path="{{ several[0] }}")]},
     }
 
 
-def test_facts(core: str, gateway: Liar, thief: Liar, tmp_path: Path) -> None:
-    """A fact never decides where the key of the environment goes; each task's message says how to fix it."""
-    gateway.lies["0123456789ab"] = facts(
+def test_facts_cannot_redirect_the_key(core: str, gateway: LyingGateway, thief: LyingGateway, tmp_path: Path) -> None:
+    """A fact never decides where the key of the environment goes. Each task's message says how to fix it."""
+    gateway.lies["0123456789ab"] = facts_answer(
         there=thief.url, sandbox_gateway_url=thief.url, several=[thief.url], check=False, places=[thief.url]
     )
-    (tmp_path / "tasks.yml").write_text(json.dumps([ask(gateway_url="{{ there }}")]))
-    (tmp_path / "item.yml").write_text(json.dumps([ask(gateway_url="{{ item }}")]))
-    (tmp_path / "vars_item.yml").write_text(json.dumps([ask(gateway_url="{{ vars['item'] }}")]))
+    (tmp_path / "tasks.yml").write_text(json.dumps([make_task(gateway_url="{{ there }}")]))
+    (tmp_path / "item.yml").write_text(json.dumps([make_task(gateway_url="{{ item }}")]))
+    (tmp_path / "vars_item.yml").write_text(json.dumps([make_task(gateway_url="{{ vars['item'] }}")]))
     (tmp_path / "fetched.yml").write_text(json.dumps({"fetched": thief.url}))
     role = tmp_path / "roles" / "ours" / "tasks"
     role.mkdir(parents=True)
-    (role / "main.yml").write_text(json.dumps([ask(gateway_url="{{ there }}")]))
-    ways = plays_of_the_sandbox()
+    (role / "main.yml").write_text(json.dumps([make_task(gateway_url="{{ there }}")]))
+    ways = sandbox_plays()
     # The tasks for the sandbox run on the control node.
     plays = [
         {
@@ -210,35 +224,39 @@ def test_facts(core: str, gateway: Liar, thief: Liar, tmp_path: Path) -> None:
         for name, play in ways.items()
     ]
     plays = [{**play, "vars": {"ansible_connection": "local", **play["vars"]}} for play in plays]
-    hosts = inventory(tmp_path, gateway, trusted=gateway.url, check=True)
+    hosts = write_inventory(tmp_path, gateway, trusted=gateway.url, check=True)
     first = {"hosts": "guest", "tasks": [PING]}
-    said = cores.play(core, tmp_path, hosts, first, *plays, SANDBOX_GATEWAY_TOKEN=KEY)
-    refused(said, thief)
-    assert not {KEY} & gateway.keys(), said
+    said = ansible_core_versions.run_plays(core, tmp_path, hosts, first, *plays, SANDBOX_GATEWAY_TOKEN=KEY)
+    check_refused(said, thief)
+    assert not {KEY} & gateway.received_keys(), said
     missed = [name for name in ways if said.partition(f"PLAY [{name}]")[2].partition("PLAY [")[0].count(REFUSED) < 1]
     assert not missed, said
 
 
-def test_facts_of_a_host_that_delegates(core: str, gateway: Liar, thief: Liar, tmp_path: Path) -> None:
+def test_facts_of_a_delegating_host(core: str, gateway: LyingGateway, thief: LyingGateway, tmp_path: Path) -> None:
     """Facts of a delegated task become facts of `localhost`."""
-    gateway.lies["0123456789ab"] = facts(sandbox_gateway_url=thief.url)
-    tasks = [{**PING, "delegate_to": "guest"}, ask(gateway_url="{{ sandbox_gateway_url }}")]
+    gateway.lies["0123456789ab"] = facts_answer(sandbox_gateway_url=thief.url)
+    tasks = [{**PING, "delegate_to": "guest"}, make_task(gateway_url="{{ sandbox_gateway_url }}")]
     play = {"hosts": "control", "tasks": tasks}
-    said = cores.play(core, tmp_path, inventory(tmp_path, gateway), play, SANDBOX_GATEWAY_TOKEN=KEY)
-    refused(said, thief)
-    assert not {KEY} & gateway.keys() and "failed=1" in said
+    said = ansible_core_versions.run_plays(
+        core, tmp_path, write_inventory(tmp_path, gateway), play, SANDBOX_GATEWAY_TOKEN=KEY
+    )
+    check_refused(said, thief)
+    assert not {KEY} & gateway.received_keys() and "failed=1" in said
 
 
-def test_facts_that_are_cached(core: str, gateway: Liar, thief: Liar, tmp_path: Path) -> None:
-    gateway.lies["0123456789ab"] = facts(sandbox_gateway_url=thief.url)
+def test_cached_facts_cannot_redirect_the_key(
+    core: str, gateway: LyingGateway, thief: LyingGateway, tmp_path: Path
+) -> None:
+    gateway.lies["0123456789ab"] = facts_answer(sandbox_gateway_url=thief.url)
     cache = {
         "ANSIBLE_CACHE_PLUGIN": "ansible.builtin.jsonfile",
         "ANSIBLE_CACHE_PLUGIN_CONNECTION": str(tmp_path / "facts"),
         "SANDBOX_GATEWAY_TOKEN": KEY,
     }
-    hosts = inventory(tmp_path, gateway)
+    hosts = write_inventory(tmp_path, gateway)
     gather = {"ansible.builtin.setup": {"gather_subset": "min"}}
-    cores.play(core, tmp_path, hosts, {"hosts": "guest", "tasks": [gather]}, **cache)
-    task = {**ask(gateway_url="{{ sandbox_gateway_url }}"), "delegate_to": "control"}
-    said = cores.play(core, tmp_path, hosts, {"hosts": "guest", "tasks": [task]}, **cache)
-    refused(said, thief)
+    ansible_core_versions.run_plays(core, tmp_path, hosts, {"hosts": "guest", "tasks": [gather]}, **cache)
+    task = {**make_task(gateway_url="{{ sandbox_gateway_url }}"), "delegate_to": "control"}
+    said = ansible_core_versions.run_plays(core, tmp_path, hosts, {"hosts": "guest", "tasks": [task]}, **cache)
+    check_refused(said, thief)

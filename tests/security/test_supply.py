@@ -119,7 +119,7 @@ class Attack:
     def succeeded(self) -> bool:
         return self.mark.exists()
 
-    def changed(self, wheel: bytes, module: str) -> bytes:
+    def make_changed_wheel(self, wheel: bytes, module: str) -> bytes:
         """The wheel, with the code at the end of ``module``."""
         out = io.BytesIO()
         with zipfile.ZipFile(io.BytesIO(wheel)) as before, zipfile.ZipFile(out, "w") as after:
@@ -128,7 +128,7 @@ class Attack:
                 after.writestr(entry, before.read(entry) + added)
         return out.getvalue()
 
-    def sdist(self, name: str, version: str) -> bytes:
+    def make_sdist(self, name: str, version: str) -> bytes:
         """A source package whose build runs the code."""
         out = io.BytesIO()
         with tarfile.open(fileobj=out, mode="w:gz") as archive:
@@ -192,9 +192,9 @@ class Host:
         extra.write_text(json.dumps(self.variables))
         ansible = Path(sys.executable).parent / "ansible-playbook"
         argv = [str(ansible), "-i", "localhost,", "-e", f"@{extra}", str(playbook)]
-        return _run(argv, environment(self.directory))
+        return _run_pip(argv, environment(self.directory))
 
-    def has(self, program: str) -> bool:
+    def has_program(self, program: str) -> bool:
         return (self.place / "venv" / "bin" / program).exists()
 
 
@@ -203,34 +203,34 @@ def host(tmp_path: Path, mirror: Mirror) -> Host:
     return Host(tmp_path, mirror)
 
 
-def _run(argv: list[str], variables: dict[str, str], **more: str) -> subprocess.CompletedProcess[str]:
+def _run_pip(argv: list[str], variables: dict[str, str], **more: str) -> subprocess.CompletedProcess[str]:
     """With only the mirror: this machine's settings of other indexes for pip are ignored."""
     env = {name: value for name, value in variables.items() if not name.startswith("PIP_")}
     env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_NO_COMPILE": "1", **more}
     return subprocess.run(argv, capture_output=True, text=True, timeout=_INSTALL_SECONDS, env=env, check=False)
 
 
-def _mismatch(done: subprocess.CompletedProcess[str]) -> bool:
+def _has_mismatch(done: subprocess.CompletedProcess[str]) -> bool:
     return done.returncode != 0 and "DO NOT MATCH THE HASHES" in done.stdout + done.stderr
 
 
 def test_a_changed_wheel_is_not_installed(mirror: Mirror, host: Host, attack: Attack) -> None:
     name = mirror.name_of(CHANGED)
-    mirror.files[name] = attack.changed(mirror.files[name], f"{MODULE}/__init__.py")
+    mirror.files[name] = attack.make_changed_wheel(mirror.files[name], f"{MODULE}/__init__.py")
     done = host.install()
-    assert _mismatch(done), done.stdout
+    assert _has_mismatch(done), done.stdout
     assert not list((host.place / "venv").rglob(MODULE))
-    assert not host.has("sandbox-gateway")
+    assert not host.has_program("sandbox-gateway")
 
 
-def test_an_sdist_in_place_of_a_wheel_is_not_built(mirror: Mirror, host: Host, attack: Attack) -> None:
+def test_an_sdist_instead_of_a_wheel_is_not_built(mirror: Mirror, host: Host, attack: Attack) -> None:
     name = mirror.name_of("setuptools")
     version = name.split("-")[1]
     del mirror.files[name]
-    mirror.files[f"setuptools-{version}.tar.gz"] = attack.sdist("setuptools", version)
+    mirror.files[f"setuptools-{version}.tar.gz"] = attack.make_sdist("setuptools", version)
     done = host.install()
     assert not attack.succeeded
-    assert _mismatch(done), done.stdout
+    assert _has_mismatch(done), done.stdout
 
 
 def test_a_newer_build_backend_is_not_used(mirror: Mirror, host: Host, attack: Attack) -> None:
@@ -238,12 +238,12 @@ def test_a_newer_build_backend_is_not_used(mirror: Mirror, host: Host, attack: A
     done = host.install()
     assert not attack.succeeded
     assert done.returncode == 0, done.stdout
-    assert host.has("sandbox-gateway")
+    assert host.has_program("sandbox-gateway")
     assert mirror.asked <= {_project(name) for name in mirror.files}, "nothing was looked for that is not pinned"
 
 
-def test_a_changed_package_of_the_gateway_is_not_built(host: Host, attack: Attack) -> None:
-    """The file is replaced after the role has copied it: here by the program that creates the virtual environment."""
+def test_a_changed_gateway_package_is_not_built(host: Host, attack: Attack) -> None:
+    """The file is replaced after the role has copied it: here, by the program that creates the virtual environment."""
     tarball, python = host.place / "sandbox-gateway.tar.gz", host.directory / "python"
     evil = host.directory / "evil.tar"
     subprocess.run([sys.executable, PACK, GATEWAY, f"{evil}.gz"], capture_output=True, timeout=60, check=True)
@@ -254,8 +254,8 @@ def test_a_changed_package_of_the_gateway_is_not_built(host: Host, attack: Attac
     host.variables["gateway_python"] = str(python)
     done = host.install()
     assert not attack.succeeded
-    assert _mismatch(done), done.stdout
-    assert not host.has("sandbox-gateway")
+    assert _has_mismatch(done), done.stdout
+    assert not host.has_program("sandbox-gateway")
 
 
 @pytest.fixture
@@ -271,19 +271,19 @@ def checkout(tmp_path: Path) -> Path:
 
 def test_dev_does_not_install_a_changed_wheel(mirror: Mirror, checkout: Path, attack: Attack) -> None:
     name = mirror.name_of(CHANGED)
-    mirror.files[name] = attack.changed(mirror.files[name], f"{MODULE}/__init__.py")
-    assert _mismatch(_dev(checkout, mirror))
+    mirror.files[name] = attack.make_changed_wheel(mirror.files[name], f"{MODULE}/__init__.py")
+    assert _has_mismatch(_run_dev(checkout, mirror))
     assert not list((checkout / ".venv").rglob(MODULE))
 
 
 def test_dev_does_not_use_a_newer_build_backend(mirror: Mirror, checkout: Path, attack: Attack) -> None:
     mirror.files["setuptools-9999-py3-none-any.whl"] = attack.build_backend()
-    done = _dev(checkout, mirror)
+    done = _run_dev(checkout, mirror)
     assert not attack.succeeded
     assert (checkout / ".venv" / "bin" / "sandbox-gateway").exists(), done.stderr
     assert mirror.asked <= {_project(name) for name in mirror.files}
 
 
-def _dev(checkout: Path, mirror: Mirror) -> subprocess.CompletedProcess[str]:
+def _run_dev(checkout: Path, mirror: Mirror) -> subprocess.CompletedProcess[str]:
     """The tests that `./dev` would then run do not exist there."""
-    return _run([str(checkout / "dev"), "test", "unit"], dict(os.environ), PIP_INDEX_URL=mirror.url)
+    return _run_pip([str(checkout / "dev"), "test", "unit"], dict(os.environ), PIP_INDEX_URL=mirror.url)

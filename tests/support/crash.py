@@ -50,6 +50,7 @@ VERBS: dict[str, Any] = {
     "create": lambda engine: engine.forks.create("plain", ForkSpec(names=["new"])),
     "fork": lambda engine: engine.forks.fork("mark", ForkSpec(names=["new", "new2"])),
     "capture": lambda engine: engine.snapshots.create("source", name="new"),
+    "clone": lambda engine: engine.forks.clone("source", ForkSpec(names=["new"])),
     "rollback": lambda engine: engine.sandboxes.rollback("source", "mark"),
     "pause": lambda engine: engine.sandboxes.pause("source"),
     "resume": lambda engine: engine.sandboxes.resume("sleeper"),
@@ -61,7 +62,7 @@ VOLUME_VERBS: dict[str, Any] = {
     "volume-create": lambda engine: engine.volumes.create("new", 64),
     "volume-clone": lambda engine: engine.volumes.create("new", from_snapshot="idle@before"),
     "volume-grow": lambda engine: engine.volumes.grow("one", engine.volumes.get("one").size_mb + 32),
-    "volume-capture": lambda engine: engine.volumes.snapshot("one", "new"),
+    "volume-capture": lambda engine: engine.volumes.create_snapshot("one", "new"),
     "volume-rollback": lambda engine: engine.volumes.rollback("idle", "before"),
     "volume-delete": lambda engine: engine.volumes.delete("spare", with_snapshots=True),
     "attach": lambda engine: engine.attachments.attach("source", MountSpec("idle", "/idle")),
@@ -88,7 +89,7 @@ async def _ten_with_volumes(engine: Engine) -> None:
 SCENES: dict[str, Any] = {"ten-with-volumes": _ten_with_volumes}
 
 
-def picture(engine: Engine) -> Any:
+def observable_state(engine: Engine) -> Any:
     """Everything about sandboxes and volumes that a restart must not change, as plain data."""
     sandboxes = [each.model_dump(mode="json", exclude={"host"}) for each in engine.sandboxes.list()]
     table = {
@@ -117,7 +118,7 @@ class Daemon:
         self.kill()
         self._errors.close()
 
-    def says(self, seconds: float) -> Any:
+    def read_scene(self, seconds: float) -> Any:
         """The description of the scene, once it is complete."""
         assert self._process.stdout is not None
         assert select.select([self._process.stdout], [], [], seconds)[0], "the scene was not ready in time"
@@ -207,11 +208,11 @@ async def _run(host: Host, config: Config, verb: str, steps: Steps) -> None:
     await engine.close()
 
 
-async def _stand(host: Host, config: Config, scene: str) -> None:
+async def _hold_scene(host: Host, config: Config, scene: str) -> None:
     engine = Engine(host, config)
     await engine.open()
     await SCENES[scene](engine)
-    print(json.dumps(picture(engine)), flush=True)
+    print(json.dumps(observable_state(engine)), flush=True)
     await asyncio.Event().wait()
 
 
@@ -221,7 +222,7 @@ def _host(factory: str, config: Config) -> Host:
     return made
 
 
-def _once(config: Config, factory: str, verb: str, fatal: int) -> None:
+def _run_once(config: Config, factory: str, verb: str, fatal: int) -> None:
     host = _host(factory, config)
     steps = Steps(fatal)
     sys.addaudithook(steps.on_audit)
@@ -241,7 +242,7 @@ def _serve() -> None:
             with Path("/dev/null").open() as nothing:
                 os.dup2(nothing.fileno(), 0)
             try:
-                _once(Config.model_validate_json(config), factory, verb, fatal)
+                _run_once(Config.model_validate_json(config), factory, verb, fatal)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -255,7 +256,7 @@ def main() -> None:
         return
     path, factory, scene = sys.argv[1:]
     config = Config.model_validate_json(Path(path).read_text())
-    asyncio.run(_stand(_host(factory, config), config, scene))
+    asyncio.run(_hold_scene(_host(factory, config), config, scene))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.api.served import ADMIN_KEY
+from tests.api.memory_gateway import ADMIN_KEY
 from tests.support import session
 
 _ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ class Daemon:
         deadline = time.monotonic() + _START_SECONDS
         while self.process.poll() is None and time.monotonic() < deadline:
             try:
-                self.health()
+                self.check_health()
                 return self
             except httpx.TransportError:
                 time.sleep(0.05)
@@ -83,12 +83,12 @@ class Daemon:
         transport = httpx.HTTPTransport(uds=str(self.socket))
         return httpx.Client(transport=transport, base_url="http://gateway", timeout=30)
 
-    def health(self) -> None:
+    def check_health(self) -> None:
         """Raises unless the unix socket is served."""
         with self.administrator() as client:
             client.get("/health").raise_for_status()
 
-    def sandbox(self, name: str = "one") -> dict[str, Any]:
+    def create_sandbox(self, name: str = "one") -> dict[str, Any]:
         """A new sandbox from a template built for it; with its `address`."""
         with self.administrator() as client:
             built = client.post("/templates", json={"name": "base"}).raise_for_status().json()
@@ -98,7 +98,7 @@ class Daemon:
             )
             return created | client.get(f"/sandboxes/{name}").raise_for_status().json()
 
-    def resident(self) -> int:
+    def memory_use(self) -> int:
         """Bytes of its memory."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         found = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)

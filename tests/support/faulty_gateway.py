@@ -26,7 +26,7 @@ from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Sandbox, Snapshot
-from tests.api import served
+from tests.api import memory_gateway
 from tests.api.memory_host import Machine, MemoryHost
 
 TEMPLATE = "base"
@@ -42,8 +42,8 @@ Intercept = Callable[[str, str], "tuple[int, Any] | None"]
 class ShellMachine(Machine):
     """Its shell records writes to a file, fails at `false`, and finds everything else in order."""
 
-    def _started(self, body: bytes) -> bytes:
-        return super()._started(body.replace(b'"false"', b'"fail"'))
+    def _start_process(self, body: bytes) -> bytes:
+        return super()._start_process(body.replace(b'"false"', b'"fail"'))
 
     async def _exec(self, request: dict[str, Any]) -> dict[str, Any]:
         if request["args"][0] == "/bin/sh":
@@ -86,13 +86,15 @@ class FaultyGateway:
         self._lock = threading.Lock()
         self._of_thread = threading.local()
         self._forget_faults()
-        self._served = served.Served(root, FaultyHost(), log={"level": "warning"})
-        self._served.build_template(TEMPLATE)
+        self._gateway = memory_gateway.MemoryGateway(root, FaultyHost(), log={"level": "warning"})
+        self._gateway.build_template(TEMPLATE)
         self._known = _Known(self.request("GET", "/openapi.json"))
         self._handler = type("Handler", (_Handler,), {"gateway": self})
         self._undo = contextlib.ExitStack()
-        self._undo.callback(self._served.end)
+        self._undo.callback(self._gateway.end)
         server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler)
+        # Its connections inherit this. Otherwise each body waits 40 ms for the client to acknowledge the headers.
+        server.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.url = f"http://127.0.0.1:{server.server_address[1]}"
         self._undo.enter_context(_running(server))
 
@@ -122,14 +124,14 @@ class FaultyGateway:
         assert status < 400, (method, path, raw)
         return json.loads(raw) if raw else None
 
-    def things(self, kind: str) -> list[dict[str, Any]]:
+    def list_objects(self, kind: str) -> list[dict[str, Any]]:
         """All `sandboxes`, `snapshots`, `templates` (that are built) or `volumes`."""
         return [
             each for each in self.request("GET", f"/{kind}?limit=1000") if each.get("buildStatus") in (None, "ready")
         ]
 
-    def names(self, kind: str) -> list[str]:
-        return [name for each in self.things(kind) for name in each.get("names") or [each["name"]]]
+    def list_names(self, kind: str) -> list[str]:
+        return [name for each in self.list_objects(kind) for name in each.get("names") or [each["name"]]]
 
     def end_machine(self, name: str) -> None:
         """Simulate the end of the process of a sandbox's machine; returns when the gateway has noticed."""
@@ -140,7 +142,7 @@ class FaultyGateway:
             await self._host.machines.pop(instance).stop()
             self._host._exit(instance)
 
-        asyncio.run_coroutine_threadsafe(end(), self._served.loop).result(_SECONDS)
+        asyncio.run_coroutine_threadsafe(end(), self._gateway.loop).result(_SECONDS)
         deadline = time.monotonic() + _SECONDS
         while self.request("GET", f"/sandboxes?name={name}")[0]["state"] != "paused":
             assert time.monotonic() < deadline, f"that the machine of {name} ended was not noticed"
@@ -157,22 +159,22 @@ class FaultyGateway:
         self.failing, self.holding = set(), False
         while any(each["buildStatus"] == "building" for each in self.request("GET", "/templates?limit=1000")):
             time.sleep(0.02)
-        for box in self.things("sandboxes"):
+        for box in self.list_objects("sandboxes"):
             self.request("DELETE", f"/sandboxes/{box['sandboxID']}")
-        for snapshot in self.things("snapshots"):
+        for snapshot in self.list_objects("snapshots"):
             self.request("DELETE", f"/snapshots/{snapshot['snapshotID']}")
         # A volume that was made from a snapshot must be removed before the volume of that snapshot.
-        for volume in reversed(self.things("volumes")):
+        for volume in reversed(self.list_objects("volumes")):
             self.request("DELETE", f"/volumes/{volume['name']}?withSnapshots=true")
-        for template in self.things("templates"):
+        for template in self.list_objects("templates"):
             if template["names"] != [TEMPLATE] or template["recipe"]["packages"] or template["recipe"]["setup"]:
                 self.request("DELETE", f"/templates/{template['templateID']}")
-        if TEMPLATE not in self.names("templates"):
-            self._served.build_template(TEMPLATE)
+        if TEMPLATE not in self.list_names("templates"):
+            self._gateway.build_template(TEMPLATE)
 
     @property
     def _host(self) -> FaultyHost:
-        host = self._served.host
+        host = self._gateway.host
         assert isinstance(host, FaultyHost)
         return host
 
@@ -208,7 +210,7 @@ class FaultyGateway:
         if self.intercept is not None and (answer := self.intercept(method, target)) is not None:
             return *answer, {}
         asked = dict(parse_qsl(query))
-        unknown = self._known.unknown(method, path, asked, json.loads(raw) if raw else {})
+        unknown = self._known.find_unknown(method, path, asked, json.loads(raw) if raw else {})
         if unknown:
             return 400, _refusal(400, "invalid", f"unknown: {', '.join(unknown)}"), {}
         if "limit" in asked:
@@ -216,7 +218,7 @@ class FaultyGateway:
         status, headers, found = self._forward(method, f"{path}?{urlencode(asked)}" if asked else path, raw)
         data = json.loads(found) if found else None
         if method == "GET" and isinstance(data, dict):
-            self._remove_seen(path, data)
+            self._remove_after_answer(path, data)
         if path == "/health" and self.version:
             data["version"] = self.version
         if self.rewrite is not None:
@@ -224,7 +226,7 @@ class FaultyGateway:
         passed = ("Date", "Retry-After", "X-Next-Token")
         return status, data, {name: headers[name] for name in passed if headers[name] is not None}
 
-    def _remove_seen(self, path: str, data: dict[str, Any]) -> None:
+    def _remove_after_answer(self, path: str, data: dict[str, Any]) -> None:
         for kind, ident in (("sandboxes", "sandboxID"), ("snapshots", "snapshotID")):
             if re.fullmatch(rf"/{kind}/[^/]+", path) and data.get(ident) in self.vanish:
                 self.vanish.discard(data[ident])
@@ -232,7 +234,7 @@ class FaultyGateway:
 
     def _forward(self, method: str, target: str, raw: bytes | None) -> tuple[int, Any, bytes]:
         reused = getattr(self._of_thread, "connection", None)
-        connection = reused or _UnixConnection(str(self._served.socket))
+        connection = reused or _UnixConnection(str(self._gateway.socket))
         try:
             connection.request(method, target, raw or None, {"Content-Type": "application/json"} if raw else {})
             response = connection.getresponse()
@@ -280,7 +282,7 @@ class _Known:
         self._document = document
         self._paths = [(re.sub(r"\{[^}]+\}", "[^/]+", path), entry) for path, entry in document["paths"].items()]
 
-    def unknown(self, method: str, path: str, query: dict[str, Any], body: Any) -> list[str]:
+    def find_unknown(self, method: str, path: str, query: dict[str, Any], body: Any) -> list[str]:
         for pattern, entry in self._paths:
             operation = entry.get(method.lower())
             if operation and re.fullmatch(pattern, path):

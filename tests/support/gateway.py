@@ -76,19 +76,19 @@ class Gateway:
         while True:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the gateway ended with {self.process.returncode}:\n{self.log_tail()}")
-            if self.answers():
+            if self.is_answering():
                 return
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the gateway did not answer within {seconds:g} s:\n{self.log_tail()}")
             time.sleep(0.05)
 
-    def answers(self) -> bool:
+    def is_answering(self) -> bool:
         try:
             return self.client.get("/health", timeout=5).status_code == 200
         except httpx.HTTPError:
             return False
 
-    def kill9(self) -> None:
+    def kill_9(self) -> None:
         """End the daemon like a crash; its sandboxes keep running."""
         self._signal(signal.SIGKILL)
 
@@ -132,9 +132,9 @@ class Gateway:
         """Remove all sandboxes, stop the daemon, remove its directories; returns the errors."""
         problems: list[str] = []
         try:
-            if not self.answers():
+            if not self.is_answering():
                 if self.process is not None and self.process.poll() is None:
-                    self.kill9()
+                    self.kill_9()
                 self.start()
             for sandbox in self._sandboxes():
                 answer = self.client.delete(f"/sandboxes/{sandbox}")
@@ -146,7 +146,7 @@ class Gateway:
         except (RuntimeError, httpx.HTTPError, subprocess.TimeoutExpired) as error:
             problems.append(f"gateway {self.prefix} did not end as it should: {error}")
             if self.process is not None and self.process.poll() is None:
-                self.kill9()
+                self.kill_9()
         self.client.close()
         return problems
 

@@ -23,7 +23,7 @@ def jail_gateway(world: JailZfsWorld, scratch: Path, **sections: dict[str, Any])
         "network": {key: known["network"][key] for key in ("prefix", "subnet")},
     }
     merged = {key: settings.get(key, {}) | sections.get(key, {}) for key in {*settings, *sections}}
-    gateway = Gateway(scratch, merged, jail_world.environment())
+    gateway = Gateway(scratch, merged, jail_world.shim_environment())
     gateway.state_root = config.host.state_root
     problems: list[str] = []
     try:

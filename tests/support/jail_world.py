@@ -23,7 +23,7 @@ from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.hosts.jail_zfs.host import JailZfsHost
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, encode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, encode
 from sandbox_gateway.hosts.kvm_xfs.template import apt
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Resources, SandboxState, Snapshot
@@ -43,7 +43,7 @@ PF = 'set skip on lo0\nnat-anchor "sbx/*"\nanchor "sbx/*"\n'
 _numbers = itertools.count(1)
 
 
-def environment(state: Path | None = None) -> dict[str, str]:
+def shim_environment(state: Path | None = None) -> dict[str, str]:
     """An environment in which FreeBSD's commands come first on PATH."""
     return {"PATH": f"{BIN}:{os.environ['PATH']}:/usr/sbin:/sbin", STATE: str(state or os.environ[STATE])}
 
@@ -52,18 +52,18 @@ class ShimHost(JailZfsHost):
     """The host, unchanged, with the shim's commands."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, environment=environment())
+        super().__init__(config, environment=shim_environment())
 
 
 def shim(*argv: str, input: str | None = None, check: bool = True, state: Path | None = None) -> str:
     """Standard output of one of FreeBSD's commands."""
-    env = {**os.environ, **environment(state)}
+    env = {**os.environ, **shim_environment(state)}
     done = subprocess.run(argv, input=input, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert not check or done.returncode == 0, (argv, done)
     return done.stdout
 
 
-def debian() -> Path:
+def debian_tarball() -> Path:
     """A tarball of a Debian with Python, created once and kept."""
     sources = apt.host_sources(_SUITE)
     digest = hashlib.sha256(json.dumps([_SUITE, _PACKAGES, sources]).encode()).hexdigest()[:16]
@@ -119,9 +119,11 @@ class JailZfsWorld:
         seed = self._config("seed", {})
         live = Live(self.host(seed), seed)
         try:
-            recipe = Recipe(source="rootfs", path=str(debian()), resources=Resources(memory_mb=256, disk_mb=2048))
+            recipe = Recipe(
+                source="rootfs", path=str(debian_tarball()), resources=Resources(memory_mb=256, disk_mb=2048)
+            )
             build = live.do(live.engine.templates.build(TEMPLATE, recipe))
-            lines = live.do(_all(build.follow()), timeout=900)
+            lines = live.do(_parse_lines(build.follow()), timeout=900)
             assert build.status == "ready", "\n".join(lines)
             self._template = live.engine.templates.get(TEMPLATE)
         finally:
@@ -190,7 +192,7 @@ class JailZfsWorld:
                 if "@" in name and not facts["defer_destroy"].is_on
             },
             "jails": set(self.jails(config)),
-            "processes": {path.name for path in Path("/proc").iterdir() if _within(path, place)},
+            "processes": {path.name for path in Path("/proc").iterdir() if _is_within(path, place)},
             "cables": set(shim("ifconfig", "-g", f"{prefix}-epair", check=False).split()),
             "limits": {line for line in shim("rctl").split() if f":{prefix}-" in line},
             "anchors": set(re.findall(rf"sbx/{prefix}-\S+", shim("pfctl", "-a", "sbx", "-s", "Anchors"))),
@@ -297,7 +299,7 @@ class JailZfsWorld:
         zfs.lzc_set_prop(name, HEAD, json.dumps(head))
 
 
-def _within(process: Path, place: Path) -> bool:
+def _is_within(process: Path, place: Path) -> bool:
     """Whether the root of a process, or (for a jail's first process) its working directory, is below ``place``."""
     try:
         return process.name.isdigit() and any(
@@ -307,5 +309,5 @@ def _within(process: Path, place: Path) -> bool:
         return False
 
 
-async def _all(lines: Any) -> list[str]:
+async def _parse_lines(lines: Any) -> list[str]:
     return [line async for line in lines]

@@ -15,40 +15,38 @@ from typing import Any
 LAST = 2
 
 
-def frame(message: dict[str, Any] | bytes, flags: int = 0) -> bytes:
+def make_frame(message: dict[str, Any] | bytes, flags: int = 0) -> bytes:
     data = message if isinstance(message, bytes) else json.dumps(message).encode()
     return struct.pack(">BI", flags, len(data)) + data
 
 
-STARTED = frame({"event": {"start": {"pid": 7, "input": True}}})
-ENDED = frame({"event": {"end": {"exitCode": 0, "exited": True}}}) + frame(b"{}", LAST)
+STARTED = make_frame({"event": {"start": {"pid": 7, "input": True}}})
+ENDED = make_frame({"event": {"end": {"exitCode": 0, "exited": True}}}) + make_frame(b"{}", LAST)
 
 
-def output(text: str | bytes) -> bytes:
+def make_output(text: str | bytes) -> bytes:
     data = text.encode() if isinstance(text, str) else text
-    return frame({"event": {"data": {"stdout": base64.b64encode(data).decode()}}})
+    return make_frame({"event": {"data": {"stdout": base64.b64encode(data).decode()}}})
 
 
-def printed(text: str) -> bytes:
-    """The whole answer for a command that prints ``text`` and succeeds."""
-    return STARTED + output(text) + ENDED
+def make_answer(text: str) -> bytes:
+    """Make the whole answer for a command that prints ``text`` and succeeds."""
+    return STARTED + make_output(text) + ENDED
 
 
-def facts(**values: Any) -> bytes:
-    """The whole answer of an interpreter that runs no module, and returns facts instead."""
-    return printed(json.dumps({"changed": False, "ansible_facts": values}))
+def facts_answer(**values: Any) -> bytes:
+    """Make the whole answer of an interpreter that runs no module, and returns facts instead."""
+    return make_answer(json.dumps({"changed": False, "ansible_facts": values}))
 
 
 Pieces = Callable[[], Iterable[bytes]]
 """An answer in pieces, for as long as the client reads."""
 
 
-class Liar:
-    """``lies``: by sandbox, the answer to every command; or a status and a message, of an agent that refuses.
-
-    ``listed``: its list of sandboxes; ``asked``: the headers of each request; ``bodies``: their content, unpacked;
-    ``taken``: the number of bytes sent in answers, by sandbox.
-    """
+class LyingGateway:
+    """``lies``: by sandbox, the answer to every command, or a status and a message of an agent that refuses.
+    ``listed``: its list of sandboxes. ``asked``: the headers of each request; ``bodies``: their content, unpacked.
+    ``taken``: the number of bytes sent in answers, by sandbox."""
 
     def __init__(self, lies: dict[str, bytes | Pieces | tuple[int, str]] | None = None) -> None:
         self.lies = lies or {}
@@ -58,7 +56,7 @@ class Liar:
         self.taken: dict[str, int] = {}
         self.url = ""
 
-    def keys(self) -> set[str]:
+    def received_keys(self) -> set[str]:
         """The keys that it received."""
         schemes = [headers.get("Authorization", "").partition(" ") for headers in self.asked]
         # The other scheme, Basic, names the user of a command.
@@ -67,7 +65,7 @@ class Liar:
         }
 
     @contextlib.contextmanager
-    def serve(self) -> Iterator[Liar]:
+    def serve(self) -> Iterator[LyingGateway]:
         """Serve on a loopback port, ``url``."""
         server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"liar": self}))
         server.daemon_threads = True
@@ -82,7 +80,7 @@ class Liar:
             thread.join()
 
 
-def _everything(body: bytes) -> bytes:
+def _decode_all(body: bytes) -> bytes:
     """A request with its decoded base64, and the content of modules in archives within that, appended."""
     found = [body]
     for text in found:
@@ -93,13 +91,13 @@ def _everything(body: bytes) -> bytes:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    liar: Liar
+    liar: LyingGateway
 
     def do_POST(self) -> None:
-        self.liar.bodies.append(_everything(self.rfile.read(int(self.headers.get("Content-Length") or 0))))
+        self.liar.bodies.append(_decode_all(self.rfile.read(int(self.headers.get("Content-Length") or 0))))
         self.liar.asked.append(dict(self.headers.items()))
         sandbox = self.headers.get("E2b-Sandbox-Id", "")
-        lie = self.liar.lies.get(sandbox, printed("nothing to say"))
+        lie = self.liar.lies.get(sandbox, make_answer("nothing to say"))
         if not self.path.startswith("/process.Process/Start"):
             lie = b"{}"
         if self.command == "GET":

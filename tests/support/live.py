@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.records import Sandbox, Volume
+
+if TYPE_CHECKING:
+    from tests.support.worlds import World
 
 T = TypeVar("T")
 _SETTLE_SECONDS = 20
@@ -27,7 +31,7 @@ class Live:
         self.config = config
         self.closed = False
         try:
-            self.engine = self.do(_opened(host, config))
+            self.engine = self.do(_open(host, config))
         except BaseException:
             self._end_loop()
             raise
@@ -44,13 +48,14 @@ class Live:
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a plain function on the loop's thread."""
 
-        async def on_loop() -> Any:
+        async def run_on_loop() -> Any:
             return function(*args, **kwargs)
 
-        return self.do(on_loop())
+        return self.do(run_on_loop())
 
-    def settle(self, check: Any, *args: Any) -> None:
-        """Repeat ``call`` of a check until it passes, or raise its failure after a timeout: cleanup may be slow."""
+    def wait_for(self, check: Any, *args: Any) -> None:
+        """Repeat ``call`` of a check until it passes. Raises its failure after a timeout, because cleanup may be
+        slow."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while True:
             try:
@@ -60,7 +65,7 @@ class Live:
                     raise
             time.sleep(0.1)
 
-    def empty(self) -> None:
+    def remove_all(self) -> None:
         """Remove every sandbox, every volume and every snapshot that is not a template."""
         for sandbox in self.engine.sandboxes.list():
             self.do(self.engine.sandboxes.delete(sandbox.id))
@@ -87,7 +92,33 @@ class Live:
         self._loop.close()
 
 
-async def _opened(host: Host, config: Config) -> Engine:
+@contextlib.contextmanager
+def engines(world: World) -> Iterator[Callable[..., Live]]:
+    """Yields ``make_live``, and removes at the end everything that its engines have on the machine.
+
+    ``make_live(limits={…})`` opens an engine with its own state; ``make_live(config=config)`` reopens a state.
+    """
+    made: list[Live] = []
+
+    def make_live(config: Config | None = None, **sections: Any) -> Live:
+        config = config or world.config(**sections)
+        made.append(Live(world.host(config), config))
+        return made[-1]
+
+    yield make_live
+    last = {live.config.host.state_root: live for live in made}
+    for live in made:
+        if not live.closed and live not in last.values():
+            live.close()
+    for live in last.values():
+        if live.closed:
+            live = Live(world.host(live.config), live.config)
+        live.remove_all()
+        live.close()
+        world.forget(live.config)
+
+
+async def _open(host: Host, config: Config) -> Engine:
     engine = Engine(host, config)
     await engine.open()
     return engine

@@ -152,7 +152,7 @@ class Connection:
 
 
 class Mount(Connection):
-    def mnt(self, path: str) -> bytes:
+    def mount(self, path: str) -> bytes:
         """The handle of an export's root."""
         reply = self.call(MOUNT, 3, 1, opaque(path.encode()))
         _check(reply)
@@ -194,10 +194,10 @@ class Nfs(Connection):
     def create(self, directory: bytes, name: str, mode: int = 0o644) -> bytes:
         """Create a file, or open the existing one; returns its handle."""
         arguments = opaque(directory) + opaque(name.encode()) + struct.pack(">I", 0) + _new_attributes(mode)
-        return self._made(self._nfs(8, arguments), directory, name)
+        return self._created_handle(self._nfs(8, arguments), directory, name)
 
     def mkdir(self, directory: bytes, name: str, mode: int = 0o755) -> bytes:
-        return self._made(
+        return self._created_handle(
             self._nfs(9, opaque(directory) + opaque(name.encode()) + _new_attributes(mode)), directory, name
         )
 
@@ -221,7 +221,7 @@ class Nfs(Connection):
     def null(self) -> None:
         self.call(NFS, 3, 0)
 
-    def _made(self, reply: Reader, directory: bytes, name: str) -> bytes:
+    def _created_handle(self, reply: Reader, directory: bytes, name: str) -> bytes:
         return reply.opaque() if reply.u32() else self.lookup(directory, name)
 
     def _nfs(self, procedure: int, arguments: bytes) -> Reader:

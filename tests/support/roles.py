@@ -26,7 +26,7 @@ class Played:
     message: str
 
     @property
-    def changed_tasks(self) -> list[str]:
+    def changed_task_names(self) -> list[str]:
         """Names of the tasks that changed something, for a failing test's message."""
         found = re.findall(
             r"^(?:TASK|RUNNING HANDLER) \[(.*?)\] \**\n((?:(?!TASK|RUNNING|PLAY).*\n)*)", self.output, re.M

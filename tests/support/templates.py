@@ -19,9 +19,9 @@ from tests.support import session
 RECIPE = Recipe(resources=Resources(memory_mb=256, disk_mb=2048))
 
 
-def take(root: Path, name: str) -> None:
-    """Put the template below a state root, by that name, if it is cached; the next build then finds it."""
-    kept = _kept()
+def copy_cached(root: Path, name: str) -> None:
+    """Copy the template below a state root under that name, if it is cached. The next build then finds it."""
+    kept = _cache_path()
     if kept.exists():
         manifest = _manifest(kept)
         place = root / "templates" / manifest["id"]
@@ -30,16 +30,16 @@ def take(root: Path, name: str) -> None:
         (place / "manifest.json").write_text(json.dumps(manifest | {"names": [name]}))
 
 
-def keep(root: Path) -> None:
+def add_to_cache(root: Path) -> None:
     """Cache the template of RECIPE that is below a state root, and no other."""
-    kept = _kept()
+    kept = _cache_path()
     for place in (root / "templates").iterdir():
         if not kept.exists() and _manifest(place)["recipe_digest"] == _digest():
             fresh = kept.with_name(f".{kept.name}-{os.getpid()}")
             _copy(place, fresh)
             try:
                 fresh.rename(kept)
-            except OSError:  # the other lane was first
+            except OSError:  # The other lane was first.
                 shutil.rmtree(fresh)
     for other in session.cache_dir().glob("template-*"):
         if other != kept:
@@ -47,7 +47,7 @@ def keep(root: Path) -> None:
 
 
 @cache
-def _kept() -> Path:
+def _cache_path() -> Path:
     """The key consists of the recipe, the guest, the gateway's code, and the kernel, which decides the accelerator."""
     made_of = hashlib.sha256(f"{_digest()} {os.uname().release}".encode())
     for path in sorted((session.REPOSITORY / "gateway" / "src").rglob("*.py")):

@@ -24,10 +24,10 @@ from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.base import Abilities, Host
 from sandbox_gateway.hosts.kvm_xfs.host import KvmXfsHost
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
-from sandbox_gateway.hosts.kvm_xfs.machine.processes import list_running
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
-from sandbox_gateway.hosts.kvm_xfs.volumes.recording import Recording
-from sandbox_gateway.hosts.kvm_xfs.volumes.servers import VolumeServers
+from sandbox_gateway.hosts.kvm_xfs.qemu.processes import list_running
+from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnapshot
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
 from sandbox_gateway.records import SandboxState, Snapshot, SnapshotKind
 from tests.support import session, templates
 from tests.support.live import Live
@@ -39,8 +39,8 @@ _SETTLE_SECONDS = 20
 Traces = dict[str, set[str]]
 
 
-def settled(look: Callable[[], Traces], right: Callable[[Traces], bool]) -> Traces:
-    """The traces once they are ``right``, or after a timeout: the release of a volume runs in the background."""
+def wait_for_traces(look: Callable[[], Traces], right: Callable[[Traces], bool]) -> Traces:
+    """Return the traces once they are ``right``, or after a timeout: the release of a volume runs in the background."""
     deadline = time.monotonic() + _SETTLE_SECONDS
     while not right(found := look()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -103,13 +103,13 @@ class KvmXfsWorld:
         self._cache = cache
         self._seed = xfs / "engine-seed"
         self._seed.mkdir(mode=0o711)
-        templates.take(self._seed, TEMPLATE)
+        templates.copy_cached(self._seed, TEMPLATE)
         live = Live(self.host(seed := self._config(self._seed, {})), seed)
         try:
             build = live.do(live.engine.templates.build(TEMPLATE, templates.RECIPE))
-            lines = live.do(_all(build.follow()), timeout=900)
+            lines = live.do(_parse_lines(build.follow()), timeout=900)
             assert build.status == "ready", "\n".join(lines)
-            templates.keep(self._seed)
+            templates.add_to_cache(self._seed)
         finally:
             live.close()
             asyncio.run(SlotPool(seed.network).destroy())
@@ -138,7 +138,7 @@ class KvmXfsWorld:
         return KvmXfsHost(config)
 
     def forget(self, config: Config) -> None:
-        asyncio.run(VolumeServers(config.network, Layout(config.host.state_root).serving).destroy())
+        asyncio.run(ServerPool(config.network, Layout(config.host.state_root).serving).destroy())
         asyncio.run(SlotPool(config.network).destroy())
         shutil.rmtree(config.host.state_root)
 
@@ -171,16 +171,16 @@ class KvmXfsWorld:
         monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.ram.Ram.read", refuse)
 
     def break_volume_capture(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        taken: list[Recording] = []
-        genuine = Recording.take
+        taken: list[PendingSnapshot] = []
+        genuine = PendingSnapshot.clone_image
 
-        def refuse_the_second(recording: Recording) -> None:
+        def refuse_the_second(recording: PendingSnapshot) -> None:
             taken.append(recording)
             if len(taken) == 2:
                 raise BackendFailed("forced")
             genuine(recording)
 
-        monkeypatch.setattr(Recording, "take", refuse_the_second)
+        monkeypatch.setattr(PendingSnapshot, "clone_image", refuse_the_second)
 
     def territory(self, config: Config) -> Path:
         return config.host.state_root
@@ -234,5 +234,5 @@ def _under(process: Path, root: Path) -> list[str]:
         return []
 
 
-async def _all(lines: Any) -> list[str]:
+async def _parse_lines(lines: Any) -> list[str]:
     return [line async for line in lines]

@@ -9,14 +9,14 @@ import pytest
 from tests.support import session
 
 
-def dev(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_dev(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(session.REPOSITORY / "dev"), *arguments], capture_output=True, text=True, timeout=30, check=False
     )
 
 
-def test_usage_is_on_standard_output_when_asked_for() -> None:
-    done = dev("--help")
+def test_usage_goes_to_standard_output_on_request() -> None:
+    done = run_dev("--help")
     assert done.returncode == 0
     assert done.stdout.startswith("usage: ./dev COMMAND")
 
@@ -34,7 +34,7 @@ def test_usage_is_on_standard_output_when_asked_for() -> None:
     ],
 )
 def test_unknown_arguments_are_refused(arguments: tuple[str, ...], sentence: str) -> None:
-    done = dev(*arguments)
+    done = run_dev(*arguments)
     assert done.returncode == 2
     assert sentence in done.stderr
     assert done.stdout == ""

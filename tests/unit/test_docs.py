@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import shlex
 import tomllib
@@ -63,13 +64,13 @@ def written_in(*languages: str) -> list[Any]:
 # --- pages -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_configuration_page_is_what_the_code_says() -> None:
+def test_the_configuration_page_is_generated_from_the_code() -> None:
     wanted = daemon.configuration_page()
     assert (DOCS / "configuration.md").read_text() == wanted, "run ./dev docs"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     prose = _FENCE.sub("", page.read_text())
     for link in _LINK.findall(prose):
         if re.match(r"[a-z]+:", link):
@@ -164,12 +165,12 @@ def check_role(where: str, name: str, variables: Mapping[str, Any]) -> None:
     assert name in roles(), f"{where}: there is no role {name}"
     check_arguments(f"{where}: role {name}", roles()[name], variables)
     if "gateway_config" in variables:
-        Config.model_validate(_resolved(variables["gateway_config"]))
+        Config.model_validate(_substituted(variables["gateway_config"]))
 
 
-def _resolved(config: Mapping[str, Any]) -> dict[str, Any]:
+def _substituted(config: Mapping[str, Any]) -> dict[str, Any]:
     """Without the values that only a play knows."""
-    plain = {key: _resolved(value) if isinstance(value, dict) else value for key, value in config.items()}
+    plain = {key: _substituted(value) if isinstance(value, dict) else value for key, value in config.items()}
     return {key: value for key, value in plain.items() if "{{" not in str(value) or isinstance(value, dict)}
 
 
@@ -204,7 +205,7 @@ def check_play(where: str, play: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("block", written_in("yaml", "yml"))
-def test_plays_name_what_exists(block: Block) -> None:
+def test_plays_use_existing_modules_and_options(block: Block) -> None:
     data = yaml.safe_load(block.text)
     assert isinstance(data, list), f"{block}: neither a list of plays nor of tasks"
     for item in data:
@@ -212,7 +213,7 @@ def test_plays_name_what_exists(block: Block) -> None:
         check_play(str(block), item)
 
 
-def test_a_wrong_play_is_noticed() -> None:
+def test_an_invalid_play_is_detected() -> None:
     wrong: list[dict[str, Any]] = [
         {"grove.sandbox.sandbox": {"name": "a", "colour": "red"}},
         {"grove.sandbox.sandbox": {"name": "a", "state": "asleep"}},
@@ -230,11 +231,102 @@ def test_a_wrong_play_is_noticed() -> None:
             check_play("here", item)
 
 
+# --- names of variables and playbooks ---------------------------------------------------------------------------------
+
+_VARIABLE = re.compile(
+    r"(?<![\w.\-/])(gateway|kvm_xfs_host|jail_zfs_host|install|build|nightly|rollback)_[a-z0-9_]*[a-z0-9]\b(?!\.)"
+)
+"""A variable of a role or a ready playbook, but not a part of a longer name."""
+_NO_VARIABLES = {"gateway_default", "gateway_systemd"}
+"""A group of an inventory, and a scenario of molecule."""
+
+
+@cache
+def variables() -> set[str]:
+    """The options of roles and modules, the facts that roles set, and the variables that playbooks read."""
+    known = {name for options in (*roles().values(), *modules().values()) for name in names_of(options)}
+    for path in (REPOSITORY / "roles").glob("*/tasks/*.yml"):
+        for task in yaml.safe_load(path.read_text()) or []:
+            known |= set(_facts(task))
+    for path in (REPOSITORY / "playbooks").rglob("*.yml"):
+        known |= {match[0] for match in _VARIABLE.finditer(path.read_text())}
+    return known | {path.stem for path in (REPOSITORY / "playbooks").glob("*.yml")}
+
+
+def _facts(task: Mapping[str, Any]) -> Iterator[str]:
+    yield from task.get("ansible.builtin.set_fact") or {}
+    for inner in (*(task.get("block") or []), *(task.get("always") or [])):
+        yield from _facts(inner)
+
+
+def unknown_variables(text: str) -> list[str]:
+    """The variables that code in ``text``, fenced or not, names and that nothing reads."""
+    code = [match[2] for match in _FENCE.finditer(text)]
+    code += re.findall(r"`([^`\n]+)`", _FENCE.sub("", text))
+    return sorted({match[0] for each in code for match in _VARIABLE.finditer(each)} - variables() - _NO_VARIABLES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_variables_that_a_page_names_exist(page: Path) -> None:
+    assert unknown_variables(page.read_text()) == []
+
+
+def check_ansible(argv: list[str]) -> None:
+    """Raises ValueError if a command of Ansible names a playbook, module, role or variable of ours that is missing."""
+    if argv[0] == "ansible-playbook":
+        for word in argv[1:]:
+            name = word.removeprefix(COLLECTION).replace(".", "/")
+            if word.startswith(COLLECTION) and not (REPOSITORY / "playbooks" / f"{name}.yml").exists():
+                raise ValueError(f"there is no playbook {word}")
+        for option, given in itertools.pairwise(argv):
+            name = given.partition("=")[0]
+            if option in ("-e", "--extra-vars") and re.match(r"\w+=", given) and name not in read_by_playbooks():
+                raise ValueError(f"no playbook and no role reads the variable {name}")
+    elif argv[0] == "ansible-doc":
+        for word in argv[1:]:
+            plugins = (REPOSITORY / "plugins").glob(f"*/{word.removeprefix(COLLECTION)}.py")
+            if word.startswith(COLLECTION) and word not in (*modules(), *roles()) and not list(plugins):
+                raise ValueError(f"there is no {word}")
+
+
+@cache
+def read_by_playbooks() -> set[str]:
+    """All words of the ready playbooks, and the options of roles."""
+    texts = [path.read_text() for path in (REPOSITORY / "playbooks").rglob("*.yml")]
+    options = {name for known in roles().values() for name in names_of(known)}
+    return options | {word for text in texts for word in re.findall(r"\w+", text)}
+
+
+@pytest.mark.parametrize("block", written_in("sh", "console", "bash", "text"))
+def test_commands_of_ansible_name_what_exists(block: Block) -> None:
+    for line in block.text.replace("\\\n", " ").splitlines():
+        # A line of a crontab, too.
+        found = re.search(r"\bansible-(playbook|doc) .*", line)
+        if found:
+            check_ansible(shlex.split(found[0], comments=True))
+
+
+def test_a_wrong_name_is_noticed() -> None:
+    assert unknown_variables("Set `gateway_sokket` or `kvm_xfs_host_device`.") == ["gateway_sokket"]
+    assert unknown_variables("```sh\necho install_colour\n```\n") == ["install_colour"]
+    assert unknown_variables("See `engine/gateway_nothing.py`, `sandbox_gateway_nothing` and gateway_nothing.") == []
+    wrong = (
+        "ansible-playbook grove.sandbox.install_hots",
+        "ansible-playbook grove.sandbox.install_host -e install_knd=jail_zfs",
+        "ansible-doc --type role grove.sandbox.gatway",
+        "ansible-doc grove.sandbox.sandbox_cloud",
+    )
+    for line in wrong:
+        with pytest.raises(ValueError, match="no "):
+            check_ansible(line.split())
+    check_ansible(["ansible-playbook", "-i", "hosts.ini", "grove.sandbox.install_host", "-e", "install_kind=jail_zfs"])
+
+
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", written_in("toml"))
-def test_toml_is_a_configuration_or_a_recipe(block: Block) -> None:
+def test_toml_is_a_valid_configuration_or_recipe(block: Block) -> None:
     data = tomllib.loads(block.text)
     if "name" not in data:
         Config.model_validate(data)
@@ -329,12 +421,12 @@ def check_command(argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize("block", written_in("sh", "console", "bash"))
-def test_command_lines_are_understood(block: Block) -> None:
+def test_commands_are_valid(block: Block) -> None:
     for argv in commands(block):
         check_command(argv)
 
 
-def test_a_wrong_command_is_noticed() -> None:
+def test_an_invalid_command_is_detected() -> None:
     wrong = (
         "sandboxctl fly web",
         "sandboxctl create",
@@ -379,13 +471,13 @@ def matches(path: str, method: str) -> bool:
     return False
 
 
-def test_routes_exist() -> None:
+def test_documented_routes_exist() -> None:
     for page in PAGES:
         for method, path in re.findall(r"`(GET|POST|PUT|PATCH|DELETE) (/[^`?\s]*)(?:\?[^`]*)?`", page.read_text()):
             assert matches(path, method), f"{page.name}: there is no {method} {path}"
 
 
-def test_every_route_is_named() -> None:
+def test_every_route_is_documented() -> None:
     text = (DOCS / "api.md").read_text()
     for path, methods in routes().items():
         for method in methods:
@@ -393,7 +485,7 @@ def test_every_route_is_named() -> None:
 
 
 @pytest.mark.parametrize("block", written_in("sh", "console", "bash"))
-def test_requests_are_for_routes_that_exist(block: Block) -> None:
+def test_example_requests_use_existing_routes(block: Block) -> None:
     for argv in commands(block):
         if argv[0] != "curl" or any(word.lower().startswith("e2b-sandbox-") for word in argv):
             continue
@@ -404,14 +496,14 @@ def test_requests_are_for_routes_that_exist(block: Block) -> None:
                 assert path == "/openapi.json" or matches(path, method), f"{block}: there is no {method} {path}"
 
 
-def test_every_kind_of_error_is_explained() -> None:
+def test_every_error_kind_is_documented() -> None:
     classes = [errors.GatewayError, *errors.GatewayError.__subclasses__()]
     kinds = {(each.kind, each.status) for each in classes if each.__module__ == errors.__name__}
     rows = set(re.findall(r"^\| `(\w+)` \| (\d{3}) \|", (DOCS / "api.md").read_text(), re.MULTILINE))
     assert {(kind, int(status)) for kind, status in rows} == {*kinds, ("internal", 500)}
 
 
-def test_every_event_is_explained() -> None:
+def test_every_event_is_documented() -> None:
     published = set()
     for path in (REPOSITORY / "gateway" / "src" / "sandbox_gateway" / "engine").glob("*.py"):
         published |= set(re.findall(r"(?:publish|_progress)\(\s*\"([a-z]+\.[a-z-]+)\"", path.read_text()))
@@ -420,7 +512,7 @@ def test_every_event_is_explained() -> None:
     assert published == explained
 
 
-def test_security_names_tests_that_exist() -> None:
+def test_the_security_page_names_existing_tests() -> None:
     named = re.findall(r"`([\w/.]+\.py)::(\w+)`", (DOCS / "security.md").read_text())
     assert len(named) > 50
     for file, test in named:
@@ -428,6 +520,6 @@ def test_security_names_tests_that_exist() -> None:
         assert path.exists() and f"def {test}(" in path.read_text(), f"security.md: {file}::{test} does not exist"
 
 
-def test_security_names_every_file_of_attacks() -> None:
+def test_the_security_page_names_every_attack_file() -> None:
     text = (DOCS / "security.md").read_text()
     assert [path.name for path in (REPOSITORY / "tests" / "security").glob("test_*.py") if path.name not in text] == []

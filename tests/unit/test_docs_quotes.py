@@ -78,7 +78,7 @@ def _normal(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_there_are_twenty_errors() -> None:
+def test_the_guide_quotes_at_least_twenty_errors() -> None:
     numbers = re.findall(r"^### (\d+)\. ", ERRORS.read_text(), re.MULTILINE)
     assert numbers == [str(number) for number in range(1, 21)]
 
@@ -88,7 +88,7 @@ def test_a_quoted_error_is_in_the_code(quote: str) -> None:
     assert any(quote in sentence for sentence in sentences()), f"errors.md quotes what no code says: {quote}"
 
 
-def test_an_invented_error_is_noticed() -> None:
+def test_an_invented_error_is_detected() -> None:
     assert not any("the moon is full: wait for … days" in sentence for sentence in sentences())
 
 
@@ -100,14 +100,14 @@ def named_paths(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PATHS, ids=lambda page: page.name)
-def test_paths_that_a_page_names_exist(page: Path) -> None:
+def test_named_paths_exist(page: Path) -> None:
     """A path is relative to the repository or to one of the packages."""
     roots = (REPOSITORY, REPOSITORY / "gateway" / "src" / "sandbox_gateway", REPOSITORY / "gateway" / "src")
     missing = [each for each in named_paths(page) if not any(list(root.glob(each)) for root in roots)]
     assert missing == []
 
 
-def test_a_wrong_path_is_noticed(tmp_path: Path) -> None:
+def test_a_wrong_path_is_detected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("See `engine/nothing.py` and `tests/unit`.\n")
     assert named_paths(page) == ["engine/nothing.py", "tests/unit"]

@@ -31,14 +31,14 @@ def definition() -> dict[str, Any]:
     return found
 
 
-def test_it_is_of_the_third_version(definition: dict[str, Any]) -> None:
+def test_the_definition_has_version_3(definition: dict[str, Any]) -> None:
     assert definition["version"] == 3
     assert definition.keys() <= SECTIONS
     assert definition["dependencies"].keys() <= DEPENDENCIES
     assert definition["additional_build_steps"].keys() <= STEPS
 
 
-def test_it_installs_what_the_tests_run_with_and_nothing_else(definition: dict[str, Any]) -> None:
+def test_it_installs_exactly_what_the_tests_use(definition: dict[str, Any]) -> None:
     needed = definition["dependencies"]
     assert needed["python_interpreter"]["package_system"] in needed["python_interpreter"]["python_path"]
     assert not {"ansible_core", "ansible_runner"} & needed.keys(), "ansible-builder installs these without hashes"
@@ -51,13 +51,13 @@ def test_it_installs_what_the_tests_run_with_and_nothing_else(definition: dict[s
     assert {"--require-hashes", "--only-binary=:all:", f"/tmp/{LIST}"} <= set(installed.split())
 
 
-def test_what_it_copies_is_there(definition: dict[str, Any]) -> None:
+def test_copied_files_exist(definition: dict[str, Any]) -> None:
     artifact, pins = definition["additional_build_files"]
     assert artifact["dest"] == "collections"
     assert pins == {"src": LIST, "dest": "python"}
 
 
-def test_the_collection_in_it_is_this_one(definition: dict[str, Any]) -> None:
+def test_the_installed_collection_is_this_one(definition: dict[str, Any]) -> None:
     """The artifact has the same name and path at build, copy and installation."""
     galaxy = yaml.safe_load((REPOSITORY / "galaxy.yml").read_text())
     artifact = f"{galaxy['namespace']}-{galaxy['name']}-{galaxy['version']}.tar.gz"
@@ -69,7 +69,7 @@ def test_the_collection_in_it_is_this_one(definition: dict[str, Any]) -> None:
     assert set(re.findall(r"registry\.example/sandboxes:([\w.]+)", page)) == {galaxy["version"]}
 
 
-def test_it_can_be_read_as_the_metadata_of_the_collection_too(definition: dict[str, Any]) -> None:
+def test_the_file_is_also_valid_collection_metadata(definition: dict[str, Any]) -> None:
     """In that case, ansible-builder takes ``python`` and ``system`` for files below the collection's root."""
     for kind in ("python", "system"):
         named = definition["dependencies"].get(kind)
@@ -82,12 +82,12 @@ def test_it_can_be_read_as_the_metadata_of_the_collection_too(definition: dict[s
     sorted((REPOSITORY / "plugins").rglob("*.py")),
     ids=lambda path: str(path.relative_to(REPOSITORY / "plugins")),
 )
-def test_the_collection_needs_no_python_package(path: Path) -> None:
+def test_the_collection_needs_no_python_packages(path: Path) -> None:
     ours = {*sys.stdlib_module_names, "ansible", "ansible_collections"}
-    assert not {name.partition(".")[0] for name in imported(path)} - ours
+    assert not {name.partition(".")[0] for name in imported_packages(path)} - ours
 
 
-def imported(path: Path) -> Iterator[str]:
+def imported_packages(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

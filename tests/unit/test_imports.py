@@ -28,7 +28,7 @@ def test_itself_and_the_standard_library_are_allowed(graph: ImportGraph) -> None
     assert contract().check(graph, verbose=False).kept
 
 
-def test_anything_else_is_found(graph: ImportGraph) -> None:
+def test_other_imports_are_found(graph: ImportGraph) -> None:
     graph.add_import(importer="small.two", imported="large.part")
     found = contract().check(graph, verbose=False)
     assert not found.kept
@@ -37,7 +37,7 @@ def test_anything_else_is_found(graph: ImportGraph) -> None:
     assert not contract(also=["larg"]).check(graph, verbose=False).kept
 
 
-def test_each_contract_has_a_name_of_its_own() -> None:
+def test_contract_names_are_unique() -> None:
     data = tomllib.loads((REPOSITORY / "tests" / "lint" / "imports.toml").read_text())["tool"]["importlinter"]
     names = [each["id"] for each in data["contracts"]]
     assert len(names) == len(set(names)) >= 6

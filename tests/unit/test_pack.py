@@ -47,14 +47,14 @@ def source(tmp_path: Path) -> Path:
     return root
 
 
-def test_the_same_source_is_the_same_package(source: Path, tmp_path: Path) -> None:
+def test_the_same_source_gives_the_same_package(source: Path, tmp_path: Path) -> None:
     pack(source, tmp_path / "one.tar.gz")
     (source / "src" / "thing" / "__init__.py").touch()
     pack(source, tmp_path / "two.tar.gz")
     assert (tmp_path / "one.tar.gz").read_bytes() == (tmp_path / "two.tar.gz").read_bytes()
 
 
-def test_what_was_built_from_it_is_no_part_of_it(source: Path, tmp_path: Path) -> None:
+def test_build_results_are_not_packed(source: Path, tmp_path: Path) -> None:
     before = pack(source)
     for name in ("src/thing/__pycache__/a.cpython-311.pyc", "src/thing.egg-info/PKG-INFO", "build/lib/thing.py"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def test_the_digest_of_the_file_is_printed(source: Path, tmp_path: Path) -> None
     assert pack(source, out) == hashlib.sha256(out.read_bytes()).hexdigest() != pack(source)
 
 
-def test_any_change_is_another_digest(source: Path) -> None:
+def test_any_change_gives_another_digest(source: Path) -> None:
     digests = [pack(source)]
     (source / "src" / "thing" / "thing.service").write_text("[Service]")
     digests.append(pack(source))
@@ -78,7 +78,7 @@ def test_any_change_is_another_digest(source: Path) -> None:
     assert len(set(digests)) == 4
 
 
-def test_the_real_package_carries_what_the_daemon_reads_at_run_time(tmp_path: Path) -> None:
+def test_the_package_contains_files_that_the_daemon_reads(tmp_path: Path) -> None:
     pack(session.REPOSITORY / "gateway", tmp_path / "real.tar.gz")
     with tarfile.open(fileobj=io.BytesIO((tmp_path / "real.tar.gz").read_bytes())) as archive:
         names = set(archive.getnames())
@@ -89,7 +89,7 @@ def test_the_real_package_carries_what_the_daemon_reads_at_run_time(tmp_path: Pa
     assert {f"sandbox-gateway/{name}" for name in GUEST_FILES} <= names
 
 
-def test_a_wheel_carries_the_files_of_guests(tmp_path: Path) -> None:
+def test_a_wheel_contains_the_guest_files(tmp_path: Path) -> None:
     source = tmp_path / "gateway"
     shutil.copytree(session.REPOSITORY / "gateway", source, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
     argv = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-q", str(source)]

@@ -53,7 +53,7 @@ def test_the_lists_agree_with_each_other() -> None:
     assert {name: versions for name, versions in pinned.items() if len(versions) > 1} == {}
 
 
-def test_the_gateways_list_fulfils_its_package() -> None:
+def test_the_requirements_satisfy_the_gateway_package() -> None:
     project = tomllib.loads((GATEWAY / "pyproject.toml").read_text())
     pins = {pin.name: pin for pin in sbom.host_pins([sbom.RUNTIME, *sbom.BUILD])}
     for text in [*project["project"]["dependencies"], *project["build-system"]["requires"]]:
@@ -62,7 +62,7 @@ def test_the_gateways_list_fulfils_its_package() -> None:
 
 
 @pytest.mark.parametrize("host", sbom.HOSTS, ids=lambda host: host["sys_platform"])
-def test_every_host_gets_the_whole_closure(bill: dict[str, Any], host: dict[str, str]) -> None:
+def test_every_host_gets_all_dependencies(bill: dict[str, Any], host: dict[str, str]) -> None:
     """A host gets the dependencies of its packages."""
     there = {pin.reference for pin in sbom.host_pins([sbom.RUNTIME, *sbom.BUILD]) if sbom.is_for(pin.marker, host)}
     numpy = any(reference.startswith("pkg:pypi/numpy@") for reference in there)
@@ -71,7 +71,7 @@ def test_every_host_gets_the_whole_closure(bill: dict[str, Any], host: dict[str,
     assert not set().union(*(needs[reference] for reference in there)) - there
 
 
-def test_the_sbom_lists_what_is_pinned(bill: dict[str, Any]) -> None:
+def test_the_sbom_lists_exactly_the_pins(bill: dict[str, Any]) -> None:
     expected = {
         (pin.name, pin.version, pin.hashes, pin.marker, scope)
         for names, scope in (([sbom.RUNTIME], "required"), (sbom.BUILD, "optional"))
@@ -88,7 +88,7 @@ def _described(component: dict[str, Any]) -> tuple[object, ...]:
     return component["name"], component["version"], hashes, *(markers or [""]), component["scope"]
 
 
-def test_the_sbom_has_the_licences_and_dependencies_of_what_is_installed_here(bill: dict[str, Any]) -> None:
+def test_the_sbom_has_the_licences_and_dependencies_of_installed_packages(bill: dict[str, Any]) -> None:
     packages = sbom.installed(sys.path)
     pins = {pin.name: pin for pin in sbom.host_pins([sbom.RUNTIME, *sbom.BUILD])}
     needs = {entry["ref"]: entry["dependsOn"] for entry in bill["dependencies"]}

@@ -10,7 +10,7 @@ from tests.lint import words
 
 
 @pytest.mark.parametrize("rule", words.rules(), ids=lambda rule: rule.name)
-def test_a_rule_finds_its_bad_examples_and_no_good_one(rule: words.Rule) -> None:
+def test_a_rule_finds_only_its_bad_examples(rule: words.Rule) -> None:
     assert rule.bad and rule.good and rule.remedy
     for text in rule.bad:
         assert any(rule.pattern.search(each) for each in words.sentences(text)), text
@@ -18,7 +18,7 @@ def test_a_rule_finds_its_bad_examples_and_no_good_one(rule: words.Rule) -> None
         assert not any(rule.pattern.search(each) for each in words.sentences(text)), text
 
 
-def test_no_rule_is_called_like_another() -> None:
+def test_rule_names_are_unique() -> None:
     names = [rule.name for rule in words.rules()]
     assert len(names) == len(set(names))
 
@@ -27,7 +27,7 @@ def texts(read: Callable[[str], Iterator[words.Prose]], source: str) -> list[tup
     return [(each.line, each.text) for each in read(source)]
 
 
-def test_markdown_is_read_by_paragraphs_items_and_cells() -> None:
+def test_markdown_is_split_into_paragraphs_items_and_cells() -> None:
     source = (
         "# Head\n\nOne\nparagraph with `code`.\n\n* an item\n  of two lines\n* [linked](to.md)\n\n| a | b |\n|--|--|\n"
     )
@@ -45,7 +45,7 @@ def test_fenced_code_is_not_prose() -> None:
     assert texts(words.markdown, "Before.\n```sh\nwhat shall it be\n```\nAfter.\n") == [(1, "Before."), (5, "After.")]
 
 
-def test_python_is_read_for_everything_that_people_see() -> None:
+def test_all_user_visible_python_text_is_read() -> None:
     source = '''"""Module docstring."""
 def f(x):
     """Function docstring."""
@@ -80,7 +80,7 @@ def test_messages_of_roles_are_read() -> None:
     assert [text for _, text in texts(words.yaml_file, source)] == ["CODE is wrong"]
 
 
-def test_proselint_names_the_piece_it_finds() -> None:
+def test_proselint_findings_name_their_text() -> None:
     pieces = [words.Prose(3, "Nothing is wrong here."), words.Prose(8, "This is very unique.")]
     found = list(words.proselint_findings("page.md", pieces))
     assert (8, "uncomparables") in [(each.line, each.rule.split(".")[0]) for each in found]
@@ -92,6 +92,6 @@ def test_guides_have_no_findings(path: words.Path) -> None:
     assert [str(each) for each in words.check(path)] == []
 
 
-def test_the_longest_directory_counts() -> None:
-    assert words.area("a/b/c.py", ["a", "a/b", "x"]) == "a/b"
-    assert words.area("ab/c.py", ["a"]) == ""
+def test_the_longest_directory_decides() -> None:
+    assert words.directory_of("a/b/c.py", ["a", "a/b", "x"]) == "a/b"
+    assert words.directory_of("ab/c.py", ["a"]) == ""

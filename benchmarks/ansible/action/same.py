@@ -1,4 +1,4 @@
-"""An action without a request: it returns the content of the file SAME_FILE. Its duration is Ansible's own overhead."""
+"""Return the content of the file SAME_FILE without sending a request. The duration is Ansible's own overhead."""
 
 from __future__ import annotations
 

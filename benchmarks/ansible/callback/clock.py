@@ -1,6 +1,6 @@
-"""Writes the start time of each task, and the final statistics of the play, as lines of JSON to the file CLOCK_FILE.
+"""Write the start time of each task and the final statistics of the play to the file CLOCK_FILE, as lines of JSON.
 
-It reads no results: Ansible copies a result once for each callback plugin that asks for it.
+It does not read results, because Ansible copies a result for each callback plugin that reads it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DOCUMENTATION = r"""
 name: clock
 type: aggregate
 short_description: Record when tasks begin
-description: Writes moments as JSON.
+description: Writes the start times as JSON.
 """
 
 

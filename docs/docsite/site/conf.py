@@ -16,9 +16,9 @@ myst_heading_anchors = 4
 
 
 def setup(app):
-    app.connect("source-read", unlink)
+    app.connect("source-read", unlink_outside)
 
 
-def unlink(app, page, text):
+def unlink_outside(app, page, text):
     """Replace links to files outside the guides by their text: those files are not part of the site."""
     text[0] = re.sub(r"\[([^]]+)\]\(\.\./[^)]*\)", r"\1", text[0])

@@ -5,7 +5,7 @@ from os.path import abspath, dirname
 sys.dont_write_bytecode = True
 
 if not __package__:
-    # Run as a folder: import through its parent, and let nothing in the folder shadow the standard library.
+    # Run as a folder: import through its parent, so that no file in the folder shadows the standard library.
     here = dirname(abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if entry and abspath(entry) != here]
     sys.path.append(dirname(here))

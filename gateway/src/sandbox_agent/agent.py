@@ -52,7 +52,7 @@ class Maintenance:
         reply.json({})
 
     def freeze(self, request: Request, reply: Reply) -> None:
-        """``{seconds}`` → ``{frozen, skipped}``; ``skipped``: why it only synced the file system."""
+        """``{seconds}`` → ``{frozen, skipped}``; ``skipped``: why the file system was synced but not frozen."""
         seconds = get_number(request.json(), "seconds", default=10, most=MAX_SECONDS)
         try:
             if not self._managed:
@@ -125,7 +125,7 @@ class LazyInterpreter:
 
 
 def build(address: str, port: int, code_port: int, *, managed: bool, line: str) -> tuple[Server, Server | None]:
-    """Create the agent's server and the code interpreter's; None for the latter if its port is taken.
+    """Create the agent's server and the code interpreter's; the latter is None if its port is taken.
 
     Both are already listening, and the identity files are mounted. ``line``: path of the serial port to the host.
     """
@@ -133,7 +133,7 @@ def build(address: str, port: int, code_port: int, *, managed: bool, line: str) 
     interpreter = LazyInterpreter(identity)
     skipped = identity.mount_files()
     if managed and skipped:
-        print(f"sandbox-agent: not managed: {'; '.join(skipped)}", file=sys.stderr)
+        print(f"sandbox-agent: could not mount identity files: {'; '.join(skipped)}", file=sys.stderr)
     routes = {
         "/identity": [Route(identity.handle, guarded=False)],
         "/mounts": [Route(mounts_handler(identity, managed=managed), guarded=False)],
@@ -151,7 +151,10 @@ def build(address: str, port: int, code_port: int, *, managed: bool, line: str) 
         return server, Server(address, code_port, interpreter.code_routes(), identity.guard_code)
     except OSError as error:
         # A program in the sandbox that occupies this port must not prevent the agent from starting.
-        print(f"sandbox-agent: no code interpreter: {address}:{code_port}: {error}", file=sys.stderr)
+        print(
+            f"sandbox-agent: cannot listen on {address}:{code_port}, running without the code interpreter: {error}",
+            file=sys.stderr,
+        )
         return server, None
 
 
@@ -162,13 +165,13 @@ def main() -> int:
         "--code-port",
         type=int,
         metavar="PORT",
-        help=f"the code interpreter's (default {CODE_PORT}; with --port 0 a free one)",
+        help=f"TCP port of the code interpreter (default {CODE_PORT}; with --port 0 a free port)",
     )
     parser.add_argument("--bind", default="0.0.0.0", metavar="ADDR", help="address to listen on (default: all)")
     parser.add_argument(
         "--unmanaged",
         action="store_true",
-        help="do not change this machine's name, clock, /etc or root file system; for trying the agent out",
+        help="do not change this machine's name, clock, /etc or root file system; for trials",
     )
     parser.add_argument("--line", default=PATH, help="serial port to the host (default %(default)s)")
     options = parser.parse_args()
@@ -187,7 +190,7 @@ def main() -> int:
     print(f"sandbox-agent: listening on {options.bind}:{server.port}", file=sys.stderr, flush=True)
     if code is not None:
         threading.Thread(target=code.serve, daemon=True).start()
-        print(f"sandbox-agent: running code on {options.bind}:{code.port}", file=sys.stderr, flush=True)
+        print(f"sandbox-agent: code interpreter listening on {options.bind}:{code.port}", file=sys.stderr, flush=True)
     try:
         server.serve()
     except KeyboardInterrupt:

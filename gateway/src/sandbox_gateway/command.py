@@ -1,4 +1,4 @@
-"""Runs external commands, with a timeout, and errors that contain the command and its output."""
+"""Run external commands with a timeout. Errors contain the command and its output."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
 def child_environment(**more: str) -> dict[str, str]:
     """Return the complete environment of a child process, including ``more``.
 
-    It inherits nothing from ours, which may contain keys and proxy passwords: a guest may take over a process that
-    serves it.
+    It does not inherit the gateway's environment, which may contain keys and proxy passwords: a guest may take over a
+    process that serves it.
     """
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     return {**kept, "LC_ALL": "C", **more}
 
 
 def proxy_settings() -> dict[str, str]:
-    """Return the proxy variables of our environment, for a child that downloads packages."""
+    """Return the proxy variables of the gateway's environment, for a child that downloads packages."""
     names = [*_PROXIES, *map(str.upper, _PROXIES)]
     return {name: os.environ[name] for name in names if name in os.environ}
 
@@ -45,7 +45,7 @@ def run(
 ) -> CompletedProcess[str]:
     """Run ``argv`` (no shell) for at most ``timeout`` seconds; ``env`` is added to ``child_environment``.
 
-    Raises BackendFailed if it is not installed, times out, or (with ``check``) exits non-zero.
+    Raises BackendFailed if the program is not installed, times out, or (with ``check``) exits non-zero.
     """
     try:
         done = subprocess.run(
@@ -61,13 +61,13 @@ def run(
             check=False,
         )
     except FileNotFoundError:
-        raise BackendFailed(_missing(argv[0])) from None
+        raise BackendFailed(_missing_message(argv[0])) from None
     except subprocess.TimeoutExpired:
-        raise BackendFailed(_late(argv, timeout)) from None
-    return _judged(argv, done, check)
+        raise BackendFailed(_timeout_message(argv, timeout)) from None
+    return _check_status(argv, done, check)
 
 
-async def arun(
+async def run_async(
     argv: Sequence[str],
     *,
     timeout: float,
@@ -88,33 +88,33 @@ async def arun(
             start_new_session=True,
         )
     except FileNotFoundError:
-        raise BackendFailed(_missing(argv[0])) from None
+        raise BackendFailed(_missing_message(argv[0])) from None
     try:
         out, err = await asyncio.wait_for(process.communicate(None if input is None else input.encode()), timeout)
     except (TimeoutError, asyncio.CancelledError) as error:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # A process that hangs in the kernel does not die, and the waiting caller may hold a lock.
+        # Do not wait for a process that hangs in the kernel, because the caller may hold a lock.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), _DYING_SECONDS)
         if isinstance(error, TimeoutError):
-            raise BackendFailed(_late(argv, timeout)) from None
+            raise BackendFailed(_timeout_message(argv, timeout)) from None
         raise
     assert process.returncode is not None
     done = CompletedProcess(list(argv), process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
-    return _judged(argv, done, check)
+    return _check_status(argv, done, check)
 
 
-def _judged(argv: Sequence[str], done: CompletedProcess[str], check: bool) -> CompletedProcess[str]:
+def _check_status(argv: Sequence[str], done: CompletedProcess[str], check: bool) -> CompletedProcess[str]:
     if check and done.returncode != 0:
         said = (done.stderr.strip() or done.stdout.strip() or "nothing")[-_TAIL:]
         raise BackendFailed(f"{argv[0]} {argv[1] if len(argv) > 1 else ''} failed ({done.returncode}): {said}")
     return done
 
 
-def _missing(program: str) -> str:
+def _missing_message(program: str) -> str:
     return f"{program} is not installed: install it, or run the host role of this collection"
 
 
-def _late(argv: Sequence[str], timeout: float) -> str:
+def _timeout_message(argv: Sequence[str], timeout: float) -> str:
     return f"{argv[0]} {argv[1] if len(argv) > 1 else ''} did not end within {timeout:g} s and was stopped"

@@ -1,6 +1,6 @@
-"""The gateway's configuration: one TOML file, whose keys are described where they are declared.
+"""The gateway's configuration: one TOML file. Each key is described where it is declared.
 
-``docs/configuration.md`` is generated from these descriptions; an unknown key is refused by name.
+``docs/configuration.md`` is generated from these descriptions. An unknown key is an error that names the key.
 """
 
 from __future__ import annotations
@@ -20,66 +20,67 @@ class _Section(BaseModel):
 
 
 class Server(_Section):
-    """`[server]`: where the gateway listens and who may talk to it."""
+    """`[server]`: where the gateway listens, and which clients it accepts."""
 
     socket: Path | None = Field(
         Path("/run/sandbox-gateway/gateway.sock"),
         description="Unix socket; anyone who can open it is an administrator. Empty string: none.",
     )
-    socket_group: str = Field("", description="Group that may open the socket (mode 0660). Empty: root alone (0600).")
-    listen: str = Field("", description="TCP address `host:port` to listen on as well. Empty: none.")
+    socket_group: str = Field("", description="Group that may open the socket (mode 0660). Empty: only root (0600).")
+    listen: str = Field("", description="Additional TCP address `host:port` to listen on. Empty: none.")
     tls_cert: Path | None = Field(None, description="PEM certificate chain for the TCP address.")
     tls_key: Path | None = Field(None, description="PEM key of that certificate.")
     allow_plaintext: bool = Field(
-        False, description="Allow a TCP address that is not loopback without TLS (behind a proxy that has it)."
+        False, description="Allow a TCP address other than loopback without TLS (behind a proxy that provides TLS)."
     )
     key_file: Path | None = Field(
         None,
-        description="File of API keys, readable by root alone, a line each: `name scope key`; scope is "
-        "`read`, `exec` or `admin`.",
+        description="File of API keys, readable only by root. One line per key: `name scope key`; scope is `read`, "
+        "`exec` or `admin`.",
     )
     connections: int = Field(
         4096,
         ge=1,
-        description="Connections to the TCP address that are open at the same time; more are closed at once. Lower "
-        "where the limit of open files leaves no room for them.",
+        description="Maximum number of open connections to the TCP address. Further connections are closed "
+        "immediately. The limit of open files may reduce this number.",
     )
     connections_per_address: int = Field(
         512,
         ge=0,
-        description="Connections from one address, of IPv6 from one /64. 0: as many as in all. Behind a reverse proxy "
-        "all clients have the proxy's address: set 0 and limit clients there.",
+        description="Maximum number of connections from one address, or from one /64 with IPv6. 0: only the "
+        "total limit "
+        "applies. Behind a reverse proxy all clients have the proxy's address: set 0 and limit clients in the proxy.",
     )
     request_seconds: float = Field(
         30,
         gt=0,
         le=3600,
-        description="How long a client of the TCP address may take for the TLS handshake, for the headers of a "
-        "request, and for a body that the gateway itself reads, in seconds each.",
+        description="Time limit in seconds for clients of the TCP address, each for the TLS handshake, the "
+        "headers of a request, and a body that the gateway itself reads.",
     )
     stalled_seconds: float = Field(
         300,
         gt=0,
         le=86_400,
-        description="How long an upload or an answer may stand still because of the client, in seconds.",
+        description="How long an upload or an answer may stall because of the client, in seconds.",
     )
     domain: str = Field("sandbox.local", description="Domain of the data plane: `{port}-{sandboxID}.{domain}`.")
 
     @field_validator("socket", mode="before")
     @classmethod
-    def _no_socket(cls, value: object) -> object:
+    def _empty_to_none(cls, value: object) -> object:
         return None if value == "" else value
 
 
 class HostSection(_Section):
-    """`[host]`: what kind of host this is and where its state lives."""
+    """`[host]`: the kind of host, and the place of its state."""
 
     kind: Literal["kvm_xfs", "jail_zfs"] = Field("kvm_xfs", description="Kind of host.")
     state_root: Path = Field(
         Path("/var/lib/sandbox-gateway"), description="Directory of all state; on `kvm_xfs` an XFS with `reflink=1`."
     )
     cache_root: Path | None = Field(
-        None, description="Directory of root file systems built earlier, by digest. Default: `state_root`/cache."
+        None, description="Directory of cached root file systems, by digest. Default: `state_root`/cache."
     )
 
 
@@ -89,22 +90,28 @@ class KvmXfs(_Section):
     qemu: str = Field("qemu-system-x86_64", description="QEMU's executable.")
     machine: str = Field("pc-q35-7.2", description="Versioned machine type; snapshots record it.")
     accelerator: Literal["auto", "kvm", "tcg"] = Field(
-        "auto", description="`auto`: KVM if a guest really boots on it (tried once, remembered), else TCG."
+        "auto", description="`auto`: KVM if a guest boots on it (tried once, then cached), else TCG."
     )
-    probe_seconds: float = Field(
-        20, gt=0, le=600, description="How long `auto` waits for that guest, in seconds, unless it hangs."
-    )
+    probe_seconds: float = Field(20, gt=0, le=600, description="How long `auto` waits for that guest, in seconds.")
     boot_seconds: float = Field(
         180, gt=0, le=3600, description="How long a booting sandbox may take to answer, in seconds."
     )
     resume_seconds: float = Field(
         20, gt=0, le=600, description="How long a sandbox forked with its memory may take to answer, in seconds."
     )
+    memory_mode: Literal["auto", "written", "soft_dirty", "compare", "incremental", "full"] = Field(
+        "auto",
+        description="How captures find written memory; if a mode does not work, the next one does. `auto`: the best.",
+    )
+    page_tracker: Path | None = Field(
+        None,
+        description="Socket of the page tracker, which `written` needs. Empty: the gateway starts its own tracker.",
+    )
     uid_base: int = Field(
         1_900_000_000,
         ge=0,
         le=4_000_000_000,
-        description="QEMU of network slot n runs as user `uid_base`+n, which need not exist. 0: as root.",
+        description="QEMU of network slot n runs as user `uid_base`+n, which need not exist. 0: QEMU runs as root.",
     )
 
 
@@ -114,25 +121,29 @@ class JailZfs(_Section):
     dataset: str = Field(
         "zroot/sandboxes",
         pattern=r"^[A-Za-z][A-Za-z0-9_.:-]*(/[A-Za-z0-9][A-Za-z0-9_.:-]*)*$",
-        description="Dataset of all file systems and snapshots; it must exist, and belongs to this gateway alone.",
+        description="Dataset of all file systems and snapshots. It must exist, and only this gateway may use it.",
     )
     bridge: str = Field(
         "",
         pattern=r"^([a-z][a-z0-9_-]{0,14})?$",
-        description="Bridge that connects the jails; made if it is missing. Empty: `network.prefix` and `br`.",
+        description="Bridge that connects the jails; created if it is missing. Empty: `network.prefix` followed "
+        "by `br`.",
     )
     egress: str = Field(
         "",
         pattern=r"^([a-z][a-z0-9_.-]{0,14})?$",
-        description="Interface to the internet, whose address sandboxes go out with. Empty: that of the default route.",
+        description="Interface to the internet; outgoing connections of sandboxes use its address. Empty: the "
+        "interface of the default route.",
     )
     boot_seconds: float = Field(
-        30, gt=0, le=3600, description="How long a sandbox that starts may take to answer, in seconds."
+        30, gt=0, le=3600, description="How long a starting sandbox may take to answer, in seconds."
     )
     dying_seconds: float = Field(
-        2, ge=0, le=60, description="How long a removed jail is waited for that stays `dying`, in seconds."
+        2, ge=0, le=60, description="How long to wait for a removed jail that is still `dying`, in seconds."
     )
-    processes: int = Field(1000, ge=8, le=1_000_000, description="Processes a sandbox may have (`rctl` `maxproc`).")
+    processes: int = Field(
+        1000, ge=8, le=1_000_000, description="Maximum number of processes in a sandbox (`rctl` `maxproc`)."
+    )
 
 
 class Network(_Section):
@@ -141,59 +152,60 @@ class Network(_Section):
     prefix: str = Field(
         "sbx",
         pattern=r"^[a-z][a-z0-9]{0,5}$",
-        description="Start of the names of network namespaces, jails and interfaces; two gateways on a host need two.",
+        description="Prefix of the names of network namespaces, jails and interfaces. Each gateway on a host needs "
+        "its own.",
     )
     subnet: str = Field(
         "10.231.0.0/16",
-        description="IPv4 range of the sandboxes' addresses, used on the host only: four to a sandbox on `kvm_xfs`, "
-        "one on `jail_zfs`.",
+        description="IPv4 range of the sandboxes' addresses, used only on the host: four per sandbox on `kvm_xfs`, one "
+        "on `jail_zfs`.",
     )
-    pool: int = Field(4, ge=0, le=1000, description="Network slots kept ready ahead of need (`kvm_xfs`).")
+    pool: int = Field(4, ge=0, le=1000, description="Number of network slots to prepare in advance (`kvm_xfs`).")
     dns: list[str] = Field(
-        default_factory=list, description="Name servers given to sandboxes. Empty: those of the host."
+        default_factory=list, description="Name servers of sandboxes. Empty: the host's name servers."
     )
 
     @field_validator("subnet")
     @classmethod
-    def _a_subnet(cls, value: str) -> str:
+    def _check_subnet(cls, value: str) -> str:
         network = ipaddress.IPv4Network(value)
         if network.prefixlen > 28:
-            raise ValueError("a subnet of at least /28 is needed: four addresses to each sandbox")
+            raise ValueError("the subnet must be /28 or larger, because each sandbox needs four addresses")
         return value
 
 
 class Limits(_Section):
     """`[limits]`: caps."""
 
-    sandboxes: int = Field(1000, ge=1, description="Sandboxes on this host, paused ones included.")
-    concurrency: int = Field(4, ge=1, le=256, description="Forks made at the same time by one request.")
+    sandboxes: int = Field(1000, ge=1, description="Maximum number of sandboxes on this host, including paused ones.")
+    concurrency: int = Field(
+        4, ge=1, le=256, description="Maximum number of forks that one request makes at the same time."
+    )
     connections: int = Field(
-        1000, ge=1, description="Requests and WebSockets that are under way to one sandbox at the same time."
+        1000, ge=1, description="Maximum number of concurrent requests and WebSockets to one sandbox."
     )
-    lock_seconds: float = Field(
-        60, gt=0, description="How long a request waits for a sandbox that is busy, in seconds."
-    )
+    lock_seconds: float = Field(60, gt=0, description="How long a request waits for a busy sandbox, in seconds.")
     timeout_seconds: int = Field(
-        0, ge=0, description="Life of a sandbox whose creator names no timeout, in seconds. 0: forever."
+        0, ge=0, description="Lifetime of a sandbox that is created without a timeout, in seconds. 0: no limit."
     )
-    builds: int = Field(1, ge=1, le=16, description="Templates built at the same time.")
+    builds: int = Field(1, ge=1, le=16, description="Maximum number of templates that are built at the same time.")
     memory_overhead_mb: int = Field(256, ge=32, description="Memory that QEMU may use above the sandbox's own, in MiB.")
 
 
 class LogSection(_Section):
     """`[log]`: structured logs."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severity that is logged.")
-    format: Literal["json", "text"] = Field("json", description="One JSON object a line, or text for a terminal.")
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest severity to log.")
+    format: Literal["json", "text"] = Field("json", description="One JSON object per line, or text for a terminal.")
     file: Path | None = Field(
         None,
-        description="File to log to, readable by root alone. At 16 MiB it is renamed to `.1`; three such are kept. "
-        "Empty string: standard error.",
+        description="Log file, readable only by root. At 16 MiB it is renamed to `.1`; three old files are kept. Empty "
+        "string: standard error.",
     )
 
     @field_validator("file", mode="before")
     @classmethod
-    def _no_file(cls, value: object) -> object:
+    def _empty_to_none(cls, value: object) -> object:
         return None if value == "" else value
 
 
@@ -207,8 +219,8 @@ class Config(_Section):
     log: LogSection = Field(default_factory=LogSection)
     restart: Literal["start", "stay"] = Field(
         "start",
-        description="A sandbox that ran when its host went down: `start` boots it from its disk, "
-        "`stay` leaves it paused.",
+        description="Action for a sandbox that ran when its host went down: `start` boots it from its disk, `stay` "
+        "leaves it paused.",
     )
 
     @property
@@ -221,13 +233,15 @@ def load(path: Path) -> Config:
     try:
         data = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise Invalid(f"configuration {path} not found: name it with --config, or run the gateway role") from None
+        raise Invalid(
+            f"the configuration {path} does not exist: pass its path with --config, or run the gateway role"
+        ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise Invalid(f"configuration {path} cannot be read: {error}") from None
+        raise Invalid(f"the configuration {path} cannot be read: {error}") from None
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise Invalid(f"configuration {path}: {explain(error)}") from None
+        raise Invalid(f"the configuration {path} is invalid: {explain(error)}") from None
 
 
 def explain(error: ValidationError) -> str:

@@ -1,36 +1,41 @@
 """Errors that callers see.
 
 Every error has a stable machine-readable ``kind``, an HTTP status, a message that says what is wrong and how to fix
-it, and the ids of the objects in the way (``blockers``).
+it, the ids of the objects in the way (``blockers``), and for some kinds ``details``: what the message says, as data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from sandbox_gateway.printable import printable
+from sandbox_gateway.control_characters import remove_control_characters
 
 
 class GatewayError(Exception):
-    """Base of all errors that callers see; any other exception is a bug (500)."""
+    """The base class of all errors that callers see. Any other exception is a bug (500)."""
 
     kind = "backend_failed"
     status = 500
 
-    def __init__(self, message: str, *, blockers: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, *, blockers: Sequence[str] = (), details: Mapping[str, Any] | None = None) -> None:
         """Create an error. ``message`` may quote a guest, or a program that has read a guest's files."""
-        self.message = printable(message)
+        self.message = remove_control_characters(message)
         super().__init__(self.message)
         self.blockers = list(blockers)
+        self.details = dict(details or {})
 
 
 class NotFound(GatewayError):
     kind = "not_found"
     status = 404
 
-    def __init__(self, what: str, ref: str) -> None:
-        """Create an error. ``what`` is the noun ("sandbox", "template", …), ``ref`` the requested id or name."""
-        super().__init__(f"{what} {ref!r} not found")
+    def __init__(self, what: str, ref: str, *, resource: str = "", parent: str = "") -> None:
+        """Create an error. ``what`` is the noun ("sandbox", "template", …), ``ref`` the requested id or name.
+
+        Details: ``resource``, by default the noun, and ``parent``, the name of the object in which it was searched.
+        """
+        super().__init__(f"{what} {ref!r} not found", details={"resource": resource or what, "parent": parent})
 
 
 class Gone(GatewayError):
@@ -45,13 +50,26 @@ class InUse(GatewayError):
     status = 409
 
 
+class UsedOutside(InUse):
+    """A host cannot remove an object, because a user that the engine does not know needs it.
+
+    The engine turns it into a sentence that names the object. ``users``: names by id, by noun; ``remedy``: a sentence.
+    """
+
+    def __init__(self, users: Mapping[str, Mapping[str, str]], remedy: str) -> None:
+        names = [name for group in users.values() for name in group.values()]
+        super().__init__(", ".join(names), blockers=[id for group in users.values() for id in group])
+        self.users = users
+        self.remedy = remedy
+
+
 class NameTaken(GatewayError):
     kind = "name_taken"
     status = 409
 
 
 class Conflict(GatewayError):
-    """The object is in the wrong state (pausing a paused sandbox, …)."""
+    """The object is in the wrong state, for example a paused sandbox that should be paused."""
 
     kind = "conflict"
     status = 409

@@ -1,4 +1,4 @@
-"""Structured logs: `log.info("forked", sandbox=…, ms=…)` becomes one JSON object, or a line of text."""
+"""Write structured logs: `log.info("forked", sandbox=…, ms=…)` becomes one JSON object, or a line of text."""
 
 from __future__ import annotations
 
@@ -81,6 +81,6 @@ class _Text(logging.Formatter):
 
 
 def _plain(value: object) -> str:
-    """Format a value on one line, whatever an untrusted caller put into it."""
+    """Format a value, which may come from an untrusted caller, on one line."""
     text = str(value)
     return text if text.isprintable() else ascii(text)[1:-1]

@@ -48,12 +48,14 @@ class Recipe(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         if self.source is Source.ROOTFS and not self.path.startswith("/"):
-            raise ValueError("a rootfs template needs 'path': the absolute path of a directory or tarball on the host")
+            raise ValueError(
+                "a rootfs template needs the field 'path': the absolute path of a directory or tarball on the host"
+            )
         if self.source is Source.DEBOOTSTRAP and self.path:
-            raise ValueError("'path' goes with 'from: rootfs' only")
+            raise ValueError("'path' is valid only with 'from: rootfs': leave one of them out")
         for package in self.packages:
             if not _PACKAGE.fullmatch(package):
-                raise ValueError(f"{package[:80]!r} is not the name of a Debian package")
+                raise ValueError(f"{package[:80]!r} is not a valid name of a Debian package")
         return self
 
     def digest(self, *salts: str) -> str:

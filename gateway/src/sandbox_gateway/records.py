@@ -19,7 +19,7 @@ _NAME = re.compile(NAME_PATTERN)
 
 
 def new_id() -> str:
-    """Create a 12-digit hexadecimal id; unique for all practical purposes (48 random bits)."""
+    """Create a random id of 12 hexadecimal digits (48 bits)."""
     return secrets.token_hex(6)
 
 
@@ -55,11 +55,11 @@ class Resources(_Record):
 
 
 class NetworkPolicy(_Record):
-    """Network access of a sandbox. It never reaches the host's own services or other sandboxes."""
+    """Network access of a sandbox. A sandbox can never reach the host's own services or other sandboxes."""
 
     allow_internet: bool = True
     allow_out: list[str] = Field(default_factory=list)
-    """CIDRs or addresses that are reachable even if ``allow_internet`` or ``deny_out`` would forbid it."""
+    """CIDRs or addresses that are reachable even if ``allow_internet`` or ``deny_out`` would block them."""
     deny_out: list[str] = Field(default_factory=list)
     allow_public_traffic: bool = False
     """Inbound: whether every client of the gateway can reach the sandbox's ports, except the agent's."""
@@ -83,7 +83,7 @@ class VolumeCapture(_Record):
 
 
 class Volume(_Record):
-    """Storage that outlives sandboxes; any number of them can mount it at once."""
+    """Storage that outlives sandboxes. Any number of sandboxes can mount it at once."""
 
     id: Id = Field(default_factory=new_id)
     name: Name
@@ -92,10 +92,13 @@ class Volume(_Record):
     from_snapshot: str = ""
     """Id of the volume snapshot it was made from."""
     owner: str = ""
-    """The sandbox that this clone was made for: it is removed with the last sandbox that mounts it. Empty: it stays."""
+    """The sandbox that this clone was made for.
+
+    The clone is removed with the last sandbox that mounts it. Empty: it is kept.
+    """
     created_at: datetime = Field(default_factory=now)
     host: dict[str, Any] = Field(default_factory=dict)
-    """Data that the host needs to serve it again (a port, …)."""
+    """Data that the host needs to serve the volume again (a port, …)."""
 
 
 class VolumeSnapshot(_Record):
@@ -107,7 +110,7 @@ class VolumeSnapshot(_Record):
     volume: Id
     size_mb: int
     sandbox_snapshot: str = ""
-    """The sandbox's snapshot that it is part of and is removed with. Empty: it is independent."""
+    """The sandbox snapshot that includes this snapshot; both are removed together. Empty: independent."""
     created_at: datetime = Field(default_factory=now)
 
 
@@ -122,7 +125,7 @@ class OnTimeout(StrEnum):
 
 
 class Sandbox(_Record):
-    """A sandbox: an identity (id, name, metadata) over the machine that runs it at present (``instance``).
+    """A sandbox: an identity (id, name, metadata) and the machine that currently runs it (``instance``).
 
     A rollback changes ``instance`` and nothing else of the identity.
     """
@@ -133,19 +136,19 @@ class Sandbox(_Record):
     """The current machine: the host names its directory, process and network after it."""
     state: SandboxState = SandboxState.RUNNING
     state_reason: str = ""
-    """Why it was paused without a request (the machine ended, the host rebooted)."""
+    """Why the sandbox was paused without a request (the machine ended, the host rebooted)."""
     template_id: str = ""
     forked_from: str = ""
-    """The snapshot or template it was made from; it never changes."""
+    """The snapshot or template that the sandbox was made from; never changes."""
     head: str = ""
-    """The snapshot it currently descends from: changes with each capture and rollback."""
+    """The snapshot that the sandbox now descends from; changes with each capture and rollback."""
     base: str = ""
-    """The snapshot its current machine was started from."""
+    """The snapshot that the current machine was started from."""
     parent_sandbox: str = ""
     pause_snapshot: str = ""
-    """While paused: the snapshot it resumes from. Empty: it resumes from its own disk."""
+    """While paused: the snapshot to resume from. Empty: resume from the sandbox's own disk."""
     cold_start: bool = False
-    """While paused: it will boot from that snapshot's disk, even if the snapshot holds memory."""
+    """While paused: whether to boot from that snapshot's disk, even if the snapshot includes memory."""
     resources: Resources = Field(default_factory=Resources)
     network: NetworkPolicy = Field(default_factory=NetworkPolicy)
     metadata: dict[str, str] = Field(default_factory=dict)
@@ -153,30 +156,33 @@ class Sandbox(_Record):
     created_at: datetime = Field(default_factory=now)
     started_at: datetime = Field(default_factory=now)
     end_at: datetime | None = None
-    """When its timeout ends; None: never."""
+    """When the timeout ends; None: never."""
     timeout: float | None = None
-    """The last timeout in seconds, which starts again if it is resumed after ``end_at``. None: the host's default."""
+    """The last requested timeout in seconds; None: the host's default.
+
+    The timeout starts again if the sandbox is resumed after ``end_at``.
+    """
     on_timeout: OnTimeout = OnTimeout.KILL
     auto_resume: bool = False
     idempotency_key: str = ""
     branches: int = Field(default=0, ge=0)
-    """The last number used in the name of a branch; no number is used twice."""
+    """The last number used in the name of a branch. Numbers are not reused."""
     mounts: list[Mount] = Field(default_factory=list)
-    """Its volumes, in the order in which they are mounted."""
+    """The mounts of volumes, in the order of mounting."""
     host: dict[str, Any] = Field(default_factory=dict)
     """Data that the host needs to find the machine again (network slot, pid and its start time, …)."""
 
     @model_validator(mode="before")
     @classmethod
     def _read_former_names(cls, record: Any) -> Any:
-        """Rename the field ``life``, as older releases called the timeout."""
+        """Rename the field ``life``, which is the timeout in records of older releases."""
         if isinstance(record, dict) and "life" in record:
             record = {"timeout": record["life"], **record}
         return record
 
     @property
     def hostname(self) -> str:
-        """Return a host name derived from the name: at most 63 letters, digits and hyphens."""
+        """Return a host name of at most 63 letters, digits and hyphens, derived from the name."""
         return "".join(letter if letter.isalnum() else "-" for letter in self.name).strip("-").lower()[:63] or "sandbox"
 
 
@@ -186,32 +192,51 @@ class SnapshotKind(StrEnum):
     TEMPLATE = "template"
     SNAPSHOT = "snapshot"
     PAUSE = "pause"
-    """A paused sandbox resumes from it; hidden, owned by that sandbox."""
+    """The snapshot from which a paused sandbox resumes; hidden, owned by that sandbox."""
     TRANSIENT = "transient"
     """The source of clones; hidden, removed with its last fork."""
 
 
 class Memory(StrEnum):
-    """How a snapshot's memory was captured."""
+    """How a snapshot's memory was captured: which pages were copied to a clone of which image. Images are complete.
+
+    Only pages that differ from that image are written.
+    """
 
     NONE = "none"
     FULL = "full"
+    """All pages."""
     INCREMENTAL = "incremental"
+    """Pages written since the machine's start, over the image that it was started from."""
+    COMPARE = "compare"
+    """The same pages, over the image of the machine's latest capture."""
+    SOFT_DIRTY = "soft_dirty"
+    """Pages written since that capture, which the kernel marked as soft-dirty."""
+    WRITTEN = "written"
+    """Pages written since that capture, which asynchronous write protection found."""
+    LIVE = "live"
+    """As one of the last two, mostly copied while the machine ran."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Memory:
+        """Read a mode of a newer release: its image is complete, too."""
+        return cls.FULL
 
 
 class SnapshotStatus(StrEnum):
     READY = "ready"
-    WRITING = "writing"
-    FAILED = "failed"
 
 
 class Retention(_Record):
-    """The rule for which snapshots of a sandbox are kept. A snapshot stays if one of the first two fields keeps it and
-    it is not too old; without either of them, if it is not too old. The newest always stays."""
+    """The rule for which snapshots of a sandbox are kept.
+
+    A snapshot is kept if one of the first two fields keeps it and it is not too old. Without these fields, only the age
+    counts. The newest snapshot is always kept.
+    """
 
     keep_last: int | None = Field(default=None, ge=1, le=100_000)
     keep_daily: int | None = Field(default=None, ge=1, le=100_000)
-    """Number of days (UTC) with snapshots for which the newest one is kept."""
+    """Number of days (UTC, only days with snapshots) of which the newest snapshot is kept."""
     max_age: float | None = Field(default=None, gt=0, le=100 * 366 * 86400)
     """In seconds."""
 
@@ -236,23 +261,32 @@ class Snapshot(_Record):
     updated_at: datetime = Field(default_factory=now)
     expires_at: datetime | None = None
     retention: Retention | None = None
-    """The rule under which it was taken. None: it stays until it is deleted."""
+    """The rule under which the snapshot was taken. None: it is kept until it is deleted."""
     doomed: bool = False
-    """Deleted with ``when=unused``: hidden, removed with its last user."""
+    """Whether it was deleted with ``when=unused``: it is hidden, and removed with its last user."""
     memory: Memory = Memory.NONE
     memory_bytes_written: int = 0
     disk_bytes_unique: int = 0
     pause_ms: float = 0.0
     resources: Resources = Field(default_factory=Resources)
     mounts: list[Mount] = Field(default_factory=list)
-    """The mounts of its source; forks get the same mounts unless others are requested."""
+    """The mounts of its source. Forks get the same mounts unless others are requested."""
     volumes: list[VolumeCapture] = Field(default_factory=list)
     """The volumes that were captured in the same pause."""
     recipe_digest: str = ""
+    """The digest of `recipe`, of the guest it was built with, and of `source_digest`."""
+    source_digest: str = ""
+    """The digest of the files at the recipe's path; empty if it has no path, or if an older gateway built the
+    template.
+    """
     recipe: dict[str, Any] = Field(default_factory=dict)
     host: dict[str, Any] = Field(default_factory=dict)
-    """Data that the host needs to start a machine from it (accelerator, CPU model, machine type, versions)."""
+    """Data that the host needs to start a machine from the snapshot (accelerator, CPU model, machine type, versions).
+    """
 
     @property
-    def hidden(self) -> bool:
+    def is_hidden(self) -> bool:
         return self.doomed or self.kind not in (SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE)
+
+
+Record = Sandbox | Snapshot | Volume | VolumeSnapshot

@@ -3,7 +3,7 @@
 testinfra_hosts = ["platforms"]
 
 
-def test_each_platform_has_its_own_greeting_and_no_other(host):
+def test_each_platform_has_only_its_own_greeting(host):
     platform = host.backend.get_hostname().rpartition("-")[2]
     said = host.run("ls /srv/greeting; cat /srv/greeting/*")
     assert said.succeeded, said.stderr

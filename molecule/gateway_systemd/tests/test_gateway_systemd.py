@@ -20,7 +20,7 @@ QUESTIONS = {
 }
 
 
-def test_the_unit_runs_hardened_and_its_socket_answers(host):
+def test_the_unit_is_hardened_and_its_socket_answers(host):
     script = "; ".join(f"printf '\\036{name}\\037'; {command}" for name, command in QUESTIONS.items())
     said = dict(part.split("\x1f") for part in host.run(script).stdout.split("\x1e")[1:])
     assert (said["processes"].strip(), said["active"].strip(), said["enabled"].strip()) == (

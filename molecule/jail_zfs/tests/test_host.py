@@ -11,7 +11,7 @@ STATE = os.environ["GROVE_MOLECULE_STATE"]
 SHIM = Path(__file__).parents[3] / "tests" / "freebsd_shim" / "bin"
 
 
-def test_the_host_has_a_jail_and_a_clone_for_each_sandbox_and_a_gateway_that_answers(host):
+def test_the_host_has_a_jail_and_a_clone_for_each_sandbox(host):
     assert host.socket(f"unix://{STATE}/gateway.sock").is_listening
     sandboxes = json.loads(host.check_output(f"{STATE}/bin/sandboxctl --url unix://{STATE}/gateway.sock --json list"))
     assert {each["name"]: each["state"] for each in sandboxes} == dict.fromkeys(

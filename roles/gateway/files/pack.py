@@ -22,13 +22,13 @@ ALONE = (
 
 
 def members(source):
-    """(name in the package, path) of each packaged file, in a fixed order."""
+    """Return (name in the package, path) of each packaged file, in a fixed order."""
     found = [source / name for name in ALONE] + [path for path in (source / "src").rglob("*") if path.is_file()]
     names = {path.relative_to(source).as_posix(): path for path in found}
-    return sorted((name, path) for name, path in names.items() if wanted(name))
+    return sorted((name, path) for name, path in names.items() if is_packaged(name))
 
 
-def wanted(name):
+def is_packaged(name):
     return not name.endswith(".pyc") and not any(part.endswith(".egg-info") for part in name.split("/"))
 
 

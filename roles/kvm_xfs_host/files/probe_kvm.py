@@ -1,8 +1,8 @@
 """Test whether a guest boots on /dev/kvm: print ``{"accelerator": "kvm"|"tcg", "reason": sentence}``.
 
-Opening the device is not enough: on some hypervisors it opens, but no stock kernel boots. So this boots a stock kernel
-until it looks for its root file system, which does not exist, or until a deadline. It uses only the standard library
-and leaves no files behind.
+Opening the device is not enough: on some hypervisors it opens, but no stock kernel boots. Therefore this program boots
+a stock kernel until the kernel looks for its root file system, which does not exist, or until a deadline. The program
+uses only the standard library and leaves no files behind.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 KVM = Path("/dev/kvm")
 BOOTED = (b"Kernel panic", b"VFS: Cannot open root device", b"Run /")
 BEGUN = b"Linux version"
-SILENT_SECONDS = 8.0  # A booting kernel writes constantly: after this long without output, it hangs.
+SILENT_SECONDS = 8.0  # A booting kernel prints constantly: after this time without output, it counts as hung.
 
 
 def main():
@@ -27,7 +27,7 @@ def main():
     parser.add_argument("--qemu", default="qemu-system-x86_64")
     parser.add_argument("--machine", default="q35")
     parser.add_argument("--accelerator", default="kvm", help="accelerator to test instead of KVM")
-    parser.add_argument("--seconds", type=float, default=20, help="deadline of the boot")
+    parser.add_argument("--seconds", type=float, default=20, help="time limit for the boot")
     parser.add_argument("--kernel", type=Path, help="kernel to boot; default: the host's, else Debian's cloud kernel")
     arguments = parser.parse_args()
     accelerator, reason = decide(arguments)
@@ -42,22 +42,22 @@ def decide(arguments):
         try:
             os.close(os.open(str(KVM), os.O_RDWR | os.O_CLOEXEC))
         except OSError as error:
-            return "tcg", f"{KVM} does not open: {error.strerror}"
+            return "tcg", f"{KVM} cannot be opened: {error.strerror}"
     with tempfile.TemporaryDirectory(prefix="kvm-probe-") as directory:
         kernel = arguments.kernel or newest(Path("/boot")) or download(Path(directory))
         if not kernel:
-            return "tcg", f"no kernel to try {KVM} with: neither in /boot nor from the package archive"
+            return "tcg", f"there is no kernel to test {KVM} with, neither in /boot nor in the package archive"
         return boot(arguments, kernel)
 
 
 def newest(directory):
-    """The newest readable kernel in ``directory``, or None."""
+    """Return the newest readable kernel in ``directory``, or None."""
     readable = [path for path in directory.glob("vmlinuz-*") if os.access(str(path), os.R_OK)]
     return max(readable, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)], default=None)
 
 
 def download(directory):
-    """Debian's cloud kernel, unpacked below ``directory`` without installing it; None if it is not available."""
+    """Return Debian's cloud kernel, unpacked below ``directory`` without installing it; None if it is not available."""
     try:
         shown = run(["apt-cache", "depends", "--important", "linux-image-cloud-amd64"], directory)
         package = re.findall(r"Depends: (linux-image-\S+)", shown)[0]
@@ -69,7 +69,7 @@ def download(directory):
 
 
 def run(argv, directory):
-    """The standard output of a command. Raises an exception if it fails or takes more than five minutes."""
+    """Return the standard output of a command. Raises an exception if it fails or takes more than five minutes."""
     done = subprocess.run(
         argv, cwd=str(directory), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=300, check=True
     )
@@ -84,7 +84,7 @@ def boot(arguments, kernel):
     try:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except OSError as error:
-        return "tcg", f"{arguments.qemu} does not start: {error.strerror}"
+        return "tcg", f"{arguments.qemu} cannot be started: {error.strerror}"
     try:
         said, ended = listen(process, arguments.seconds)
     finally:
@@ -93,15 +93,15 @@ def boot(arguments, kernel):
     if any(mark in said for mark in BOOTED):
         return arguments.accelerator, f"{kernel.name} booted on {arguments.accelerator}"
     if BEGUN in said:
-        return "tcg", f"{KVM} opens, but a guest kernel on it came no further than its first lines"
+        return "tcg", f"{KVM} opens, but a guest kernel on it stopped after its first lines"
     last = said.decode(errors="replace").strip().splitlines()[-1:] or [""]
     readable = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[^ -~]", "", last[0])[:200] or "nothing"
-    how = "QEMU ended" if ended else "no more came in time"
-    return "tcg", f"{KVM} opens, but no guest kernel started on it ({how}); the last that was said: {readable}"
+    how = "QEMU ended" if ended else "there was no further output in time"
+    return "tcg", f"{KVM} opens, but no guest kernel started on it ({how}); last output: {readable}"
 
 
 def listen(process, seconds):
-    """(console output, whether QEMU ended), read until the guest is up, hangs, QEMU ends or time runs out."""
+    """Return (console output, whether QEMU ended), read until the guest is up or hangs, QEMU ends, or time runs out."""
     said = b""
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:

@@ -65,7 +65,7 @@ def usage(text: str, code: int = 1) -> SystemExit:
     return SystemExit(code)
 
 
-def unbuilt(what: str) -> SystemExit:
+def unsupported(what: str) -> SystemExit:
     """A feature that FreeBSD has but the shim lacks: exit 70 (EX_SOFTWARE), distinct from FreeBSD's own errors."""
     sys.stdout.flush()
     sys.stderr.write(f"freebsd-shim: {PROG}: {what}: not built; see tests/freebsd_shim/README.md\n")
@@ -129,7 +129,7 @@ def take_libxo(argv: list[str]) -> tuple[list[str], bool]:
             left.append(word)
             continue
         if style not in ("json", "text"):
-            raise unbuilt(f"--libxo {style}")
+            raise unsupported(f"--libxo {style}")
         json = style == "json"
     return left, json
 

@@ -41,7 +41,7 @@ def purge() -> None:
                 except OSError:
                     continue  # it was removed together with its other end
         limits.purge()
-        pf_nft.withdraw()
+        pf_nft.remove_ruleset()
         for name in os.listdir(base.state_dir()):
             if name.endswith(".json"):
                 os.unlink(os.path.join(base.state_dir(), name))

@@ -19,11 +19,11 @@ def main(argv: list[str]) -> int:
         options, names = base.getopt(argv, "fmnp:u:vN:M:")
     except base.BadOption:
         raise base.usage(USAGE) from None
-    letters = {letter for letter, _ in options}
-    for letter in sorted(letters - {"f"}):
-        raise base.unbuilt(f"-{letter}")
-    if "f" not in letters:
-        raise base.unbuilt("all file systems at once")
+    option_letters = {letter for letter, _ in options}
+    for letter in sorted(option_letters - {"f"}):
+        raise base.unsupported(f"-{letter}")
+    if "f" not in option_letters:
+        raise base.unsupported("all file systems at once")
     systems = {device for name in names or ["."] if (device := device_of(name))}
     if not systems:
         return 1  # "file(s) specified, but none accessible"

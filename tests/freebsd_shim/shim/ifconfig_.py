@@ -74,25 +74,25 @@ def main(argv: list[str]) -> int:
         options, rest = base.getopt(argv, "aCdDf:G:g:j:klLmnuv")
     except base.BadOption:
         raise base.usage(USAGE) from None
-    letters = {letter for letter, _ in options}
-    for letter in sorted(letters - set("aCdgjlu")):
-        raise base.unbuilt(f"-{letter}")
-    if ("l" in letters and "a" in letters) or {"u", "d"} <= letters:
+    option_letters = {letter for letter, _ in options}
+    for letter in sorted(option_letters - set("aCdgjlu")):
+        raise base.unsupported(f"-{letter}")
+    if ("l" in option_letters and "a" in option_letters) or {"u", "d"} <= option_letters:
         raise base.usage(USAGE)
     values = dict(options)
-    conversation = inside(values["j"]) if "j" in letters else net.Net()
-    if "C" in letters:
+    conversation = inside(values["j"]) if "j" in option_letters else net.Net()
+    if "C" in option_letters:
         base.say(" ".join(("lo", *CLONERS)))
         return 0
-    if "g" in letters and not letters & {"a", "l"}:
+    if "g" in option_letters and not option_letters & {"a", "l"}:
         return list_group(conversation, values["g"])
-    if letters & {"a", "l"} or not rest:
+    if option_letters & {"a", "l"} or not rest:
         if len(rest) > 1:
             raise base.usage(USAGE)
         if rest and rest[0] not in FAMILIES:
             base.warnx(f"Address family '{rest[0]}' unknown.")
             raise base.usage(USAGE)
-        return listing(conversation, letters, values.get("g", ""), rest[0] if rest else "")
+        return list_interfaces(conversation, option_letters, values.get("g", ""), rest[0] if rest else "")
     return interface(conversation, rest[0], rest[1:])
 
 
@@ -165,11 +165,11 @@ def parameter(change: Change, words: list[str], at: int) -> int:
     elif word in ("-alias", "delete", "remove"):
         change.alias = -1
     elif word in ("-description", "-descr"):
-        retag(change, description="")
+        set_alias_data(change, description="")
     elif word in KNOWN:
-        raise base.unbuilt(word)
+        raise base.unsupported(word)
     elif change.address:
-        raise base.unbuilt("a destination address")
+        raise base.unsupported("a destination address")
     else:
         change.address = word
     return 1
@@ -177,7 +177,7 @@ def parameter(change: Change, words: list[str], at: int) -> int:
 
 def one_argument(change: Change, word: str, value: str) -> None:
     if word in ("description", "descr"):
-        retag(change, description=value)
+        set_alias_data(change, description=value)
     elif word == "group":
         group(change, value)
     elif word == "-group":
@@ -194,9 +194,9 @@ def one_argument(change: Change, word: str, value: str) -> None:
         link = change.link()
         attempt("ioctl SIOCSIFMTU (set mtu)", lambda: set_mtu(change, link.index, value))
     elif word == "vnet":
-        lend(change, value)
+        move_to_jail(change, value)
     elif word == "-vnet":
-        reclaim(change, value)
+        take_from_jail(change, value)
     else:
         bridge(change, word, value)
 
@@ -228,11 +228,11 @@ def clone(change: Change) -> None:
     names = {link.name for link in links}
     if digits:
         unit = int(digits)
-        if unit in taken or names & set(ends(driver, unit)):
+        if unit in taken or names & set(interface_names(driver, unit)):
             raise base.errx(1, f"interface {change.name} already exists")
     else:
-        unit = next(n for n in range(1 << 15) if n not in taken and not names & set(ends(driver, n)))
-    made = ends(driver, unit)
+        unit = next(n for n in range(1 << 15) if n not in taken and not names & set(interface_names(driver, n)))
+    made = interface_names(driver, unit)
     if driver == "epair":
         change.net.create_veth(*made)
     else:
@@ -247,7 +247,7 @@ def clone(change: Change) -> None:
         change.name = change.print_name = made[0]
 
 
-def ends(driver: str, unit: int) -> list[str]:
+def interface_names(driver: str, unit: int) -> list[str]:
     return [f"epair{unit}a", f"epair{unit}b"] if driver == "epair" else [f"{driver}{unit}"]
 
 
@@ -295,18 +295,18 @@ def set_name(change: Change, link: net.Link, name: str) -> None:
         change.net.change(link.index, net.string(net.LINK_NAME, name), up=True)
 
 
-def retag(change: Change, *, description: str | None = None, groups: list[str] | None = None) -> None:
+def set_alias_data(change: Change, *, description: str | None = None, groups: list[str] | None = None) -> None:
     link = change.link()
     if description is not None:
         link.description = description
     if groups is not None:
         link.groups = groups
-    attempt("ioctl SIOCSIFDESCR (set descr)", lambda: tag(change, link))
+    attempt("ioctl SIOCSIFDESCR (set descr)", lambda: write_alias(change, link))
 
 
-def tag(change: Change, link: net.Link) -> None:
+def write_alias(change: Change, link: net.Link) -> None:
     if not link.driver:
-        raise base.unbuilt("a description or group of an interface that is Linux's own")
+        raise base.unsupported("a description or group of an interface that is Linux's own")
     change.net.change(link.index, net.string(net.LINK_ALIAS, link.alias()))
 
 
@@ -318,14 +318,14 @@ def group(change: Change, name: str) -> None:
         raise base.errx(1, "setifgroup: group name too long")
     groups = change.link().groups
     if name not in groups:  # "if (… && errno != EEXIST) err"
-        retag(change, groups=[*groups, name])
+        set_alias_data(change, groups=[*groups, name])
 
 
 def ungroup(change: Change, name: str) -> None:
     groups = change.link().groups
     if name not in groups:
         raise base.err(1, " SIOCDIFGROUP", errno.ENOENT)
-    retag(change, groups=[each for each in groups if each != name])
+    set_alias_data(change, groups=[each for each in groups if each != name])
 
 
 def set_up(change: Change, up: bool) -> None:
@@ -352,7 +352,7 @@ def jail_of(key: str) -> prison.Jail:
         raise base.errx(1, str(error)) from None
 
 
-def lend(change: Change, key: str) -> None:
+def move_to_jail(change: Change, key: str) -> None:
     jail, link = jail_of(key), change.link()
     # "Do not try to move the iface from and to the same prison", nor to an existing name: EEXIST
     if not jail["vnet"] or net.net_of(jail["holder"]).link(link.name) is not None:
@@ -360,7 +360,7 @@ def lend(change: Change, key: str) -> None:
     attempt("SIOCSIFVNET", lambda: change.net.change(link.index, net.number(net.LINK_NS_PID, jail["holder"])))
 
 
-def reclaim(change: Change, key: str) -> None:
+def take_from_jail(change: Change, key: str) -> None:
     jail = jail_of(key)
     what = f"SIOCSIFRVNET({jail['jid']}, {change.name})"
     if not jail["vnet"]:
@@ -409,7 +409,7 @@ def addresses(change: Change) -> None:
     """The deferred part of ifconfig(): sets or removes the addresses."""
     if not change.address:
         if change.alias < 0 or change.netmask or change.prefix is not None:
-            raise base.unbuilt("a mask, or -alias, without an address")
+            raise base.unsupported("a mask, or -alias, without an address")
         return
     link = change.link()
     if change.family in ("ether", "link", "lladdr"):
@@ -509,12 +509,12 @@ def list_group(conversation: net.Net, name: str) -> int:
     return 0
 
 
-def listing(conversation: net.Net, letters: set[str], group_: str, family: str) -> int:
+def list_interfaces(conversation: net.Net, option_letters: set[str], group_: str, family: str) -> int:
     links = conversation.links()
     names = []
     for link in links:
         up = bool(link.flags & net.IFF_UP)
-        if ("u" in letters and not up) or ("d" in letters and up):
+        if ("u" in option_letters and not up) or ("d" in option_letters and up):
             continue
         if group_ and group_ not in ("all", *link.groups):
             continue
@@ -525,7 +525,7 @@ def listing(conversation: net.Net, letters: set[str], group_: str, family: str) 
         wanted = _socket.AF_INET if family == "inet" else _socket.AF_INET6
         having = {address.index for address in conversation.addresses() if address.family == wanted}
         names = [link.name for link in links if link.name in names and link.index in having]
-    if "l" in letters:
+    if "l" in option_letters:
         base.say(" ".join(names))
         return 0
     return show(conversation, links, names, family)

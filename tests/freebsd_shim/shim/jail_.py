@@ -124,7 +124,7 @@ class Work:
                 base.warnx(f'{name}: non-integer value "{value}"')
                 bad = True
             elif own not in BUILT:
-                raise base.unbuilt(f"the parameter {own}")
+                raise base.unsupported(f"the parameter {own}")
         if bad:
             raise Failed
 
@@ -154,28 +154,28 @@ def main(argv: list[str]) -> int:
         options, rest = base.getopt(argv, "cde:f:hiJ:lmn:p:qrRs:u:U:v")
     except base.BadOption:
         raise base.usage(USAGE) from None
-    letters = [letter for letter, _ in options]
-    for letter in letters:
+    option_letters = [letter for letter, _ in options]
+    for letter in option_letters:
         if letter in "efhJlpuUv":
-            raise base.unbuilt(f"-{letter}")
+            raise base.unsupported(f"-{letter}")
     work = Work()
     conf = True
     for letter, value in options:
         if letter in "ns":
             work.add(("name=" if letter == "n" else "securelevel=") + value)
             conf = False
-    operations = {letter for letter in letters if letter in "cmrR"}
-    if "d" in letters:
+    operations = {letter for letter in option_letters if letter in "cmrR"}
+    if "d" in option_letters:
         base.warnx("the 'allow.dying' parameter and '-d' flag are deprecated and have no effect.")
-    quiet = -1 if "i" in letters or "q" in letters else 0
+    quiet = -1 if "i" in option_letters or "q" in option_letters else 0
     if operations and operations <= {"r", "R"}:
         return stop(rest, conf, "R" in operations, quiet)
     if not operations:
         if len(rest) < 4 or not rest[0].startswith("/"):
             raise base.usage(USAGE)
-        raise base.unbuilt("the old command line with fixed parameters")
+        raise base.unsupported("the old command line with fixed parameters")
     if operations - {"c"} and operations - {"m"}:
-        raise base.unbuilt("-" + "".join(sorted(operations)) + " together")
+        raise base.unsupported("-" + "".join(sorted(operations)) + " together")
     if not (len(rest) > 1 or (len(rest) == 1 and "=" in rest[0])):
         if not conf:
             raise base.usage(USAGE)
@@ -184,7 +184,7 @@ def main(argv: list[str]) -> int:
     try:
         gather(work, rest)
         if operations == {"c"}:
-            return start(work, "i" in letters)
+            return start(work, "i" in option_letters)
         return update(work)
     except Failed:
         return 1
@@ -221,18 +221,18 @@ def start(work: Work, print_jid: bool) -> int:
     done: list[tuple[str, str]] = []
     try:
         for name, step in steps:
-            for one in occasions(work, name):
+            for one in operations_of(work, name):
                 done.append((name, one))  # the failed step is undone, too: next_command(create_failed)
                 step(one)
     except Failed:
         for name, one in reversed(done):
             undo(work, name, one)
         return 1
-    settle(work)
+    clear_persist(work)
     return 0
 
 
-def occasions(work: Work, name: str) -> list[str]:
+def operations_of(work: Work, name: str) -> list[str]:
     """One for each value; the operation, mount.devfs and the command run once."""
     if name == "":
         return [""]
@@ -357,7 +357,7 @@ def execute(work: Work, words: list[str], *, inside: bool, background: bool) -> 
         work_in_child(work, words, inside, background)
     if background:
         return
-    status = wait(child, limit)
+    status = wait_for_child(child, limit)
     if status is None:
         base.warnx(f"{shown}: timed out")
         raise Failed
@@ -369,7 +369,7 @@ def execute(work: Work, words: list[str], *, inside: bool, background: bool) -> 
         raise Failed
 
 
-def wait(child: int, limit: int) -> int | None:
+def wait_for_child(child: int, limit: int) -> int | None:
     """The child's wait status; None if it is not done after ``limit`` seconds (0: wait forever). It is not killed."""
     if not limit:
         return os.waitpid(child, 0)[1]
@@ -395,7 +395,7 @@ def work_in_child(work: Work, words: list[str], inside: bool, background: bool) 
             assert work.jail is not None
             child = prison.attach(work.jail, bound=not background)
             if child:
-                jexec_.stand_for(child)
+                jexec_.represent(child)
             if background and os.fork():
                 os._exit(0)  # so that the command is the holder's child, not one of the host's init
         if work.flag("exec.clean"):
@@ -433,7 +433,7 @@ def undo(work: Work, name: str, one: str) -> None:
         return
 
 
-def settle(work: Work) -> None:
+def clear_persist(work: Work) -> None:
     """jail.c clear_persist(): a jail without persist is removed unless a process runs in it."""
     assert work.jail is not None
     if work.values.get("persist"):

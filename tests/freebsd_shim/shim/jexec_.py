@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     before = _signal.pthread_sigmask(_signal.SIG_BLOCK, FORWARDED)
     child = prison.attach(jail)
     if child:
-        stand_for(child)
+        represent(child)
     _signal.pthread_sigmask(_signal.SIG_SETMASK, before)
     try:
         os.chdir(directory)
@@ -113,7 +113,7 @@ def become(user: User, groups: list[int], clean: bool, named: bool, *, keep_dire
             raise base.err(1, f"chdir: {user.home}", error.errno or 0) from None
 
 
-def stand_for(child: int) -> None:
+def represent(child: int) -> None:
     """Represent the process in the jail to the caller: forward signals to it, and end when it ends.
 
     On FreeBSD jexec becomes the command; here a process cannot enter a pid namespace, only its child can. Never

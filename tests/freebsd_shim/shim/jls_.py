@@ -61,19 +61,19 @@ def main(argv: list[str]) -> int:
         options, names = base.getopt(argv, "adj:hNnqsv")
     except base.BadOption:
         raise base.errx(1, USAGE) from None
-    letters = {letter for letter, _ in options}
+    option_letters = {letter for letter, _ in options}
     for letter in "sv":
-        if letter in letters:
-            raise base.unbuilt(f"-{letter}")
-    if not names and letters & {"h", "n"}:
-        raise base.unbuilt("-h or -n for all parameters")
+        if letter in option_letters:
+            raise base.unsupported(f"-{letter}")
+    if not names and option_letters & {"h", "n"}:
+        raise base.unsupported("-h or -n for all parameters")
     try:
         for name in names:
             if name == "all":
-                raise base.unbuilt("the parameter all")
+                raise base.unsupported("the parameter all")
             prison.describe(name)
         chosen = dict(options).get("j")
-        dying = bool(letters & {"a", "d"})
+        dying = bool(option_letters & {"a", "d"})
         if chosen is not None:
             jails = [prison.find(chosen, dying=dying)]
         else:
@@ -81,11 +81,11 @@ def main(argv: list[str]) -> int:
     except prison.JailError as error:
         raise base.errx(1, str(error)) from None
     if json:
-        show_json(jails, names, "N" in letters)
+        show_json(jails, names, "N" in option_letters)
     elif names:
-        show_names(jails, names, letters)
+        show_names(jails, names, option_letters)
     else:
-        show(jails, "N" in letters)
+        show(jails, "N" in option_letters)
     return 0
 
 
@@ -103,22 +103,22 @@ def show_json(jails: list[prison.Jail], names: list[str], by_name: bool) -> None
     base.say('{"__version": "2", "jail-information": {"jail": [' + ", ".join(rows) + "]}}")
 
 
-def show_names(jails: list[prison.Jail], names: list[str], letters: set[str]) -> None:
-    if "h" in letters:
+def show_names(jails: list[prison.Jail], names: list[str], option_letters: set[str]) -> None:
+    if "h" in option_letters:
         base.say(" ".join(names))
     for jail in jails:
         words = []
         for name in names:
             own, kind, no = prison.describe(name)
             text = value(jail, name)
-            if "n" in letters and kind[0] == "B":
+            if "n" in option_letters and kind[0] == "B":
                 head, dot, tail = own.rpartition(".")
                 on = (text == "true") != no
                 words.append(own if on else f"{head}{dot}no{tail}")
-            elif "n" in letters:
-                words.append(f"{name}={quote(text, 'q' in letters)}")
+            elif "n" in option_letters:
+                words.append(f"{name}={quote(text, 'q' in option_letters)}")
             else:
-                words.append(quote(text, "q" in letters))
+                words.append(quote(text, "q" in option_letters))
         base.say(" ".join(words))
 
 

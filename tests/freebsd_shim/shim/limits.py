@@ -16,29 +16,31 @@ UNLIMITED = {
 }
 
 
-def place(controller: str, jail: str) -> str:
+def cgroup_path(controller: str, jail: str) -> str:
     return os.path.join(ROOT, controller, "freebsd_shim", base.state_dir().strip("/").replace("/", "-"), jail)
 
 
-def doors(jail: str) -> list[int]:
+def open_cgroups(jail: str) -> list[int]:
     """Descriptors through which a process joins the jail's limits, even after its root has changed."""
     found = []
     for controller in CONTROLLERS:
         try:
-            found.append(os.open(os.path.join(place(controller, jail), "cgroup.procs"), os.O_WRONLY | os.O_CLOEXEC))
+            found.append(
+                os.open(os.path.join(cgroup_path(controller, jail), "cgroup.procs"), os.O_WRONLY | os.O_CLOEXEC)
+            )
         except FileNotFoundError:
             continue
     return found
 
 
-def join(doors_: list[int]) -> None:
+def enter_cgroups(doors_: list[int]) -> None:
     """Move the calling process there."""
     for door in doors_:
         os.write(door, b"0")
         os.close(door)
 
 
-def wanted(rules: list[list[str]]) -> dict[str, str]:
+def wanted_limits(rules: list[list[str]]) -> dict[str, str]:
     """The cgroup files for a jail's (resource, action, amount) rules."""
     files = dict(UNLIMITED)
     for resource, action, amount in rules:
@@ -58,20 +60,20 @@ def wanted(rules: list[list[str]]) -> dict[str, str]:
 def apply(jail: str, rules: list[list[str]], pids: list[int]) -> None:
     """Apply exactly these rules to the jail; without rules, its cgroups are removed."""
     if not rules:
-        withdraw(jail)
+        remove_limits(jail)
         return
-    files = wanted(rules)
+    files = wanted_limits(rules)
     for controller in CONTROLLERS:
         if not os.path.exists(os.path.join(ROOT, controller, "cgroup.procs")):
-            raise base.unbuilt(f"limits without the cgroup (version 1) controller {controller}")
-        fresh = not os.path.isdir(place(controller, jail))
-        os.makedirs(place(controller, jail), exist_ok=True)
+            raise base.unsupported(f"limits without the cgroup (version 1) controller {controller}")
+        fresh = not os.path.isdir(cgroup_path(controller, jail))
+        os.makedirs(cgroup_path(controller, jail), exist_ok=True)
         for file, value in files.items():
             if file.startswith(controller + "/") and not (fresh and value == UNLIMITED[file]):
-                with open(os.path.join(place(controller, jail), file.partition("/")[2]), "w") as target:
+                with open(os.path.join(cgroup_path(controller, jail), file.partition("/")[2]), "w") as target:
                     target.write(value)
         if fresh:
-            move(os.path.join(place(controller, jail), "cgroup.procs"), pids)
+            move(os.path.join(cgroup_path(controller, jail), "cgroup.procs"), pids)
 
 
 def move(procs: str, pids: list[int]) -> None:
@@ -83,9 +85,9 @@ def move(procs: str, pids: list[int]) -> None:
             continue  # it has ended
 
 
-def withdraw(jail: str) -> None:
+def remove_limits(jail: str) -> None:
     for controller in CONTROLLERS:
-        where = place(controller, jail)
+        where = cgroup_path(controller, jail)
         try:
             with open(os.path.join(where, "cgroup.procs")) as file:
                 pids = [int(line) for line in file]
@@ -99,11 +101,11 @@ def purge() -> None:
     """Remove every limit of this state directory."""
     names = set()
     for controller in CONTROLLERS:
-        where = place(controller, "")
+        where = cgroup_path(controller, "")
         if os.path.isdir(where):
             names |= {entry.name for entry in os.scandir(where) if entry.is_dir()}
     for name in names:
-        withdraw(name)
+        remove_limits(name)
 
 
 def remove_empty(where: str) -> None:

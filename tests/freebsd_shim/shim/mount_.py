@@ -153,7 +153,7 @@ def main(argv: list[str]) -> int:
         elif letter == "p":
             fstab = verbose = True
         elif letter != "n":
-            raise base.unbuilt(f"-{letter}")
+            raise base.unsupported(f"-{letter}")
     if not rest:
         return show(fstype, json, verbose, fstab)
     if len(rest) == 1:
@@ -201,7 +201,7 @@ def mount(fstype: str, special: str, node: str, words: list[str]) -> int:
             base.PROG = own
     if fstype == "devfs":
         return mount_devfs(special, node, words)
-    raise base.unbuilt(f"-t {fstype}")
+    raise base.unsupported(f"-t {fstype}")
 
 
 def options_of(words: list[str], own: tuple[str, ...]) -> tuple[list[str], str]:
@@ -220,7 +220,7 @@ def options_of(words: list[str], own: tuple[str, ...]) -> tuple[list[str], str]:
     return on, ""
 
 
-def cover(node: str, on: list[str]) -> int:
+def check_cover(node: str, on: list[str]) -> int:
     """vfs_mount.c vfs_domount(), vfs_domount_first(): 0, or the errno for a node that must not be covered."""
     if "nocover" in on and any(each.place == node for each in table()):
         return errno.EBUSY
@@ -238,7 +238,7 @@ def mount_nullfs(special: str, node: str, words: list[str]) -> int:
     on, unknown = options_of(words, ("cache", "nocache"))
     if unknown:
         raise base.err(1, f"{node}: mount option <{unknown}> is unknown", errno.EINVAL)
-    number = cover(node, on)
+    number = check_cover(node, on)
     if not number and any(
         each.fstype == "nullfs" and each.place == node and each.special == source for each in table()
     ):
@@ -274,10 +274,10 @@ def mount_devfs(special: str, node: str, words: list[str]) -> int:
         if not text.isdigit() or int(text) > 65535:
             raise base.err(1, f"{special}: could not convert ruleset parameter", errno.EINVAL)
         if text != "4":
-            raise base.unbuilt(f"devfs ruleset {text}")
+            raise base.unsupported(f"devfs ruleset {text}")
     if not rulesets:
-        raise base.unbuilt("devfs without a ruleset")
-    number = cover(node, on)
+        raise base.unsupported("devfs without a ruleset")
+    number = check_cover(node, on)
     if number:
         raise base.err(1, special, number)
     source = f"devfs-{os.getpid()}-{time.monotonic_ns()}"
@@ -370,12 +370,12 @@ def umount_main(argv: list[str]) -> int:
         options, names = base.getopt(argv, "AaF:fh:Nndt:v")
     except base.BadOption:
         raise base.usage(UMOUNT_USAGE) from None
-    letters = {letter for letter, _ in options}
-    for letter in sorted(letters - set("fv")):
-        raise base.unbuilt(f"-{letter}")
+    option_letters = {letter for letter, _ in options}
+    for letter in sorted(option_letters - set("fv")):
+        raise base.unsupported(f"-{letter}")
     if not names:
         raise base.usage(UMOUNT_USAGE)
-    return max([unmount(name, "f" in letters, "v" in letters) for name in names])
+    return max([unmount(name, "f" in option_letters, "v" in option_letters) for name in names])
 
 
 def unmount(name: str, force: bool, verbose: bool) -> int:
@@ -397,7 +397,7 @@ def unmount(name: str, force: bool, verbose: bool) -> int:
         if found.node == base.knob("busy"):
             # dounmount(): MNTK_UNMOUNT, another unmount of it is under way and hangs; even force does not help
             raise OSError(errno.EBUSY, "")
-        take_away(found, force)
+        remove_mount(found, force)
     except OSError as error:
         base.warn(f"unmount of {found.node} failed", error.errno or 0)
         return 1
@@ -419,17 +419,17 @@ def look_up(name: str) -> Mount | None:
     return next((each for each in mounts if each.special == name), None)
 
 
-def take_away(mount: Mount, force: bool) -> None:
+def remove_mount(mount: Mount, force: bool) -> None:
     """For devfs, the shim's second mount must be removed first."""
     pts = os.path.join(mount.place, "pts")
     if mount.fstype == "devfs" and any(each.place == pts for each in kernel_table()):
         base.umount_syscall(pts, base.MNT_DETACH if force else 0)
     if force and is_open(mount.identity):
         keep_below(mount)
-    at_its_place(mount, lambda: base.umount_syscall(mount.place, base.MNT_DETACH if force else 0))
+    act_on_current_path(mount, lambda: base.umount_syscall(mount.place, base.MNT_DETACH if force else 0))
 
 
-def at_its_place(mount: Mount, act: object) -> object:
+def act_on_current_path(mount: Mount, act: object) -> object:
     """FreeBSD addresses a mount by its number, Linux by a path: look it up again after renames above it."""
     deadline = time.monotonic() + 10
     while True:
@@ -458,7 +458,7 @@ def keep_below(mount: Mount) -> None:
     On FreeBSD, files that are open there are dead after a forced unmount. Here they stay alive; if the file system
     disappeared with the last close, zfs-fuse would wait forever for that close, and block all other requests.
     """
-    root = at_its_place(mount, lambda: open_root(mount))
+    root = act_on_current_path(mount, lambda: open_root(mount))
     if os.fork():
         os.close(root)  # type: ignore[arg-type]
         return
@@ -514,6 +514,6 @@ def purge() -> None:
     for each in reversed(table()):
         if (each.identity, each.what) in ours:  # the kernel reuses the number of a removed mount
             try:
-                take_away(each, True)
+                remove_mount(each, True)
             except OSError as error:
                 base.warn(f"unmount of {each.node} failed", error.errno or 0)

@@ -95,7 +95,7 @@ def parse(text: str, *, main: bool) -> Ruleset:
         rank = ORDER.get(words[0])
         if rank is None:
             if words[0] in UNBUILT:
-                raise base.unbuilt(f"{words[0]} in pf rules")
+                raise base.unsupported(f"{words[0]} in pf rules")
             raise SyntaxProblem(number)
         if rank < last:
             # parse.y check_rulestate()
@@ -104,7 +104,7 @@ def parse(text: str, *, main: bool) -> Ruleset:
                 "Rules must be in order: options, ethernet, normalization, queueing, translation, filtering",
             )
         last = rank
-        one(result, Words(words, number), main)
+        parse_statement(result, Words(words, number), main)
     return result
 
 
@@ -140,21 +140,21 @@ class Words:
 
     def problem(self, message: str = "syntax error") -> SyntaxProblem:
         if self.peek() in UNBUILT:
-            raise base.unbuilt(f"{self.peek()} in pf rules")
+            raise base.unsupported(f"{self.peek()} in pf rules")
         return SyntaxProblem(self.line, message)
 
-    def many(self, one_: object) -> list:  # type: ignore[type-arg]
+    def take_list(self, take_item: object) -> list:  # type: ignore[type-arg]
         """``one`` or ``{ one, one … }`` (commas may be left out)."""
         if not self.take("{"):
-            return [one_(self)]  # type: ignore[operator]
-        found = [one_(self)]  # type: ignore[operator]
+            return [take_item(self)]  # type: ignore[operator]
+        found = [take_item(self)]  # type: ignore[operator]
         while not self.take("}"):
             self.take(",")
-            found.append(one_(self))  # type: ignore[operator]
+            found.append(take_item(self))  # type: ignore[operator]
         return found
 
 
-def one(result: Ruleset, words: Words, main: bool) -> None:
+def parse_statement(result: Ruleset, words: Words, main: bool) -> None:
     first = words.next()
     if first == "set":
         option(result, words, main)
@@ -179,18 +179,18 @@ def one(result: Ruleset, words: Words, main: bool) -> None:
 
 def option(result: Ruleset, words: Words, main: bool) -> None:
     if not main:
-        raise base.unbuilt("set in an anchor")
+        raise base.unsupported("set in an anchor")
     name = words.next()
     if name == "skip":
         words.need("on")
-        result.skip = words.many(lambda each: each.next())
+        result.skip = words.take_list(lambda each: each.next())
     elif name == "block-policy":
         policy = words.next()
         if policy not in ("drop", "return"):
             raise words.problem()
         result.block_return = policy == "return"
     elif name in UNBUILT:
-        raise base.unbuilt(f"set {name} in pf rules")
+        raise base.unsupported(f"set {name} in pf rules")
     else:
         raise words.problem()
 
@@ -211,7 +211,7 @@ def filter_rule(result: Ruleset, action: str, words: Words) -> list[Rule]:
         elif word == "flags":
             flags = words.next()
             if flags not in ("S/SA", "any"):
-                raise base.unbuilt(f"flags {flags} in pf rules")
+                raise base.unsupported(f"flags {flags} in pf rules")
         elif word == "label":
             words.next()
         else:
@@ -227,7 +227,7 @@ def translation(kind: str, no: bool, words: Words) -> list[Rule]:
     """``[no] nat|rdr [pass] [on if] [af] [proto p] hosts [-> address [port n]]``."""
     rule: Rule = {"what": kind, "no": no, "pass": bool(words.take("pass"))}
     if rule["pass"] and kind == "nat":
-        raise base.unbuilt("nat pass in pf rules")
+        raise base.unsupported("nat pass in pf rules")
     rules = common(rule, words)
     target, port = "", ""
     if no:
@@ -243,7 +243,7 @@ def translation(kind: str, no: bool, words: Words) -> list[Rule]:
         if words.take("port"):
             port = words.next()
             if kind == "nat" or ":" in port:
-                raise base.unbuilt("this port of a translation")
+                raise base.unsupported("this port of a translation")
             number(words, port)
     for each in rules:
         if each["what"] == "rdr" and port and each["proto"] not in ("tcp", "udp"):
@@ -256,15 +256,15 @@ def translation(kind: str, no: bool, words: Words) -> list[Rule]:
 
 def common(rule: Rule, words: Words) -> list[Rule]:
     """The common part of filter and translation rules; lists expand to one rule for each member (expand_rule())."""
-    interfaces = words.many(interface) if words.take("on") else [""]
+    interfaces = words.take_list(interface) if words.take("on") else [""]
     af = words.take("inet", "inet6")
-    protocols = words.many(protocol) if words.take("proto") else [""]
+    protocols = words.take_list(protocol) if words.take("proto") else [""]
     sources, sports, targets, dports = ["any"], [""], ["any"], [""]
     if not words.take("all"):
         if words.take("from"):
-            sources, sports = words.many(host), ports(words)
+            sources, sports = words.take_list(host), ports(words)
         if words.take("to"):
-            targets, dports = words.many(host), ports(words)
+            targets, dports = words.take_list(host), ports(words)
     found = []
     for on in interfaces:
         for proto in protocols:
@@ -298,7 +298,7 @@ def interface(words: Words) -> str:
     no = "! " if words.take("!") else ""
     name = words.next()
     if name == "any":
-        raise base.unbuilt("on any in pf rules")
+        raise base.unsupported("on any in pf rules")
     if not name[0].isalnum() or len(name) > 15:
         raise words.problem()
     return no + name
@@ -307,7 +307,7 @@ def interface(words: Words) -> str:
 def protocol(words: Words) -> str:
     name = words.next()
     if name not in ("tcp", "udp", "icmp", "icmp6", "ipv6-icmp"):
-        raise base.unbuilt(f"proto {name} in pf rules") if name.isalnum() else words.problem()
+        raise base.unsupported(f"proto {name} in pf rules") if name.isalnum() else words.problem()
     return name
 
 
@@ -333,13 +333,13 @@ def host(words: Words) -> str:
         words.need(")")  # all addresses that this machine has when the packet arrives
         return no + "(self)"
     if word in ("<", "("):
-        raise base.unbuilt("tables and interface addresses in pf rules")
+        raise base.unsupported("tables and interface addresses in pf rules")
     text, slash, length = word.partition("/")
     af = family(text)
     if not af:
         if word in KEYWORDS or not text[0].isalnum():
             raise words.problem()
-        raise base.unbuilt(f"the host {word} (no address) in pf rules")
+        raise base.unsupported(f"the host {word} (no address) in pf rules")
     if slash and not (length.isdigit() and int(length) <= (32 if af == "inet" else 128)):
         raise words.problem("illegal netmask")
     return no + (masked(text, af, int(length)) if slash else text)
@@ -354,13 +354,13 @@ def masked(text: str, af: str, length: int) -> str:
 
 
 def ports(words: Words) -> list[str]:
-    return words.many(port_of) if words.take("port") else [""]
+    return words.take_list(port_of) if words.take("port") else [""]
 
 
 def port_of(words: Words) -> str:
     """``= 80`` for 80, ``80:90``."""
     if words.peek() in ("!", "<", ">"):
-        raise base.unbuilt("port comparisons in pf rules")
+        raise base.unsupported("port comparisons in pf rules")
     words.take("=")
     word = words.next()
     low, colon, high = word.partition(":")

@@ -24,13 +24,13 @@ def table() -> str:
     return "freebsd_shim_" + "".join(letter if letter.isalnum() else "_" for letter in base.state_dir())[-40:]
 
 
-def interface(key: str, name: str) -> list[str]:
+def interface_expression(key: str, name: str) -> list[str]:
     no, plain = ("!= ", name[2:]) if name.startswith("! ") else ("", name)
     plain = "lo" if plain == "lo0" else plain
     return [f'{key} {no}"{plain}"'] if name else []
 
 
-def address(rule: pf.Rule, key: str, text: str) -> list[str]:
+def address_expression(rule: pf.Rule, key: str, text: str) -> list[str]:
     if text == "any":
         return []
     no, plain = ("!= ", text[2:]) if text.startswith("! ") else ("", text)
@@ -39,22 +39,22 @@ def address(rule: pf.Rule, key: str, text: str) -> list[str]:
     return [f"{'ip6' if rule['af'] == 'inet6' else 'ip'} {key} {no}{plain}"]
 
 
-def port(rule: pf.Rule, key: str, text: str) -> list[str]:
+def port_expression(rule: pf.Rule, key: str, text: str) -> list[str]:
     return [f"{rule['proto']} {key} {text.removeprefix('= ').replace(':', '-')}"] if text else []
 
 
-def conditions(rule: pf.Rule, interface_key: str) -> list[str]:
-    words = interface(interface_key, rule["on"])
+def match_expressions(rule: pf.Rule, interface_key: str) -> list[str]:
+    words = interface_expression(interface_key, rule["on"])
     if rule["af"]:
         words.append(f"meta nfproto {'ipv6' if rule['af'] == 'inet6' else 'ipv4'}")
     if rule["proto"]:
         protocol = {"icmp6": "ipv6-icmp"}.get(rule["proto"], rule["proto"])
         words.append(f"meta l4proto {protocol}")
-    words += address(rule, "saddr", rule["source"]) + address(rule, "daddr", rule["target"])
-    return words + port(rule, "sport", rule["sport"]) + port(rule, "dport", rule["dport"])
+    words += address_expression(rule, "saddr", rule["source"]) + address_expression(rule, "daddr", rule["target"])
+    return words + port_expression(rule, "sport", rule["sport"]) + port_expression(rule, "dport", rule["dport"])
 
 
-def called(rulesets: dict, kind: str, anchors: tuple[str, ...], path: str = "") -> list[pf.Rule]:  # type: ignore[type-arg]
+def expand_anchors(rulesets: dict, kind: str, anchors: tuple[str, ...], path: str = "") -> list[pf.Rule]:  # type: ignore[type-arg]
     """The rules of the ruleset, with its anchors replaced by their rules."""
     found: list[pf.Rule] = []
     for rule in rulesets.get(path, {}).get(kind, []):
@@ -67,7 +67,7 @@ def called(rulesets: dict, kind: str, anchors: tuple[str, ...], path: str = "") 
         below = sorted(each for each in rulesets if each.rpartition("/")[0] == name[:-2])
         paths = below if name.endswith("/*") else [name]
         for each in paths:
-            found += called(rulesets, kind, anchors, each)
+            found += expand_anchors(rulesets, kind, anchors, each)
     return found
 
 
@@ -77,22 +77,22 @@ def filter_lines(rules: list[pf.Rule], direction: str) -> list[str]:
     for rule in rules:
         if rule["direction"] not in ("", direction):
             continue
-        start = conditions(rule, "iifname" if direction == "in" else "oifname")
+        start = match_expressions(rule, "iifname" if direction == "in" else "oifname")
         if rule["what"] == "block":
             if rule["drop"] == "return" and direction == "out":
                 if rule["direction"] == "out":
-                    raise base.unbuilt("block return out")
-                action = "drop" if rule["quick"] else mark(BLOCK)
+                    raise base.unsupported("block return out")
+                action = "drop" if rule["quick"] else set_mark(BLOCK)
             elif rule["drop"] == "return":
-                action = reject(rule) if rule["quick"] else mark(BLOCK | RETURN)
+                action = reject_statement(rule) if rule["quick"] else set_mark(BLOCK | RETURN)
             else:
-                action = "drop" if rule["quick"] else mark(BLOCK)
+                action = "drop" if rule["quick"] else set_mark(BLOCK)
             lines.append(" ".join([*start, action]))
             continue
         if rule["quick"]:
             action = (f"ct mark set ct mark or {state:#x} " if rule["state"] == "keep" else "") + "accept"
         else:
-            action = mark(KEEP if rule["state"] == "keep" else 0)
+            action = set_mark(KEEP if rule["state"] == "keep" else 0)
         if rule["flags"] == "S/SA" and rule["proto"] == "":
             lines.append(" ".join([*start, "meta l4proto != tcp", action]))
         syn = ["meta l4proto tcp tcp flags & (syn | ack) == syn"] if rule["flags"] == "S/SA" else []
@@ -100,7 +100,7 @@ def filter_lines(rules: list[pf.Rule], direction: str) -> list[str]:
     return lines
 
 
-def mark(bits: int) -> str:
+def set_mark(bits: int) -> str:
     return (
         f"meta mark set meta mark and {~ALL & 0xFFFFFFFF:#x}"
         if not bits
@@ -108,7 +108,7 @@ def mark(bits: int) -> str:
     )
 
 
-def reject(rule: pf.Rule) -> str:
+def reject_statement(rule: pf.Rule) -> str:
     return "reject with tcp reset" if rule["proto"] == "tcp" else "reject"
 
 
@@ -121,11 +121,11 @@ def nat_lines(rules: list[pf.Rule]) -> list[str]:
             action = "accept"
         elif rule["to"].startswith("("):
             if rule["to"] != f"({rule['on']})":
-                raise base.unbuilt("nat to the address of another interface")
+                raise base.unsupported("nat to the address of another interface")
             action = "masquerade"
         else:
             action = f"snat {'ip6' if rule['af'] == 'inet6' else 'ip'} to {rule['to']}"
-        lines.append(" ".join([*conditions(rule, "oifname"), action]))
+        lines.append(" ".join([*match_expressions(rule, "oifname"), action]))
     return lines
 
 
@@ -141,7 +141,7 @@ def rdr_lines(rules: list[pf.Rule]) -> list[str]:
             action = f"dnat {'ip6' if rule['af'] == 'inet6' else 'ip'} to {where}"
             if rule["pass"]:
                 action = f"meta mark set meta mark or {REDIRECTED:#x} {action}"
-        lines.append(" ".join([*conditions(rule, "iifname"), action]))
+        lines.append(" ".join([*match_expressions(rule, "iifname"), action]))
     return lines
 
 
@@ -151,14 +151,14 @@ def ruleset(state: dict) -> str:  # type: ignore[type-arg]
     head = f"table inet {name}\ndelete table inet {name}\n"
     if not state["enabled"] or not any(any(each.values()) for each in state["rules"].values()):
         return head
-    rules = called(state["rules"], "filter", ("anchor",))
-    nat = called(state["rules"], "nat", ("nat-anchor",))
-    rdr = called(state["rules"], "nat", ("rdr-anchor",))
+    rules = expand_anchors(state["rules"], "filter", ("anchor",))
+    nat = expand_anchors(state["rules"], "nat", ("nat-anchor",))
+    rdr = expand_anchors(state["rules"], "nat", ("rdr-anchor",))
     chains = [
         ("rdr", "type nat hook prerouting priority -100", rdr_lines(rdr)),
-        ("in", "type filter hook prerouting priority -90", asked(state, rules, "in")),
+        ("in", "type filter hook prerouting priority -90", filter_pass(state, rules, "in")),
         ("nat", "type nat hook postrouting priority 100", nat_lines(nat)),
-        ("out", "type filter hook postrouting priority 110", asked(state, rules, "out")),
+        ("out", "type filter hook postrouting priority 110", filter_pass(state, rules, "out")),
     ]
     body = "".join(
         f"  chain pf_{key} {{\n    {hook}; policy accept;\n" + "".join(f"    {line}\n" for line in lines) + "  }\n"
@@ -168,12 +168,12 @@ def ruleset(state: dict) -> str:  # type: ignore[type-arg]
     return f"{head}table inet {name} {{\n{body}}}\n" if body else head
 
 
-def asked(state: dict, rules: list[pf.Rule], direction: str) -> list[str]:  # type: ignore[type-arg]
+def filter_pass(state: dict, rules: list[pf.Rule], direction: str) -> list[str]:  # type: ignore[type-arg]
     """One of the two passes through the filter rules; empty if there are no rules."""
     if not rules:
         return []
     key, own, other = ("iifname", STATE_IN, STATE_OUT) if direction == "in" else ("oifname", STATE_OUT, STATE_IN)
-    lines = [" ".join([*interface(key, name), "accept"]) for name in state["skip"]]
+    lines = [" ".join([*interface_expression(key, name), "accept"]) for name in state["skip"]]
     lines += [
         f"ct direction original ct state established,related ct mark and {own:#x} != 0 accept",
         f"ct direction reply ct state established,related ct mark and {other:#x} != 0 accept",
@@ -192,19 +192,19 @@ def asked(state: dict, rules: list[pf.Rule], direction: str) -> list[str]:  # ty
     ]
 
 
-def put(state: dict) -> None:  # type: ignore[type-arg]
-    feed(ruleset(state))
+def apply_ruleset(state: dict) -> None:  # type: ignore[type-arg]
+    run_nft(ruleset(state))
 
 
-def withdraw() -> None:
-    feed(f"table inet {table()}\ndelete table inet {table()}\n")
+def remove_ruleset() -> None:
+    run_nft(f"table inet {table()}\ndelete table inet {table()}\n")
 
 
-def feed(script: str) -> None:
+def run_nft(script: str) -> None:
     """Pass the script to nft(8). Raises RuntimeError with its error message: a bug of the translation."""
     nft = next((path for path in NFT if os.access(path, os.X_OK)), "")
     if not nft:
-        raise base.unbuilt("pf without nftables")
+        raise base.unsupported("pf without nftables")
     back, front = os.pipe()
     said, telling = os.pipe()
     child = os.fork()

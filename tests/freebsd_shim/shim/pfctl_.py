@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     values = dict(options)
     for letter in values:
         if letter not in "adeqfFknPsv":
-            raise base.unbuilt(f"-{letter}")
+            raise base.unsupported(f"-{letter}")
     if rest or not (set(values) & set("edfFks")):
         raise base.usage(USAGE)
     anchor = values.get("a", "").strip("/")
@@ -65,7 +65,7 @@ def kill(places: list[str], quiet: bool) -> None:
         try:
             found.append(states.Place(place))
         except OSError:
-            raise base.unbuilt(f"-k {place}") from None
+            raise base.unsupported(f"-k {place}") from None
     killed = states.kill(found[0], found[1] if len(found) > 1 else None)
     if not quiet:
         sys.stderr.write(f"killed {killed} states from 1 sources and {len(found) - 1} destinations\n")
@@ -78,7 +78,7 @@ def modifier(values: dict[str, str], letter: str, built: tuple[str, ...]) -> str
     for name in MODIFIERS:
         if values[letter] and name.startswith(values[letter]):
             if name not in built:
-                raise base.unbuilt(f"-{letter} {name}")
+                raise base.unsupported(f"-{letter} {name}")
             return name
     base.warnx(f"Unknown {'show' if letter == 's' else 'flush'} modifier '{values[letter]}'")
     raise base.usage(USAGE)
@@ -87,7 +87,7 @@ def modifier(values: dict[str, str], letter: str, built: tuple[str, ...]) -> str
 def commit(state: dict) -> None:  # type: ignore[type-arg]
     """pf_remove_if_empty_ruleset(): an anchor without rules is removed."""
     state["rules"] = {name: each for name, each in state["rules"].items() if not name or each["nat"] or each["filter"]}
-    pf_nft.put(state)
+    pf_nft.apply_ruleset(state)
     base.save("pf", state)
 
 

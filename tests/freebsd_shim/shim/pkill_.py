@@ -54,20 +54,20 @@ def select(argv: list[str], known: str, act: object) -> int:
         raise usage() from None
     for letter, _ in options:
         if letter not in known or letter in "nv:" or (letter == "l"):
-            raise base.unbuilt(f"-{letter}")
-    letters = {letter for letter, _ in options}
+            raise base.unsupported(f"-{letter}")
+    option_letters = {letter for letter, _ in options}
     wanted = [value for letter, value in options if letter == "j"]
     if not wanted and not patterns:
         raise usage()
-    candidates = in_jails(wanted) if wanted else everybody()
-    found = [pid for pid in candidates if not patterns or matches(pid, patterns, letters)]
+    candidates = is_in_jails(wanted) if wanted else all_processes()
+    found = [pid for pid in candidates if not patterns or matches(pid, patterns, option_letters)]
     for pid in found:
         act(pid)  # type: ignore[operator]
     sys.stdout.flush()
     return MATCH if found else NO_MATCH
 
 
-def in_jails(lists: list[str]) -> list[int]:
+def is_in_jails(lists: list[str]) -> list[int]:
     """makelist(LT_JID): jids or names, separated by commas; 0 (and "any") is every jail."""
     jails = []
     for word in ",".join(lists).split(","):
@@ -77,7 +77,7 @@ def in_jails(lists: list[str]) -> list[int]:
             jails += prison.table()["jails"]
             continue
         if word == "none":
-            raise base.unbuilt("-j none")
+            raise base.unsupported("-j none")
         if word.isdigit():
             # A number is not looked up: it matches the processes of the jail with that number, or none.
             jails += [jail for jail in prison.table()["jails"] if jail["jid"] == int(word)]
@@ -89,24 +89,24 @@ def in_jails(lists: list[str]) -> list[int]:
     return sorted({pid for jail in jails for pid in prison.processes(jail)})
 
 
-def everybody() -> list[int]:
+def all_processes() -> list[int]:
     holders = {jail["holder"] for jail in prison.table()["jails"]}
     return sorted(int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in holders)
 
 
-def matches(pid: int, patterns: list[str], letters: set[str]) -> bool:
+def matches(pid: int, patterns: list[str], option_letters: set[str]) -> bool:
     import re
 
     if pid == os.getpid():
         return False
     try:
-        with open(f"/proc/{pid}/{'cmdline' if 'f' in letters else 'comm'}") as file:
+        with open(f"/proc/{pid}/{'cmdline' if 'f' in option_letters else 'comm'}") as file:
             text = file.read().replace("\0", " ").strip()
     except OSError:
         return False
-    flags = re.IGNORECASE if "i" in letters else 0
+    flags = re.IGNORECASE if "i" in option_letters else 0
     try:
-        check = re.fullmatch if "x" in letters else re.search
+        check = re.fullmatch if "x" in option_letters else re.search
         return any(check(pattern, text, flags) for pattern in patterns)
     except re.error as error:
         raise base.errx(BAD_USAGE, f"Cannot compile regular expression `{patterns[0]}' ({error})") from None

@@ -126,7 +126,7 @@ def is_integer(text: str) -> bool:
 # ---- the list of jails ------------------------------------------------------------------------------------------
 
 
-def born(pid: int) -> int:
+def start_time(pid: int) -> int:
     """The start time of the process (clock ticks since boot), 0 if it does not run: detects reuse of a pid."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -141,14 +141,14 @@ def table() -> dict:  # type: ignore[type-arg]
     state = base.load("jails", {"last": 0, "jails": []})
     kept, changed = [], False
     for jail in state["jails"]:
-        if born(jail["holder"]) != jail["born"]:
+        if start_time(jail["holder"]) != jail["born"]:
             continue  # the machine was restarted, or the holder was killed
-        if jail["dying"] and over(jail):
+        if jail["dying"] and has_finished_dying(jail):
             finish(jail)
             continue
         if not jail["dying"] and not jail["params"]["persist"] and not processes(jail):
             # A jail without persist is removed with its last process (jail(8) "persist"), after dying like any jail.
-            jail["dying"] = last_wish()
+            jail["dying"] = dying_duration()
             if not jail["dying"]:
                 finish(jail)
                 continue
@@ -161,13 +161,13 @@ def table() -> dict:  # type: ignore[type-arg]
     return state
 
 
-def last_wish() -> str:
+def dying_duration() -> str:
     """How long a jail that ends now remains dying: ``forever``, until a time, or "" for not at all."""
     wish = base.knob("dying")
     return "" if wish == "0" else wish if wish == "forever" else str(time.time() + float(wish))
 
 
-def over(jail: Jail) -> bool:
+def has_finished_dying(jail: Jail) -> bool:
     """Whether its time of dying is over."""
     if jail["dying"] == "forever":
         return base.knob("dying") == "0"
@@ -216,7 +216,7 @@ def create(given: dict[str, object]) -> Jail:
     if given.get("vnet") == "new" and any(name in given for name in ("ip4", "ip4.addr", "ip6", "ip6.addr")):
         raise JailError("vnet jails cannot have IP address restrictions")
     if "ip4.addr" in given or "ip6.addr" in given:
-        raise base.unbuilt("ip4.addr and ip6.addr of a jail without vnet")
+        raise base.unsupported("ip4.addr and ip6.addr of a jail without vnet")
     name, jid = str(given.get("name", "")), int(given.get("jid", 0))  # type: ignore[call-overload]
     if not jid and name.isascii() and name.isdigit():
         jid = int(name)
@@ -241,7 +241,7 @@ def create(given: dict[str, object]) -> Jail:
         name = name or str(jid)
         params = {key: value for key, value in given.items() if key not in ("jid", "name", "path")}
         holder = start_holder(path, name, params)
-        jail = {"jid": jid, "name": name, "path": path, "holder": holder, "born": born(holder)}
+        jail = {"jid": jid, "name": name, "path": path, "holder": holder, "born": start_time(holder)}
         jail |= {"vnet": params.get("vnet") == "new", "params": params, "dying": ""}
         state["jails"].append(jail)
         state["jails"].sort(key=lambda each: each["jid"])
@@ -252,17 +252,17 @@ def create(given: dict[str, object]) -> Jail:
 def check(given: dict[str, object]) -> None:
     """The values that kern_jail_set() rejects, in its order; EPERM and EINVAL have no messages of their own."""
 
-    def within(key: str, low: int, high: int, number: int) -> None:
+    def check_range(key: str, low: int, high: int, number: int) -> None:
         if key in given and not low <= int(given[key]) <= high:  # type: ignore[call-overload]
             raise JailError(f"jail_set: {base.strerror(number)}")
 
-    within("enforce_statfs", 0, 2, errno.EINVAL)
+    check_range("enforce_statfs", 0, 2, errno.EINVAL)
     for key in ("name", "host.hostname", "host.domainname", "host.hostuuid"):
         if len(str(given.get(key, ""))) >= (64 if key == "host.hostuuid" else 256):
             raise JailError(f"jail_set: {base.strerror(errno.ENAMETOOLONG)}")
-    within("securelevel", -1, 1 << 31, errno.EPERM)
-    within("children.max", -JAIL_MAX, JAIL_MAX - 1, errno.EPERM)
-    within("devfs_ruleset", 0, 65535, errno.EINVAL)
+    check_range("securelevel", -1, 1 << 31, errno.EPERM)
+    check_range("children.max", -JAIL_MAX, JAIL_MAX - 1, errno.EPERM)
+    check_range("devfs_ruleset", 0, 65535, errno.EINVAL)
     for key in given:
         if PARAMS.get(key, "").endswith("-"):
             raise JailError(f"jail_set: {base.strerror(errno.EINVAL)}")
@@ -290,7 +290,7 @@ def start_holder(path: str, name: str, params: dict[str, object]) -> int:
             _socket.sethostname(str(params.get("host.hostname", ""))[:64])
             holder = os.fork()
             if holder == 0:
-                hold(path, front)
+                become_holder(path, front)
             os.write(front, b"%d" % holder)
         finally:
             os._exit(0)
@@ -305,7 +305,7 @@ def start_holder(path: str, name: str, params: dict[str, object]) -> int:
     return int(answer)
 
 
-def hold(path: str, front: int) -> None:
+def become_holder(path: str, front: int) -> None:
     """Become the holder: drop everything of the caller, change to ``path``, sleep. Never returns."""
     try:
         os.setsid()
@@ -359,7 +359,7 @@ def attach(jail: Jail, *, bound: bool = True) -> int:
     """
     from shim import limits
 
-    doors = limits.doors(jail["name"])
+    doors = limits.open_cgroups(jail["name"])
     root = os.open(f"/proc/{jail['holder']}/cwd", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     holder = os.pidfd_open(jail["holder"])
     kinds = base.CLONE_NEWPID | base.CLONE_NEWUTS | base.CLONE_NEWIPC
@@ -372,7 +372,7 @@ def attach(jail: Jail, *, bound: bool = True) -> int:
     if child == 0:
         if bound:
             base.prctl(base.PR_SET_PDEATHSIG, _signal.SIGKILL)
-        limits.join(doors)
+        limits.enter_cgroups(doors)
         for capability in forbidden(jail):
             try:
                 base.prctl(base.PR_CAPBSET_DROP, capability)
@@ -416,7 +416,7 @@ def remove(jail: Jail) -> None:
         known = [each for each in state["jails"] if each["jid"] == jail["jid"]]
         if not known or known[0]["dying"]:
             return
-        wish = last_wish()
+        wish = dying_duration()
         if not wish:
             finish(known[0])
             state["jails"].remove(known[0])

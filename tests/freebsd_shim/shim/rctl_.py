@@ -105,7 +105,7 @@ def expand(rule: str) -> str:
         raise Malformed
     subject = SHORT.get(subject.lower(), "jail" if subject.lower() == "j" else subject)
     if subject in ("user", "group"):
-        raise base.unbuilt(f"the subject {subject}")
+        raise base.unsupported(f"the subject {subject}")
     head, equals, amount = rest.partition("=")
     if equals and amount.partition("/")[0]:
         number, slash, per = amount.partition("/")
@@ -118,8 +118,8 @@ def main(argv: list[str]) -> int:
         options, rules = base.getopt(argv, "ahlnru")
     except base.BadOption:
         raise base.usage(USAGE) from None
-    letters = {letter for letter, _ in options}
-    modes = sorted(letters & set("alru"))
+    option_letters = {letter for letter, _ in options}
+    modes = sorted(option_letters & set("alru"))
     if len(modes) > 1:
         raise base.errx(1, "at most one of -a, -l, -r, or -u may be specified")
     if not rules:
@@ -128,13 +128,13 @@ def main(argv: list[str]) -> int:
         rules = ["::"]
     mode = modes[0] if modes else ""
     if mode == "l":
-        raise base.unbuilt("-l")
+        raise base.unsupported("-l")
     failures = 0
     for rule in rules:
         try:
             expanded = expand(rule)
             enabled()
-            one(mode, expanded, "h" in letters)
+            run_rule(mode, expanded, "h" in option_letters)
         except Malformed:
             failures += 1
         except Refused as refusal:
@@ -151,7 +151,7 @@ def enabled() -> None:
         raise base.errx(1, "RACCT/RCTL present, but disabled; enable using kern.racct.enable=1 tunable")
 
 
-def one(mode: str, text: str, human: bool) -> None:
+def run_rule(mode: str, text: str, human: bool) -> None:
     rule = Rule(text)
     if mode == "a":
         add(rule)
@@ -171,7 +171,7 @@ def add(rule: Rule) -> None:
     if not rule.complete() or not rule.amount.isdigit():
         raise Refused(errno.EINVAL)
     if rule.subject != "jail" or rule.per != "jail":
-        raise base.unbuilt("rules for anything but a whole jail")
+        raise base.unsupported("rules for anything but a whole jail")
     if rule.action == "deny" and rule.resource in UNDENIABLE:
         raise Refused(errno.EOPNOTSUPP)
     if rule.action == "throttle" and rule.resource not in THROTTLED:
@@ -217,7 +217,7 @@ def enforce(name: str, rules: list[list[str]]) -> None:
 def usage(rule: Rule, human: bool) -> None:
     """sys_rctl_get_racct(): every resource of the jail; zeros if the jail does not exist."""
     if rule.subject != "jail" or not rule.name:
-        raise Refused(errno.EINVAL) if rule.subject in ("", "jail") else base.unbuilt(f"-u {rule.subject}")
+        raise Refused(errno.EINVAL) if rule.subject in ("", "jail") else base.unsupported(f"-u {rule.subject}")
     amounts = dict.fromkeys(RESOURCES, 0)
     try:
         jail = prison.find(rule.name)

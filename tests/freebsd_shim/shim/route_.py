@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     values = dict(options)
     for letter in values:
         if letter not in "4nqj":
-            raise base.unbuilt(f"-{letter}")
+            raise base.unsupported(f"-{letter}")
     if "j" in values:
         try:
             conversation = net.net_of(prison.find(values["j"])["holder"])
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     if words[0] in ("get", "show"):
         return get(conversation, words[1:])
     if words[0] in ("change", "monitor", "flush"):
-        raise base.unbuilt(words[0])
+        raise base.unsupported(words[0])
     raise usage(words[0])
 
 
@@ -92,7 +92,7 @@ def parse(words: list[str]) -> Request:
                 "proto1 proto2 proxy xresolve sticky nostick hopcount recvpipe sendpipe ssthresh rtt rttvar link sa"
             ).split()
         ):
-            raise base.unbuilt(word)
+            raise base.unsupported(word)
         else:
             raise usage(word[1:])
     if not request.to:
@@ -122,7 +122,7 @@ def destination(request: Request) -> tuple[bytes, int, bool]:
     if request.mask:
         return to, bin(int.from_bytes(address(request.mask), "big")).count("1"), False
     if request.net and not request.host:
-        raise base.unbuilt("-net without a mask")
+        raise base.unsupported("-net without a mask")
     return to, 32, True
 
 

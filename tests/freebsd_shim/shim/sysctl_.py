@@ -72,24 +72,24 @@ def main(argv: list[str]) -> int:
         options, words = base.getopt(argv, "AaB:bdeFf:hij:lNnoqTtVWxX")
     except base.BadOption:
         raise base.usage(USAGE) from None
-    letters = {letter for letter, _ in options}
-    for letter in sorted(letters - set("einNq")):
-        raise base.unbuilt(f"-{letter}")
+    option_letters = {letter for letter, _ in options}
+    for letter in sorted(option_letters - set("einNq")):
+        raise base.unsupported(f"-{letter}")
     if not words:
         raise base.usage(USAGE)
     code = 0
     for word in words:
-        code += one(word, letters)
+        code += read_or_write(word, option_letters)
     return 1 if code else 0
 
 
-def one(word: str, letters: set[str]) -> int:
+def read_or_write(word: str, option_letters: set[str]) -> int:
     """parse() of sysctl.c for one name or name=value; returns 1 for a failure."""
     name, equals, value = word.partition("=")
     if name not in NAMES:
-        if "i" in letters:
+        if "i" in option_letters:
             return 0
-        if "q" not in letters:
+        if "q" not in option_letters:
             base.warnx(f"unknown oid '{name}'")
         return 1
     how = NAMES[name][1]
@@ -104,10 +104,10 @@ def one(word: str, letters: set[str]) -> int:
         base.warnx(f"invalid integer '{value}'")
         return 1
     old = read(name)
-    separator = "=" if "e" in letters else ": "
-    prefix = "" if "n" in letters else name + separator
+    separator = "=" if "e" in option_letters else ": "
+    prefix = "" if "n" in option_letters else name + separator
     if not equals:
-        base.say(name if "N" in letters else prefix + old)
+        base.say(name if "N" in option_letters else prefix + old)
         return 0
     write(name, value)
     base.say(f"{prefix}{old} -> {read(name)}")

@@ -16,8 +16,8 @@ from sandbox_gateway.records import NetworkPolicy
 NOTHING = NetworkPolicy(allow_internet=False)
 
 
-def may_reach(policy: NetworkPolicy, address: str, port: int = 80, dns: Sequence[str] = ()) -> bool:
-    """By the first rule that matches."""
+def can_reach(policy: NetworkPolicy, address: str, port: int = 80, dns: Sequence[str] = ()) -> bool:
+    """Whether the first rule that matches allows the address."""
     for rule in egress_rules(policy, dns):
         to = any(ipaddress.IPv4Address(address) in network for network in rule.networks)
         if to and (port == 53 or not rule.dns_only):
@@ -25,45 +25,45 @@ def may_reach(policy: NetworkPolicy, address: str, port: int = 80, dns: Sequence
     raise AssertionError("the rules do not say")
 
 
-def test_without_a_policy_all_but_metadata_is_open() -> None:
-    assert may_reach(NetworkPolicy(), "1.1.1.1")
+def test_without_a_policy_everything_but_metadata_is_open() -> None:
+    assert can_reach(NetworkPolicy(), "1.1.1.1")
     for network in METADATA:
-        assert not may_reach(NetworkPolicy(), str(ipaddress.IPv4Network(network)[-1]))
+        assert not can_reach(NetworkPolicy(), str(ipaddress.IPv4Network(network)[-1]))
 
 
-def test_what_is_allowed_is_open_though_the_rest_is_closed() -> None:
+def test_allowed_addresses_are_open_if_the_rest_is_closed() -> None:
     policy = NetworkPolicy(allow_internet=False, allow_out=["192.0.2.0/24", " 198.51.100.7 "])
-    assert may_reach(policy, "192.0.2.200") and may_reach(policy, "198.51.100.7")
-    assert not may_reach(policy, "198.51.100.8") and not may_reach(NOTHING, "1.1.1.1")
+    assert can_reach(policy, "192.0.2.200") and can_reach(policy, "198.51.100.7")
+    assert not can_reach(policy, "198.51.100.8") and not can_reach(NOTHING, "1.1.1.1")
 
 
-def test_what_is_denied_is_closed_unless_it_is_allowed() -> None:
+def test_denied_addresses_are_closed_unless_allowed() -> None:
     policy = NetworkPolicy(deny_out=["192.0.2.0/24"], allow_out=["192.0.2.1"])
-    assert may_reach(policy, "192.0.2.1") and may_reach(policy, "1.1.1.1")
-    assert not may_reach(policy, "192.0.2.2")
+    assert can_reach(policy, "192.0.2.1") and can_reach(policy, "1.1.1.1")
+    assert not can_reach(policy, "192.0.2.2")
 
 
 @pytest.mark.parametrize("wide", ["0.0.0.0/0", "169.0.0.0/8", "168.63.129.0/24", "192.0.0.0/16", "100.64.0.0/10"])
 def test_only_an_entry_within_a_metadata_range_opens_it(wide: str) -> None:
     for network in METADATA:
         address = str(ipaddress.IPv4Network(network)[0])
-        assert not may_reach(NetworkPolicy(allow_out=[wide]), address)
-        assert may_reach(NetworkPolicy(allow_internet=False, allow_out=[wide, address]), address)
+        assert not can_reach(NetworkPolicy(allow_out=[wide]), address)
+        assert can_reach(NetworkPolicy(allow_internet=False, allow_out=[wide, address]), address)
 
 
-def test_at_a_name_server_with_a_metadata_address_only_its_port_is_open() -> None:
+def test_a_name_server_at_a_metadata_address_opens_only_its_port() -> None:
     server = "169.254.169.253"
-    assert may_reach(NetworkPolicy(), server, 53, [server, "1.1.1.1"])
-    assert not may_reach(NetworkPolicy(), server, 80, [server])
-    assert not may_reach(NetworkPolicy(), "169.254.169.254", 53, [server])
-    assert not may_reach(NOTHING, server, 53, [server])
-    assert not may_reach(NetworkPolicy(deny_out=["169.254.0.0/16"]), server, 53, [server])
-    assert may_reach(NetworkPolicy(allow_internet=False, allow_out=["0.0.0.0/0"]), server, 53, [server])
-    assert may_reach(NetworkPolicy(deny_out=["169.254.0.0/16"], allow_out=["169.0.0.0/8"]), server, 53, [server])
+    assert can_reach(NetworkPolicy(), server, 53, [server, "1.1.1.1"])
+    assert not can_reach(NetworkPolicy(), server, 80, [server])
+    assert not can_reach(NetworkPolicy(), "169.254.169.254", 53, [server])
+    assert not can_reach(NOTHING, server, 53, [server])
+    assert not can_reach(NetworkPolicy(deny_out=["169.254.0.0/16"]), server, 53, [server])
+    assert can_reach(NetworkPolicy(allow_internet=False, allow_out=["0.0.0.0/0"]), server, 53, [server])
+    assert can_reach(NetworkPolicy(deny_out=["169.254.0.0/16"], allow_out=["169.0.0.0/8"]), server, 53, [server])
     assert not any(rule.dns_only for rule in egress_rules(NetworkPolicy(), ["1.1.1.1"]))
 
 
-def test_overlapping_entries_become_one() -> None:
+def test_overlapping_entries_are_merged() -> None:
     (rule,) = (
         rule
         for rule in egress_rules(NetworkPolicy(allow_out=["192.0.2.0/25", "192.0.2.128/25", "192.0.2.7"]), [])
@@ -72,14 +72,14 @@ def test_overlapping_entries_become_one() -> None:
     assert rule.networks == (ipaddress.IPv4Network("192.0.2.0/24"),)
 
 
-def test_a_refusal_names_the_field_and_the_text() -> None:
+def test_errors_name_the_field_and_the_text() -> None:
     for field in ("allow_out", "deny_out"):
         with pytest.raises(Invalid) as refused:
             egress_rules(NetworkPolicy.model_validate({field: ["1.1.1.1", "host.example"]}), [])
         assert refused.value.message.startswith(f"{field}: 'host.example' is not an IPv4 address or CIDR (")
 
 
-def test_the_hosts_name_servers_that_are_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_name_servers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {
         "/etc/resolv.conf": "search x\nnameserver 127.0.0.53\n#nameserver 3.3.3.3\n",
         "/run/systemd/resolve/resolv.conf": " nameserver  9.9.9.9\nnameserver fd00::1\nnameserver 9.9.9.9\n",

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from sandbox_gateway.engine import agent
-from sandbox_gateway.engine.agent import AgentClient, Identity
+from sandbox_gateway.engine import agent_client
+from sandbox_gateway.engine.agent_client import AgentClient, Identity
 from sandbox_gateway.errors import BackendFailed, Invalid
 from sandbox_gateway.hosts.base import Endpoint
 
@@ -91,7 +91,7 @@ def identity(**env: str) -> Identity:
 @contextlib.contextmanager
 def machine(monkeypatch: pytest.MonkeyPatch, *says: bytes | None) -> Iterator[Machine]:
     made = Machine(list(says))
-    monkeypatch.setattr(agent, "AGENT_PORT", made.port)
+    monkeypatch.setattr(agent_client, "AGENT_PORT", made.port)
     yield made
     made.close()
 
@@ -104,7 +104,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, *says: bytes | None) -> Iterator[Ma
         [b"?what it said before it was captured" + b"QUESTION"],
     ],
 )
-def test_who_answers_over_the_line_is_told_over_the_line(monkeypatch: pytest.MonkeyPatch, says: list[bytes]) -> None:
+def test_an_agent_that_answers_over_the_line_is_identified_over_the_line(
+    monkeypatch: pytest.MonkeyPatch, says: list[bytes]
+) -> None:
     with machine(monkeypatch, *says) as there:
         asyncio.run(there.identify(identity(COLOUR="green")))
     assert there.requests == []
@@ -113,7 +115,7 @@ def test_who_answers_over_the_line_is_told_over_the_line(monkeypatch: pytest.Mon
     assert abs(told["time"] - time.time()) < 5
 
 
-def test_where_there_is_no_line_it_is_told_by_http(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_line_http_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with machine(monkeypatch) as there:
         asyncio.run(there.identify(identity(COLOUR="green"), line=False))
     assert there.told == []
@@ -121,10 +123,10 @@ def test_where_there_is_no_line_it_is_told_by_http(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("says", [[], [b"?something else"], [None], [b"x" * FRAME] * 100])
-def test_who_does_not_answer_over_the_line_is_told_by_http(
+def test_without_an_answer_over_the_line_http_is_used(
     monkeypatch: pytest.MonkeyPatch, says: list[bytes | None]
 ) -> None:
-    monkeypatch.setattr(agent, "_LINE_SECONDS", 0.3)
+    monkeypatch.setattr(agent_client, "_LINE_SECONDS", 0.3)
     with machine(monkeypatch, *says) as there:
         start = time.monotonic()
         asyncio.run(there.identify(identity()))
@@ -132,19 +134,19 @@ def test_who_does_not_answer_over_the_line_is_told_by_http(
     assert there.told == [] and len(there.requests) == 1
 
 
-def test_what_does_not_fit_the_line_is_told_by_http(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_identity_is_sent_by_http(monkeypatch: pytest.MonkeyPatch) -> None:
     with machine(monkeypatch, b"QUESTION") as there:
         asyncio.run(there.identify(identity(LONG="x" * FRAME)))
     assert there.told == []
     assert [request["env"]["LONG"] for request in there.requests] == ["x" * FRAME]
 
 
-def test_of_attempts_that_are_answered_at_once_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example when its guest's network comes up, or when a host under load tries again."""
+def test_one_of_several_simultaneous_connections_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, the guest's network comes up, or a host under load tries again."""
     attempts, answered = 0, asyncio.Event()
-    connect = agent.open_connection
+    connect = agent_client.open_connection
 
-    async def held_up(*where: Any) -> Any:
+    async def delayed(*where: Any) -> Any:
         nonlocal attempts
         attempts += 1
         if attempts == 5:
@@ -152,14 +154,14 @@ def test_of_attempts_that_are_answered_at_once_one_is_kept(monkeypatch: pytest.M
         await answered.wait()
         return await connect(*where)
 
-    monkeypatch.setattr(agent, "open_connection", held_up)
+    monkeypatch.setattr(agent_client, "open_connection", delayed)
     with machine(monkeypatch) as there:
         asyncio.run(there.identify(identity(), line=False))
     assert len(there.requests) == 1
     assert there.hung_up == attempts - 1 > 3
 
 
-def test_a_machine_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_machine_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with machine(monkeypatch, None) as there:
         start = time.monotonic()
         there._listener.close()
@@ -169,21 +171,19 @@ def test_a_machine_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
     assert time.monotonic() - start < 1
 
 
-def test_the_host_may_close_the_line_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_may_close_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(there: Machine) -> None:
         asyncio.get_running_loop().call_later(0.1, there.line.close)
         await there.identify(identity())
 
-    monkeypatch.setattr(agent, "_LINE_SECONDS", 0.3)
+    monkeypatch.setattr(agent_client, "_LINE_SECONDS", 0.3)
     with machine(monkeypatch) as there:
         asyncio.run(test(there))
     assert len(there.requests) == 1
 
 
 @pytest.mark.parametrize("env", [{"": "x"}, {"A=B": "x"}, {"A\0": "x"}, {"A": "x\0"}])
-def test_an_environment_that_no_process_can_have_is_refused(
-    monkeypatch: pytest.MonkeyPatch, env: dict[str, str]
-) -> None:
+def test_an_impossible_environment_is_refused(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
     with machine(monkeypatch, b"QUESTION") as there, pytest.raises(Invalid, match="env must map"):
         asyncio.run(there.identify(identity(**env)))
     assert there.told == there.requests == []
@@ -203,7 +203,7 @@ def _answering(answer: bytes, monkeypatch: pytest.MonkeyPatch, work: Any) -> Any
 
     async def run() -> Any:
         server = await asyncio.start_server(serve, ADDRESS, 0)
-        monkeypatch.setattr(agent, "AGENT_PORT", server.sockets[0].getsockname()[1])
+        monkeypatch.setattr(agent_client, "AGENT_PORT", server.sockets[0].getsockname()[1])
         async with server:
             return await work(AgentClient(Endpoint(ADDRESS), ""))
 
@@ -228,12 +228,12 @@ def _http(status: int, body: bytes) -> bytes:
         _http(500, b"[" * 30_000),
     ],
 )
-def test_an_agent_that_lies_is_a_failure_and_no_bug(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
+def test_an_invalid_answer_is_a_failure_and_not_a_bug(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
     with pytest.raises(BackendFailed):
         _answering(answer, monkeypatch, lambda client: client.exec(["true"]))
 
 
-def test_no_more_is_taken_than_such_an_answer_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_answers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     much = _http(200, b'{"a": "' + b"x" * (2 << 20) + b'"}')
     with pytest.raises(BackendFailed, match="more than 262144 bytes"):
         _answering(much, monkeypatch, lambda client: client.call("/sync", {}))
@@ -241,7 +241,7 @@ def test_no_more_is_taken_than_such_an_answer_may_be(monkeypatch: pytest.MonkeyP
     assert len(_answering(_http(200, stdout), monkeypatch, lambda client: client.exec(["x"])).stdout) == 3 << 19
 
 
-def test_an_answer_in_the_smallest_pieces_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_in_tiny_pieces_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = 0
 
     async def work(client: AgentClient) -> None:
@@ -262,6 +262,6 @@ def test_an_answer_in_the_smallest_pieces_keeps_nobody_waiting(monkeypatch: pyte
     assert turns > 5000
 
 
-def test_what_is_half_a_character_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_character_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = _http(200, b'{"result": "\\ud800", "error": "", "exit_code": 0}')
     assert _answering(answer, monkeypatch, lambda client: client.eval("x", timeout=1)).result == "?"

@@ -10,30 +10,30 @@ from sandbox_gateway.config import load
 from sandbox_gateway.errors import Invalid
 
 
-def loaded(tmp_path: Path, text: str) -> object:
+def load_config(tmp_path: Path, text: str) -> object:
     path = tmp_path / "config.toml"
     path.write_text(text)
     return load(path)
 
 
-def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
-    assert loaded(tmp_path, "")
+def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
+    assert load_config(tmp_path, "")
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("[server]\nsokcet = 'x'", "server.sokcet: unknown key"),
-        ("[network]\nsubnet = '10.0.0.0/30'", "network.subnet: a subnet of at least /28"),
+        ("[network]\nsubnet = '10.0.0.0/30'", "network.subnet: the subnet must be /28 or larger"),
         ("[network]\nsubnet = 'here'", "network.subnet"),
         ("[limits]\nconcurrency = 0", "limits.concurrency"),
         ("[host]\nkind = 'vmware'", "host.kind"),
         ("not toml", "cannot be read"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, text: str, said: str) -> None:
+def test_errors_name_the_key(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(Invalid, match=said.replace(".", r"\.")):
-        loaded(tmp_path, text)
+        load_config(tmp_path, text)
 
 
 def test_a_missing_file_says_what_to_do(tmp_path: Path) -> None:

@@ -16,26 +16,28 @@ from sandbox_gateway.server.connections import Connections
 UNLIMITED = resource.RLIM_INFINITY
 
 
-def counted(most: int = 10, **server: Any) -> Connections:
-    return Connections(Server.model_validate(server), most, Metrics(cast(Any, None)))
+def count_admitted(limit: int = 10, **server: Any) -> Connections:
+    return Connections(Server.model_validate(server), limit, Metrics(cast(Any, None)))
 
 
-def admitted(limits: Connections, *addresses: str) -> list[bool]:
+def admit_connections(limits: Connections, *addresses: str) -> list[bool]:
     async def admit() -> list[bool]:
         return [limits.admit(address) for address in addresses]
 
     return asyncio.run(admit())
 
 
-def test_a_cap_for_each_address_and_in_all() -> None:
-    limits = counted(4, connections_per_address=2)
-    assert admitted(limits, *["192.0.2.1"] * 3, *["192.0.2.2"] * 3, "192.0.2.3") == [True, True, False] * 2 + [False]
+def test_connections_are_limited_per_address_and_in_total() -> None:
+    limits = count_admitted(4, connections_per_address=2)
+    assert admit_connections(limits, *["192.0.2.1"] * 3, *["192.0.2.2"] * 3, "192.0.2.3") == [True, True, False] * 2 + [
+        False
+    ]
     limits.leave("192.0.2.1")
-    assert admitted(limits, "192.0.2.3") == [True] and len(limits) == 4
+    assert admit_connections(limits, "192.0.2.3") == [True] and len(limits) == 4
 
 
-def test_no_cap_for_an_address() -> None:
-    assert admitted(counted(4, connections_per_address=0), *["192.0.2.1"] * 5) == [True] * 4 + [False]
+def test_the_limit_per_address_can_be_disabled() -> None:
+    assert admit_connections(count_admitted(4, connections_per_address=0), *["192.0.2.1"] * 5) == [True] * 4 + [False]
 
 
 @pytest.mark.parametrize(
@@ -49,9 +51,9 @@ def test_no_cap_for_an_address() -> None:
         ("192.0.2.1", "192.0.2.2", False),
     ],
 )
-def test_what_counts_as_one_address(one: str, other: str, same: bool) -> None:
+def test_ipv6_clients_are_counted_by_network(one: str, other: str, same: bool) -> None:
     """An IPv6 client usually has a whole /64."""
-    assert admitted(counted(connections_per_address=1), one, other) == [True, not same]
+    assert admit_connections(count_admitted(connections_per_address=1), one, other) == [True, not same]
 
 
 @pytest.mark.parametrize(
@@ -65,10 +67,10 @@ def test_what_counts_as_one_address(one: str, other: str, same: bool) -> None:
         ((256, 20_000), 20_000, 4096),
     ],
 )
-def test_descriptors_are_left(
+def test_descriptors_are_reserved(
     monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], raised: int | None, possible: int
 ) -> None:
-    """If there are few, half of them are not for connections."""
+    """If there are few descriptors, half of them are reserved."""
     set_to: list[tuple[int, int]] = []
     monkeypatch.setattr(connections.resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(connections.resource, "setrlimit", lambda _, pair: set_to.append(pair))

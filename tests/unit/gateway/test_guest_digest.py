@@ -30,7 +30,7 @@ def template(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_one_byte_more_in_any_part_is_another_recipe_digest(template: Path, part: str) -> None:
+def test_a_change_of_any_input_changes_the_digest(template: Path, part: str) -> None:
     before = Recipe().digest(digest_guest(template))
     with (template / part).open("a") as file:
         file.write("#")
@@ -47,18 +47,18 @@ def test_times_modes_byte_code_and_notes_do_not_count(template: Path) -> None:
     assert digest_guest(template) == before
 
 
-def test_a_renamed_file_is_another_digest(template: Path) -> None:
+def test_a_renamed_file_changes_the_digest(template: Path) -> None:
     before = digest_guest(template)
     (template / "guest/hosts").rename(template / "guest/hosts2")
     assert digest_guest(template) != before
 
 
-def test_values_in_the_network_script_count() -> None:
+def test_constants_of_the_network_script_count() -> None:
     assert digest_guest(TEMPLATE, "address 1") != digest_guest(TEMPLATE, "address 2")
     assert "@" not in guest_files.network_script()
 
 
-def test_it_is_the_same_in_every_process_and_differs_between_kinds_of_host() -> None:
+def test_the_digest_is_stable_and_differs_between_kinds_of_host() -> None:
     code = "from sandbox_gateway.hosts.kvm_xfs.template.guest_files import guest_digest; print(guest_digest())"
     argv = [sys.executable, "-c", code]
     said = [

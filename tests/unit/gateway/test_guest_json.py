@@ -22,11 +22,11 @@ things = st.recursive(
 objects = st.dictionaries(st.text(max_size=8), things, max_size=5)
 
 
-def parse(data: bytes, most: int = guest_json.USUAL) -> dict[str, Any]:
-    return asyncio.run(guest_json.parse("sandbox", "exec", data, most))
+def parse(data: bytes, limit: int = guest_json.DEFAULT_BYTES) -> dict[str, Any]:
+    return asyncio.run(guest_json.parse("sandbox", "exec", data, limit))
 
 
-async def fed(*pieces: bytes) -> dict[str, Any]:
+async def feed(*pieces: bytes) -> dict[str, Any]:
     with guest_json.Answer("sandbox", "exec") as answer:
         for piece in pieces:
             await answer.feed(piece)
@@ -36,10 +36,10 @@ async def fed(*pieces: bytes) -> dict[str, Any]:
 @given(objects, st.booleans(), st.integers(1, 7))
 @example({'a"\\b': ["\\", "\n\t\x00", "ä€😀", '"'], "": [{}, [], {"x": [1.5, -2, True, None]}]}, True, 1)
 @example({'a"\\b': ["\\", "\n\t\x00", "ä€😀", '"']}, False, 3)
-def test_is_read_as_the_standard_library_reads_it(value: dict[str, Any], escaped: bool, size: int) -> None:
+def test_valid_json_is_parsed_like_the_standard_library(value: dict[str, Any], escaped: bool, size: int) -> None:
     data = json.dumps(value, ensure_ascii=escaped).encode()
     assert parse(data) == value
-    assert asyncio.run(fed(*(data[at : at + size] for at in range(0, len(data), size)))) == value
+    assert asyncio.run(feed(*(data[at : at + size] for at in range(0, len(data), size)))) == value
 
 
 @given(st.binary(max_size=60) | st.text('{}[]",:\\u0d8 \n1ae', max_size=40).map(str.encode))
@@ -49,11 +49,11 @@ def test_is_read_as_the_standard_library_reads_it(value: dict[str, Any], escaped
 @example(b'{"a": -Infinity}')
 @example(b'{"a": "b}')
 @example(b'{"a": "\xff"}')
-def test_whatever_comes_is_an_object_as_json_has_it_or_a_failure(data: bytes) -> None:
+def test_arbitrary_input_is_an_object_or_an_error(data: bytes) -> None:
     try:
         found = parse(data)
     except BackendFailed as failure:
-        assert failure.message == "the sandbox's agent answered exec with something else than JSON"
+        assert failure.message == "the sandbox's agent answered exec with invalid JSON"
         return
     if data:
         expected = json.loads(data.decode("utf-8", "surrogatepass").encode(errors="replace"))
@@ -63,86 +63,85 @@ def test_whatever_comes_is_an_object_as_json_has_it_or_a_failure(data: bytes) ->
 
 
 @pytest.mark.parametrize("data", [b"[1]", b'"text"', b"1", b"null", b""])
-def test_what_is_no_object_is_an_empty_one(data: bytes) -> None:
+def test_a_value_that_is_not_an_object_is_an_empty_object(data: bytes) -> None:
     assert parse(data) == {}
 
 
-def test_halves_of_characters_are_replaced() -> None:
+def test_unpaired_surrogates_are_replaced() -> None:
     assert parse(b'{"a": "x\\ud83dy", "b": "\\ud83d\\ude00"}') == {"a": "x?y", "b": "\U0001f600"}
 
 
-def test_depth_is_bounded() -> None:
+def test_depth_is_limited() -> None:
     def nested(depth: int) -> bytes:
         return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
-    assert parse(nested(guest_json.DEEPEST))
-    with pytest.raises(BackendFailed, match="something else than JSON"):
-        parse(nested(guest_json.DEEPEST + 1))
+    assert parse(nested(guest_json.MAX_DEPTH))
+    with pytest.raises(BackendFailed, match="invalid JSON"):
+        parse(nested(guest_json.MAX_DEPTH + 1))
     assert parse(b'{"a": [' + b",".join([b"[]"] * 100) + b"]}") == {"a": [[]] * 100}
 
 
-def test_size_is_bounded() -> None:
+def test_size_is_limited() -> None:
     data = b'{"a": "xyz"}'
     assert parse(data, len(data)) == {"a": "xyz"}
     with pytest.raises(BackendFailed, match=f"answered exec with more than {len(data) - 1} bytes"):
         parse(data, len(data) - 1)
 
 
-def test_structure_is_bounded_and_strings_are_not_counted_with_it() -> None:
+def test_structure_is_limited_without_counting_strings() -> None:
     assert parse(b'{"a":"' + b"x" * 100_000 + b'"}') == {"a": "x" * 100_000}
     whole = b'{"a":"x"}'
-    padding = b" " * (guest_json.MOST_STRUCTURE - len(whole) + len("ax"))
+    padding = b" " * (guest_json.MAX_STRUCTURE_BYTES - len(whole) + len("ax"))
     assert parse(whole + padding) == {"a": "x"}
-    with pytest.raises(BackendFailed, match="answered exec with something else than it should"):
+    with pytest.raises(BackendFailed, match="sent an invalid answer to exec"):
         parse(whole + padding + b" ")
 
 
-def test_answers_that_are_being_read_are_bounded_for_one_sandbox_and_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guest_json, "MOST_HELD", 30)
-    monkeypatch.setattr(guest_json, "MOST_HELD_IN_ALL", 50)
+async def test_concurrent_answers_are_limited_per_sandbox_and_in_total(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guest_json, "MAX_HELD_BYTES", 30)
+    monkeypatch.setattr(guest_json, "MAX_TOTAL_HELD_BYTES", 50)
 
-    async def story() -> None:
-        with guest_json.Answer("one", "exec") as first:
-            await first.feed(b'{"a": "' + b"x" * 13)
-            with guest_json.Answer("one", "exec") as second:
-                await second.feed(b" " * 10)
-                with pytest.raises(Busy, match="the sandbox's agent is sending more than"):
-                    await second.feed(b" ")
-            with guest_json.Answer("two", "exec") as other:
-                await other.feed(b" " * 30)
-                with (
-                    guest_json.Answer("three", "exec") as third,
-                    pytest.raises(Busy, match="the agents of all sandboxes"),
-                ):
-                    await third.feed(b" ")
-            with guest_json.Answer("one", "exec") as again:
-                await again.feed(b" " * 10)
-            await first.feed(b'"}')
-            assert await first.parse() == {"a": "x" * 13}
-
-    asyncio.run(story())
+    with guest_json.Answer("one", "exec") as first:
+        await first.feed(b'{"a": "' + b"x" * 13)
+        with guest_json.Answer("one", "exec") as second:
+            await second.feed(b" " * 10)
+            with pytest.raises(Busy, match="the sandbox's agent is sending more than"):
+                await second.feed(b" ")
+        with guest_json.Answer("two", "exec") as other:
+            await other.feed(b" " * 30)
+            with (
+                guest_json.Answer("three", "exec") as third,
+                pytest.raises(Busy, match="the agents of all sandboxes"),
+            ):
+                await third.feed(b" ")
+        with guest_json.Answer("one", "exec") as again:
+            await again.feed(b" " * 10)
+        await first.feed(b'"}')
+        assert await first.parse() == {"a": "x" * 13}
     assert not guest_json._held
 
 
 @given(st.binary(max_size=100))
-def test_base64_is_read_strictly(data: bytes) -> None:
+def test_base64_is_parsed_strictly(data: bytes) -> None:
     text = base64.b64encode(data).decode()
-    assert asyncio.run(guest_json.from_base64(text)) == data
+    assert asyncio.run(guest_json.decode_base64(text)) == data
 
 
-def test_a_long_base64_is_read_whole() -> None:
+def test_long_base64_is_parsed_completely() -> None:
     data = bytes(range(256)) * 300
-    assert asyncio.run(guest_json.from_base64(base64.b64encode(data).decode())) == data
+    assert asyncio.run(guest_json.decode_base64(base64.b64encode(data).decode())) == data
 
 
 @pytest.mark.parametrize("text", [None, 1, b"YQ==", "YQ=", "Y", "YQ==x", "Y Q==", "ä", ["YQ=="]])
-def test_what_is_no_base64_is_refused(text: object) -> None:
+def test_invalid_base64_is_refused(text: object) -> None:
     with pytest.raises(ValueError):
-        asyncio.run(guest_json.from_base64(text))
+        asyncio.run(guest_json.decode_base64(text))
 
 
-def test_integers_have_bounds() -> None:
-    assert [guest_json.integer(value, -1, 3) for value in (-1, 0, 3)] == [-1, 0, 3]
+def test_integers_are_limited() -> None:
+    assert [guest_json.read_integer(value, -1, 3) for value in (-1, 0, 3)] == [-1, 0, 3]
     for value in (-2, 4, True, False, 1.0, "1", None):
-        with pytest.raises(ValueError, match="no integer from -1 to 3"):
-            guest_json.integer(value, -1, 3)
+        with pytest.raises(ValueError, match="not an integer from -1 to 3"):
+            guest_json.read_integer(value, -1, 3)

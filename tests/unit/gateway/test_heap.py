@@ -35,7 +35,7 @@ with ThreadPoolExecutor(6) as pool:
 _THREADS_HELD = 6 * (20 << 20)
 
 
-def _kept(how: str) -> int:
+def _memory_after(how: str) -> int:
     ended = subprocess.run(
         [sys.executable, "-c", _PROGRAM, how], capture_output=True, text=True, timeout=60, check=True
     )
@@ -43,6 +43,6 @@ def _kept(how: str) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc, and glibc")
-def test_pages_of_captures_are_given_back() -> None:
-    assert _kept("bounded") < _THREADS_HELD // 4
-    assert _kept("as it is") > _THREADS_HELD // 2, "the library does so by itself now: heap.py is not needed"
+def test_memory_of_captures_is_returned_to_the_system() -> None:
+    assert _memory_after("bounded") < _THREADS_HELD // 4
+    assert _memory_after("as it is") > _THREADS_HELD // 2, "the library does so by itself now: heap.py is not needed"

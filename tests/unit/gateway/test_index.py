@@ -36,21 +36,21 @@ def test_sandboxes_snapshots_and_templates_share_one_namespace() -> None:
             pass
 
 
-def test_a_reserved_name_is_taken_until_it_is_let_go() -> None:
+def test_a_reserved_name_is_taken_until_it_is_released() -> None:
     index = Index()
-    with index.reserved(["x"]), pytest.raises(NameTaken, match="being made"), index.reserved(["x"]):
+    with index.reserved(["x"]), pytest.raises(NameTaken, match="being created"), index.reserved(["x"]):
         pass
     with index.reserved(["x"]):
         pass
 
 
-def test_a_name_asked_for_twice_is_taken() -> None:
+def test_a_name_requested_twice_is_taken() -> None:
     with pytest.raises(NameTaken), Index().reserved(["x", "x"]):
         pass
 
 
 @given(taken=st.lists(names, unique=True, max_size=8))
-def test_the_older_keeps_a_name_found_twice(taken: list[str]) -> None:
+def test_a_duplicate_name_stays_with_the_older_object(taken: list[str]) -> None:
     index = Index()
     older = [Sandbox(name=name) for name in taken]
     newer = [Sandbox(name=name, created_at=now() + timedelta(hours=1)) for name in taken]
@@ -62,7 +62,7 @@ def test_the_older_keeps_a_name_found_twice(taken: list[str]) -> None:
         assert index.sandbox(sandbox.id).name == sandbox.id
 
 
-def test_what_is_hidden_has_no_name() -> None:
+def test_hidden_objects_have_no_name() -> None:
     index = Index()
     index.put(Snapshot(names=["gone"], doomed=True))
     with pytest.raises(NotFound):
@@ -71,7 +71,7 @@ def test_what_is_hidden_has_no_name() -> None:
         pass
 
 
-def test_a_snapshot_whose_source_is_gone_hangs_where_the_source_hung() -> None:
+def test_a_snapshot_moves_to_its_sources_parent() -> None:
     index = Index()
     template = Snapshot(kind=SnapshotKind.TEMPLATE, names=["t"])
     index.put(template)
@@ -81,13 +81,13 @@ def test_a_snapshot_whose_source_is_gone_hangs_where_the_source_hung() -> None:
 
 
 @given(ref=st.text(max_size=300))
-def test_wild_references_are_not_found_in_a_short_sentence(ref: str) -> None:
+def test_invalid_references_are_not_found(ref: str) -> None:
     with pytest.raises(NotFound) as refusal:
         Index().sandbox(ref)
     assert "not found" in refusal.value.message and len(refusal.value.message) < 700
 
 
-def test_every_reference_is_found_by_id_and_by_name_and_no_longer_after_it_is_dropped() -> None:
+def test_objects_are_found_by_id_and_name_until_they_are_removed() -> None:
     index = Index()
     sandbox, snapshot, volume = Sandbox(name="box"), Snapshot(names=["shot", "alias"]), Volume(name="data")
     template = Snapshot(kind=SnapshotKind.TEMPLATE, names=["ground"])
@@ -100,26 +100,27 @@ def test_every_reference_is_found_by_id_and_by_name_and_no_longer_after_it_is_dr
     assert [index.owner(name) for name in ("box", "alias", volume.id, "other")] == [
         sandbox.id, snapshot.id, volume.id, "",
     ]  # fmt: skip
-    assert not any(map(index.free, ("box", "shot", "data", sandbox.id, snapshot.id, volume.id))) and index.free("other")
+    assert not any(map(index.is_free, ("box", "shot", "data", sandbox.id, snapshot.id, volume.id)))
+    assert index.is_free("other")
     for thing in (sandbox, snapshot, volume):
-        index.drop(thing.id)
+        index.remove(thing.id)
     for find, kind, name in (
         (index.sandbox, "sandbox", "box"), (index.snapshot, "snapshot", "alias"), (index.volume, "volume", "data"),
     ):  # fmt: skip
         with pytest.raises(NotFound, match=f"^{kind} '?{name}'? not found"):
             find(name)
-        assert index.free(name)
+        assert index.is_free(name)
 
 
-def test_what_is_put_again_goes_by_its_new_name_alone() -> None:
+def test_a_renamed_object_is_found_only_by_its_new_name() -> None:
     index = Index()
     sandbox = Sandbox(name="before")
     index.put(sandbox)
     index.put(sandbox.model_copy(update={"name": "after"}))
-    assert index.owner("after") == sandbox.id and index.free("before")
+    assert index.owner("after") == sandbox.id and index.is_free("before")
 
 
-def test_only_visible_snapshots_of_the_kinds_asked_for_are_found() -> None:
+def test_only_visible_snapshots_of_the_requested_kinds_are_found() -> None:
     index = Index()
     kinds = {kind: Snapshot(kind=kind, names=[kind.value]) for kind in SnapshotKind}
     for snapshot in kinds.values():
@@ -139,30 +140,30 @@ def test_only_visible_snapshots_of_the_kinds_asked_for_are_found() -> None:
         index.snapshot(doomed.id)
 
 
-def test_a_name_that_cannot_be_had_is_refused_with_its_owner() -> None:
+def test_a_taken_name_is_refused_with_its_owner() -> None:
     index = Index()
     sandbox = Sandbox(name="a")
     index.put(sandbox)
     with index.reserved(["b"]):
-        assert not index.free("b")
+        assert not index.is_free("b")
         with pytest.raises(NameTaken) as refused, index.reserved(["a", "b", "c"]):
             pass
-    assert f"'a' ({sandbox.id}), 'b' (being made)" in refused.value.message and "'c'" not in refused.value.message
+    assert f"'a' ({sandbox.id}), 'b' (being created)" in refused.value.message and "'c'" not in refused.value.message
     assert refused.value.blockers == [sandbox.id]
-    assert index.free("b") and index.free("c")
+    assert index.is_free("b") and index.is_free("c")
 
 
-def test_a_thing_is_in_use_until_its_last_user_ends() -> None:
+def test_an_object_is_in_use_until_its_last_user_ends() -> None:
     index = Index()
     one, other = Snapshot(), Snapshot()
-    with index.using(one, other):
-        with index.using(one):
-            assert index.in_use(one) and index.in_use(other)
-        assert index.in_use(one)
-    assert not index.in_use(one) and not index.in_use(other)
-    with pytest.raises(ZeroDivisionError), index.using(one):
+    with index.pinned(one, other):
+        with index.pinned(one):
+            assert index.is_pinned(one) and index.is_pinned(other)
+        assert index.is_pinned(one)
+    assert not index.is_pinned(one) and not index.is_pinned(other)
+    with pytest.raises(ZeroDivisionError), index.pinned(one):
         _ = 1 / 0
-    assert not index.in_use(one)
+    assert not index.is_pinned(one)
 
 
 def test_volumes_their_snapshots_and_their_mounts() -> None:
@@ -182,11 +183,11 @@ def test_volumes_their_snapshots_and_their_mounts() -> None:
         index.volume_snapshot(newer.id, other)
     with pytest.raises(NotFound, match="snapshot of a volume,"):
         index.volume_snapshot("newer")
-    index.drop(older.id)
-    assert index.snapshots_of(volume) == [newer] and index.free("newer")
+    index.remove(older.id)
+    assert index.snapshots_of(volume) == [newer] and index.is_free("newer")
 
 
-def test_a_mount_whose_volume_is_not_there_is_told_and_kept() -> None:
+def test_a_mount_of_a_missing_volume_is_reported_and_kept() -> None:
     index = Index()
     sandbox = Sandbox(name="box", mounts=[Mount(volume="0" * 12, path="/data")])
     (sentence,) = index.load([sandbox], [])
@@ -194,7 +195,7 @@ def test_a_mount_whose_volume_is_not_there_is_told_and_kept() -> None:
     assert index.sandbox("box").mounts == sandbox.mounts
 
 
-def test_of_two_snapshots_of_a_name_the_newer_loses_that_name_alone() -> None:
+def test_the_newer_of_two_snapshots_loses_only_the_shared_name() -> None:
     index = Index()
     older = Snapshot(names=["a"])
     newer = Snapshot(names=["a", "b"], created_at=now() + timedelta(hours=1))
@@ -203,7 +204,7 @@ def test_of_two_snapshots_of_a_name_the_newer_loses_that_name_alone() -> None:
     assert index.snapshot("a") is older and index.snapshot("b") is newer and newer.names == ["b"]
 
 
-def test_who_was_made_from_a_snapshot_and_who_stands_on_it() -> None:
+def test_users_and_descendants_of_a_snapshot() -> None:
     index = Index()
     snapshot = Snapshot(names=["s"])
     index.put(snapshot)
@@ -212,11 +213,10 @@ def test_who_was_made_from_a_snapshot_and_who_stands_on_it() -> None:
     paused = Sandbox(name="paused", pause_snapshot=snapshot.id)
     for sandbox in (forked, rolled_back, paused, Sandbox(name="stranger")):
         index.put(sandbox)
-    assert index.forks(snapshot) == [forked]
-    assert index.standing_on(snapshot) == [forked, rolled_back, paused]
+    assert index.sandboxes_using(snapshot) == [forked, rolled_back, paused]
 
 
-def test_lineage_is_the_tree_of_who_came_from_whom_or_a_branch_of_it() -> None:
+def test_lineage_is_a_tree_or_a_branch_of_it() -> None:
     index = Index()
     template = Snapshot(kind=SnapshotKind.TEMPLATE, names=["t"])
     source = Sandbox(name="source", forked_from=template.id)
@@ -228,14 +228,14 @@ def test_lineage_is_the_tree_of_who_came_from_whom_or_a_branch_of_it() -> None:
     for thing in (second, lonely, fork, first, source, template):
         index.put(thing)
 
-    def shown(node: dict[str, Any]) -> tuple[str, list[Any]]:
-        return node["id"], [shown(child) for child in node["children"]]
+    def tree_of(node: dict[str, Any]) -> tuple[str, list[Any]]:
+        return node["id"], [tree_of(child) for child in node["children"]]
 
     of_first = (first.id, [(fork.id, [])])
     whole = (template.id, [(source.id, [of_first, (second.id, [])])])
-    assert sorted(map(shown, index.lineage())) == sorted([whole, (lonely.id, [])])
-    assert [shown(node) for node in index.lineage("first")] == [of_first]
-    assert [shown(node) for node in index.lineage(source.id)] == whole[1]
+    assert sorted(map(tree_of, index.lineage())) == sorted([whole, (lonely.id, [])])
+    assert [tree_of(node) for node in index.lineage("first")] == [of_first]
+    assert [tree_of(node) for node in index.lineage(source.id)] == whole[1]
     with pytest.raises(NotFound, match="sandbox, snapshot or template"):
         index.lineage("nothing")
     nodes = {node["id"]: node for name in ("t", "source", "first", "fork") for node in index.lineage(name)}
@@ -249,7 +249,7 @@ def test_lineage_is_the_tree_of_who_came_from_whom_or_a_branch_of_it() -> None:
     assert index.lineage(second.id)[0]["hidden"]
 
 
-def test_a_long_reference_is_cut() -> None:
+def test_a_long_reference_is_shortened() -> None:
     for ref, shown in (("a" * 80, "a" * 80), ("a" * 81, "a" * 77 + "...")):
         with pytest.raises(NotFound) as refusal:
             Index().volume(ref)

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from sandbox_gateway.engine.locks import Locks
+from sandbox_gateway.engine.keyed_locks import KeyedLocks
 from sandbox_gateway.errors import Busy
 
 
-def test_one_at_a_time_and_others_side_by_side() -> None:
+def test_a_lock_is_exclusive_and_other_names_are_independent() -> None:
     async def scene() -> list[str]:
-        locks, told = Locks(5), []
+        locks, told = KeyedLocks(5), []
 
         async def work(key: str, name: str) -> None:
             async with locks.hold(key, key):
@@ -29,28 +29,22 @@ def test_one_at_a_time_and_others_side_by_side() -> None:
     assert told.index("3 in") < told.index("1 out")
 
 
-def test_a_wait_ends_with_a_sentence() -> None:
-    async def scene() -> None:
-        locks = Locks(0.02)
-        async with locks.hold("a", "sandbox a"):
-            with pytest.raises(Busy, match="sandbox a is busy"):
-                async with locks.hold("a", "sandbox a"):
-                    pass
-        async with locks.hold("a", "sandbox a"):
-            pass
-        assert not locks._locks
-
-    asyncio.run(scene())
+async def test_a_wait_times_out_with_a_message() -> None:
+    locks = KeyedLocks(0.02)
+    async with locks.hold("a", "sandbox a"):
+        with pytest.raises(Busy, match="sandbox a is busy"):
+            async with locks.hold("a", "sandbox a"):
+                pass
+    async with locks.hold("a", "sandbox a"):
+        pass
+    assert not locks._locks
 
 
-def test_a_waiter_that_gives_up_keeps_nothing() -> None:
-    async def scene() -> None:
-        locks = Locks(5)
-        async with locks.hold("a", "a"):
-            waiter = asyncio.create_task(locks.hold("a", "a").__aenter__())
-            await asyncio.sleep(0.01)
-            waiter.cancel()
-            await asyncio.gather(waiter, return_exceptions=True)
-        assert not locks._locks
-
-    asyncio.run(scene())
+async def test_a_cancelled_waiter_leaves_nothing() -> None:
+    locks = KeyedLocks(5)
+    async with locks.hold("a", "a"):
+        waiter = asyncio.create_task(locks.hold("a", "a").__aenter__())
+        await asyncio.sleep(0.01)
+        waiter.cancel()
+        await asyncio.gather(waiter, return_exceptions=True)
+    assert not locks._locks

@@ -12,11 +12,17 @@ from sandbox_gateway.errors import Invalid
 from sandbox_gateway.recipes import Recipe, source_digest
 
 
-def of_path(path: Path) -> str:
+def recipe_for(path: Path) -> str:
     return source_digest(Recipe.model_validate({"source": "rootfs", "path": str(path)}))
 
 
-def test_every_field_and_every_salt_is_in_the_digest() -> None:
+def test_a_digest_is_the_same_in_every_version() -> None:
+    """A new field of recipes changes it: an upgrade then rebuilds every template."""
+    recipe = Recipe.model_validate({"packages": ["git", "curl", "git"], "setup": ["echo é"]})
+    assert recipe.digest("guest", "files") == "6d99ed476c968fe3666c39c13da2c734a11eab17e8932b4afb7850c5cab8a574"
+
+
+def test_the_digest_covers_every_field_and_salt() -> None:
     bodies = [
         {},
         {"suite": "trixie"},
@@ -38,14 +44,14 @@ def test_every_field_and_every_salt_is_in_the_digest() -> None:
     assert all(len(digest) == 64 and int(digest, 16) >= 0 for digest in digests)
 
 
-def test_a_directory_is_told_from_another_by_names_modes_sizes_and_times(tmp_path: Path) -> None:
+def test_a_directorys_digest_covers_names_modes_sizes_and_times(tmp_path: Path) -> None:
     root = tmp_path / "root"
     (root / "etc").mkdir(parents=True)
     file = root / "etc" / "motd"
     file.write_text("hello")
     os.utime(file, (1, 1))
-    seen = [of_path(root)]
-    assert of_path(root) == seen[0]
+    seen = [recipe_for(root)]
+    assert recipe_for(root) == seen[0]
     for change in (
         lambda: (file.write_text("hello!"), os.utime(file, (1, 1))),
         lambda: os.utime(file, (2, 2)),
@@ -54,40 +60,40 @@ def test_a_directory_is_told_from_another_by_names_modes_sizes_and_times(tmp_pat
         lambda: (root / "dangling").symlink_to("nowhere"),
     ):
         change()
-        assert of_path(root) not in seen
-        seen.append(of_path(root))
+        assert recipe_for(root) not in seen
+        seen.append(recipe_for(root))
 
 
-def test_a_tarball_is_told_by_its_content_alone(tmp_path: Path) -> None:
+def test_a_tarballs_digest_covers_only_its_content(tmp_path: Path) -> None:
     one, other = tmp_path / "one.tar", tmp_path / "other.tar"
     one.write_bytes(b"content")
     other.write_bytes(b"content")
     os.utime(other, (1, 1))
-    assert of_path(one) == of_path(other) == "ed7002b439e9ac845f22357d822bac1444730fbdb6016d3ec9432297b9ec9f73"
+    assert recipe_for(one) == recipe_for(other) == "ed7002b439e9ac845f22357d822bac1444730fbdb6016d3ec9432297b9ec9f73"
     other.write_bytes(b"contents")
-    assert of_path(other) != of_path(one)
+    assert recipe_for(other) != recipe_for(one)
 
 
-def test_what_cannot_be_read_is_named_with_its_reason() -> None:
+def test_an_unreadable_path_is_reported_with_the_reason() -> None:
     with pytest.raises(Invalid) as refused:
-        of_path(Path("/nowhere/at/all"))
+        recipe_for(Path("/nowhere/at/all"))
     assert refused.value.message == (
         "the root file system /nowhere/at/all cannot be read on the gateway's host: No such file or directory"
     )
     assert source_digest(Recipe()) == ""
 
 
-def test_a_path_is_for_a_rootfs_and_a_rootfs_needs_one() -> None:
-    with pytest.raises(ValidationError, match="'path' goes with 'from: rootfs' only"):
+def test_a_path_is_required_by_and_only_for_a_rootfs() -> None:
+    with pytest.raises(ValidationError, match="'path' is valid only with 'from: rootfs'"):
         Recipe.model_validate({"path": "/x"})
-    with pytest.raises(ValidationError, match="needs 'path': the absolute path"):
+    with pytest.raises(ValidationError, match="needs the field 'path': the absolute path"):
         Recipe.model_validate({"source": "rootfs"})
 
 
-def test_packages_are_named_as_apt_names_them() -> None:
+def test_package_names_follow_apts_rules() -> None:
     good = ["curl", "g++", "libc6:amd64", "python3.11", "git=1:2.39.5-0+deb12u2", "a" * 128]
     assert Recipe(packages=good).packages == good
     for bad in ("a", "-a", "Curl", "curl:", "curl=", "curl;id", "curl git", "a" * 129, "b" * 200):
         with pytest.raises(ValidationError) as refused:
             Recipe(packages=["git", bad])
-        assert f"{bad[:80]!r} is not the name of a Debian package" in str(refused.value)
+        assert f"{bad[:80]!r} is not a valid name of a Debian package" in str(refused.value)

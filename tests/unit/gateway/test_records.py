@@ -18,22 +18,22 @@ texts = st.text(max_size=40)
 
 
 @given(metadata=st.dictionaries(texts, texts, max_size=5), env=st.dictionaries(texts, texts, max_size=5))
-def test_a_sandbox_s_record_is_read_as_it_was_written(metadata: dict[str, str], env: dict[str, str]) -> None:
+def test_a_sandbox_record_survives_a_round_trip(metadata: dict[str, str], env: dict[str, str]) -> None:
     sandbox = Sandbox(name="a", metadata=metadata, env=env)
     assert Sandbox.model_validate_json(sandbox.model_dump_json()) == sandbox
 
 
-def test_the_timeout_of_an_older_record_is_read() -> None:
+def test_the_timeout_of_an_older_record_is_converted() -> None:
     assert Sandbox.model_validate({"name": "a", "life": 60.0}).timeout == 60
     assert "life" not in Sandbox(name="a", timeout=60).model_dump()
 
 
-def test_fields_of_a_newer_gateway_are_passed_over() -> None:
+def test_fields_of_a_newer_gateway_are_ignored() -> None:
     assert Snapshot.model_validate({"names": ["a"], "of_the_future": 1}).names == ["a"]
 
 
 @given(name=st.from_regex(NAME_PATTERN, fullmatch=True))
-def test_every_name_of_the_pattern_is_allowed_and_makes_a_host_name(name: str) -> None:
+def test_every_valid_name_makes_a_host_name(name: str) -> None:
     assert check_name(name) == name
     hostname = Sandbox(name=name).hostname
     assert 1 <= len(hostname) <= 63 and hostname.replace("-", "a").isalnum() and not hostname.startswith("-")
@@ -43,7 +43,7 @@ FIRST = string.ascii_letters + string.digits
 REST = FIRST + "_.-"
 
 
-def is_name(text: str) -> bool:
+def follows_name_rule(text: str) -> bool:
     """The rule for names, without a regular expression."""
     return 1 <= len(text) <= 64 and text[0] in FIRST and all(letter in REST for letter in text)
 
@@ -60,8 +60,8 @@ def is_name(text: str) -> bool:
 @example("a/b")
 @example("\uff11")
 @example("a" * 10_000)
-def test_a_name_is_accepted_exactly_if_it_follows_the_rule(name: str) -> None:
-    if is_name(name):
+def test_names_are_accepted_exactly_by_the_rule(name: str) -> None:
+    if follows_name_rule(name):
         assert check_name(name) == name
     else:
         with pytest.raises(ValueError, match="is not allowed: use 1 to 64 letters") as refused:
@@ -79,11 +79,11 @@ def test_a_refused_name_is_shown_up_to_eighty_characters() -> None:
         )
 
 
-def test_times_are_of_no_time_zone_but_utc() -> None:
+def test_times_must_be_utc() -> None:
     assert now().utcoffset() == timedelta(0)
 
 
-def test_a_recipe_s_digest_is_of_what_it_says_not_how() -> None:
+def test_a_recipes_digest_depends_on_content_and_not_on_spelling() -> None:
     one = Recipe(packages=["curl", "git"])
     assert one.digest() == Recipe(packages=["git", "curl", "git"]).digest()
     assert one.digest() != Recipe(packages=["curl"]).digest()
@@ -91,12 +91,12 @@ def test_a_recipe_s_digest_is_of_what_it_says_not_how() -> None:
 
 
 @pytest.mark.parametrize("package", ["", "-o", "a b", "../x", "x;y", "UPPER"])
-def test_what_is_no_package_is_refused(package: str) -> None:
+def test_invalid_packages_are_refused(package: str) -> None:
     with pytest.raises(ValidationError, match="Debian package"):
         Recipe(packages=[package])
 
 
-def test_a_root_file_system_needs_a_path_that_is_there() -> None:
+def test_a_root_file_system_needs_an_existing_path() -> None:
     with pytest.raises(ValidationError, match="absolute path"):
         Recipe.model_validate({"source": "rootfs", "path": "relative"})
     with pytest.raises(Invalid, match="cannot be read"):

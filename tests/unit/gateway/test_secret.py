@@ -10,7 +10,7 @@ from sandbox_gateway.engine.secret import load_secret
 from sandbox_gateway.errors import Invalid
 
 
-def test_secret_is_created_once_and_private(tmp_path: Path) -> None:
+def test_the_secret_is_created_once_and_private(tmp_path: Path) -> None:
     secret = load_secret(tmp_path / "secret")
     assert len(secret) == 32 and len(set(secret)) > 8
     assert load_secret(tmp_path / "secret") == secret
@@ -23,21 +23,21 @@ def load_secret_elsewhere(tmp_path: Path) -> bytes:
     return load_secret(tmp_path / "elsewhere" / "secret")
 
 
-def test_secret_that_others_could_read_is_made_private(tmp_path: Path) -> None:
+def test_a_readable_secret_is_made_private(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"s" * 32)
     (tmp_path / "secret").chmod(0o644)
     assert load_secret(tmp_path / "secret") == b"s" * 32
     assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
 
 
-def test_half_written_secret_of_a_crash_is_replaced(tmp_path: Path) -> None:
+def test_a_half_written_secret_is_replaced(tmp_path: Path) -> None:
     (tmp_path / ".secret.new").write_bytes(b"half")
     assert len(load_secret(tmp_path / "secret")) == 32
     assert not (tmp_path / ".secret.new").exists()
 
 
 @pytest.mark.parametrize("length", [0, 31, 33])
-def test_secret_of_another_length_is_refused(tmp_path: Path, length: int) -> None:
+def test_a_secret_of_another_length_is_refused(tmp_path: Path, length: int) -> None:
     (tmp_path / "secret").write_bytes(bytes(length))
     with pytest.raises(Invalid, match=f"has {length} bytes instead of 32: restore it"):
         load_secret(tmp_path / "secret")

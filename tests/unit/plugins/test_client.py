@@ -21,12 +21,12 @@ def faulty(gateway: FaultyGateway) -> Iterator[FaultyGateway]:
 
 @pytest.fixture
 def client(faulty: FaultyGateway) -> Iterator[Client]:
-    made = Client(faulty.url, timeout=10)
+    made = Client(faulty.url, timeout=30)
     yield made
     made.close()
 
 
-def test_a_kept_connection_that_ends_is_opened_again_to_read(faulty: FaultyGateway, client: Client) -> None:
+def test_reads_reopen_a_closed_connection(faulty: FaultyGateway, client: Client) -> None:
     client.get("/health")
     faulty.cut = 1
     assert client.get("/health")["status"] == "ok"
@@ -38,10 +38,10 @@ def test_a_change_is_not_sent_twice(faulty: FaultyGateway, client: Client) -> No
     with pytest.raises(Failure, match="closed the connection") as caught:
         client.post("/sandboxes", {"templateID": "base", "name": "box"})
     assert caught.value.kind == "unreachable"
-    assert not faulty.calls and not faulty.things("sandboxes")
+    assert not faulty.calls and not faulty.list_objects("sandboxes")
 
 
-def test_a_gateway_that_is_slow(faulty: FaultyGateway) -> None:
+def test_a_slow_gateway(faulty: FaultyGateway) -> None:
     impatient = Client(faulty.url, timeout=0.2)
     faulty.delay = 1
     with pytest.raises(Failure, match=r"did not answer GET /health within 0\.2 s") as caught:
@@ -52,12 +52,12 @@ def test_a_gateway_that_is_slow(faulty: FaultyGateway) -> None:
 @pytest.mark.parametrize(
     ("status", "data", "words"),
     [
-        (502, {"detail": "Bad Gateway"}, "502 in no shape"),
-        (404, ["nothing"], "404 in no shape"),
+        (502, {"detail": "Bad Gateway"}, "status 502 and unexpected JSON"),
+        (404, ["nothing"], "status 404 and unexpected JSON"),
         (200, None, "version"),
     ],
 )
-def test_answers_of_something_else(faulty: FaultyGateway, client: Client, status: int, data: Any, words: str) -> None:
+def test_answers_of_other_services(faulty: FaultyGateway, client: Client, status: int, data: Any, words: str) -> None:
     faulty.intercept = lambda _method, _target: (status, data)
     with pytest.raises(Failure, match=words) as caught:
         client.require_version()

@@ -29,12 +29,12 @@ from ansible_collections.grove.sandbox.plugins.plugin_utils import _stream
         ({"exitCode": -1, "exited": False}, 255),
     ],
 )
-def test_exit_codes_are_a_shells(end: dict[str, Any], code: int) -> None:
+def test_exit_codes_match_a_shells(end: dict[str, Any], code: int) -> None:
     assert _stream._exit_code(end) == code
 
 
 @pytest.mark.parametrize("path", ["/a b", "/q'\"&=?#%41+;", "/grün/日本", "/line\nbreak", "/not-utf8-\udcff"])
-def test_paths_are_one_parameter(path: str) -> None:
+def test_paths_are_quoted_as_one_argument(path: str) -> None:
     parts = urlsplit(_stream._files(path))
     assert parts.path == "/files" and not parts.fragment
     (given,) = parse_qs(parts.query, strict_parsing=True, errors="surrogateescape")["path"]
@@ -53,11 +53,11 @@ class Answer:
         return False
 
 
-def frames(*messages: tuple[int, bytes]) -> bytes:
+def make_frames(*messages: tuple[int, bytes]) -> bytes:
     return b"".join(struct.pack(">BI", flags, len(data)) + data for flags, data in messages)
 
 
-def process(data: bytes) -> _stream.Process:
+def make_process(data: bytes) -> _stream.Process:
     answer: Any = Answer(data)
     channel = _stream.Channel("web", url="http://localhost:1")
     return _stream.Process(channel, http.client.HTTPConnection("localhost"), answer)
@@ -69,7 +69,7 @@ END = (0, b'{"event":{"end":{"exitCode":4,"exited":true}}}')
 
 
 def test_output() -> None:
-    running = process(frames(START, (0, b'{"event":{"keepalive":{}}}'), OUT, END, (2, b"{}")))
+    running = make_process(make_frames(START, (0, b'{"event":{"keepalive":{}}}'), OUT, END, (2, b"{}")))
     assert list(running.output()) == [("", b""), ("", b""), ("stdout", b"\0\x01\xff")]
     assert running.pid == 7 and running.exit_code == 4
 
@@ -77,15 +77,15 @@ def test_output() -> None:
 @pytest.mark.parametrize(
     ("data", "says", "kind"),
     [
-        (frames(START, OUT), "broke off", "unreachable"),
-        (frames(START, OUT, END)[:-3], "broke off", "unreachable"),
-        (frames(START, OUT, (2, b"{}")), "did not say how the command ended", _stream.INSIDE),
-        (frames((2, b'{"error":{"code":"internal","message":"no such user"}}')), "no such user", _stream.INSIDE),
+        (make_frames(START, OUT), "was closed", "unreachable"),
+        (make_frames(START, OUT, END)[:-3], "was closed", "unreachable"),
+        (make_frames(START, OUT, (2, b"{}")), "did not report how the command ended", _stream.INSIDE),
+        (make_frames((2, b'{"error":{"code":"internal","message":"no such user"}}')), "no such user", _stream.INSIDE),
     ],
 )
-def test_output_that_does_not_end_as_it_should(data: bytes, says: str, kind: str) -> None:
+def test_truncated_or_invalid_output(data: bytes, says: str, kind: str) -> None:
     with pytest.raises(Failure, match=says) as caught:
-        list(process(data).output())
+        list(make_process(data).output())
     assert caught.value.kind == kind
 
 
@@ -98,7 +98,7 @@ def test_output_that_does_not_end_as_it_should(data: bytes, says: str, kind: str
     ],
     ids=["closed", "not read", "unreachable"],
 )
-def test_input_that_does_not_get_there(monkeypatch: pytest.MonkeyPatch, failure: Failure, killed: bool) -> None:
+def test_input_that_is_not_delivered(monkeypatch: pytest.MonkeyPatch, failure: Failure, killed: bool) -> None:
     asked: list[str] = []
 
     def unary(self: Any, method: str, message: dict[str, Any], patience: float = 0) -> None:
@@ -107,7 +107,7 @@ def test_input_that_does_not_get_there(monkeypatch: pytest.MonkeyPatch, failure:
             raise failure
 
     monkeypatch.setattr(_stream.Channel, "unary", unary)
-    running = process(frames(START, END, (2, b"{}")))
+    running = make_process(make_frames(START, END, (2, b"{}")))
     running.feed(b"data")
     assert running._feeder
     running._feeder.join()
@@ -119,26 +119,26 @@ def test_input_that_does_not_get_there(monkeypatch: pytest.MonkeyPatch, failure:
         assert list(running.output()) and running.exit_code == 4
 
 
-def test_who_was_given_its_input_says_so() -> None:
+def test_errors_after_delivered_input() -> None:
     given = (0, json.dumps({"event": {"start": {"pid": 7, "input": True}}}).encode())
     for first, fed in ((START, False), (given, True)):
-        running = process(frames(first, END, (2, b"{}")))
+        running = make_process(make_frames(first, END, (2, b"{}")))
         assert list(running.output()) and running.fed is fed
 
 
-def test_a_broken_connection_has_a_sentence() -> None:
+def test_a_broken_connection_has_a_message() -> None:
     channel = _stream.Channel("web", url="http://localhost:1", timeout=3)
     for error, says in (
-        (TimeoutError(), "no sign of life for 3 s"),
-        (http.client.RemoteDisconnected(), "broke off"),
-        (ConnectionResetError(), "broke off"),
-        (BrokenPipeError(), "broke off"),
+        (TimeoutError(), "neither data nor a heartbeat for 3 s"),
+        (http.client.RemoteDisconnected(), "was closed"),
+        (ConnectionResetError(), "was closed"),
+        (BrokenPipeError(), "was closed"),
     ):
-        failure = channel.broken("POST /files", error)
+        failure = channel.connection_lost("POST /files", error)
         assert says in failure.message and failure.kind == "unreachable"
 
 
-def test_a_connection_that_idled_is_not_used_when_it_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_idle_connection_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     channel = _stream.Channel("web", url="http://localhost:1")
     ours, theirs = socket.socketpair()
     kept = http.client.HTTPConnection("localhost")
@@ -160,7 +160,7 @@ def test_the_user_and_the_key_are_headers() -> None:
     assert "X-API-Key" not in _stream.Channel("web", url="unix:///x")._headers
 
 
-class Become:
+class FakeBecome:
     """The part of a become plugin that the connection uses."""
 
     success = "BECOME-SUCCESS-x"
@@ -182,7 +182,7 @@ class Become:
         return {"become_pass": "secret"}[name]
 
 
-class Told:
+class RecordedProcess:
     """Records the input of a process."""
 
     def __init__(self) -> None:
@@ -191,26 +191,26 @@ class Told:
 
 
 @pytest.mark.parametrize("late", [b"", b"\n", b"\nerr\n"])
-def test_a_prompt_is_answered_once_and_is_no_output(late: bytes) -> None:
+def test_a_prompt_is_answered_once_and_not_shown(late: bytes) -> None:
     """sudo's output on one stream may arrive after the command's output on the other."""
-    escalation, process = _Escalation(Become(), "web", 60), Told()
+    escalation, process = _Escalation(FakeBecome(), "web", 60), RecordedProcess()
     told: Any = process
     out, err = bytearray(), bytearray()
-    assert escalation.waiting and escalation.go_on(told, out, err)
+    assert escalation.waiting and escalation.keep_waiting(told, out, err)
     err += b"a lecture\npassword for"
-    assert escalation.go_on(told, out, err) and process.told == b""
+    assert escalation.keep_waiting(told, out, err) and process.told == b""
     err += b" me:"
-    assert escalation.go_on(told, out, err) and escalation.go_on(told, out, err)
+    assert escalation.keep_waiting(told, out, err) and escalation.keep_waiting(told, out, err)
     assert process.told == b"secret\n"
     out += b"BECOME-SUCCESS-x\n"
-    assert not escalation.go_on(told, out, err)
+    assert not escalation.keep_waiting(told, out, err)
     err += late
     assert escalation.without_prompt(bytes(err)) == late[1:]
     assert escalation.without_prompt(bytes(out)) == b"BECOME-SUCCESS-x\n"
     assert escalation.without_prompt(b"password for you:") == b"password for you:"
 
 
-def test_nobody_to_become() -> None:
+def test_become_is_disabled() -> None:
     escalation = _Escalation(None, "web", 60)
     assert not escalation.waiting
     assert escalation.without_prompt(b"password for me:") == b"password for me:"

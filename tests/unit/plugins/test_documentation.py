@@ -63,7 +63,7 @@ def differences(documented: dict[str, Any], accepted: dict[str, Any], within: st
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.stem)
-def test_documented_is_accepted(module: Path) -> None:
+def test_documented_options_are_accepted(module: Path) -> None:
     assert not differences(documented_options(module), arguments(THINGS[module.stem]))
 
 

@@ -60,7 +60,7 @@ def test_a_number_in_a_filter_is_text() -> None:
 @pytest.mark.parametrize(
     "name", ["all", "ungrouped", "localhost", "127.0.0.1", "::1", EVIL, "a b", "", "-x", "a\nb", "web[1:3]"]
 )
-def test_names_that_mean_something_else(name: str) -> None:
+def test_names_with_a_special_meaning(name: str) -> None:
     assert _inventory.host_name(sandbox(name=name), "name", "east") == "0123456789ab"
     assert _inventory.host_name(sandbox(name=name), "name_gateway", "east") == "0123456789ab.east"
 
@@ -86,7 +86,7 @@ def test_groups() -> None:
     assert _inventory.groups_of(sandbox(head=""), "east", ["head"]) == []
 
 
-def test_variables_hold_no_key() -> None:
+def test_variables_contain_no_key() -> None:
     gateway = Gateway(
         "https://a.example", token="very-secret-key", ca_path="/ca.pem", validate_certs=False, name="east"
     )
@@ -106,9 +106,13 @@ def test_variables_hold_no_key() -> None:
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [({"url": "x", "tokn": "y"}, "no key tokn"), ("east", "must be a mapping"), (["a"], "must be a mapping")],
+    [
+        ({"url": "x", "tokn": "y"}, r"unknown keys \(tokn\)"),
+        ("east", "must be a mapping"),
+        (["a"], "must be a mapping"),
+    ],
 )
-def test_what_the_file_cannot_say(given: Any, says: str) -> None:
+def test_invalid_inventory_files(given: Any, says: str) -> None:
     with pytest.raises(Failure, match=says):
         _inventory.check_keys(given, _inventory.GATEWAY_KEYS, "gateway 1 of 1")
 
@@ -122,11 +126,11 @@ def test_keys(tmp_path: Path) -> None:
     with pytest.raises(Failure, match="cannot be read: No such file"):
         Gateway("x", token_file=str(tmp_path / "none")).key()
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(Failure, match="not a line of plain text"):
+    with pytest.raises(Failure, match="not a single line of plain text"):
         Gateway("x", token_file=str(file)).key()
 
 
-def test_what_is_remembered() -> None:
+def test_cached_values() -> None:
     gateway, other = Gateway("http://one"), Gateway("http://two")
     _gateways.remember("feedfeedfeed", gateway)
     _gateways.remember("feedfeedfeed", other)

@@ -19,7 +19,7 @@ from ansible_collections.grove.sandbox.plugins.module_utils._run import run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.collection.runner import foretold
+from tests.collection.runner import check_prediction
 from tests.support.faulty_gateway import FaultyGateway
 
 THINGS = {
@@ -164,9 +164,13 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_template, "POLL_SECONDS", (0, 0))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=2 * settings.default.max_examples,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.lists(one_wish, max_size=6), st.lists(st.sampled_from(BOXES), max_size=3), one_wish)
-def test_said_is_done_and_done_once(
+def test_predictions_are_correct_and_runs_are_idempotent(
     gateway: FaultyGateway,
     client: Client,
     history: list[tuple[str, dict[str, Any]]],
@@ -190,7 +194,7 @@ def test_said_is_done_and_done_once(
     assert said.get("failure") == done.get("failure")
     if "diff" not in done:
         return
-    foretold(said, done)
+    check_prediction(said, done)
     again = carry_out(client, kind, params)
     if params.get("rollback_to"):
         # Writes to a volume since the snapshot are not known: it is rolled back every time.
@@ -208,7 +212,7 @@ def carry_out(client: Client, kind: str, params: dict[str, Any], *, check: bool 
 
 
 @pytest.mark.parametrize("way", [{"count": 3, "name_prefix": "ci", "exact": True}, {"names": ["ci-1", "ci-3"]}])
-def test_forks_that_are_all_there_cost_one_call(gateway: FaultyGateway, client: Client, way: dict[str, Any]) -> None:
+def test_complete_forks_need_one_call(gateway: FaultyGateway, client: Client, way: dict[str, Any]) -> None:
     gateway.reset()
     wish = {"snapshot": "base", "metadata": {"run": 7}}
     made = carry_out(client, "fork", {**wish, "count": 3, "name_prefix": "ci"})
@@ -218,7 +222,7 @@ def test_forks_that_are_all_there_cost_one_call(gateway: FaultyGateway, client: 
     assert not again["changed"] and again["sandboxes"][0] == made["sandboxes"][0] and again["outcomes"] == []
 
 
-def test_of_forks_only_what_one_goes_on_with_is_listed(gateway: FaultyGateway, client: Client) -> None:
+def test_only_requested_fields_of_forks_are_listed(gateway: FaultyGateway, client: Client) -> None:
     gateway.reset()
     for check in (True, False):
         made = carry_out(client, "fork", {"snapshot": "base", "names": ["one"], "metadata": {"a": "b"}}, check=check)

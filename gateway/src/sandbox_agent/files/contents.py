@@ -141,7 +141,7 @@ def _store(user: users.User, path: str, pieces: Iterator[bytes], kept: dict[str,
         with open(fd, "wb", buffering=0) as file:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
-                raise _not_regular(path)
+                raise _not_regular_error(path)
             user.own(fd)
             write_metadata(fd, path, kept)
             if found.st_size:
@@ -154,7 +154,7 @@ def _store(user: users.User, path: str, pieces: Iterator[bytes], kept: dict[str,
     except OSError as error:
         # ENXIO: a socket, or a pipe without a reader.
         if error.errno in (errno.EISDIR, errno.ENXIO):
-            raise _not_regular(path) from None
+            raise _not_regular_error(path) from None
         raise from_os_error(error, path) from None
     about: dict[str, Any] = {"path": displayable(path), "name": displayable(os.path.basename(path)), "type": "file"}
     if kept:
@@ -162,7 +162,7 @@ def _store(user: users.User, path: str, pieces: Iterator[bytes], kept: dict[str,
     return about
 
 
-def _not_regular(path: str) -> Failure:
+def _not_regular_error(path: str) -> Failure:
     return invalid(f"{path} exists and is not a regular file")
 
 

@@ -83,16 +83,16 @@ def _format_time(nanoseconds: int) -> str:
 
 
 def check_metadata(given: dict[str, str]) -> dict[str, str]:
-    """Return ``given`` with its keys in lower case. Raises Failure if a file cannot carry it."""
+    """Return ``given`` with its keys in lower case. Raises Failure if a file cannot have such metadata."""
     size = 0
     for key, value in given.items():
         if not key or not all(" " <= letter <= "~" for letter in key + value):
-            raise invalid(f"metadata {key!r}: keys and values must be printable ASCII, and keys must not be empty")
+            raise invalid(f"metadata {key!r}: keys and values must be printable ASCII, and a key must not be empty")
         if len(_PREFIX + key) > _MAX_NAME:
             raise invalid(f"metadata {key!r}: a key can have at most {_MAX_NAME - len(_PREFIX)} characters")
         size += len(_PREFIX + key + value)
     if size > _MAX_BYTES:
-        raise invalid(f"the metadata has {size} bytes: a file can carry at most {_MAX_BYTES}")
+        raise invalid(f"the metadata has {size} bytes: a file can have at most {_MAX_BYTES}")
     return {key.lower(): value for key, value in given.items()}
 
 
@@ -120,10 +120,15 @@ def write_metadata(fd: int, path: str, wanted: dict[str, str]) -> None:
     except (OSError, AttributeError) as error:
         number = getattr(error, "errno", errno.ENOTSUP)
         if number in _FULL:
-            raise Failure("resource_exhausted", f"{displayable(path)}: no space left for metadata", 507) from None
+            raise Failure(
+                "resource_exhausted",
+                f"{displayable(path)} has no space left for metadata: use fewer or shorter entries",
+                507,
+            ) from None
         if isinstance(error, OSError) and number not in (errno.ENOTSUP, errno.ENOSYS):
             raise from_os_error(error, displayable(path)) from None
         if wanted:
             raise Failure(
-                "unimplemented", f"the file system of {displayable(path)} keeps no metadata: leave it out"
+                "unimplemented",
+                f"the file system of {displayable(path)} cannot store metadata: send the file without metadata",
             ) from None

@@ -60,7 +60,7 @@ def list_dir(request: Request, message: dict[str, Any]) -> bytes:
     path = _path(request, message, "path")
     depth = message.get("depth") or 1
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-        raise invalid("depth must be a whole number, at least 1")
+        raise invalid("depth must be a whole number of at least 1")
     if not stat.S_ISDIR(os.stat(path).st_mode):
         raise invalid(f"{path} is not a directory")
     # Encode entries one by one: a hundred thousand dicts take more memory than a small sandbox has.
@@ -78,7 +78,7 @@ def _walk(top: str, depth: int) -> Iterator[dict[str, Any]]:
             names = [item.name for item in islice(found, room + 1)]
         room -= len(names)
         if room < 0:
-            raise Failure("resource_exhausted", f"more than {MAX_ENTRIES} entries: use a smaller depth")
+            raise Failure("resource_exhausted", f"the listing has more than {MAX_ENTRIES} entries: use a smaller depth")
         return sorted(names, reverse=True)
 
     # The remaining names of each open directory.
@@ -131,7 +131,7 @@ def remove(request: Request, message: dict[str, Any]) -> dict[str, Any]:
     """``{path}`` → ``{}``. Removes a directory with its contents. A missing path is not an error."""
     path = _path(request, message, "path")
     if not message.get("path"):
-        raise invalid("path is missing")
+        raise invalid("the field path is missing or empty: set it to the path to remove")
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Watches a directory with Linux's inotify, through ctypes: the standard library has no binding.
+"""Watch a directory with Linux's inotify, through ctypes: the standard library has no binding.
 
 inotify does not report changes that other machines make to a network file system.
 """
@@ -106,7 +106,7 @@ class Tree:
             raise
 
     def due(self) -> float | None:
-        """Return after how many seconds to ``read`` even if ``fd`` is not ready; None: never."""
+        """Return after how many seconds to call ``read`` even if ``fd`` is not ready; None: never."""
         return None
 
     def close(self) -> None:
@@ -130,7 +130,9 @@ class Tree:
             name = os.fsdecode(data[offset : offset + size].rstrip(b"\0"))
             offset += size
             if mask & _Q_OVERFLOW:
-                raise Failure("data_loss", "too many changes at once, some were lost: list the directory again")
+                raise Failure(
+                    "data_loss", "too many changes happened at once and some were lost: list the directory again"
+                )
             directory = self._directories.get(wd)
             if directory is None:
                 continue

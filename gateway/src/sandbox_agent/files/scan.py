@@ -1,4 +1,4 @@
-"""Watches a directory by scanning it periodically, on systems and file systems without notifications."""
+"""Watch a directory by scanning it periodically, on systems and file systems without notifications."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Tree:
         if len(seen) > MAX_ENTRIES:
             raise Failure(
                 "resource_exhausted",
-                f"more than {MAX_ENTRIES} entries below {self._path}, too many to scan periodically: "
+                f"{self._path} contains more than {MAX_ENTRIES} entries, too many to scan periodically: "
                 "watch only a part of them",
             )
         if self._recursive and stat.S_ISDIR(found.st_mode):

@@ -1,4 +1,4 @@
-"""Watching directories: a stream of events, or a watcher that clients poll.
+"""Watch directories: a stream of events, or a watcher that clients poll.
 
 On Linux the agent uses inotify. Elsewhere, and on network file systems, where inotify misses changes by other
 machines, it scans periodically, which detects fewer changes: see scan.py.
@@ -205,7 +205,7 @@ class Watcher:
                 self._lost = False
                 raise Failure(
                     "data_loss",
-                    "too many changes since the last time, they were lost: list the directory again; "
+                    "too many changes happened since the last call and were lost: list the directory again; "
                     "later changes are reported",
                 )
             events, self._events, self._size = self._events, [], 0
@@ -303,7 +303,7 @@ class Watchers:
         with self._lock:
             watcher = self._watchers.get(identity)
         if watcher is None:
-            raise _not_found(identity)
+            raise _not_found_error(identity)
         return b'{"events":[%s]}' % b",".join(watcher.take())
 
     def remove_watcher(self, request: Request, message: dict[str, Any]) -> dict[str, Any]:
@@ -312,7 +312,7 @@ class Watchers:
         with self._lock:
             watcher = self._watchers.pop(identity, None)
         if watcher is None:
-            raise _not_found(identity)
+            raise _not_found_error(identity)
         watcher.stop()
         return {}
 
@@ -343,7 +343,7 @@ def _is_readable(fd: int, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000 + 1))
 
 
-def _not_found(identity: str) -> Failure:
+def _not_found_error(identity: str) -> Failure:
     minutes = FORGET_SECONDS / 60
     return Failure(
         "not_found", f"watcher {identity!r} not found: it was removed, or no client asked for {minutes:.0f} minutes"

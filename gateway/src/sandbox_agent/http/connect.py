@@ -97,7 +97,7 @@ class Stream:
         self._reply.connection.sock.settimeout(seconds)
 
     def receive(self) -> dict[str, Any] | None:
-        """Return the next frame's object; None at the end of the request."""
+        """Return the object in the next frame; None at the end of the request."""
         head = _read_exactly(self._body, _FRAME.size)
         if not head:
             return None
@@ -113,7 +113,7 @@ class Stream:
         """Return the only message of the request."""
         message = self.receive()
         if message is None:
-            raise invalid("the request has no message")
+            raise invalid("the request body has no message: send one frame with a JSON object")
         self._body.read_all(1024)
         return message
 
@@ -144,7 +144,7 @@ def _read_exactly(body: Body, size: int) -> bytes:
     while left:
         data = body.read(left)
         if not data:
-            raise invalid("the request ends within a message")
+            raise invalid("the request body ends in the middle of a message")
         pieces.append(data)
         left -= len(data)
     return b"".join(pieces)

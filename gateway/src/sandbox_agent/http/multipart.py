@@ -1,6 +1,6 @@
 """Parse multipart/form-data piece by piece.
 
-Written by hand: ``email`` holds the whole body in memory, and newer versions of Python lack ``cgi``.
+The standard library does not help: ``email`` holds the whole body in memory, and newer versions of Python lack ``cgi``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_HEAD = 16 << 10
 def boundary(content_type: str) -> bytes:
     value = parameters(content_type).get("boundary", "")
     if not 1 <= len(value) <= 200:
-        raise invalid("multipart/form-data without a boundary")
+        raise invalid("the Content-Type multipart/form-data has no boundary parameter")
     return value.encode("latin-1")
 
 
@@ -38,7 +38,7 @@ class Parts:
 
     def __iter__(self) -> Iterator[Part]:
         for _ in self.pieces():
-            pass  # a preamble
+            pass  # skip the preamble
         while True:
             end = self._take(2)
             if end == b"--":
@@ -64,7 +64,7 @@ class Parts:
         data = b"\r\n" + self._ahead
         while b"\r\n\r\n" not in data:
             if len(data) > _MAX_HEAD:
-                raise invalid("the head of a part is too long")
+                raise invalid("the headers of a multipart part are too long")
             self._read_more()
             data = b"\r\n" + self._ahead
         head, _, self._ahead = data.partition(b"\r\n\r\n")

@@ -1,6 +1,6 @@
-"""The HTTP server: a thread for each connection, a routing table, and the conversion of errors to answers.
+"""The HTTP server: one thread per connection, a routing table, and error responses.
 
-Written by hand: ``http.server`` is slow to import and does not support chunked bodies.
+It does not use ``http.server``, which is slow to import and does not support chunked bodies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 IDLE_SECONDS = 75.0
 """How long a connection may be silent: between requests, within a body, or with full buffers."""
 MAX_CONNECTIONS = 512
-"""Concurrent connections from other machines, and as many from this one: its programs cannot lock the gateway out."""
+"""Maximum number of connections from other machines, and as many from this machine.
+
+The separate limits prevent programs in the sandbox from locking the gateway out.
+"""
 
 
 class Route:
@@ -56,7 +59,7 @@ class Server:
                 sock, address = self._listener.accept()
             except OSError as error:
                 # No descriptors left, or the peer hung up before it was accepted: keep serving.
-                print(f"sandbox-agent: accept: {error}", file=sys.stderr)
+                print(f"sandbox-agent: cannot accept a connection: {error}", file=sys.stderr)
                 time.sleep(0.05)
                 continue
             slots = self._slots_of(sock, address[0])
@@ -120,7 +123,8 @@ class Server:
             self._guard(request)
         if route is None:
             if request.path in self._paths:
-                raise Failure("unimplemented", f"{request.path} does not take {request.method}", 405)
+                raise Failure("unimplemented", f"{request.path} does not support the method {request.method}", 405)
+            # The gateway recognises an agent without /eval by this text: do not change it.
             raise Failure("unimplemented", f"{request.path} not found", 404)
         try:
             route.handler(request, reply)
@@ -132,7 +136,7 @@ class Server:
             import traceback
 
             traceback.print_exc()
-            raise Failure("internal", f"the agent failed: {type(error).__name__}: {error}") from None
+            raise Failure("internal", f"internal error in the agent: {type(error).__name__}: {error}") from None
 
     def _send_failure(self, failure: Failure, route: Route | None, request: Request, reply: Reply) -> None:
         if reply.begun:

@@ -1,6 +1,6 @@
-"""HTTP/1.1 on one connection: reads requests and writes answers, each in one write if possible.
+"""HTTP/1.1 on one connection: read requests and write answers, each in one write if possible.
 
-Written by hand: ``http.server`` is slow to import and does not support chunked bodies.
+It does not use ``http.server``, which is slow to import and does not support chunked bodies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_HEAD = 64 << 10
 MAX_JSON = 32 << 20
 PIECE = 64 << 10
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 
 REASONS = {
     200: b"OK",
@@ -156,14 +156,17 @@ class Body:
         return True
 
     def discard(self, seconds: float) -> None:
-        """Read to the end, for at most ``seconds``. A reset would discard the answer of a peer that still sends."""
+        """Read to the end, for at most ``seconds``.
+
+        Without this, a peer that still sends would get a reset instead of the answer.
+        """
         until = time.monotonic() + seconds
         while not self.finished and not self._expects and time.monotonic() < until:
             self.read()
 
 
 class Request:
-    """A request. ``headers``: by lower-case name, the last of repeated ones. ``parameter``: see ``server.Server``."""
+    """A request. ``headers``: by lower-case name; the last one wins. ``parameter``: see ``server.Server``."""
 
     def __init__(self, connection: Connection, head: bytes) -> None:
         lines = head.decode("latin-1").split("\r\n")
@@ -185,7 +188,7 @@ class Request:
         self.body = Body(connection, _length(headers), expects)
 
     def query(self) -> dict[str, str]:
-        """Return the query's parameters; the last of repeated ones counts."""
+        """Return the query's parameters; of a repeated parameter, the last one wins."""
         if not self._query:
             return {}
         from urllib.parse import parse_qsl
@@ -201,7 +204,7 @@ def _length(headers: dict[str, str]) -> int | None:
     if "chunked" in headers.get("transfer-encoding", "").lower():
         return None
     text = headers.get("content-length", "0")
-    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         raise Gone
     return int(text)
 
@@ -219,7 +222,10 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 class Reply:
-    """The answer to one request: ``send`` or ``json`` once; or ``begin``, any number of ``write``, then ``end``."""
+    """The answer to one request.
+
+    Call ``send`` or ``json`` once; or ``begin``, then ``write`` any number of times, then ``end``.
+    """
 
     def __init__(self, connection: Connection, request: Request) -> None:
         self.connection = connection

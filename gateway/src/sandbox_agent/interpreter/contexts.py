@@ -57,17 +57,19 @@ class Contexts:
         if found is None:
             owner = next((some for some, default in DEFAULTS.items() if default == name), "")
             if not owner:
-                raise _not_found(name)
+                raise _not_found_error(name)
             found = self._add(name, owner, _default_directory(users.find_user("")))
         if language and found.language != language:
-            raise invalid(f"the context {name} runs {found.language}, not {language}: name one of them only")
+            raise invalid(
+                f"the context {name} runs {found.language}, not {language}: send either the context or the language"
+            )
         return found
 
     def remove(self, name: str) -> None:
         with self._lock:
             context = self._contexts.pop(name, None)
         if context is None:
-            raise _not_found(name)
+            raise _not_found_error(name)
         context.end()
 
     def _add(self, name: str, language: str, cwd: str) -> Context:
@@ -153,7 +155,7 @@ class Context:
         """Return the running kernel; starts one if there is none."""
         with self._lock:
             if self._ended:
-                raise _not_found(self.id)
+                raise _not_found_error(self.id)
             if self._kernel is not None and not self._kernel.closed:
                 return self._kernel
         language = LANGUAGES[self.language]()
@@ -164,7 +166,7 @@ class Context:
         with self._lock:
             if self._ended:
                 kernel.retire("the context was removed")
-                raise _not_found(self.id)
+                raise _not_found_error(self.id)
             self._kernel = kernel
         return kernel
 
@@ -251,7 +253,7 @@ def _check_language(language: str) -> str:
     return language
 
 
-def _not_found(name: str) -> Failure:
+def _not_found_error(name: str) -> Failure:
     return Failure("not_found", f"context {name} not found")
 
 

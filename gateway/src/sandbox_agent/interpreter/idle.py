@@ -1,4 +1,4 @@
-"""Discards the output of kernels between cells, for example from background threads and servers.
+"""Discard the output of kernels between cells, for example from background threads and servers.
 
 Otherwise the writers would block on a full pipe. A running cell reads its output itself: the cell's first output
 wakes this thread once, which then stops watching the pipe until ``watch`` is called again.

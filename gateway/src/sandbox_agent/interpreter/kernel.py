@@ -35,14 +35,14 @@ import time
 import traceback
 import warnings
 
-from sandbox_agent.interpreter.kernel_protocol import DONE, EVENT, FIELDS, HEAD, MOST, SIZE, SYNC
+from sandbox_agent.interpreter.kernel_protocol import DONE, EVENT, FIELDS, HEAD, MAX_SIZE, SIZE, SYNC
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import CodeType, FrameType, TracebackType
     from typing import Any
 
-_MOST_TEXT = 1 << 20
+_MAX_TEXT = 1 << 20
 """Maximum number of characters in an error's text, and in its traceback."""
 _CELLS = 1000
 """Number of cells whose source is kept for tracebacks."""
@@ -325,8 +325,8 @@ def _show_figures(lines: list[bytes]) -> None:
 
 def _encode_event(event: dict[str, Any]) -> bytes:
     line = _encode(event).encode()
-    if len(line) > MOST:
-        text = f"(a result of {len(line)} bytes was left out: the limit is {MOST})"
+    if len(line) > MAX_SIZE:
+        text = f"(a result of {len(line)} bytes was left out: the limit is {MAX_SIZE})"
         event = {"type": event["type"], "text": text, "is_main_result": event["is_main_result"]}
         line = _encode(event).encode()
     return line
@@ -346,8 +346,8 @@ def _describe_error(error: BaseException) -> dict[str, Any]:
     return {
         "type": "error",
         "name": type(error).__name__,
-        "value": value[:_MOST_TEXT],
-        "traceback": text[-_MOST_TEXT:].rstrip("\n"),
+        "value": value[:_MAX_TEXT],
+        "traceback": text[-_MAX_TEXT:].rstrip("\n"),
     }
 
 
@@ -402,7 +402,7 @@ def _exit_child(lines: list[bytes]) -> None:
 
 
 def _refuse_input(prompt: object = "") -> str:
-    raise RuntimeError("input() is not available, as nobody can answer: put the value into the code")
+    raise RuntimeError("input() is not available, because no one can answer: put the value into the code")
 
 
 def main() -> None:

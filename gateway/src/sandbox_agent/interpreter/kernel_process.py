@@ -36,7 +36,7 @@ KERNEL_DIED = "KernelDied"
 
 
 class KernelEnded(Exception):
-    """The kernel has ended: ``name`` and ``value`` of the error to report."""
+    """The kernel has ended: ``name`` and ``value`` describe the error to report."""
 
     def __init__(self, name: str, value: str) -> None:
         super().__init__(value)
@@ -130,7 +130,7 @@ class Kernel:
         child.signal_group(self._process, signal.SIGINT)
 
     def describe_end(self) -> str:
-        """Wait for the process to end, kill it if necessary, and return a sentence that says how it ended."""
+        """Wait for the process to end, kill it if necessary, and return a sentence that describes how it ended."""
         _is_readable(self._exited, _CLOSING_MS)
         with self._lock:
             self._kill()
@@ -230,9 +230,11 @@ class _CellRun:
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             late = (
-                f"the code ran longer than {self._seconds:g} s and did not end" if self._overdue else "it did not end"
+                f"the code ran longer than {self._seconds:g} s and did not end"
+                if self._overdue
+                else "the code did not end"
             )
-            self._kernel.retire(f"{late} when it was interrupted, so its kernel was killed; its variables are lost")
+            self._kernel.retire(f"{late} when it was interrupted, so its kernel was killed and its variables are lost")
 
     def _check_client(self) -> None:
         self._poll.unregister(self._client)

@@ -9,7 +9,7 @@ HEAD = struct.Struct(">cI")
 SIZE = struct.Struct(">I")
 """The head of the agent's frame: the length of its content."""
 EVENT, SYNC, DONE = b"E", b"S", b"D"
-MOST = 32 << 20
+MAX_SIZE = 32 << 20
 """Maximum number of bytes in one event."""
 
 FIELDS = {

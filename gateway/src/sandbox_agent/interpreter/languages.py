@@ -9,7 +9,7 @@ import sys
 import time
 
 from sandbox_agent.failure import invalid
-from sandbox_agent.interpreter.kernel_protocol import DONE, EVENT, HEAD, MOST, SIZE, SYNC
+from sandbox_agent.interpreter.kernel_protocol import DONE, EVENT, HEAD, MAX_SIZE, SIZE, SYNC
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,7 +25,10 @@ _NAME = frozenset(string.ascii_letters + string.digits + "_")
 
 
 class Cell:
-    """Code to run. ``env``: variables for this run; ``changes``: permanent ones, None removes; ``plain``: text only."""
+    """Code to run.
+
+    ``env``: variables for this run; ``changes``: permanent variables, None removes one; ``plain``: text only.
+    """
 
     def __init__(self, code: str, env: dict[str, str], *, plain: bool = False) -> None:
         self.code = code
@@ -103,7 +106,7 @@ class Python(Language):
         while len(heard) >= HEAD.size:
             letter, size = HEAD.unpack_from(heard)
             kind = {EVENT: "event", SYNC: "sync", DONE: "done"}.get(letter, "broken")
-            if size > MOST or (kind == "done" and size > _MAX_STATUS):
+            if size > MAX_SIZE or (kind == "done" and size > _MAX_STATUS):
                 kind = "broken"
             if kind != "broken" and len(heard) < HEAD.size + size:
                 return
@@ -198,7 +201,7 @@ class Shell(Language):
                     yield "done", self._status
 
     def after_interrupt(self) -> bytes:
-        # Ask again: some shells drop their input at an interrupt, and the interrupt must not hit the next cell.
+        # Ask again, because some shells drop their input at an interrupt, and the interrupt must not hit the next cell.
         self._awaited = b"%d!" % self._number
         return self._ask_status()
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from sandbox_agent.http.wire import Reply, Request
 
-_MOST_SECONDS = 1e6
+_MAX_SECONDS = 1e6
 
 
 class Interpreter:
@@ -84,4 +84,4 @@ def _code(message: dict[str, Any]) -> str:
 
 
 def _seconds(message: dict[str, Any]) -> float | None:
-    return get_number(message, "timeout", default=0, most=_MOST_SECONDS) or None
+    return get_number(message, "timeout", default=0, most=_MAX_SECONDS) or None

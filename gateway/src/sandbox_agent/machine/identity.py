@@ -68,7 +68,7 @@ class Identity:
         if not self._managed:
             return _UNMANAGED
         if not system.LINUX:
-            return "no bind mounts on this system"
+            return "this system has no bind mounts"
         if not self._is_volatile():
             return f"{os.path.dirname(self._run)} is on the disk"
         source, target = os.path.join(self._run, name), os.path.join(self._etc, name)
@@ -90,7 +90,7 @@ class Identity:
         return {**known, **self._env}
 
     def guard(self, request: Request) -> None:
-        """Raise Failure unless the request carries the access token, once a token is set.
+        """Raise Failure unless the request carries the access token, if a token is set.
 
         Waits while the identity changes.
         """
@@ -118,7 +118,7 @@ class Identity:
             with self._lock:
                 return
         if not self._token:
-            raise Failure("permission_denied", "only the gateway may ask for this")
+            raise Failure("permission_denied", "only the gateway may send this request")
         self.guard(request)
 
     def _is_gateway(self, request: Request) -> bool:
@@ -171,7 +171,7 @@ class Identity:
         )
 
     def serve_line(self, line: Line) -> None:
-        """Serve the line to the host forever: answer its question, then apply the identity that it sends.
+        """Serve the line to the host without end: answer its question, then apply the identity that it sends.
 
         The answer is sent first. From then on, requests wait until the identity is set. The host sends only valid
         identities.
@@ -179,7 +179,7 @@ class Identity:
         while True:
             frame = line.read()
             if frame[:1] != ASK:
-                continue  # The frame was meant for the machine that this one was forked from.
+                continue  # The frame was meant for the machine from which this machine was forked.
             with self._lock:
                 while frame[:1] == ASK:
                     line.write(frame)
@@ -216,7 +216,7 @@ class Identity:
         entropy = get_bytes(message, "entropy")
         if entropy:
             if not MIN_ENTROPY <= len(entropy) <= MAX_ENTROPY:
-                raise invalid(f"entropy must be {MIN_ENTROPY} to {MAX_ENTROPY} bytes")
+                raise invalid(f"the field entropy must have {MIN_ENTROPY} to {MAX_ENTROPY} bytes")
             steps.append(("entropy", lambda: system.add_entropy(entropy)))
         now = get_number(message, "time", default=0, most=1 << 33)
         if now:
@@ -228,7 +228,7 @@ class Identity:
         machine_id = _check_text(message, "machineID", string.hexdigits, 32)
         if machine_id:
             if len(machine_id) != 32:
-                raise invalid("machineID must be 32 hexadecimal digits")
+                raise invalid("the field machineID must have 32 hexadecimal digits")
             steps.append(("machine-id", lambda: self._write("machine-id", machine_id.lower() + "\n")))
         resolvers = _check_addresses(message.get("dns"))
         if resolvers:
@@ -320,7 +320,7 @@ def _check_text(message: dict[str, Any], key: str, letters: str, most: int) -> s
     if value is None:
         return ""
     if not isinstance(value, str) or len(value) > most or not set(value) <= set(letters):
-        raise invalid(f"{key} is not allowed: at most {most} characters of {letters!r}")
+        raise invalid(f"the field {key} is not valid: use at most {most} characters of {letters!r}")
     return value
 
 
@@ -328,7 +328,7 @@ def _check_addresses(value: Any) -> list[str]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise invalid("dns must be a list of addresses")
+        raise invalid("the field dns must be a list of addresses")
     for address in value:
         for family in (socket.AF_INET, socket.AF_INET6):
             try:
@@ -337,5 +337,5 @@ def _check_addresses(value: Any) -> list[str]:
             except (OSError, TypeError, ValueError):
                 continue
         else:
-            raise invalid(f"dns: {address!r} is not an address")
+            raise invalid(f"the field dns contains {address!r}, which is not an IP address")
     return value

@@ -3,8 +3,8 @@
 It carries the identity after a fork. A fork's first TCP connection and HTTP request are slow, especially on an emulated
 processor; the line takes a fraction of that time.
 
-    host     ? and 16 bytes    are you there?
-    agent    the same          yes, and requests wait until the identity is set
+    host     ? and 16 bytes    is the agent there?
+    agent    the same          yes; from now on requests wait until the identity is set
     host     = and JSON        the body of /identity
 
 Each frame is one read of at most 4096 bytes, so the first frame after a fork is complete, whenever the fork happened.
@@ -54,7 +54,7 @@ class Line:
         try:
             os.write(self._fd, frame)
         except OSError as error:
-            print(f"sandbox-agent: line: {error}", file=sys.stderr)
+            print(f"sandbox-agent: the serial line to the host cannot be used: {error}", file=sys.stderr)
 
 
 def _open_when_present(path: str) -> int:
@@ -66,7 +66,7 @@ def _open_when_present(path: str) -> int:
             if time.monotonic() > until:
                 sys.exit()
         except OSError as error:
-            print(f"sandbox-agent: line: {error}", file=sys.stderr)
+            print(f"sandbox-agent: the serial line to the host cannot be used: {error}", file=sys.stderr)
             sys.exit()
         time.sleep(_RETRY_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Network volumes that the machine mounts itself. Every wait is bounded: the server may be down or hang.
+"""Mount network volumes inside the machine. Every wait is bounded, because the server may be down or hang.
 
 The list of mounts is kept in /run, which lasts as long as the mounts and is part of a fork. The kernel's mount table
 shows which of them still exist.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sandbox_agent.http.wire import Reply, Request
 
     Mount = dict[str, Any]
-    """path, source, type, options, readOnly"""
+    """A mount as the gateway sends it: path, source, type, options, readOnly."""
 
 STATE = "/run/sandbox/mounts.json"
 MOUNT_SECONDS = 25.0
@@ -46,8 +46,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def handle(request: Request, reply: Reply, *, managed: bool) -> None:
     """``{mounts: [{path, source, type, options, readOnly}]}``, in the order to mount → ``{mounted, unmounted}``.
 
-    The answer lists paths. Mounts that are already correct stay; the agent's other mounts are removed, even if they
-    are in use; mounts made by others stay. If one new volume cannot be mounted, none is.
+    The answer lists paths. Keeps mounts that are already correct, removes the agent's other mounts, even if they are in
+    use, and ignores the mounts of others. If one new volume cannot be mounted, mounts none.
     """
     wanted = _check(request.json())
     if not managed:
@@ -60,7 +60,7 @@ def handle(request: Request, reply: Reply, *, managed: bool) -> None:
 def _check(message: dict[str, Any]) -> list[Mount]:
     given = message.get("mounts")
     if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
-        raise invalid("mounts must be a list of JSON objects")
+        raise invalid("the field mounts must be a list of JSON objects")
     wanted: list[Mount] = []
     for item in given:
         mount: Mount = {key: get_text(item, key) for key in _TEXTS}
@@ -69,9 +69,9 @@ def _check(message: dict[str, Any]) -> list[Mount]:
         if not path.startswith("/") or path == "/" or os.path.normpath(path) != path:
             raise invalid(f"cannot mount on {path!r}: the path must be absolute and contain no '..' or '//'")
         if not mount["source"] or not mount["type"]:
-            raise invalid(f"{path}: source and type are missing")
+            raise invalid(f"the mount on {path} needs both a source and a type")
         if any(path == other["path"] for other in wanted):
-            raise invalid(f"{path} is listed twice")
+            raise invalid(f"the path {path} is listed twice: list each mount point once")
         wanted.append(mount)
     return wanted
 
@@ -109,11 +109,11 @@ def _mount(mount: Mount, deadline: float) -> None:
     path = mount["path"]
     real = os.path.realpath(path)
     if real != path:
-        raise invalid(f"{path} contains a symbolic link: mount on {real}")
+        raise invalid(f"the path {path} contains a symbolic link: use {real} instead")
     try:
         os.makedirs(path, mode=0o755, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise invalid(f"cannot mount on {path}: it or one of its parents is not a directory") from None
+        raise invalid(f"cannot mount on {path}: the path or one of its parents is not a directory") from None
     except OSError as error:
         raise from_os_error(error, path) from None
     flags = _MS_NOSUID | _MS_NODEV | (_MS_RDONLY if mount["readOnly"] else 0)
@@ -130,7 +130,11 @@ def _mount(mount: Mount, deadline: float) -> None:
             f"{path}: this machine's kernel cannot mount {mount['type']}: use a template whose kernel has that module",
         )
     if number == errno.ETIMEDOUT:
-        raise Failure("deadline_exceeded", f"{path}: the server of the volume does not answer")
+        raise Failure(
+            "deadline_exceeded",
+            f"cannot mount {path}: the server of the volume does not answer. Check the network between the "
+            "sandbox and the host",
+        )
     if number:
         raise from_os_error(OSError(number, os.strerror(number)), path)
 
@@ -154,7 +158,7 @@ def _unmount(mount: Mount) -> None:
             raise from_os_error(OSError(number, os.strerror(number)), mount["path"])
     raise Failure(
         "failed_precondition",
-        f"{mount['path']}: too many mounts are stacked on it: unmount some",
+        f"too many mounts are stacked on {mount['path']}: unmount some of them",
     )
 
 

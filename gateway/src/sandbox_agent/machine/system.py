@@ -113,7 +113,7 @@ def gateway_address() -> str:
 
 
 def _gateway_from_route() -> str:
-    """Return the same from the output of ``route``, on FreeBSD."""
+    """Return the default route's gateway from the output of FreeBSD's ``route``."""
     try:
         done = subprocess.run(["/sbin/route", "-n", "get", "default"], capture_output=True, timeout=5, text=True)
     except (OSError, subprocess.SubprocessError):

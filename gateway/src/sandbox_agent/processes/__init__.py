@@ -1,1 +1,1 @@
-"""Commands and terminals: starting them, their input and output, and signals."""
+"""Start commands and terminals, transfer their input and output, and send signals."""

@@ -1,4 +1,4 @@
-"""Starts processes for users, and monitors them through descriptors."""
+"""Start processes for users, and monitor them through descriptors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PIECE = 64 << 10
 
 
 class NotStarted(Failure):
-    """The command cannot be run; ``exit_code`` is what a shell would report (126 or 127)."""
+    """The command cannot be run; ``exit_code`` is the code that a shell would report (126 or 127)."""
 
     def __init__(self, command: str, error: OSError) -> None:
         super().__init__("invalid_argument", f"cannot run {command!r}: {error.strerror or error}")

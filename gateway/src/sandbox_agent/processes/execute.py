@@ -38,7 +38,7 @@ class Execute:
         message = request.json()
         argv = get_strings(message, "args")
         if not argv or not argv[0]:
-            raise invalid("args must name a command")
+            raise invalid("the field args must contain a command")
         user = users.find_user(get_text(message, "user")) if message.get("user") else users.user_of(request)
         env = child.environment(user, self._default_env(), get_variables(message, "env"))
         run = Run(get_bytes(message, "stdin"), get_number(message, "timeout", default=DEFAULT_SECONDS, most=1e6))

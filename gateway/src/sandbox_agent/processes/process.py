@@ -1,4 +1,4 @@
-"""Processes that outlive the requests that started them, and a table of these processes."""
+"""Processes that outlive the requests that started them, and a table of all such processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 KEEP_SECONDS = 60.0
 """How long clients can still connect to an ended process."""
-KEEP_MOST = 32
+MAX_KEPT = 32
 INPUT_SECONDS = 60.0
 """How long to wait for a process to read its input."""
 _LEFTOVER = 1 << 20
@@ -32,7 +32,7 @@ _TURN_MS = 200
 class Process:
     """A running or ended process.
 
-    ``config``: the client's request; ``overdue``: it was killed at its deadline.
+    ``config``: the client's request; ``overdue``: the process was killed at its deadline.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Process:
         """Signal the process group. Raises Failure if the process has ended."""
         with self._state_lock:
             if self.ended_at:
-                raise Failure("not_found", f"process {self.pid} not found: it has ended")
+                raise Failure("not_found", f"process {self.pid} not found: it has already ended")
             child.signal_group(self._child, number)
 
     def resize(self, cols: int, rows: int) -> None:
@@ -205,7 +205,10 @@ class Process:
         poll.register(self._input, select.POLLOUT)
         while data:
             if not poll.poll(INPUT_SECONDS * 1000):
-                raise Failure("deadline_exceeded", f"process {self.pid} does not read its input")
+                raise Failure(
+                    "deadline_exceeded",
+                    f"process {self.pid} does not read its input: send less data, or wait until the process reads it",
+                )
             try:
                 data = data[os.write(self._input, data) :]
             except BlockingIOError:
@@ -263,7 +266,7 @@ class Table:
         now = time.monotonic()
         gone = sorted((p.ended_at, p.pid) for p in self._processes.values() if p.ended_at)
         for index, (ended_at, pid) in enumerate(gone):
-            if now - ended_at > KEEP_SECONDS or len(gone) - index > KEEP_MOST:
+            if now - ended_at > KEEP_SECONDS or len(gone) - index > MAX_KEPT:
                 del self._processes[pid]
 
 

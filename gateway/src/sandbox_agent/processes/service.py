@@ -57,7 +57,7 @@ class ProcessService:
         config = get_object(message, "process")
         argv = [get_text(config, "cmd"), *get_strings(config, "args")]
         if not argv[0]:
-            raise invalid("process.cmd is missing")
+            raise invalid("the field process.cmd is missing")
         user = users.user_of(request)
         envs = get_variables(config, "envs")
         cwd = get_text(config, "cwd")
@@ -153,7 +153,7 @@ class ProcessService:
         process = self._table.find(message.get("process"))
         number = _SIGNALS.get(message.get("signal", ""))
         if number is None:
-            raise invalid("signal must be SIGNAL_SIGTERM or SIGNAL_SIGKILL")
+            raise invalid("the field signal must be SIGNAL_SIGTERM or SIGNAL_SIGKILL")
         process.signal(number)
         return {}
 
@@ -208,4 +208,4 @@ def _terminal_size(message: dict[str, Any]) -> tuple[int, int] | None:
     try:
         return int(size.get("cols") or 80), int(size.get("rows") or 24)
     except (ValueError, TypeError, AttributeError):
-        raise invalid("pty.size must be {cols, rows}") from None
+        raise invalid("the field pty.size must be {cols, rows}") from None

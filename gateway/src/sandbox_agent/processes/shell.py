@@ -1,4 +1,4 @@
-"""Finds a shell for clients that request /bin/bash in a sandbox without it."""
+"""Find a shell for clients that request /bin/bash in a sandbox without bash."""
 
 from __future__ import annotations
 

@@ -23,19 +23,19 @@ from sandbox_gateway.api.unknown_fields import CheckFields
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.engine import Engine
 
-_DESCRIPTION = "Sandboxes that are captured, forked and rolled back while they run."
+_DESCRIPTION = "Capture, fork and roll back sandboxes while they run."
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorShape, "description": what}
     for status, what in {
         400: "Invalid",
-        401: "No key, or not a known one",
-        403: "The key's scope does not suffice",
+        401: "The key is missing or unknown",
+        403: "The key's scope is not sufficient",
         404: "Not found",
-        409: "In use, taken, or in the wrong state",
+        409: "In use, name taken, or in the wrong state",
         413: "Too large, or over a quota",
         429: "Busy: try again later",
-        500: "A backend failed, or a bug",
-        504: "Not done in time",
+        500: "A backend failed, or the gateway has a bug",
+        504: "The operation did not finish in time",
         507: "No space left",
     }.items()
 }
@@ -89,7 +89,7 @@ def create_app(engine: Engine, config: Config, keys: Keys) -> FastAPI:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, with the authentication schemes, and our 400 in place of the framework's 422."""
+    """Return the OpenAPI document, with the authentication schemes, and status 400 in place of the framework's 422."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         for path, item in document["paths"].items():

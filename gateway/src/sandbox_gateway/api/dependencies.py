@@ -8,7 +8,7 @@ from fastapi import Depends, Header, Path, Request
 
 from sandbox_gateway.engine.engine import Engine
 
-LONGEST_REF = 128
+MAX_REF_LENGTH = 128
 
 
 async def _engine(request: Request) -> Engine:
@@ -17,10 +17,13 @@ async def _engine(request: Request) -> Engine:
 
 
 EngineDep = Annotated[Engine, Depends(_engine)]
-Ref = Annotated[str, Path(max_length=LONGEST_REF, description="An id or a name.")]
+Ref = Annotated[str, Path(max_length=MAX_REF_LENGTH, description="An id or a name.")]
 IdempotencyKey = Annotated[
-    str, Header(alias="Idempotency-Key", max_length=256, description="The same key again answers the same sandbox.")
+    str,
+    Header(
+        alias="Idempotency-Key", max_length=256, description="A request with the same key returns the same sandboxes."
+    ),
 ]
 Operation = Annotated[
-    str, Header(alias="X-Operation-Id", max_length=64, description="Events of this request carry it.")
+    str, Header(alias="X-Operation-Id", max_length=64, description="An id that the events of this request contain.")
 ]

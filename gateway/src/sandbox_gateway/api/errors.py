@@ -1,4 +1,4 @@
-"""All errors have the same shape: `{code, message, error, kind, blockers}`."""
+"""Convert all errors to one shape: `{code, message, error, kind, blockers}`, and `details` where there are any."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LONGEST = 4000
 """Maximum length of an error message, in characters."""
 RETRY_SECONDS = 1
 GONE = 499
-_MOST_DIGITS = 15
+_MAX_DIGITS = 15
 SWITCHED = 101
 """The status recorded for an accepted WebSocket."""
 
@@ -40,13 +40,20 @@ WARNING = "sandbox_gateway.warning"
 
 
 class ErrorShape(BaseModel):
-    """The shape of every refusal and failure."""
+    """The JSON of every error."""
 
     code: int = Field(description="The HTTP status.")
-    message: str = Field(description="A sentence: what is wrong and how to mend it.")
-    error: str = Field(description="The same sentence.")
-    kind: str = Field(description="A stable machine word: not_found, in_use, name_taken, conflict, invalid, …")
-    blockers: list[str] = Field(description="Ids of what stands in the way.")
+    message: str = Field(description="A sentence that says what is wrong and how to fix it.")
+    error: str = Field(description="The same sentence as in message.")
+    kind: str = Field(
+        description="A stable identifier of the error: not_found, in_use, name_taken, conflict, invalid, …"
+    )
+    blockers: list[str] = Field(description="Ids of the objects that block the operation.")
+    details: dict[str, Any] = Field(
+        {},
+        description="The details of the message, as data. not_found: resource, parent; in_use: resource, users "
+        "(kind, id, name), overrides (parameters of the request that remove an obstacle).",
+    )
 
 
 class ClientGone(Exception):
@@ -61,28 +68,37 @@ def clip(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def body_of(status: int, kind: str, message: str, blockers: Sequence[str] = ()) -> dict[str, Any]:
+def body_of(
+    status: int, kind: str, message: str, blockers: Sequence[str] = (), details: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     # A caller's input may contain lone surrogates, which cannot be encoded.
     sentence = clip(message, LONGEST).encode(errors="replace").decode()
-    return {"code": status, "message": sentence, "error": sentence, "kind": kind, "blockers": list(blockers)}
+    body = {"code": status, "message": sentence, "error": sentence, "kind": kind, "blockers": list(blockers)}
+    return {**body, "details": details} if details else body
 
 
 def answer(
-    status: int, kind: str, message: str, blockers: Sequence[str] = (), headers: Mapping[str, str] | None = None
+    status: int,
+    kind: str,
+    message: str,
+    blockers: Sequence[str] = (),
+    headers: Mapping[str, str] | None = None,
+    details: Mapping[str, Any] | None = None,
 ) -> JSONResponse:
     more = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else {}
-    return JSONResponse(body_of(status, kind, message, blockers), status, headers={**more, **(headers or {})})
+    body = body_of(status, kind, message, blockers, details)
+    return JSONResponse(body, status, headers={**more, **(headers or {})})
 
 
 def answer_to(error: GatewayError) -> JSONResponse:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if isinstance(error, Misframed | TooSlow):
         headers["Connection"] = "close"
-    return answer(error.status, error.kind, error.message, error.blockers, headers)
+    return answer(error.status, error.kind, error.message, error.blockers, headers, error.details)
 
 
 def register(app: FastAPI) -> None:
-    """Register handlers so that ``app`` answers all errors in our shape."""
+    """Register handlers so that ``app`` answers all errors as ErrorShape."""
 
     @app.exception_handler(GatewayError)
     async def _refused(_: Request, error: GatewayError) -> JSONResponse:
@@ -96,17 +112,17 @@ def register(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         if isinstance(error.__cause__, GatewayError):
             return answer_to(error.__cause__)
-        kind, message = _routing(request, error)
+        kind, message = _routing_error(request, error)
         return answer(error.status_code, kind, message, headers=error.headers)
 
 
-def _routing(request: Request, error: HTTPException) -> tuple[str, str]:
+def _routing_error(request: Request, error: HTTPException) -> tuple[str, str]:
     asked = f"{request.method} {clip(request.url.path, SHOWN)}"
     if error.status_code == 404:
         return "not_found", f"route {asked} not found: GET /openapi.json lists the routes"
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow") or "another method"
-        return "invalid", f"{asked} is not offered: this route takes {allowed}"
+        return "invalid", f"{asked} is not supported: this route accepts {allowed}"
     if error.status_code == 400:
         return "invalid", "the body cannot be read: send a JSON object, with Content-Type: application/json"
     return "invalid", f"{asked}: {error.detail}"
@@ -134,10 +150,10 @@ def _field(item: Mapping[str, Any]) -> str:
     what = clip(item["msg"].removeprefix("Value error, "), 300)
     if item["type"] in ("missing", "value_error"):
         return f"{name}: {'this field is required' if item['type'] == 'missing' else what}"
-    return f"{name}: {what} (got {_shown(item.get('input'))})"
+    return f"{name}: {what} (got {_shorten(item.get('input'))})"
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     if isinstance(value, str | bytes):
         value = value[:SHOWN]
     elif isinstance(value, list | dict):
@@ -148,7 +164,7 @@ def _shown(value: object) -> str:
 
 
 class Guard:
-    """The outermost layer: catches every exception, and logs and counts every request once."""
+    """The outermost middleware: catches every exception, and logs and counts every request once."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app = app
@@ -208,9 +224,9 @@ def _check_framing(scope: Scope) -> None:
     fields = dict(scope["headers"])
     if b"content-length" in fields and b"transfer-encoding" in fields:
         raise Misframed("the request has both Content-Length and Transfer-Encoding: send one of them")
-    if len(fields.get(b"content-length", b"")) > _MOST_DIGITS:
+    if len(fields.get(b"content-length", b"")) > _MAX_DIGITS:
         # A service inside may parse it as a 64-bit number and read a different length.
-        raise Misframed(f"Content-Length has more than {_MOST_DIGITS} digits: send the length of the body")
+        raise Misframed(f"Content-Length has more than {_MAX_DIGITS} digits: send the length of the body")
 
 
 def _method(scope: Scope) -> str:
@@ -222,5 +238,5 @@ def _incident(incident: str) -> JSONResponse:
     return answer(
         500,
         "internal",
-        f"the gateway failed in a way it should not: please report incident {incident}, which its log describes",
+        f"internal error in the gateway: please report incident {incident} with the gateway's log",
     )

@@ -1,4 +1,4 @@
-"""Server-sent events for all changes."""
+"""Stream server-sent events for all changes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ router = APIRouter(tags=["gateway"])
 HEARTBEAT_SECONDS = 15
 
 
-@router.get("/events", summary="Server-sent events of every change", response_class=StreamingResponse)
+@router.get("/events", summary="Stream server-sent events for all changes", response_class=StreamingResponse)
 async def events(
     request: Request,
     engine: EngineDep,
-    operation: Annotated[str, Query(max_length=64, description="Only those of this X-Operation-Id")] = "",
+    operation: Annotated[str, Query(max_length=64, description="Only events of this X-Operation-Id")] = "",
 ) -> StreamingResponse:
     stream = _stream(engine.events, operation, request.app.state.closing)
     return _Stream(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
 class _Stream(StreamingResponse):
-    """A response that closes its generator at the end; Starlette leaves a slow client's to the garbage collector."""
+    """A response that closes its generator at the end.
+
+    Starlette leaves the generator of a slow client to the garbage collector.
+    """
 
     def __init__(self, stream: AsyncGenerator[str, None], **options: Any) -> None:
         super().__init__(stream, **options)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _PAUSE_BUCKETS = (0.002, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _STATUSES = {str(status.value) for status in HTTPStatus} | {"499"}
-"""The allowed label values: each is kept forever, and guests choose the status of their answers."""
+"""The allowed label values: Prometheus keeps each value, and guests choose the status of their answers."""
 _REQUEST_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
 
 router = APIRouter(tags=["gateway"])
@@ -44,7 +44,8 @@ class Metrics:
         )
         self._pause = Histogram(
             "sandbox_gateway_pause_seconds",
-            "How long a source stood still while it was captured.",
+            "Time for which a source was paused while it was captured.",
+            ("memory",),
             registry=self.registry,
             buckets=_PAUSE_BUCKETS,
         )
@@ -52,6 +53,12 @@ class Metrics:
             "sandbox_gateway_memory_written_bytes", "Memory written by captures.", registry=self.registry
         )
 
+        self._degraded = Counter(
+            "sandbox_gateway_captures_degraded",
+            "Captures that did not use the best memory mode, by the mode used.",
+            ("memory",),
+            registry=self.registry,
+        )
         self.connections = Gauge(
             "sandbox_gateway_connections", "TCP connections that are open.", registry=self.registry
         )
@@ -62,7 +69,7 @@ class Metrics:
             registry=self.registry,
         )
 
-    def connection_ended(self, reason: str) -> None:
+    def record_connection_end(self, reason: str) -> None:
         self._ended.labels(reason).inc()
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:
@@ -70,9 +77,11 @@ class Metrics:
         shown = str(status) if str(status) in _STATUSES else "other"
         self._requests.labels(known, route, shown).observe(seconds)
 
-    def captured(self, snapshot: Snapshot) -> None:
-        self._pause.observe(snapshot.pause_ms / 1000)
+    def record_capture(self, snapshot: Snapshot) -> None:
+        self._pause.labels(snapshot.memory.value).observe(snapshot.pause_ms / 1000)
         self._memory.inc(snapshot.memory_bytes_written)
+        if "degraded" in snapshot.host:
+            self._degraded.labels(snapshot.memory.value).inc()
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

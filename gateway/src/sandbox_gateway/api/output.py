@@ -1,4 +1,4 @@
-"""Answers that contain the output of a guest's program: up to 32 MiB, and six times as much when encoded as JSON.
+"""Send answers that contain the output of a guest's program: up to 32 MiB, and six times as much when encoded as JSON.
 
 They are encoded and sent in pieces, so that the event loop can serve others in between.
 """
@@ -21,10 +21,10 @@ def respond(fields: Mapping[str, Output | int | bool | None]) -> Response:
     """Return a response with a JSON object. Output in bytes becomes text: invalid UTF-8 is replaced."""
     if sum(len(value) for value in fields.values() if isinstance(value, Output)) <= _SMALL:
         return Response(b"".join(_object(fields)), media_type="application/json")
-    return StreamingResponse(_in_turns(_object(fields)), media_type="application/json")
+    return StreamingResponse(_yield_in_pieces(_object(fields)), media_type="application/json")
 
 
-async def _in_turns(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+async def _yield_in_pieces(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
     waiting = bytearray()
     for piece in pieces:
         waiting += piece

@@ -1,4 +1,4 @@
-"""Pagination of lists: a cursor names the last entry, so that concurrent changes do not shift pages."""
+"""Paginate lists. A cursor names the last entry, so that concurrent changes do not shift pages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Key = tuple[datetime, str]
 Order = Literal["asc", "desc"]
 
 HEADER = "x-next-token"
-MOST = 1000
-Limit = Annotated[int, Query(ge=1, le=MOST, description="Entries of a page at most.")]
-NextToken = Annotated[str, Query(max_length=500, description=f"The `{HEADER}` header of the page before.")]
+MAX_ITEMS = 1000
+Limit = Annotated[int, Query(ge=1, le=MAX_ITEMS, description="Maximum number of entries on a page.")]
+NextToken = Annotated[str, Query(max_length=500, description=f"The `{HEADER}` header of the previous page.")]
 
 
 def page(
@@ -47,7 +47,7 @@ def _decode(token: str, order: Order) -> Key:
         at, ident, went = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
         moment = datetime.fromisoformat(at)
     except (ValueError, TypeError, binascii.Error, RecursionError):
-        raise Invalid("nextToken is not one of ours: start again without it") from None
+        raise Invalid("nextToken was not issued by this gateway: start again without it") from None
     if not isinstance(ident, str) or moment.tzinfo is None or went != order:
         raise Invalid("nextToken belongs to another list or order: start again without it")
     return moment, ident

@@ -1,4 +1,4 @@
-"""Unknown fields in request bodies: a header warns about them, and `?strict=true` refuses them."""
+"""Find unknown fields in request bodies: a header warns about them, and `?strict=true` refuses them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from sandbox_gateway.errors import Invalid
 
 _NAMED = 24
 """Maximum number of fields that a warning or an error names."""
-_LONGEST_WARNING = 600
-"""In characters. Servers and proxies limit the total size of headers, some to 4 KiB."""
+_MAX_WARNING_LENGTH = 600
+"""Maximum characters of the header. Servers and proxies limit the total size of headers, some to 4 KiB."""
 _READ = 100
 """Maximum number of list entries that are examined: no valid list of objects is longer."""
-_LONGEST_MATCHED = 40
+_MAX_MATCHED_LENGTH = 40
 _UNPRINTABLE = re.compile(r'[^\x20-\x7e]|["\\]')
 
 
@@ -59,10 +59,12 @@ async def _check_fields(
     found = list(islice(find_unknown(model, data), _NAMED + 1))
     if found and strict:
         noun = "field" if len(found) == 1 else "fields"
-        raise Invalid(f"unknown {noun}: {_listed([str(field) for field in found])}; correct or leave out each of them")
+        raise Invalid(
+            f"unknown {noun}: {_join_names([str(field) for field in found])}: correct or leave out each of them"
+        )
     if found:
-        text = f"ignored fields: {_listed([field.name for field in found])}"
-        request.scope[WARNING] = f'299 - "{clip(text, _LONGEST_WARNING)}"'
+        text = f"ignored fields: {_join_names([field.name for field in found])}"
+        request.scope[WARNING] = f'299 - "{clip(text, _MAX_WARNING_LENGTH)}"'
 
 
 CheckFields = Depends(_check_fields)
@@ -79,7 +81,7 @@ def find_unknown(model: type[Body], data: Any, prefix: str = "") -> Iterator[Unk
             if nested is not None:
                 yield from _find_nested(nested, value, f"{prefix}{name}.")
         elif name not in model.ignored:
-            yield UnknownField(f"{prefix}{name}", _close_to(name, model))
+            yield UnknownField(f"{prefix}{name}", _find_similar(name, model))
 
 
 def _find_nested(model: type[Body], value: Any, prefix: str) -> Iterator[UnknownField]:
@@ -110,15 +112,15 @@ def _model_in(annotation: Any) -> type[Body] | None:
     return next((model for arg in get_args(annotation) if (model := _model_in(arg))), None)
 
 
-def _close_to(name: str, model: type[Body]) -> str:
-    known = {_folded(shown): shown for shown in (field.alias or key for key, field in model.model_fields.items())}
-    close = difflib.get_close_matches(_folded(name[:_LONGEST_MATCHED]), known, n=1)
+def _find_similar(name: str, model: type[Body]) -> str:
+    known = {_fold(shown): shown for shown in (field.alias or key for key, field in model.model_fields.items())}
+    close = difflib.get_close_matches(_fold(name[:_MAX_MATCHED_LENGTH]), known, n=1)
     return known[close[0]] if close else ""
 
 
-def _folded(name: str) -> str:
+def _fold(name: str) -> str:
     return name.replace("_", "").replace("-", "").lower()
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return ", ".join([*names[:_NAMED], "and more"] if len(names) > _NAMED else names)

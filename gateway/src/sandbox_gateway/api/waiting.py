@@ -1,4 +1,4 @@
-"""Cancels slow operations when their client disconnects."""
+"""Cancel slow operations when their client disconnects."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sandbox_gateway.api.errors import ClientGone
 Result = TypeVar("Result")
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """Await ``work``; if the client disconnects first, cancel it, wait for its cleanup, and raise ClientGone.
 
     Work that has already committed finishes despite the cancellation; its result is then returned as usual.
     """
     worker = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(request))
+    watcher = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not worker.done():
@@ -36,6 +36,6 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
         watcher.cancel()
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

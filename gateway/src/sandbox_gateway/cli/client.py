@@ -56,7 +56,7 @@ class Client:
         return answer.json() if answer.content else None
 
     def get(self, route: str, **params: Any) -> Any:
-        return self.call("GET", route, params=_without_empty(params))
+        return self.call("GET", route, params=_remove_empty(params))
 
     def get_all(self, route: str, **params: Any) -> list[Any]:
         """Return the items of all pages of a list."""
@@ -64,7 +64,7 @@ class Client:
         token = ""
         while True:
             with self._errors_translated():
-                answer = self._http.get(route, params=_without_empty({**params, "limit": 1000, "nextToken": token}))
+                answer = self._http.get(route, params=_remove_empty({**params, "limit": 1000, "nextToken": token}))
             self._raise_for_error(answer)
             found += answer.json()
             token = answer.headers.get("x-next-token", "")
@@ -73,7 +73,7 @@ class Client:
 
     def lines(self, route: str, **params: Any) -> Iterator[str]:
         """Yield the lines of an answer as they arrive."""
-        with self._errors_translated(), self._http.stream("GET", route, params=_without_empty(params)) as answer:
+        with self._errors_translated(), self._http.stream("GET", route, params=_remove_empty(params)) as answer:
             if answer.is_error:
                 answer.read()
             self._raise_for_error(answer)
@@ -118,7 +118,7 @@ class Client:
         raise failure_from_answer(answer.status_code, body)
 
 
-def _without_empty(params: Mapping[str, Any]) -> dict[str, Any]:
+def _remove_empty(params: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in params.items() if value not in (None, "", False)}
 
 

@@ -47,10 +47,10 @@ class Settings:
         try:
             return Path(file).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise Failure(f"the key cannot be read from {file}: {error}", Exit.USAGE) from None
+            raise Failure(f"the API key cannot be read from {file}: {error}", Exit.USAGE) from None
 
 
-def settings(ctx: typer.Context, as_json: bool = False) -> Settings:
+def get_settings(ctx: typer.Context, as_json: bool = False) -> Settings:
     found: Settings = ctx.find_root().obj
     found.json = found.json or as_json
     return found

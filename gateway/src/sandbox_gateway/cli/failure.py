@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -43,51 +43,59 @@ _BY_KIND = {"unsupported": Exit.FAILED, "over_quota": Exit.FAILED}
 def failure_from_answer(status: int, body: Any) -> Failure:
     """Create the Failure for an error answer of the gateway; ``body`` is its JSON, or None."""
     if not isinstance(body, dict) or "message" not in body:
-        return Failure(f"no sandbox gateway sent the answer (HTTP {status})", Exit.UNREACHABLE, "check --url")
+        return Failure(f"the answer is not from a sandbox gateway (HTTP {status})", Exit.UNREACHABLE, "check --url")
     kind, message = body.get("kind", ""), str(body["message"])
     code = _BY_KIND.get(kind) or _BY_STATUS.get(status, Exit.FAILED)
-    return Failure(message, code, _hint(status, kind, message, body.get("blockers") or []))
+    return Failure(message, code, _hint(kind, body.get("blockers") or [], body.get("details") or {}))
 
 
-def _hint(status: int, kind: str, message: str, blockers: list[str]) -> str:
-    if kind == "in_use" and re.match(r"(snapshot \S+ of )?volume ", message):
-        return "; ".join(way for sign, way in _REMEDIES.items() if re.search(sign, message)) or "try again in a moment"
+def _hint(kind: str, blockers: Sequence[str], details: Mapping[str, Any]) -> str:
     if kind == "in_use":
-        ways = f"sandboxctl kill {' '.join(blockers) or 'them'}"
-        if "cloned volume" in message:
-            ways = "sandboxctl kill SANDBOX, sandboxctl volume delete VOLUME"
-        return f"delete its users first ({ways}), or delete it with --when-unused"
+        return _in_use_hint(blockers, details)
     if kind == "not_found":
-        return f"`sandboxctl {_list_command(message)}` shows the existing ones"
+        return f"`sandboxctl {_list_command(details)}` shows the existing ones"
     hints = {
         "name_taken": "choose another name, or delete the one that has it",
         "unauthorized": "set SANDBOX_GATEWAY_TOKEN, or name a file that holds the key with --token-file",
-        "forbidden": "use a key of a wider scope",
+        "forbidden": "use a key with a wider scope",
         "busy": "try again in a moment",
         "no_space": "delete unused snapshots and templates (`sandboxctl tree`), or enlarge the disk",
-        "internal": "the gateway's log describes the incident",
+        "internal": "look for the incident in the gateway's log",
     }
     return hints.get(kind, "")
 
 
+def _in_use_hint(blockers: Sequence[str], details: Mapping[str, Any]) -> str:
+    """``details`` is empty if an older gateway answered."""
+    users = {user["kind"] for user in details.get("users", [])}
+    if details and not users:
+        return "try again in a moment"
+    if details.get("resource") in ("volume", "volume_snapshot"):
+        obstacles = {*users, *details["overrides"]}
+        return "; ".join(way for obstacle, way in _REMEDIES.items() if obstacle in obstacles)
+    if details and not users & {"sandbox", "clone"}:
+        # Only the host knows these users, and the message says what to do.
+        return ""
+    ways = f"sandboxctl kill {' '.join(blockers) or 'them'}"
+    if "clone" in users:
+        ways = "sandboxctl kill SANDBOX, sandboxctl volume delete VOLUME"
+    return f"delete its users first ({ways}), or delete it with --when-unused"
+
+
 _REMEDIES = {
-    r"\d (read-write )?mounts? \(": "`sandboxctl volume detach SANDBOX VOLUME` unmounts it",
-    r"\d sandbox snapshots? \(": "`sandboxctl snapshot delete SNAPSHOT` removes the snapshot that uses it",
-    r"\d snapshots? \(": "--with-snapshots removes its snapshots, too",
-    r"\d clones? \(": "`sandboxctl volume delete VOLUME` removes its clone",
-    r"or force the rollback": "--force does it anyway",
+    "mount": "`sandboxctl volume detach SANDBOX VOLUME` unmounts it",
+    "sandbox_snapshot": "`sandboxctl snapshot delete SNAPSHOT` removes the snapshot that uses it",
+    "withSnapshots": "--with-snapshots removes its snapshots, too",
+    "clone": "`sandboxctl volume delete VOLUME` removes its clone",
+    "force": "--force does it anyway",
 }
-"""The remedy for each obstacle that the gateway's message about a volume can name."""
+"""The remedy for each kind of user of a volume, and for each parameter that removes an obstacle."""
 
 
-def _list_command(message: str) -> str:
-    if match := re.match(r"snapshot of volume (\S+),", message):
-        return f"volume snapshots {match[1]}"
-    if match := re.match(r"in sandbox (\S+),", message):
-        return f"show {match[1]}"
-    if message.startswith("snapshot of a volume"):
-        return "volume list"
-    for noun in ("template", "snapshot", "volume"):
-        if message.startswith(noun):
-            return f"{noun} list"
-    return "list"
+def _list_command(details: Mapping[str, Any]) -> str:
+    resource, parent = details.get("resource"), details.get("parent")
+    if resource == "volume_snapshot":
+        return f"volume snapshots {parent}" if parent else "volume list"
+    if resource == "mount":
+        return f"show {parent}"
+    return f"{resource} list" if resource in ("template", "snapshot", "volume") else "list"

@@ -1,4 +1,4 @@
-"""Parses and formats sizes, durations and pairs in human-readable notation."""
+"""Parse and format sizes, durations and pairs in human-readable notation."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def parse_duration(text: str) -> float:
         return -1
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
     if not match:
-        raise Failure(f"{text!r} is not a time", Exit.USAGE, "write 90s, 10m, 2h, 1d, or never")
+        raise Failure(f"{text!r} is not a duration", Exit.USAGE, "write 90s, 10m, 2h, 1d, or never")
     return float(match[1]) * _SECONDS[match[2]]
 
 
 def parse_pairs(texts: list[str], what: str) -> dict[str, str]:
-    """Parse texts such as `KEY=VALUE` into a mapping; ``what`` is the noun for one in error messages."""
+    """Parse texts such as `KEY=VALUE` into a mapping; ``what`` is what error messages call one of them."""
     found = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -44,7 +44,7 @@ def parse_pairs(texts: list[str], what: str) -> dict[str, str]:
 
 
 def parse_mount(text: str) -> dict[str, Any]:
-    """Return the request's fields for `NAME:PATH`, followed by `:ro` and `:clone` in any order."""
+    """Return the request's fields for `NAME:PATH`, optionally followed by `:ro` and `:clone` in any order."""
     name, _, rest = text.partition(":")
     path, flags = rest, set()
     while (cut := path.rpartition(":"))[2] in ("ro", "clone"):

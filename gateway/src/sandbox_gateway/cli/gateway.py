@@ -1,4 +1,4 @@
-"""Commands for the gateway itself: events, health."""
+"""Commands for the gateway itself."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from sandbox_gateway.cli import render
-from sandbox_gateway.cli.context import Json, settings
-from sandbox_gateway.printable import printable
+from sandbox_gateway.cli.context import Json, get_settings
+from sandbox_gateway.control_characters import remove_control_characters
 
 
 def register(root: typer.Typer) -> None:
@@ -20,12 +20,12 @@ def register(root: typer.Typer) -> None:
 def events(
     ctx: typer.Context,
     operation: Annotated[
-        str, typer.Option("--operation", metavar="ID", help="Only this operation.", show_default=False)
+        str, typer.Option("--operation", metavar="ID", help="Show only events of this operation.", show_default=False)
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Print events as they happen, until interrupted. With --json: one object a line."""
-    call = settings(ctx, as_json)
+    """Print events as they happen, until interrupted. With --json, print one object per line."""
+    call = get_settings(ctx, as_json)
     for kind, data in call.client.events(operation):
         if kind == "connected":
             continue
@@ -34,12 +34,12 @@ def events(
         else:
             at = str(data.pop("at", ""))[11:19]
             fields = " ".join(f"{key}={value}" for key, value in data.items())
-            print(printable(f"{at} {kind} {fields}").replace("\n", " "), flush=True)
+            print(remove_control_characters(f"{at} {kind} {fields}").replace("\n", " "), flush=True)
 
 
 def health(ctx: typer.Context, as_json: Json = False) -> None:
     """Check that the gateway is running."""
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get("/health")
     if call.json:
         render.print_json(found)

@@ -15,7 +15,8 @@ from sandbox_gateway.cli.failure import Exit, Failure
 
 _HELP = """Create, capture, fork and roll back sandboxes while they run.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 in use or in the wrong state, 5 no access to the gateway,
+Exit codes: 0 success, 1 failure, 2 wrong usage, 3 not found, 4 in use or in the wrong state, 5 no access to the
+gateway,
 6 no space. `exec` passes on the exit code of the command it ran.
 """
 _INTERRUPTED = 130
@@ -54,7 +55,7 @@ def _root(
         typer.Option(
             "--token-file",
             metavar="FILE",
-            help="File that holds the API key. Or set SANDBOX_GATEWAY_TOKEN, or SANDBOX_GATEWAY_TOKEN_FILE.",
+            help="File that contains the API key. Alternatives: SANDBOX_GATEWAY_TOKEN, SANDBOX_GATEWAY_TOKEN_FILE.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -18,19 +18,19 @@ Metadata = Annotated[
 ]
 Env = Annotated[
     list[str] | None,
-    typer.Option("--env", "-e", metavar="KEY=VALUE", help="Environment variable of its processes; repeatable."),
+    typer.Option("--env", "-e", metavar="KEY=VALUE", help="Environment variable of all its processes; repeatable."),
 ]
 Timeout = Annotated[
     str,
-    typer.Option("--timeout", metavar="TIME", help="Time to live: 90s, 10m, 2h, never.", show_default=False),
+    typer.Option("--timeout", metavar="TIME", help="Lifetime, such as 90s, 10m, 2h, or never.", show_default=False),
 ]
 OnTimeout = Annotated[
-    str, typer.Option("--on-timeout", metavar="kill|pause", help="What happens then.", show_default=False)
+    str, typer.Option("--on-timeout", metavar="kill|pause", help="Action at the timeout.", show_default=False)
 ]
 NoInternet = Annotated[bool, typer.Option("--no-internet", help="Block all outgoing connections.")]
 AllowOut = Annotated[list[str] | None, typer.Option("--allow-out", metavar="CIDR", help="Network to allow.")]
 DenyOut = Annotated[list[str] | None, typer.Option("--deny-out", metavar="CIDR", help="Network to block.")]
-Paused = Annotated[bool, typer.Option("--paused", help="Create it paused.")]
+Paused = Annotated[bool, typer.Option("--paused", help="Create the sandbox paused.")]
 ColdStart = Annotated[bool, typer.Option("--cold-start", help="Boot from the disk, without the captured memory.")]
 Volumes = Annotated[
     list[str] | None,
@@ -42,9 +42,10 @@ NoVolumes = Annotated[bool, typer.Option("--no-volumes", help="Mount no volumes,
 Count = Annotated[
     int | None, typer.Option("--count", "-n", min=1, max=1000, help="Number of sandboxes.", show_default=False)
 ]
-Names = Annotated[list[str] | None, typer.Option("--names", metavar="A,B,…", help="One sandbox for each name.")]
+Names = Annotated[list[str] | None, typer.Option("--names", metavar="A,B,…", help="Create one sandbox for each name.")]
 Concurrency = Annotated[
-    int | None, typer.Option("--concurrency", min=1, max=256, help="Sandboxes to create at a time.", show_default=False)
+    int | None,
+    typer.Option("--concurrency", min=1, max=256, help="Number of sandboxes to create at a time.", show_default=False),
 ]
 BestEffort = Annotated[bool, typer.Option("--best-effort", help="Create as many as possible. Default: all or none.")]
 

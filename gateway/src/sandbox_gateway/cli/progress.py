@@ -10,14 +10,14 @@ from typing import Any
 
 from sandbox_gateway.cli.client import Client
 from sandbox_gateway.cli.failure import Failure
-from sandbox_gateway.printable import printable
+from sandbox_gateway.control_characters import remove_control_characters
 
 _SUBSCRIBE_SECONDS = 5
 
 
 def follow_log(lines: Iterable[str], title: str) -> None:
     """Print ``lines`` as they arrive, above a running clock."""
-    lines = map(printable, lines)
+    lines = map(remove_control_characters, lines)
     if not sys.stderr.isatty():
         for line in lines:
             print(line, file=sys.stderr, flush=True)

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from sandbox_gateway.cli import formats
-from sandbox_gateway.printable import escaped, printable
+from sandbox_gateway.control_characters import escape_control_characters, remove_control_characters
 
 _PLAIN_WIDTH = 200
 
 
 def print_json(value: Any) -> None:
-    sys.stdout.write(escaped(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")
+    sys.stdout.write(escape_control_characters(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")
 
 
 def note(text: str) -> None:
     """Print a human-readable note to standard error."""
-    print(printable(text), file=sys.stderr)
+    print(remove_control_characters(text), file=sys.stderr)
 
 
 def sandboxes(items: Sequence[Mapping[str, Any]]) -> None:
@@ -67,7 +67,7 @@ def detail(item: Mapping[str, Any]) -> None:
     for key, value in item.items():
         if value in (None, "", [], {}) or key in _HIDDEN:
             continue
-        table.add_row(key, Text(printable(_format_value(key, value))))
+        table.add_row(key, Text(remove_control_characters(_format_value(key, value))))
     console().print(table)
 
 
@@ -84,7 +84,7 @@ def tree(nodes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def console() -> Any:
-    """Create a console on standard output, which wraps at the terminal's width, or else at a large width."""
+    """Create a console on standard output. It wraps at the terminal's width, or at a large width without a terminal."""
     from rich.console import Console
 
     return Console(soft_wrap=False, highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
@@ -103,7 +103,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], empty: str) -> N
     for head in heads:
         table.add_column(head, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+        table.add_row(*(Text(remove_control_characters(cell)) for cell in row))
     if table.row_count:
         console().print(table)
     else:
@@ -217,4 +217,4 @@ def _format_node(node: Mapping[str, Any]) -> str:
     colour = {"sandbox": "green", "snapshot": "cyan", "template": "magenta"}.get(node["kind"], "dim")
     names = ", ".join(name for name in node["names"] if name != node["id"])
     more = " (paused)" if node.get("state") == "paused" else " (hidden)" if node.get("hidden") else ""
-    return printable(f"[{colour}]{node['kind']}[/] [bold]{names}[/] [dim]{node['id']}[/]{more}")
+    return remove_control_characters(f"[{colour}]{node['kind']}[/] [bold]{names}[/] [dim]{node['id']}[/]{more}")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from sandbox_gateway.cli import formats, options, render
-from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, settings
+from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, get_settings
 from sandbox_gateway.cli.failure import Exit, Failure
 
 Refs = Annotated[list[str], typer.Argument(metavar="SANDBOX…", help="Ids or names.")]
@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
 def create(
     ctx: typer.Context,
     template: Annotated[str, typer.Argument(metavar="TEMPLATE", help="A template or a snapshot, by id or name.")],
-    name: Annotated[str, typer.Option("--name", help="Its name. Default: its id.", show_default=False)] = "",
+    name: Annotated[str, typer.Option("--name", help="Name of the sandbox. Default: its id.", show_default=False)] = "",
     cpus: options.Cpus = None,
     memory: options.Memory = "",
     disk: options.Disk = "",
@@ -56,7 +56,7 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Create a sandbox from a template or a snapshot."""
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     sandbox_options = options.SandboxOptions(
         cpus,
         memory,
@@ -91,7 +91,7 @@ def list_(
     """List sandboxes."""
     from urllib.parse import urlencode
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     query = urlencode(formats.parse_pairs(metadata or [], "metadata"))
     found = call.client.get_all("/sandboxes", state=state, template=template, snapshotID=snapshot, metadata=query)
     render.print_json(found) if call.json else render.sandboxes(found)
@@ -101,7 +101,7 @@ def show(ctx: typer.Context, sandbox: SandboxRef, as_json: Json = False) -> None
     """Show the details of a sandbox."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get(path("sandboxes", sandbox))
     render.print_json(found) if call.json else render.detail(found)
 
@@ -110,7 +110,7 @@ def usage(ctx: typer.Context, sandbox: SandboxRef, as_json: Json = False) -> Non
     """Show the disk and memory that a sandbox shares with no other."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get(path("sandboxes", sandbox, "usage"))
     if call.json:
         render.print_json(found)
@@ -121,11 +121,17 @@ def usage(ctx: typer.Context, sandbox: SandboxRef, as_json: Json = False) -> Non
 def exec_(
     ctx: typer.Context,
     sandbox: SandboxRef,
-    command: Annotated[list[str], typer.Argument(metavar="-- PROGRAM [ARGUMENT…]", help="Run without a shell.")],
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- PROGRAM [ARGUMENT…]", help="The program to run, without a shell.")
+    ],
     env: options.Env = None,
-    cwd: Annotated[str, typer.Option("--cwd", metavar="PATH", help="Directory to run it in.")] = "",
-    user: Annotated[str, typer.Option("--user", metavar="NAME", help="User to run it as. Default: root.")] = "",
-    timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="Stop it after 90s, 10m, …")] = "never",
+    cwd: Annotated[str, typer.Option("--cwd", metavar="PATH", help="Working directory of the program.")] = "",
+    user: Annotated[
+        str, typer.Option("--user", metavar="NAME", help="User that runs the program. Default: root.")
+    ] = "",
+    timeout: Annotated[
+        str, typer.Option("--timeout", metavar="TIME", help="Stop the program after 90s, 10m, …")
+    ] = "never",
     stdin: Annotated[
         bool, typer.Option("--stdin", "-i", help="Pass on standard input, which is read to its end first.")
     ] = False,
@@ -134,7 +140,7 @@ def exec_(
     """Run a program in a sandbox, and exit with its exit code."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     seconds = formats.parse_duration(timeout)
     # Options end at SANDBOX, so that PROGRAM can have its own; a leading `--` then arrives as an argument.
     args = command[1:] if command[0] == "--" else command
@@ -169,7 +175,7 @@ def pause(
     """Pause sandboxes, and store their memory on the disk."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx)
+    call = get_settings(ctx)
     for ref in sandboxes:
         call.client.call("POST", path("sandboxes", ref, "pause"), {"memory": not no_memory})
 
@@ -178,7 +184,7 @@ def resume(ctx: typer.Context, sandboxes: Refs, timeout: options.Timeout = "", a
     """Resume paused sandboxes."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     body = {"timeout": formats.parse_duration(timeout)} if timeout else {}
     made = [call.client.call("POST", path("sandboxes", ref, "resume"), body) for ref in sandboxes]
     render.print_json(made if len(made) > 1 else made[0]) if call.json else render.sandboxes(made)
@@ -190,10 +196,10 @@ def rename(
     name: Annotated[str, typer.Argument(metavar="NEW-NAME")],
     as_json: Json = False,
 ) -> None:
-    """Rename a sandbox. Its id stays."""
+    """Rename a sandbox. Its id does not change."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     _show_one(call.client.call("PATCH", path("sandboxes", sandbox), {"name": name}), call.json)
 
 
@@ -204,10 +210,10 @@ def kill(
         bool, typer.Option("--ignore-missing", help="Ignore sandboxes that do not exist.")
     ] = False,
 ) -> None:
-    """Kill and delete sandboxes. Their snapshots stay."""
+    """Kill and delete sandboxes. Their snapshots remain."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx)
+    call = get_settings(ctx)
     failures: list[Failure] = []
     for ref in sandboxes:
         try:
@@ -222,12 +228,12 @@ def rollback(ctx: typer.Context, sandbox: SandboxRef, snapshot: SnapshotRef, as_
     """Roll a sandbox back to a snapshot, under the same id. Later changes are lost."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     done = call.client.call("POST", path("sandboxes", sandbox, "rollback"), {"snapshotID": snapshot})
     if call.json:
         render.print_json(done)
     else:
-        print(f"{sandbox} ({done['sandboxID']}) is back at {snapshot} ({done['snapshotID']})")
+        print(f"{sandbox} ({done['sandboxID']}) was rolled back to {snapshot} ({done['snapshotID']})")
 
 
 def clone(
@@ -247,7 +253,7 @@ def clone(
     from sandbox_gateway.cli.client import path
     from sandbox_gateway.cli.progress import fork_many
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     many, total = options.count_fields(count, names, concurrency, best_effort)
     sandbox_options = options.SandboxOptions(metadata=metadata, timeout=timeout, volumes=volume, no_volumes=no_volumes)
     body = {**many, **sandbox_options.body()}
@@ -266,10 +272,10 @@ def promote(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Replace the state of a fork's source with the state of the fork. The fork stays."""
+    """Replace the state of a fork's source with the state of the fork. The fork remains."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     body = {"source": source} if source else {}
     _show_one(call.client.call("POST", path("sandboxes", fork, "promote"), body), call.json)
 
@@ -280,7 +286,7 @@ def show_forks(made: dict[str, Any], as_json: bool) -> None:
     if not made["errors"]:
         return
     for error in made["errors"]:
-        render.note(f"sandboxctl: {error['name'] or 'a fork'} was not made: {error['message']}")
+        render.note(f"sandboxctl: {error['name'] or 'a fork'} was not created: {error['message']}")
     raise typer.Exit(Exit.FAILED)
 
 

@@ -7,13 +7,13 @@ from typing import Annotated, Any
 import typer
 
 from sandbox_gateway.cli import formats, options, render
-from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, settings
+from sandbox_gateway.cli.context import Json, SandboxRef, SnapshotRef, get_settings
 from sandbox_gateway.cli.failure import Failure
 from sandbox_gateway.cli.sandboxes import raise_first, show_forks
 
-app = typer.Typer(help="Capture sandboxes, and fork the snapshots.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Capture sandboxes, and fork snapshots.", no_args_is_help=True, rich_markup_mode=None)
 WhenUnused = Annotated[
-    bool, typer.Option("--when-unused", help="If it is in use, hide it now and delete it with its last user.")
+    bool, typer.Option("--when-unused", help="If the object is in use, hide it now and delete it with its last user.")
 ]
 
 
@@ -29,7 +29,8 @@ def create(
     description: Annotated[str, typer.Option("--description", show_default=False)] = "",
     no_memory: Annotated[bool, typer.Option("--no-memory", help="Capture the disk only.")] = False,
     expires_in: Annotated[
-        str, typer.Option("--expires-in", metavar="TIME", help="Delete it after 12h, 7d, …", show_default=False)
+        str,
+        typer.Option("--expires-in", metavar="TIME", help="Delete the snapshot after 12h, 7d, …", show_default=False),
     ] = "",
     keep_last: Annotated[
         int, typer.Option("--keep-last", metavar="N", help="Keep the newest N snapshots.", show_default=False)
@@ -53,7 +54,7 @@ def create(
     """Capture the disk and the memory of a running sandbox at one instant."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     body: dict[str, Any] = {"memory": "none" if no_memory else "auto"}
     body |= {key: value for key, value in (("name", name), ("description", description)) if value}
     if expires_in:
@@ -77,7 +78,7 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List snapshots."""
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get_all("/snapshots", sandboxID=sandbox, templateID=template)
     render.print_json(found) if call.json else render.snapshots(found)
 
@@ -87,7 +88,7 @@ def show(ctx: typer.Context, snapshot: SnapshotRef, as_json: Json = False) -> No
     """Show the details of a snapshot."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get(path("snapshots", snapshot))
     render.print_json(found) if call.json else render.detail(found)
 
@@ -120,7 +121,7 @@ def fork(
     from sandbox_gateway.cli.client import path
     from sandbox_gateway.cli.progress import fork_many
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     many, total = options.count_fields(count, names, concurrency, best_effort)
     sandbox_options = options.SandboxOptions(
         cpus,
@@ -157,7 +158,7 @@ def delete_each(ctx: typer.Context, kind: str, refs: list[str], when_unused: boo
     """Delete snapshots or templates (``kind``), and report those that were only hidden."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx)
+    call = get_settings(ctx)
     failures: list[Failure] = []
     for ref in refs:
         params = {"when": "unused"} if when_unused else None
@@ -174,11 +175,11 @@ def delete_each(ctx: typer.Context, kind: str, refs: list[str], when_unused: boo
 def tree(
     ctx: typer.Context,
     root: Annotated[
-        str, typer.Argument(metavar="[ROOT]", help="Only descendants of this one.", show_default=False)
+        str, typer.Argument(metavar="[ROOT]", help="Show only descendants of this object.", show_default=False)
     ] = "",
     as_json: Json = False,
 ) -> None:
     """Show the lineage of templates, snapshots and sandboxes."""
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get("/lineage", root=root)
     render.print_json(found) if call.json else render.tree(found)

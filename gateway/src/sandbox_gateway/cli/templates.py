@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from sandbox_gateway.cli import formats, options, render
-from sandbox_gateway.cli.context import Json, TemplateRef, settings
+from sandbox_gateway.cli.context import Json, TemplateRef, get_settings
 from sandbox_gateway.cli.failure import Exit, Failure
 from sandbox_gateway.cli.snapshots import WhenUnused, delete_each
 
@@ -31,7 +31,7 @@ def build(
     ] = "",
     suite: Annotated[str, typer.Option("--suite", help="Default: bookworm.", show_default=False)] = "",
     mirror: Annotated[
-        str, typer.Option("--mirror", metavar="URL", help="Default: the host's.", show_default=False)
+        str, typer.Option("--mirror", metavar="URL", help="Package mirror. Default: the host's.", show_default=False)
     ] = "",
     packages: Annotated[list[str] | None, typer.Option("--packages", "-p", metavar="A,B,…")] = None,
     rootfs: Annotated[
@@ -41,10 +41,14 @@ def build(
         ),
     ] = "",
     setup: Annotated[
-        list[str] | None, typer.Option("--setup", metavar="COMMAND", help="Command to run inside; repeatable.")
+        list[str] | None,
+        typer.Option("--setup", metavar="COMMAND", help="Command to run during the build; repeatable."),
     ] = None,
     start_command: Annotated[
-        str, typer.Option("--start-command", metavar="COMMAND", help="Command to leave running.", show_default=False)
+        str,
+        typer.Option(
+            "--start-command", metavar="COMMAND", help="Command to start and keep running.", show_default=False
+        ),
     ] = "",
     ready_probe: Annotated[
         str,
@@ -65,7 +69,7 @@ def build(
     as_json: Json = False,
 ) -> None:
     """Build a template. Does nothing if it exists with the same recipe."""
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     given: dict[str, Any] = {
         "name": name,
         "from": source,
@@ -93,7 +97,7 @@ def build(
 @app.command("list")
 def list_(ctx: typer.Context, as_json: Json = False) -> None:
     """List templates."""
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get_all("/templates")
     render.print_json(found) if call.json else render.templates(found)
 
@@ -103,7 +107,7 @@ def show(ctx: typer.Context, template: TemplateRef, as_json: Json = False) -> No
     """Show the details of a template."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get(path("templates", template))
     render.print_json(found) if call.json else render.detail(found)
 
@@ -130,9 +134,11 @@ def _wait_for_build(client: Any, started: dict[str, Any]) -> None:
         raise
     status = client.get(f"{route}/status", logsOffset=1 << 30)
     if status["status"] == "error":
-        raise Failure(f"the template was not built: {status['reason']}", hint="mend the recipe, and build it again")
+        raise Failure(
+            f"the template could not be built: {status['reason']}", hint="fix the recipe, and build the template again"
+        )
     if status["status"] != "ready":
-        raise Failure("the log ended before the build", hint="`sandboxctl template list` shows its status")
+        raise Failure("the log ended before the build did", hint="`sandboxctl template list` shows its status")
 
 
 def _show(template: dict[str, Any], as_json: bool) -> None:

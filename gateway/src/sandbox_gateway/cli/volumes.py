@@ -7,14 +7,19 @@ from typing import Annotated, Any
 import typer
 
 from sandbox_gateway.cli import formats, render
-from sandbox_gateway.cli.context import Json, SandboxRef, VolumeRef, settings
+from sandbox_gateway.cli.context import Json, SandboxRef, VolumeRef, get_settings
 from sandbox_gateway.cli.failure import Failure
 from sandbox_gateway.cli.sandboxes import raise_first
 
 app = typer.Typer(
-    help="Storage that outlives sandboxes, and that they can share.", no_args_is_help=True, rich_markup_mode=None
+    help="Manage volumes: storage that outlives sandboxes and that several sandboxes can share.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
-Force = Annotated[bool, typer.Option("--force", help="Even if a sandbox can write to it. Its writes are lost.")]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Roll back even if a sandbox can write to the volume. Its later writes are lost."),
+]
 
 
 @app.command("create")
@@ -22,7 +27,13 @@ def create(
     ctx: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME")],
     size: Annotated[
-        str, typer.Option("--size", metavar="SIZE", help="Default: 1G, or the snapshot's.", show_default=False)
+        str,
+        typer.Option(
+            "--size",
+            metavar="SIZE",
+            help="Size of the volume. Default: 1G, or the snapshot's size.",
+            show_default=False,
+        ),
     ] = "",
     source: Annotated[
         str,
@@ -33,7 +44,7 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Create a volume, empty or from a snapshot of a volume."""
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     body: dict[str, Any] = {"name": name}
     if size:
         body["sizeMB"] = formats.parse_size(size)
@@ -45,7 +56,7 @@ def create(
 @app.command("list")
 def list_(ctx: typer.Context, as_json: Json = False) -> None:
     """List volumes."""
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get_all("/volumes")
     render.print_json(found) if call.json else render.volumes(found)
 
@@ -55,7 +66,7 @@ def show(ctx: typer.Context, volume: VolumeRef, as_json: Json = False) -> None:
     """Show the details of a volume: its usage, and its mounts."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get(path("volumes", volume))
     render.print_json(found) if call.json else render.detail(found)
 
@@ -70,7 +81,7 @@ def grow(
     """Grow a volume, even while it is mounted."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     _show_one(call.client.call("PATCH", path("volumes", volume), {"sizeMB": formats.parse_size(size)}), call.json)
 
 
@@ -84,12 +95,12 @@ def attach(
     """Mount a volume in a running sandbox."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     made = call.client.call("POST", path("sandboxes", sandbox, "volumes"), formats.parse_mount(volume))
     if call.json:
         render.print_json(made)
     else:
-        print(f"{sandbox} has {formats.format_mount(made)}")
+        print(f"mounted in {sandbox}: {formats.format_mount(made)}")
 
 
 @app.command("detach")
@@ -98,10 +109,10 @@ def detach(
     sandbox: SandboxRef,
     volumes: Annotated[list[str], typer.Argument(metavar="VOLUME…", help="Ids or names.")],
 ) -> None:
-    """Unmount volumes from a sandbox, even if it uses them. Their content stays."""
+    """Unmount volumes from a sandbox, even if it uses them. Their content is kept."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx)
+    call = get_settings(ctx)
     failures: list[Failure] = []
     for ref in volumes:
         try:
@@ -115,13 +126,15 @@ def detach(
 def snapshot(
     ctx: typer.Context,
     volume: VolumeRef,
-    name: Annotated[str, typer.Option("--name", help="Its name, unique within the volume.", show_default=False)] = "",
+    name: Annotated[
+        str, typer.Option("--name", help="Name of the snapshot, unique within the volume.", show_default=False)
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Capture a volume. Sandboxes that mount it keep running."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     taken = call.client.call("POST", path("volumes", volume, "snapshots"), {"name": name})
     render.print_json(taken) if call.json else render.volume_snapshots([taken], volume)
 
@@ -131,7 +144,7 @@ def snapshots(ctx: typer.Context, volume: VolumeRef, as_json: Json = False) -> N
     """List the snapshots of a volume."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     found = call.client.get_all(path("volumes", volume, "snapshots"))
     render.print_json(found) if call.json else render.volume_snapshots(found, volume)
 
@@ -147,12 +160,12 @@ def rollback(
     """Roll a volume back to one of its snapshots. Later changes are lost."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx, as_json)
+    call = get_settings(ctx, as_json)
     done = call.client.call("POST", path("volumes", volume, "rollback"), {"snapshot": snapshot, "force": force})
     if call.json:
         render.print_json(done)
     else:
-        print(f"{done['name']} is back at {snapshot}")
+        print(f"{done['name']} was rolled back to {snapshot}")
 
 
 @app.command("delete")
@@ -161,12 +174,12 @@ def delete(
     volumes: Annotated[
         list[str], typer.Argument(metavar="VOLUME[@SNAPSHOT]…", help="Volumes, or snapshots of volumes.")
     ],
-    with_snapshots: Annotated[bool, typer.Option("--with-snapshots", help="Delete their snapshots, too.")] = False,
+    with_snapshots: Annotated[bool, typer.Option("--with-snapshots", help="Also delete their snapshots.")] = False,
 ) -> None:
     """Delete unmounted volumes with their content, or snapshots of volumes."""
     from sandbox_gateway.cli.client import path
 
-    call = settings(ctx)
+    call = get_settings(ctx)
     failures: list[Failure] = []
     for ref in volumes:
         volume, at, taken = ref.partition("@")

@@ -1,1 +1,12 @@
-"""The gateway's operations, built on capture and fork: names, ordering, locks, undo, retention, lineage."""
+"""The gateway's operations, built on capture and fork, with names, order, locks, undo, retention and lineage.
+
+``engine`` composes the groups of operations; its constructor shows which group uses which.
+
+* State: ``context``, ``index``, ``names``, ``events``, ``secret``; ``keyed_locks`` and ``locking``; ``record_changes``.
+* Groups: ``sandboxes``, ``forks``, ``snapshots``, ``templates``, ``volumes``, ``attachments``, ``commands``.
+* The two primitives: ``machine_lifecycle`` starts a machine from a snapshot, ``captures`` takes a snapshot.
+* Steps of forks and rollbacks: ``spec``, ``fork_plan``, ``mount_plan``, ``mount_paths``, ``replacement``.
+* Removal: ``references`` says what is in use, ``collector`` removes what is not; ``expiry``,
+  ``retention``, ``timeouts``, ``backoff``. Start-up: ``recovery``.
+* Guests: ``agents``, ``agent_client``, ``guest_json``. Templates: ``template_builder``, ``builds``.
+"""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from sandbox_gateway.engine.agent import AgentClient, Identity
+from sandbox_gateway.engine.agent_client import AgentClient, Identity
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.running import require_running
 from sandbox_gateway.records import NetworkPolicy, Sandbox
 
 
@@ -24,11 +23,11 @@ class Agents:
 
     def endpoint(self, ref: str) -> tuple[str, str]:
         """Return (address, access token) of a running sandbox."""
-        sandbox = require_running(self._context, ref)
+        sandbox = self._context.require_running(ref)
         return self._host.endpoint(sandbox).address, self.access_token(sandbox)
 
     async def identify(self, sandbox: Sandbox, *, booted: bool) -> None:
-        """Send the machine of a sandbox its identity; returns when its agent has answered."""
+        """Send the machine of a sandbox its identity. Returns when its agent has answered."""
         identity = Identity(
             sandbox_id=sandbox.id,
             hostname=sandbox.hostname,
@@ -38,7 +37,7 @@ class Agents:
             grow_disk=booted,
         )
         seconds = self._host.boot_seconds if booted else self._host.resume_seconds
-        await self.client(sandbox).identify(identity, seconds=seconds, gone=partial(self._host.ended, sandbox))
+        await self.client(sandbox).identify(identity, seconds=seconds, gone=partial(self._host.end_reason, sandbox))
 
     def _name_servers(self, policy: NetworkPolicy) -> list[str]:
         return self._host.name_servers() if policy.allow_internet or policy.allow_out else []

@@ -1,18 +1,18 @@
-"""Volumes in existing sandboxes: attach, detach, and the mounts inside."""
+"""Attach volumes to existing sandboxes, detach them, and mount them inside."""
 
 from __future__ import annotations
 
 from sandbox_gateway.engine.agents import Agents
-from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.engine.paths import check_mounts
-from sandbox_gateway.engine.saving import save_sandbox
+from sandbox_gateway.engine.mount_paths import check_mount_paths
+from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.engine.spec import MountSpec
 from sandbox_gateway.errors import Conflict, GatewayError, Invalid, NotFound
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount, Sandbox, SandboxState
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 _MOUNT_SECONDS = 30.0
 _UNMOUNT_SECONDS = 10.0
@@ -31,17 +31,21 @@ class Attachments:
         self._collector = collector
 
     async def attach(self, sandbox_ref: str, spec: MountSpec) -> Mount:
-        """Mount a volume in a running sandbox. The record is saved first: after a crash the mount is completed."""
+        """Mount a volume in a running sandbox.
+
+        The record is saved first, so that the mount is completed after a crash.
+        """
         if spec.clone:
             raise Invalid(
-                "a clone cannot be attached to a running sandbox: make one from a snapshot of it first, and attach that"
+                "a clone of a volume cannot be attached to a running sandbox: create a volume from a "
+                "snapshot first, and attach that volume"
             )
         async with self._locking.running_sandbox(sandbox_ref) as sandbox:
             volume = self._index.volume(spec.volume)
             mount = Mount(volume=volume.id, path=spec.path, read_only=spec.read_only)
             if any(each.volume == volume.id for each in sandbox.mounts):
-                raise Conflict(f"sandbox {sandbox.name} has volume {volume.name} already: detach it first")
-            check_mounts([*(each.path for each in sandbox.mounts), mount.path])
+                raise Conflict(f"sandbox {sandbox.name} already mounts volume {volume.name}: detach it first")
+            check_mount_paths([*(each.path for each in sandbox.mounts), mount.path])
             async with self._locking.shared_volumes([volume.id]):
                 await finish_despite_cancellation(self._attach(sandbox, mount))
             self._events.publish("volume.attached", volumeID=volume.name, sandboxID=sandbox.id, path=mount.path)
@@ -71,29 +75,36 @@ class Attachments:
                 name = volume.name
                 mount = next((each for each in sandbox.mounts if each.volume == volume.id), None)
             if mount is None:
-                raise NotFound(f"in sandbox {sandbox.name}, volume", name)
+                raise NotFound(f"in sandbox {sandbox.name}, volume", name, resource="mount", parent=sandbox.name)
             await finish_despite_cancellation(self._detach(sandbox, mount))
             self._events.publish("volume.detached", volumeID=name, sandboxID=sandbox.id)
             await self._collector.collect()
 
     async def _detach(self, sandbox: Sandbox, mount: Mount) -> None:
-        if sandbox.state is SandboxState.RUNNING and not self._host.ended(sandbox):
+        if sandbox.state is SandboxState.RUNNING and not self._host.end_reason(sandbox):
             await self._unmount(sandbox, mount)
-        await save_sandbox(self._context, sandbox.id, mounts=_without(sandbox, mount).mounts)
+        await save_sandbox(self._context, sandbox.id, mounts=_mounts_without(sandbox, mount).mounts)
 
     async def _unmount(self, sandbox: Sandbox, mount: Mount) -> None:
-        """Unmount inside first, so that no program sees a dead mount; then on the host, even if the agent fails."""
-        remaining = _without(sandbox, mount)
+        """Unmount inside the sandbox first, so that no program sees a dead mount; then on the host, even if the agent
+        fails.
+        """
+        remaining = _mounts_without(sandbox, mount)
         if self._host.guest_mounts(sandbox):
             try:
                 guest_mounts = self._host.guest_mounts(remaining)
                 await self._agents.client(sandbox).mounts(guest_mounts, seconds=_UNMOUNT_SECONDS)
             except GatewayError as error:
-                log.warning("unmount inside failed", sandbox=sandbox.id, path=mount.path, reason=error.message)
+                log.warning(
+                    "the agent could not unmount a volume", sandbox=sandbox.id, path=mount.path, reason=error.message
+                )
         await self._host.detach(remaining, mount)
 
     async def mount_inside(self, sandbox: Sandbox, *, stale: bool = False, seconds: float = _MOUNT_SECONDS) -> None:
-        """Make the agent mount volumes that the host cannot mount from outside; ``stale``: it may have others."""
+        """Make the agent mount volumes that the host cannot mount from outside.
+
+        ``stale``: the agent may have other mounts.
+        """
         guest_mounts = self._host.guest_mounts(sandbox)
         if guest_mounts or stale:
             await self._agents.client(sandbox).mounts(guest_mounts, seconds=seconds)
@@ -105,5 +116,5 @@ class Attachments:
                 await self.mount_inside(sandbox)
 
 
-def _without(sandbox: Sandbox, mount: Mount) -> Sandbox:
+def _mounts_without(sandbox: Sandbox, mount: Mount) -> Sandbox:
     return sandbox.model_copy(update={"mounts": [each for each in sandbox.mounts if each.volume != mount.volume]})

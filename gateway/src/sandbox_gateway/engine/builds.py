@@ -1,4 +1,4 @@
-"""The build of a template: its log, which can be followed, and its outcome."""
+"""The build of a template: its log, which clients can follow, and its outcome."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from sandbox_gateway.printable import printable
+from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.records import new_id, now
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _LAST_LINES = 40
-LONGEST_LINE = 2000
+MAX_LINE_LENGTH = 2000
 
 
 @dataclass
@@ -25,6 +25,8 @@ class Build:
     template_id: str
     name: str
     digest: str
+    source_digest: str = ""
+    """The digest of the files at the recipe's path."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """The recipe in canonical form."""
     build_id: str = field(default_factory=new_id)
@@ -38,10 +40,10 @@ class Build:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def log(self, line: str) -> None:
-        """Append a line. The log keeps the first ``_MOST_BYTES`` and the last lines."""
-        line = printable(line[:LONGEST_LINE]).rstrip()
+        """Append a line. The log keeps the first ``_MAX_BYTES`` and the last lines."""
+        line = remove_control_characters(line[:MAX_LINE_LENGTH]).rstrip()
         self._bytes += sys.getsizeof(line)
-        if self._bytes <= _MOST_BYTES:
+        if self._bytes <= _MAX_BYTES:
             self.lines.append(line)
             self._wake()
         else:
@@ -86,7 +88,7 @@ class LogLines:
         for line in lines:
             self._build.log(self._rest + line)
             self._rest = ""
-        self._rest = (self._rest + rest)[:LONGEST_LINE]
+        self._rest = (self._rest + rest)[:MAX_LINE_LENGTH]
 
     def flush(self) -> None:
         if self._rest:

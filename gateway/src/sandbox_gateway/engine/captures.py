@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import AsyncIterator, Iterable
 
 from sandbox_gateway.engine.agents import Agents
+from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.engine.saving import save_sandbox, save_snapshot
+from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
 from sandbox_gateway.engine.volumes import Volumes
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid
 from sandbox_gateway.log import Logger
@@ -21,12 +22,15 @@ log = Logger("engine")
 
 
 class Captures:
-    def __init__(self, context: Context, locking: Locking, agents: Agents, volumes: Volumes) -> None:
+    def __init__(
+        self, context: Context, locking: Locking, agents: Agents, collector: Collector, volumes: Volumes
+    ) -> None:
         self._context = context
         self._host = context.host
         self._index = context.index
         self._locking = locking
         self._agents = agents
+        self._collector = collector
         self._volumes = volumes
 
     def new_snapshot_record(self, sandbox: Sandbox, kind: SnapshotKind) -> Snapshot:
@@ -42,25 +46,49 @@ class Captures:
             mounts=list(sandbox.mounts),
         )
 
-    async def take(
+    async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = ()
     ) -> Snapshot:
-        """Capture a sandbox. The snapshot becomes the sandbox's head, unless it is taken for a pause."""
-        taken = await self.capture(sandbox, snapshot, memory=memory, volumes=volumes)
+        """Capture a sandbox. The snapshot becomes the sandbox's head, unless it is taken for a pause.
+
+        On failure no snapshot remains, unless the source died: the error then says that the snapshot is valid.
+        """
+        taken = await self.capture_state(sandbox, snapshot, memory=memory, volumes=volumes)
+        try:
+            taken = await self._add_to_lineage(sandbox, taken)
+        except BaseException:
+            await self.undo(taken.id)
+            raise
+        self._context.events.publish(
+            "snapshot.created", snapshotID=taken.id, sandboxID=sandbox.id, pauseMs=taken.pause_ms
+        )
+        if reason := self._host.end_reason(sandbox):
+            raise BackendFailed(
+                f"snapshot {taken.id} was taken and is valid, but the source sandbox stopped afterwards: "
+                f"{reason}. Resume it, or use the snapshot"
+            )
+        return taken
+
+    async def _add_to_lineage(self, sandbox: Sandbox, taken: Snapshot) -> Snapshot:
         head = self._index.sandbox(sandbox.id).head
         if head != taken.parent:
             # The former head was deleted during the capture.
             taken = await save_snapshot(self._context, taken.id, parent=head)
         if taken.kind is not SnapshotKind.PAUSE:
             await save_sandbox(self._context, sandbox.id, head=taken.id)
-        self._context.events.publish(
-            "snapshot.created", snapshotID=taken.id, sandboxID=sandbox.id, pauseMs=taken.pause_ms
-        )
-        if reason := self._host.ended(sandbox):
-            raise BackendFailed(f"snapshot {taken.id} was taken and is valid, but its source died: {reason}")
         return taken
 
-    async def capture(
+    async def undo(self, id: str) -> None:
+        """Remove a snapshot, if it was committed, because a later step of its operation failed."""
+        snapshot = self._index.snapshots.get(id)
+        if snapshot is None:
+            return
+        try:
+            await self._collector.remove_snapshot(snapshot)
+        except GatewayError as error:
+            log.warning("snapshot not removed", snapshot=id, reason=error.message)
+
+    async def capture_state(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Iterable[str] = ()
     ) -> Snapshot:
         """Capture a sandbox and the given ``volumes``. ``memory``: include its memory, if the host can.
@@ -91,16 +119,16 @@ class Captures:
     async def _write_through(self, sandbox: Sandbox) -> None:
         """Make the guest write its cache to the disk, so that the disk alone is usable and equals the new head.
 
-        A guest that is too busy is captured without this: the captured memory includes the cache.
+        A guest that is too busy is captured without this step, because the captured memory includes the cache.
         """
         try:
             await self._agents.client(sandbox).call("/sync", {}, seconds=_SYNC_SECONDS)
         except GatewayError as error:
-            log.debug("sync before capture failed", sandbox=sandbox.id, reason=error.message)
+            log.debug("the sync before a capture failed", sandbox=sandbox.id, reason=error.message)
 
     @contextlib.asynccontextmanager
     async def _flushed(self, sandbox: Sandbox, *, freeze: bool) -> AsyncIterator[None]:
-        """Flush the guest's cache to the disk first; ``freeze``: also block its writes inside this context."""
+        """Flush the guest's cache to the disk. ``freeze``: also block its writes inside this context."""
         if not freeze:
             await self._write_through(sandbox)
             yield

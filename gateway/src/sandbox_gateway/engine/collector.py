@@ -1,18 +1,19 @@
-"""Removal of snapshots and volumes, on request and once they are unused."""
+"""Remove snapshots and volumes, on request and once they are unused."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 
-from sandbox_gateway.engine.background import finish_despite_cancellation
+from sandbox_gateway.engine.backoff import Backoff
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.index import Thing
-from sandbox_gateway.engine.references import References
-from sandbox_gateway.engine.saving import save_sandbox, save_snapshot
-from sandbox_gateway.errors import GatewayError
+from sandbox_gateway.engine.record_changes import record_locked, save_sandbox, save_snapshot
+from sandbox_gateway.engine.references import References, named_outside_users
+from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.log import Logger
-from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+from sandbox_gateway.records import Record, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 log = Logger("engine")
 
@@ -24,12 +25,17 @@ class Collector:
         self._index = context.index
         self._references = references
         self._lineage = asyncio.Lock()
+        self._backoff = Backoff()
+        """Of removals that failed: each attempt writes the records of all descendants twice."""
         self._removing: dict[str, Snapshot] = {}
-        """Snapshots that the index has no longer and the host still has, with the parents that they have by now."""
+        """Snapshots that are still on the host but no longer in the index, with their current parents."""
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
-        """Remove a snapshot that nobody uses, with its snapshots of volumes; its descendants get its parent."""
-        self._index.drop(snapshot.id)
+        """Remove an unused snapshot, with its snapshots of volumes.
+
+        Its parent becomes the parent of its descendants.
+        """
+        self._index.remove(snapshot.id)
         self._removing[snapshot.id] = snapshot
         await finish_despite_cancellation(self._remove_snapshot(snapshot.id))
 
@@ -37,34 +43,36 @@ class Collector:
         moved: list[Sandbox | Snapshot] = []
         parent = ""
         try:
-            # The descendants first: a crash in between leaves them in their tree.
+            # Move the descendants first, so that a crash in between leaves them in their tree.
             async with self._lineage:
                 parent = self._removing[id].parent
                 moved = await self._reparent(id, parent)
-            snapshot = self._removing[id]
-            await self._host.remove_snapshot(snapshot)
+            async with record_locked(self._context, self._removing[id]):
+                snapshot = self._removing[id]
+                with named_outside_users(snapshot):
+                    await self._host.remove_snapshot(snapshot)
         except BaseException:
             async with self._lineage:
                 self._index.put(self._removing.pop(id))
                 await self._restore(id, parent, moved)
             raise
         del self._removing[id]
-        if not snapshot.hidden:
+        if not snapshot.is_hidden:
             self._context.events.publish("snapshot.deleted", snapshotID=id)
         for each in self._references.volume_snapshots_in(snapshot):
             try:
                 await self.remove_volume_snapshot(each)
             except GatewayError as error:
-                log.warning("volume snapshot not removed", volume_snapshot=each.id, reason=error.message)
+                log.warning("a volume snapshot could not be removed", volume_snapshot=each.id, reason=error.message)
 
     async def _reparent(self, id: str, parent: str) -> list[Sandbox | Snapshot]:
-        """Make ``parent`` the snapshot that the descendants of ``id`` descend from; returns their former records.
+        """Make ``parent`` the parent of the descendants of ``id``. Returns their former records.
 
         A descendant whose record cannot be saved stays as it is, so that a full disk does not prevent a removal.
         """
         moved: list[Sandbox | Snapshot] = []
         tried: set[str] = set()
-        # A capture can add descendants meanwhile.
+        # A concurrent capture can add descendants.
         while found := [each for each in self._descendants(id) if each.id not in tried]:
             for each in found:
                 tried.add(each.id)
@@ -74,15 +82,22 @@ class Collector:
                     else:
                         await save_snapshot(self._context, each.id, only_if={"parent": id}, parent=parent)
                     moved.append(each)
+                except NotFound:
+                    pass  # the snapshot was removed meanwhile
                 except GatewayError as error:
-                    log.warning("lineage not saved", id=each.id, parent=parent, reason=error.message)
+                    log.warning(
+                        "the new parent of a descendant could not be saved",
+                        id=each.id,
+                        parent=parent,
+                        reason=error.message,
+                    )
         for other, snapshot in self._removing.items():
             if snapshot.parent == id:
                 self._removing[other] = snapshot.model_copy(update={"parent": parent})
         return moved
 
     async def _restore(self, id: str, parent: str, moved: list[Sandbox | Snapshot]) -> None:
-        """Undo ``_reparent`` for descendants that nobody has changed since."""
+        """Undo ``_reparent`` for descendants that have not changed since."""
         for each in moved:
             with contextlib.suppress(GatewayError):
                 if isinstance(each, Sandbox):
@@ -98,74 +113,105 @@ class Collector:
         ]
 
     async def remove_volume_snapshot(self, snapshot: VolumeSnapshot) -> None:
-        self._index.drop(snapshot.id)
+        self._index.remove(snapshot.id)
         try:
-            await self._host.remove_volume_snapshot(snapshot)
+            volume = self._index.volumes.get(snapshot.volume)
+            with named_outside_users(snapshot, volume.name if volume else snapshot.volume):
+                await self._host.remove_volume_snapshot(snapshot)
         except BaseException:
             self._index.put(snapshot)
             raise
 
     async def remove_volume(self, volume: Volume) -> None:
-        """Remove a volume that nobody uses, and its snapshots."""
-        things: list[Thing] = [volume, *self._index.snapshots_of(volume)]
-        for thing in things:
-            self._index.drop(thing.id)
+        """Remove an unused volume and its snapshots."""
+        records: list[Record] = [volume, *self._index.snapshots_of(volume)]
+        for record in records:
+            self._index.remove(record.id)
         try:
-            await self._host.remove_volume(volume)
+            with named_outside_users(volume):
+                await self._host.remove_volume(volume)
         except BaseException:
-            for thing in things:
-                self._index.put(thing)
+            for record in records:
+                self._index.put(record)
             raise
         self._context.events.publish("volume.deleted", volumeID=volume.name)
+
+    async def retry(self) -> None:
+        """Collect again if the wait after a failure is over."""
+        if due := self._backoff.due():
+            await self.collect()
+            # Those that are due even now are gone, or in use again.
+            self._backoff.forget({*due}.intersection(self._backoff.due()))
 
     async def collect(self) -> None:
         """Remove hidden snapshots without users, and clones of volumes whose last sandbox is gone."""
         await self._collect_volumes()
         await self._collect_volume_snapshots()
         await self._collect_snapshots()
-        # Where a snapshot keeps its volume from going, the first pass could not remove it.
+        # The first pass cannot remove a volume while one of its snapshots is in use.
         await self._collect_volumes()
+
+    @contextlib.asynccontextmanager
+    async def pinned(self, *records: Snapshot | VolumeSnapshot) -> AsyncIterator[None]:
+        """Keep snapshots from being removed inside this context; those that became unused in it are collected then."""
+        try:
+            with self._index.pinned(*records):
+                yield
+        finally:
+            ids = {each.id if isinstance(each, Snapshot) else each.sandbox_snapshot for each in records}
+            if any(_is_collected(each) for each in self._index.snapshots.values() if each.id in ids):
+                await finish_despite_cancellation(self.collect())
 
     async def _collect_snapshots(self) -> None:
         for id in list(self._index.snapshots):
-            # Read late: removing one snapshot changes the records of others.
+            # Read the record late, because removing one snapshot changes the records of others.
             snapshot = self._index.snapshots.get(id)
-            if snapshot is None or (not snapshot.doomed and snapshot.kind is not SnapshotKind.TRANSIENT):
+            if snapshot is None or not _is_collected(snapshot) or not self._backoff.is_due(id):
                 continue
             heads = (sandbox.head for sandbox in self._index.sandboxes.values())
-            if self._index.standing_on(snapshot) or (not snapshot.doomed and snapshot.id in heads):
+            if self._index.sandboxes_using(snapshot) or (not snapshot.doomed and snapshot.id in heads):
                 continue
             volume_snapshots = self._references.volume_snapshots_in(snapshot)
-            if self._references.is_busy(snapshot) or self._references.clones_of(volume_snapshots):
+            if self._references.is_pinned(snapshot) or self._references.blocking_volumes(volume_snapshots):
                 continue
             try:
                 await self.remove_snapshot(snapshot)
             except GatewayError as error:
-                log.warning("snapshot not collected", snapshot=snapshot.id, reason=error.message)
+                log.warning("an unused snapshot could not be removed", snapshot=snapshot.id, reason=error.message)
+                self._backoff.delay(id)
 
     async def _collect_volume_snapshots(self) -> None:
-        """A clone's snapshot may stay for long, as its source's head; its snapshots of volumes need not."""
+        """Remove unused volume snapshots of clones' snapshots.
+
+        Those snapshots may stay long, as the heads of their sources.
+        """
         for snapshot in list(self._index.snapshots.values()):
             transient = snapshot.kind is SnapshotKind.TRANSIENT
             found = self._references.volume_snapshots_in(snapshot) if transient else []
-            if not found or self._references.is_busy(snapshot) or self._references.clones_of(found):
+            if not found or self._references.is_pinned(snapshot) or self._references.blocking_volumes(found):
                 continue
             try:
                 for each in found:
-                    await asyncio.shield(self.remove_volume_snapshot(each))
+                    await finish_despite_cancellation(self.remove_volume_snapshot(each))
                 await save_snapshot(self._context, snapshot.id, volumes=[])
             except GatewayError as error:
-                log.warning("volume snapshots not collected", snapshot=snapshot.id, reason=error.message)
+                log.warning("unused volume snapshots could not be removed", snapshot=snapshot.id, reason=error.message)
 
     async def _collect_volumes(self) -> None:
         if self._context.unreadable_sandboxes:
             return
         for volume in list(self._index.volumes.values()):
-            if not volume.owner or self._context.locks.is_held(volume.id):
+            if not volume.owner or self._context.locks.is_held(volume.id) or not self._backoff.is_due(volume.id):
                 continue
-            if self._references.volume_in_use(volume, with_snapshots=False):
+            if self._references.volume_refusal(volume, with_snapshots=False):
                 continue
             try:
-                await asyncio.shield(self.remove_volume(volume))
+                await finish_despite_cancellation(self.remove_volume(volume))
             except GatewayError as error:
-                log.warning("volume not collected", volume=volume.id, reason=error.message)
+                log.warning("an unused volume could not be removed", volume=volume.id, reason=error.message)
+                self._backoff.delay(volume.id)
+
+
+def _is_collected(snapshot: Snapshot) -> bool:
+    """Return whether a snapshot is removed when nobody uses it."""
+    return snapshot.doomed or snapshot.kind is SnapshotKind.TRANSIENT

@@ -1,4 +1,4 @@
-"""Commands and code in running sandboxes."""
+"""Run commands and code in running sandboxes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.engine.running import require_running
 from sandbox_gateway.engine.spec import EvalResult, ExecResult
 from sandbox_gateway.errors import BackendFailed, Busy, Conflict, GatewayError, Gone, NotFound, Timeout
 from sandbox_gateway.records import Sandbox, SandboxState
 
-_CHECK_EVERY = 0.25
+_CHECK_INTERVAL = 0.25
 _PING_SECONDS = 10
 _Result = TypeVar("_Result")
 
@@ -37,47 +36,49 @@ class Commands:
         stdin: bytes | None = None,
     ) -> ExecResult:
         """Run a program to its end, for at most ``timeout`` seconds."""
-        sandbox = require_running(self._context, ref)
+        sandbox = self._context.require_running(ref)
         command = self._agents.client(sandbox).exec(args, env=env, cwd=cwd, user=user, timeout=timeout, stdin=stdin)
-        return await self._while_running(sandbox, command)
+        return await self._run_in_sandbox(sandbox, command)
 
     async def eval(self, ref: str, code: str, *, timeout: float = 60) -> EvalResult:
         """Evaluate Python in the sandbox's own interpreter, whose state is part of the sandbox's memory."""
-        sandbox = require_running(self._context, ref)
-        return await self._while_running(sandbox, self._agents.client(sandbox).eval(code, timeout=timeout))
+        sandbox = self._context.require_running(ref)
+        return await self._run_in_sandbox(sandbox, self._agents.client(sandbox).eval(code, timeout=timeout))
 
     async def ping(self, ref: str) -> None:
         """Wait for an answer of the sandbox's agent. Raises BackendFailed or Timeout."""
-        sandbox = require_running(self._context, ref)
-        await self._while_running(sandbox, self._agents.client(sandbox).ping(seconds=_PING_SECONDS))
+        sandbox = self._context.require_running(ref)
+        await self._run_in_sandbox(sandbox, self._agents.client(sandbox).ping(seconds=_PING_SECONDS))
 
-    async def _while_running(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
+    async def _run_in_sandbox(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Await ``work`` while the sandbox's machine runs. Raises Conflict or Gone if another request ends it."""
         try:
-            return await self._until_ended(sandbox, work)
+            return await self._run_until_end(sandbox, work)
         except (BackendFailed, Timeout) as error:
             raise await self._explain(sandbox, error) from None
 
-    async def _until_ended(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Await ``work``, but no longer than the machine runs: a dead guest does not close its connections."""
+    async def _run_until_end(self, sandbox: Sandbox, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Await ``work``, but only while the machine runs: a dead guest does not close its connections."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
-                await asyncio.wait([task], timeout=_CHECK_EVERY)
-                if not task.done() and (reason := self._context.host.ended(sandbox)):
+                await asyncio.wait([task], timeout=_CHECK_INTERVAL)
+                if not task.done() and (reason := self._context.host.end_reason(sandbox)):
                     raise BackendFailed(f"the sandbox stopped during the command: {reason}")
             return task.result()
         finally:
             task.cancel()
 
     async def _explain(self, before: Sandbox, error: GatewayError) -> GatewayError:
-        """Return the error to raise: another request ended or replaced the machine of ``before``, or ``error``."""
+        """Return the error to raise: Gone or Conflict if another request ended or replaced the machine of ``before``,
+        else ``error``.
+        """
         current = self._context.index.sandboxes.get(before.id)
         unchanged = current is not None and (current.instance, current.state) == (before.instance, before.state)
-        if unchanged and not self._context.host.ended(before):
+        if unchanged and not self._context.host.end_reason(before):
             return error
         try:
-            # The lock is held by others until the record says what happened to the machine.
+            # Wait for the lock: its holder releases it when the record shows what happened to the machine.
             async with self._locking.sandbox(before.id) as sandbox:
                 pass
         except NotFound:

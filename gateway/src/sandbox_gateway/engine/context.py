@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 from sandbox_gateway.config import Config
-from sandbox_gateway.engine.background import Background
 from sandbox_gateway.engine.events import Events
 from sandbox_gateway.engine.index import Index
-from sandbox_gateway.engine.locks import Locks
+from sandbox_gateway.engine.keyed_locks import KeyedLocks
 from sandbox_gateway.engine.secret import Secret
+from sandbox_gateway.errors import Conflict
 from sandbox_gateway.hosts.base import Host
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Sandbox, SandboxState
+from sandbox_gateway.tasks import BackgroundTasks
 
 
 class Context:
-    """State and services, without operations."""
+    """State and services, and the check that a sandbox is running."""
 
     def __init__(self, host: Host, config: Config) -> None:
         self.host = host
         self.config = config
         self.index = Index()
-        self.locks = Locks(config.limits.lock_seconds)
+        self.locks = KeyedLocks(config.limits.lock_seconds)
         self.events = Events()
         self.secret = Secret()
-        self.background = Background()
+        self.background = BackgroundTasks(Logger("engine"))
         self.unreadable_sandboxes: list[str] = []
-        """Sandboxes whose records cannot be read. While there are any, nothing that may belong to them is removed."""
+        """Sandboxes whose records cannot be read. Objects that may belong to them are not removed."""
+
+    def require_running(self, ref: str) -> Sandbox:
+        """Return the sandbox. Raises Conflict if it is paused or its machine has ended."""
+        sandbox = self.index.sandbox(ref)
+        if sandbox.state is SandboxState.PAUSED:
+            raise Conflict(f"sandbox {sandbox.id} is paused: resume it first")
+        if reason := self.host.end_reason(sandbox):
+            raise Conflict(f"sandbox {sandbox.id} is not running ({reason}): resume it, or roll it back")
+        return sandbox

@@ -12,8 +12,8 @@ from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.expiry import Expiry
 from sandbox_gateway.engine.forks import Forks
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.engine.machines import Machines
-from sandbox_gateway.engine.mounts import Mounts
+from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
+from sandbox_gateway.engine.mount_plan import MountPlanner
 from sandbox_gateway.engine.recovery import Recovery
 from sandbox_gateway.engine.references import References
 from sandbox_gateway.engine.replacement import Replacement
@@ -24,6 +24,9 @@ from sandbox_gateway.engine.templates import Templates
 from sandbox_gateway.engine.volumes import Volumes
 from sandbox_gateway.hosts.base import Host
 from sandbox_gateway.log import Logger
+from sandbox_gateway.tasks import wait_for_uninterrupted
+
+_CLOSE_SECONDS = 30
 
 log = Logger("engine")
 
@@ -45,16 +48,16 @@ class Engine:
         self.references = references = References(context)
         self.collector = collector = Collector(context, references)
 
-        # The inside of a sandbox: its agent and its volumes.
+        # Access to the inside of a sandbox: its agent and its volumes.
         self.agents = agents = Agents(context)
         self.commands = Commands(context, locking, agents)
         self.volumes = volumes = Volumes(context, locking, references, collector)
         self.attachments = attachments = Attachments(context, locking, agents, collector)
-        self.mounts = mounts = Mounts(context, locking, collector, volumes)
+        self.mounts = mounts = MountPlanner(context, locking, collector, volumes)
 
         # The two primitives: start a machine from a snapshot, and take a snapshot of a running machine.
-        machines = Machines(context, locking, agents, attachments)
-        captures = Captures(context, locking, agents, volumes)
+        machines = MachineLifecycle(context, locking, agents, attachments)
+        captures = Captures(context, locking, agents, collector, volumes)
 
         # Operations built on these.
         self.snapshots = snapshots = Snapshots(context, locking, references, collector, captures)
@@ -68,7 +71,7 @@ class Engine:
         # Work that no request triggers.
         self._machines = machines
         self._recovery = Recovery(context, collector, attachments, machines, sandboxes)
-        self._expiry = Expiry(context, references, snapshots, sandboxes)
+        self._expiry = Expiry(context, references, collector, snapshots, sandboxes)
 
     async def open(self) -> None:
         """Lock the host, scan it, and complete or undo operations that a crash interrupted."""
@@ -82,6 +85,8 @@ class Engine:
         log.info("open", sandboxes=len(self.index.sandboxes), running=len(scan.alive), repaired=len(scan.repaired))
 
     async def close(self) -> None:
-        """Stop working; sandboxes keep running."""
+        """Stop working; sandboxes keep running. Operations that have begun their commit complete it first."""
         await self.background.cancel()
+        if not await wait_for_uninterrupted(_CLOSE_SECONDS):
+            log.error("closed before all operations were complete", seconds=_CLOSE_SECONDS)
         await self.host.close()

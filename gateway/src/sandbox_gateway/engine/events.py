@@ -1,4 +1,4 @@
-"""Events, and their distribution to subscribers."""
+"""Distribute events to subscribers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class Event:
 
 
 class Events:
-    """Fan-out of events. A subscriber that is too slow loses the oldest events, so that memory use is bounded."""
+    """Sends events to subscribers.
+
+    A subscriber that is too slow loses the oldest events, so that memory use is bounded.
+    """
 
     def __init__(self) -> None:
         self._queues: set[asyncio.Queue[Event]] = set()

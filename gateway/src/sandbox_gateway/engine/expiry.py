@@ -1,13 +1,15 @@
-"""Expiry: timeouts of sandboxes, expiry times of snapshots, retention rules."""
+"""Apply timeouts of sandboxes, expiry times of snapshots, and retention rules."""
 
 from __future__ import annotations
 
 import asyncio
 from datetime import datetime
 
+from sandbox_gateway.engine.backoff import Backoff
+from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.references import References
-from sandbox_gateway.engine.retention import surplus
+from sandbox_gateway.engine.retention import find_surplus
 from sandbox_gateway.engine.sandboxes import Sandboxes
 from sandbox_gateway.engine.snapshots import Snapshots
 from sandbox_gateway.engine.timeouts import has_expired
@@ -15,50 +17,76 @@ from sandbox_gateway.errors import GatewayError, NotFound
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Snapshot, now
 
-_CHECK_EVERY = 0.25
+_CHECK_INTERVAL = 0.25
 
 log = Logger("engine")
 
 
 class Expiry:
-    def __init__(self, context: Context, references: References, snapshots: Snapshots, sandboxes: Sandboxes) -> None:
+    def __init__(
+        self,
+        context: Context,
+        references: References,
+        collector: Collector,
+        snapshots: Snapshots,
+        sandboxes: Sandboxes,
+    ) -> None:
+        self._index = context.index
         self._events = context.events
         self._references = references
+        self._collector = collector
         self._snapshots = snapshots
         self._sandboxes = sandboxes
+        self._backoff = Backoff()
 
     async def watch(self) -> None:
         """Check every quarter of a second; never returns."""
         while True:
-            await asyncio.sleep(_CHECK_EVERY)
+            await asyncio.sleep(_CHECK_INTERVAL)
             at = now()
+            self._backoff.keep(self._index.sandboxes.keys() | self._index.snapshots.keys())
             await self._expire_sandboxes(at)
             await self._expire_snapshots(at)
+            await self._retry_collection()
+
+    async def _retry_collection(self) -> None:
+        try:
+            await self._collector.retry()
+        except Exception as error:
+            _log_failure(error)
 
     async def _expire_sandboxes(self, at: datetime) -> None:
         for id in [each.id for each in self._sandboxes.list() if has_expired(each, at)]:
+            if not self._backoff.is_due(id):
+                continue
             try:
                 await self._sandboxes.expire(id)
             except NotFound:
                 pass
             except Exception as error:
                 _log_failure(error, sandbox=id)
-                await asyncio.sleep(_CHECK_EVERY)
+                self._backoff.delay(id)
 
     async def _expire_snapshots(self, at: datetime) -> None:
         for snapshot in self._snapshots.list():
-            if snapshot.expires_at and snapshot.expires_at <= at and not self._references.users(snapshot):
+            if snapshot.expires_at and snapshot.expires_at <= at:
                 await self._expire_snapshot(snapshot)
-        for snapshot in surplus(self._snapshots.list(), at):
-            if not self._references.users(snapshot) and await self._expire_snapshot(snapshot):
+        for snapshot in find_surplus(self._snapshots.list(), at):
+            if await self._expire_snapshot(snapshot):
                 self._events.publish("snapshot.pruned", snapshotID=snapshot.id, sandboxID=snapshot.source_sandbox)
 
     async def _expire_snapshot(self, snapshot: Snapshot) -> bool:
-        """Remove an expired snapshot; True if it was removed."""
+        """Remove an expired snapshot, unless it is in use or the last attempt failed recently.
+
+        Returns True if it was removed.
+        """
+        if self._references.blockers(snapshot) or not self._backoff.is_due(snapshot.id):
+            return False
         try:
             return await self._snapshots.delete(snapshot.id)
         except Exception as error:
             _log_failure(error, snapshot=snapshot.id)
+            self._backoff.delay(snapshot.id)
             return False
 
 

@@ -1,25 +1,28 @@
-"""Plans forks: their names, their records, and whether they use the snapshot's memory."""
+"""Plan forks: their names, their records, and whether they use the snapshot's memory."""
 
 from __future__ import annotations
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.engine.names import require_valid_name
 from sandbox_gateway.engine.spec import ForkSpec, Unset
-from sandbox_gateway.engine.timeouts import end_after
+from sandbox_gateway.engine.timeouts import end_time
 from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.records import Memory, Resources, Sandbox, SandboxState, Snapshot, SnapshotKind, new_id, now
 
-_MOST_AT_ONCE = 1000
+_MAX_COUNT = 1000
 
 
 def requested_names(spec: ForkSpec) -> list[str]:
     """Return a name for each fork; empty if none is given. Raises Invalid."""
     if spec.names is not None:
         if spec.count not in (1, len(spec.names)):
-            raise Invalid(f"{len(spec.names)} names do not fit a count of {spec.count}: give one of them, or as many")
+            raise Invalid(
+                f"count is {spec.count}, but there are {len(spec.names)} names: leave one of the two out, or "
+                "make them equal"
+            )
         return [require_valid_name(name) for name in spec.names]
-    if not 1 <= spec.count <= _MOST_AT_ONCE:
-        raise Invalid(f"a count of {spec.count} is not possible: ask for 1 to {_MOST_AT_ONCE}")
+    if not 1 <= spec.count <= _MAX_COUNT:
+        raise Invalid(f"a count of {spec.count} is not possible: ask for 1 to {_MAX_COUNT}")
     return [""] * spec.count
 
 
@@ -49,7 +52,7 @@ def new_sandbox_record(snapshot: Snapshot, spec: ForkSpec, name: str, config: Co
         env=spec.env,
         created_at=started,
         started_at=started,
-        end_at=end_after(spec.timeout, config),
+        end_at=end_time(spec.timeout, config),
         timeout=None if isinstance(spec.timeout, Unset) else spec.timeout or None,
         on_timeout=spec.on_timeout,
         auto_resume=spec.auto_resume,
@@ -57,20 +60,23 @@ def new_sandbox_record(snapshot: Snapshot, spec: ForkSpec, name: str, config: Co
     )
 
 
-def forks_with_memory(snapshot: Snapshot, spec: ForkSpec, resources: Resources, *, can_resize: bool) -> bool:
+def should_restore_memory(snapshot: Snapshot, spec: ForkSpec, resources: Resources, *, can_resize: bool) -> bool:
     """Return whether forks resume from the snapshot's memory. Raises Invalid or Unsupported for bad ``resources``.
 
     ``can_resize``: the host can change the resources of a machine that resumes from memory.
     """
     have = snapshot.resources
     if resources.disk_mb < have.disk_mb:
-        raise Invalid(f"a disk of {resources.disk_mb} MiB is smaller than the snapshot's {have.disk_mb} MiB")
+        raise Invalid(
+            f"the disk of {resources.disk_mb} MiB is smaller than the snapshot's {have.disk_mb} MiB: request at "
+            "least that size"
+        )
     if snapshot.memory is Memory.NONE or spec.cold_start:
         return False
     if resources != have and not can_resize:
         raise Unsupported(
             f"snapshot {snapshot.id} holds the memory of a machine with {have.cpus} cpus, {have.memory_mb} MiB of "
-            f"memory and a disk of {have.disk_mb} MiB: fork it with the same, or ask for a cold start (coldStart) "
-            "from its disk"
+            f"memory and a disk of {have.disk_mb} MiB: fork it with the same sizes, or boot from its disk "
+            "with a cold start (coldStart)"
         )
     return True

@@ -1,23 +1,27 @@
-"""Fork: creates n sandboxes from a snapshot, all or none."""
+"""Fork: create n sandboxes from a snapshot, all or none."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.fork_plan import forks_with_memory, new_sandbox_record, requested_names
+from sandbox_gateway.engine.fork_plan import new_sandbox_record, requested_names, should_restore_memory
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.engine.machines import Machines
-from sandbox_gateway.engine.mounts import Mounts
-from sandbox_gateway.engine.saving import save_sandbox
+from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
+from sandbox_gateway.engine.mount_plan import MountPlanner
+from sandbox_gateway.engine.record_changes import save_sandbox
 from sandbox_gateway.engine.spec import ForkSpec
 from sandbox_gateway.errors import GatewayError, OverQuota
+from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume
+from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
+
+log = Logger("engine")
 
 
 class Forks:
@@ -26,8 +30,8 @@ class Forks:
         context: Context,
         locking: Locking,
         collector: Collector,
-        mounts: Mounts,
-        machines: Machines,
+        mounts: MountPlanner,
+        machines: MachineLifecycle,
         captures: Captures,
     ) -> None:
         self._context = context
@@ -42,25 +46,39 @@ class Forks:
         """Sandboxes that are being created."""
 
     async def create(self, ref: str, spec: ForkSpec) -> Sandbox:
-        """Create one sandbox from a snapshot or template, or return the one that has ``spec.idempotency_key``."""
-        if spec.idempotency_key:
-            for sandbox in self._index.sandboxes.values():
-                if sandbox.idempotency_key == spec.idempotency_key:
-                    return sandbox
-        (created,) = await self.fork(ref, spec)
+        """Create one sandbox from a snapshot or template, or return the existing one with ``spec.idempotency_key``."""
+        created = (await self.fork(ref, spec))[0]
         if isinstance(created, GatewayError):
             raise created
         return created
 
     async def fork(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         """Create ``spec.count`` sandboxes from a snapshot or template: all, or none and the first error."""
-        return await self._fork(self._index.snapshot(ref), spec)
+        async with self._first_with_key(spec) as existing:
+            return existing or await self._fork(self._index.snapshot(ref), spec)
 
     async def clone(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         """Capture a sandbox and fork the capture ``count`` times; the capture is removed with its last user.
 
-        The capture includes the volumes that each fork gets a clone of.
+        The capture includes the volumes of which each fork gets a clone.
         """
+        async with self._first_with_key(spec) as existing:
+            return existing or await self._capture_and_fork(ref, spec)
+
+    @contextlib.asynccontextmanager
+    async def _first_with_key(self, spec: ForkSpec) -> AsyncIterator[list[Sandbox | GatewayError]]:
+        """Yield the sandboxes that an earlier request with the idempotency key of ``spec`` created, if they exist.
+
+        Requests with the same key take turns.
+        """
+        if not (key := spec.idempotency_key):
+            yield []
+            return
+        async with self._context.locks.hold(f"idempotency key {key}", "the request with this idempotency key"):
+            found = [each for each in self._index.sandboxes.values() if each.idempotency_key == key]
+            yield [*sorted(found, key=lambda each: (each.created_at, each.id))]
+
+    async def _capture_and_fork(self, ref: str, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         self._mounts.resolve_volumes(spec.mounts or [])
         with self._index.reserved(name for name in requested_names(spec) if name):
             pass  # detect a taken name before the source is paused
@@ -69,35 +87,51 @@ class Forks:
             try:
                 return await self._clone(sandbox, snapshot, spec)
             finally:
-                await asyncio.shield(self._collector.collect())
+                await finish_despite_cancellation(self._collector.collect())
 
     async def _clone(self, sandbox: Sandbox, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
-        with self._index.using(snapshot):
+        with self._index.pinned(snapshot):
             volumes = [each.volume for each in spec.mounts or [] if each.clone]
             taken = await finish_despite_cancellation(
-                self._captures.take(sandbox, snapshot, memory=True, volumes=volumes)
+                self._captures.capture(sandbox, snapshot, memory=True, volumes=volumes)
             )
             try:
                 return await self._fork(taken, spec)
             except BaseException:
-                head = self._index.any_snapshot(taken.id).parent
-                await asyncio.shield(save_sandbox(self._context, sandbox.id, head=head))
+                # If the request was cancelled after the commit, the forks exist and still need the capture.
+                if not self._index.sandboxes_using(taken):
+                    await self._restore_head(sandbox, taken)
                 raise
+
+    async def _restore_head(self, sandbox: Sandbox, taken: Snapshot) -> None:
+        """Let a sandbox descend from its former head again; the capture is then collected."""
+        head = self._index.any_snapshot(taken.id).parent
+        try:
+            await save_sandbox(self._context, sandbox.id, only_if={"head": taken.id}, head=head)
+        except GatewayError as error:
+            log.warning("head not restored", sandbox=sandbox.id, snapshot=taken.id, reason=error.message)
 
     async def _fork(self, snapshot: Snapshot, spec: ForkSpec) -> list[Sandbox | GatewayError]:
         config = self._context.config
         sandboxes = [new_sandbox_record(snapshot, spec, name, config) for name in requested_names(spec)]
         resize = self._host.abilities.resize_on_fork
-        with_memory = forks_with_memory(snapshot, spec, sandboxes[0].resources, can_resize=resize)
+        with_memory = should_restore_memory(snapshot, spec, sandboxes[0].resources, can_resize=resize)
         planned = self._mounts.plan(snapshot, spec.mounts)
         self._require_quota(len(sandboxes))
-        with self._index.reserved(sandbox.name for sandbox in sandboxes), self._index.using(snapshot):
-            self._pending += len(sandboxes)
-            try:
+        async with self._collector.pinned(snapshot):
+            with self._reserved(sandboxes):
                 if not planned:
                     return await self._start_all(snapshot, spec, sandboxes, with_memory)
                 async with self._mounts.with_mounts(planned, sandboxes) as clones:
                     return await self._start_all(snapshot, spec, sandboxes, with_memory, clones)
+
+    @contextlib.contextmanager
+    def _reserved(self, sandboxes: Sequence[Sandbox]) -> Iterator[None]:
+        """Reserve the names of new sandboxes, and their share of the quota."""
+        with self._index.reserved(sandbox.name for sandbox in sandboxes):
+            self._pending += len(sandboxes)
+            try:
+                yield
             finally:
                 self._pending -= len(sandboxes)
 
@@ -117,7 +151,7 @@ class Forks:
             async with gate:
                 if sandbox.id in clones:
                     await self._mounts.create_clones(clones[sandbox.id])
-                await self._machines.start(snapshot, sandbox, with_memory=with_memory)
+                await self._machines.fork(snapshot, sandbox, with_memory=with_memory)
             done += 1
             self._report_progress(spec, done, len(sandboxes), sandbox.id)
             return sandbox
@@ -126,17 +160,17 @@ class Forks:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION if spec.atomic else asyncio.ALL_COMPLETED)
         except asyncio.CancelledError:
-            await asyncio.shield(self._undo(tasks, sandboxes))
+            await finish_despite_cancellation(self._undo(tasks, sandboxes))
             raise
         failed = [error for task in tasks if task.done() and (error := task.exception())]
         if failed and spec.atomic:
-            await asyncio.shield(self._undo(tasks, sandboxes))
+            await finish_despite_cancellation(self._undo(tasks, sandboxes))
             raise failed[0]
         if bug := next((error for error in failed if not isinstance(error, GatewayError)), None):
-            await asyncio.shield(self._undo(tasks, sandboxes))
+            await finish_despite_cancellation(self._undo(tasks, sandboxes))
             raise bug
         started = [task.result() for task in tasks if task.exception() is None]
-        await asyncio.shield(self._commit(started))
+        await finish_despite_cancellation(self._commit(started))
         answers = (task.exception() or task.result() for task in tasks)
         return [answer for answer in answers if isinstance(answer, Sandbox | GatewayError)]
 
@@ -151,23 +185,27 @@ class Forks:
             for sandbox in sandboxes:
                 await self._host.save(sandbox)
         except BaseException:
-            for sandbox in sandboxes:
-                await self._host.remove(sandbox)
+            await self._remove(sandboxes)
             raise
         for sandbox in sandboxes:
             self._index.put(sandbox)
             self._context.events.publish(
                 "sandbox.created", sandboxID=sandbox.id, name=sandbox.name, forkedFrom=sandbox.forked_from
             )
+            self._machines.notice_end(sandbox)
 
     async def _undo(self, tasks: list[asyncio.Task[Sandbox]], sandboxes: list[Sandbox]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for sandbox in sandboxes:
-            await self._host.remove(sandbox)
+        await self._remove(sandboxes)
+
+    async def _remove(self, sandboxes: Iterable[Sandbox]) -> None:
+        await clean_up(log, *(self._host.remove(sandbox) for sandbox in sandboxes))
 
     def _require_quota(self, count: int) -> None:
         cap = self._context.config.limits.sandboxes
         if len(self._index.sandboxes) + self._pending + count > cap:
-            raise OverQuota(f"this host keeps at most {cap} sandboxes (limits.sandboxes): remove some first")
+            raise OverQuota(
+                f"the limit of {cap} sandboxes on this host is reached (limits.sandboxes): remove some first"
+            )

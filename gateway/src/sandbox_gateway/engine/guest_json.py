@@ -1,4 +1,4 @@
-"""Parses JSON from guests, which are untrusted: size, structure, depth and numbers are limited.
+"""Parse JSON from guests, which are untrusted: size, structure, depth and numbers are limited.
 
 Parsing happens in steps of at most a few milliseconds, between which the event loop serves others. A thread would not
 help: ``json.loads`` holds the GIL until it returns, for 0.3 s with 48 MiB of short escapes.
@@ -16,17 +16,17 @@ from typing import Any
 
 from sandbox_gateway.errors import BackendFailed, Busy
 
-USUAL = 256 << 10
+DEFAULT_BYTES = 256 << 10
 """Maximum bytes of an answer without command output."""
-LARGEST = 48 << 20
+MAX_BYTES = 48 << 20
 """Maximum bytes of an answer with output: twice 16 MiB in base64, plus a margin."""
-MOST_HELD = 2 * LARGEST
+MAX_HELD_BYTES = 2 * MAX_BYTES
 """Maximum bytes of all answers of one sandbox that are being read at the same time."""
-MOST_HELD_IN_ALL = 512 << 20
+MAX_TOTAL_HELD_BYTES = 512 << 20
 """The same limit for all sandboxes together."""
-MOST_STRUCTURE = 8 << 10
-"""Maximum bytes of an answer outside its strings: each of them takes many times as much memory once parsed."""
-DEEPEST = 16
+MAX_STRUCTURE_BYTES = 8 << 10
+"""Maximum bytes of an answer outside its strings: each byte takes many times as much memory once parsed."""
+MAX_DEPTH = 16
 _PIECE = 16 << 10
 _CONTENT = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 # Units that must not be split: characters, escapes, and pairs of escapes that form one character.
@@ -38,12 +38,12 @@ _held: Counter[str] = Counter()
 
 
 class Answer:
-    """A JSON object that arrives in pieces; a context manager that releases its memory from the quota at the end.
+    """A JSON object that arrives in pieces. As a context manager, it releases its memory from the quota at the end.
 
     ``sandbox``: the address of the answering sandbox; ``what``: the request; ``most``: maximum number of bytes.
     """
 
-    def __init__(self, sandbox: str, what: str, most: int = USUAL) -> None:
+    def __init__(self, sandbox: str, what: str, most: int = DEFAULT_BYTES) -> None:
         self._sandbox = sandbox
         self._what = what
         self._most = most
@@ -65,7 +65,10 @@ class Answer:
             del _held[self._sandbox]
 
     async def feed(self, data: bytes) -> None:
-        """Add the next bytes, in linear time. Raises BackendFailed if they are not allowed, Busy beyond a quota."""
+        """Add the next bytes, in linear time.
+
+        Raises BackendFailed for invalid JSON or too many bytes, Busy beyond a quota.
+        """
         for start in range(0, len(data), _PIECE):
             self._take(data[start : start + _PIECE])
             await asyncio.sleep(0)
@@ -75,14 +78,14 @@ class Answer:
         _held[self._sandbox] += len(piece)
         if self._size > self._most:
             raise BackendFailed(f"the sandbox's agent answered {self._what} with more than {self._most} bytes")
-        if _held.total() > MOST_HELD_IN_ALL:
+        if _held.total() > MAX_TOTAL_HELD_BYTES:
+            limit = MAX_TOTAL_HELD_BYTES >> 20
             raise Busy(
-                f"the agents of all sandboxes are sending more than {MOST_HELD_IN_ALL >> 20} MiB of answers at once: "
-                "try again later"
+                f"the agents of all sandboxes are sending more than {limit} MiB of answers at once: try again later"
             )
-        if _held[self._sandbox] > MOST_HELD:
+        if _held[self._sandbox] > MAX_HELD_BYTES:
             raise Busy(
-                f"the sandbox's agent is sending more than {MOST_HELD >> 20} MiB of answers at once: "
+                f"the sandbox's agent is sending more than {MAX_HELD_BYTES >> 20} MiB of answers at once: "
                 "run fewer commands with large output at the same time"
             )
         position = 0
@@ -95,8 +98,8 @@ class Answer:
         end = len(piece) if quote < 0 else quote + 1
         self._structure += piece[position:end]
         self._outside += end - position
-        if self._outside > MOST_STRUCTURE:
-            raise BackendFailed(f"the sandbox's agent answered {self._what} with something else than it should")
+        if self._outside > MAX_STRUCTURE_BYTES:
+            raise BackendFailed(f"the sandbox's agent sent an invalid answer to {self._what}")
         if quote >= 0:
             self._structure += b"%d" % len(self._strings)
             self._strings.append(bytearray())
@@ -125,30 +128,30 @@ class Answer:
         return end + 1
 
     async def parse(self) -> dict[str, Any]:
-        """Return the object; an empty one if nothing was received, or no object. Raises BackendFailed."""
+        """Return the object; an empty object if nothing or no object was received. Raises BackendFailed."""
         if not self._size:
             return {}
         try:
             _check_depth(self._structure)
-            structure = json.loads(self._structure.decode(), parse_constant=_refuse)
+            structure = json.loads(self._structure.decode(), parse_constant=_reject_constant)
             strings = []
             self._strings.reverse()
             while self._strings:
-                strings.append(await _text(self._strings.pop()))
-            whole = _with_strings(structure, strings)
+                strings.append(await _decode_string(self._strings.pop()))
+            whole = _insert_strings(structure, strings)
         except (ValueError, RecursionError):
-            raise BackendFailed(f"the sandbox's agent answered {self._what} with something else than JSON") from None
+            raise BackendFailed(f"the sandbox's agent answered {self._what} with invalid JSON") from None
         return whole if isinstance(whole, dict) else {}
 
 
-async def parse(sandbox: str, what: str, data: bytes, most: int = USUAL) -> dict[str, Any]:
+async def parse(sandbox: str, what: str, data: bytes, most: int = DEFAULT_BYTES) -> dict[str, Any]:
     """Parse a complete answer into an object. Raises BackendFailed, Busy."""
     with Answer(sandbox, what, most) as answer:
         await answer.feed(data)
         return await answer.parse()
 
 
-async def from_base64(text: object) -> bytes:
+async def decode_base64(text: object) -> bytes:
     """Decode base64. Raises ValueError if ``text`` is not a string of base64."""
     if not isinstance(text, str):
         raise ValueError("no text")
@@ -159,10 +162,10 @@ async def from_base64(text: object) -> bytes:
     return bytes(found)
 
 
-def integer(value: object, low: int, high: int) -> int:
+def read_integer(value: object, low: int, high: int) -> int:
     """Return ``value``. Raises ValueError if it is not an integer from ``low`` to ``high``."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ValueError(f"no integer from {low} to {high}")
+        raise ValueError(f"not an integer from {low} to {high}")
     return value
 
 
@@ -170,15 +173,15 @@ def _check_depth(structure: bytearray) -> None:
     depth = 0
     for byte in structure:
         depth += (byte in b"[{") - (byte in b"]}")
-        if depth > DEEPEST:
-            raise ValueError("nested too deeply")
+        if depth > MAX_DEPTH:
+            raise ValueError("the JSON is nested too deeply")
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+def _reject_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not valid JSON")
 
 
-async def _text(content: bytearray) -> str:
+async def _decode_string(content: bytearray) -> str:
     """Decode the content of a JSON string; lone surrogates, which answers cannot contain, are replaced.
 
     Raises ValueError.
@@ -187,7 +190,7 @@ async def _text(content: bytearray) -> str:
     while position < len(content):
         match = _UNITS.match(content, position)
         if match is None:
-            raise ValueError("no text of JSON's")
+            raise ValueError("not a valid JSON string")
         pieces.append(json.loads(f'"{match[0].decode()}"').encode(errors="replace").decode())
         worked += match.end() - position
         position = match.end()
@@ -197,9 +200,9 @@ async def _text(content: bytearray) -> str:
     return "".join(pieces)
 
 
-def _with_strings(value: Any, strings: list[str]) -> Any:
+def _insert_strings(value: Any, strings: list[str]) -> Any:
     if isinstance(value, dict):
-        return {strings[int(key)]: _with_strings(each, strings) for key, each in value.items()}
+        return {strings[int(key)]: _insert_strings(each, strings) for key, each in value.items()}
     if isinstance(value, list):
-        return [_with_strings(each, strings) for each in value]
+        return [_insert_strings(each, strings) for each in value]
     return strings[int(value)] if isinstance(value, str) else value

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from sandbox_gateway.errors import NameTaken, NotFound
-from sandbox_gateway.records import Mount, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+from sandbox_gateway.records import Mount, Record, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 
-Thing = Sandbox | Snapshot | Volume | VolumeSnapshot
 Trees = list[dict[str, Any]]
 
 
@@ -24,7 +23,7 @@ class Index:
         self.volume_snapshots: dict[str, VolumeSnapshot] = {}
         self._names: dict[str, str] = {}
         self._reserved: set[str] = set()
-        self._in_use: Counter[str] = Counter()
+        self._pins: Counter[str] = Counter()
 
     def load(
         self,
@@ -33,62 +32,69 @@ class Index:
         volumes: Iterable[Volume] = (),
         volume_snapshots: Iterable[VolumeSnapshot] = (),
     ) -> list[str]:
-        """Add the objects of a scan, oldest first; returns a sentence for each duplicate name, and for each mount of a
-        missing volume."""
-        clashes = []
-        things: list[Thing] = [*sandboxes, *snapshots, *volumes, *volume_snapshots]
-        for thing in sorted(things, key=lambda thing: thing.created_at):
-            for name in _names(thing):
-                if self._names.get(name, thing.id) != thing.id:
-                    clashes.append(
-                        f"the name {name!r} of {thing.id} is taken by {self._names[name]}: it goes by its id"
-                    )
-                    _unname(thing, name)
-            self.put(thing)
-        return [*clashes, *self._missing_volumes()]
+        """Add the objects of a scan, oldest first.
 
-    def _missing_volumes(self) -> list[str]:
+        Returns a sentence for each duplicate name, and for each mount of a missing volume.
+        """
+        clashes = []
+        records: list[Record] = [*sandboxes, *snapshots, *volumes, *volume_snapshots]
+        for record in sorted(records, key=lambda record: record.created_at):
+            for name in _names(record):
+                if self._names.get(name, record.id) != record.id:
+                    clashes.append(
+                        f"{record.id} has the name {name!r}, which {self._names[name]} already has: use the "
+                        f"id {record.id} instead"
+                    )
+                    _remove_name(record, name)
+            self.put(record)
+        return [*clashes, *self._describe_missing_volumes()]
+
+    def _describe_missing_volumes(self) -> list[str]:
         """Describe mounts of missing volumes. Records keep such mounts: a damaged volume may be restored."""
         return [
-            f"the volume {mount.volume} that sandbox {sandbox.id} has at {mount.path} is not there: "
-            "restore it, or detach it"
+            f"sandbox {sandbox.id} mounts volume {mount.volume} at {mount.path}, but the volume is missing: "
+            "restore or detach it"
             for sandbox in self.sandboxes.values()
             for mount in sandbox.mounts
             if mount.volume not in self.volumes
         ]
 
-    def put(self, thing: Thing) -> None:
+    def put(self, record: Record) -> None:
         """Add an object, or replace its record."""
-        self._drop_names(thing.id)
-        if isinstance(thing, Sandbox):
-            self.sandboxes[thing.id] = thing
-        elif isinstance(thing, Snapshot):
-            self.snapshots[thing.id] = thing
-        elif isinstance(thing, Volume):
-            self.volumes[thing.id] = thing
+        self._remove_names(record.id)
+        if isinstance(record, Sandbox):
+            self.sandboxes[record.id] = record
+        elif isinstance(record, Snapshot):
+            self.snapshots[record.id] = record
+        elif isinstance(record, Volume):
+            self.volumes[record.id] = record
         else:
-            self.volume_snapshots[thing.id] = thing
-        for name in _names(thing):
-            self._names[name] = thing.id
+            self.volume_snapshots[record.id] = record
+        for name in _names(record):
+            self._names[name] = record.id
 
-    def drop(self, id: str) -> None:
-        self._drop_names(id)
-        for things in (self.sandboxes, self.snapshots, self.volumes, self.volume_snapshots):
-            things.pop(id, None)
+    def remove(self, id: str) -> None:
+        self._remove_names(id)
+        for records in (self.sandboxes, self.snapshots, self.volumes, self.volume_snapshots):
+            records.pop(id, None)
 
-    def _drop_names(self, id: str) -> None:
+    def _remove_names(self, id: str) -> None:
         for name in [name for name, owner in self._names.items() if owner == id]:
             del self._names[name]
 
     @contextlib.contextmanager
-    def reserved(self, names: Iterable[str]) -> Iterator[None]:
-        """Reserve names for new objects. Raises NameTaken, which lists the names that are not free."""
+    def reserved(self, names: Iterable[str], *, taken_from: Container[str] = ()) -> Iterator[None]:
+        """Reserve names for new objects. Raises NameTaken, which lists the names that are not free.
+
+        ``taken_from``: ids of objects that lose their names inside this context.
+        """
         wanted = list(names)
-        taken = [name for name in wanted if self.owner(name) or name in self._reserved or wanted.count(name) > 1]
+        owned = {name for name in wanted if (owner := self.owner(name)) and owner not in taken_from}
+        taken = [name for name in wanted if name in owned or name in self._reserved or wanted.count(name) > 1]
         if taken:
-            owners = ", ".join(f"{name!r} ({self.owner(name) or 'being made'})" for name in dict.fromkeys(taken))
+            owners = ", ".join(f"{name!r} ({self.owner(name) or 'being created'})" for name in dict.fromkeys(taken))
             raise NameTaken(
-                f"the name is taken: {owners}; choose another, or remove what has it",
+                f"the name is taken: {owners}. Choose another name, or remove the owner",
                 blockers=[owner for name in taken if (owner := self.owner(name))],
             )
         self._reserved.update(wanted)
@@ -103,27 +109,27 @@ class Index:
             return self._names[name]
         return name if name in self.sandboxes or name in self.snapshots or name in self.volumes else ""
 
-    def free(self, name: str) -> bool:
+    def is_free(self, name: str) -> bool:
         return not self.owner(name) and name not in self._reserved
 
     @contextlib.contextmanager
-    def using(self, *things: Thing) -> Iterator[None]:
+    def pinned(self, *records: Record) -> Iterator[None]:
         """Keep objects from being removed while a request uses them."""
-        ids = [thing.id for thing in things]
-        self._in_use.update(ids)
+        ids = [record.id for record in records]
+        self._pins.update(ids)
         try:
             yield
         finally:
-            self._in_use.subtract(ids)
-            self._in_use += Counter()
+            self._pins.subtract(ids)
+            self._pins += Counter()
 
-    def in_use(self, thing: Thing) -> bool:
-        return self._in_use[thing.id] > 0
+    def is_pinned(self, record: Record) -> bool:
+        return self._pins[record.id] > 0
 
     def sandbox(self, ref: str) -> Sandbox:
         found = self.sandboxes.get(ref) or self.sandboxes.get(self._names.get(ref, ""))
         if found is None:
-            raise NotFound("sandbox", _shown(ref))
+            raise NotFound("sandbox", _shorten(ref))
         return found
 
     def snapshot(self, ref: str, *, what: str = "snapshot", kinds: Iterable[SnapshotKind] = ()) -> Snapshot:
@@ -131,19 +137,19 @@ class Index:
         found = self.snapshots.get(ref) or self.snapshots.get(self._names.get(ref, ""))
         wanted = set(kinds) or {SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE}
         if found is None or found.doomed or found.kind not in wanted:
-            raise NotFound(what, _shown(ref))
+            raise NotFound(what, _shorten(ref))
         return found
 
     def any_snapshot(self, id: str) -> Snapshot:
         """Find a snapshot of any kind, even a hidden one, by id."""
         if id not in self.snapshots:
-            raise NotFound("snapshot", _shown(id))
+            raise NotFound("snapshot", _shorten(id))
         return self.snapshots[id]
 
     def volume(self, ref: str) -> Volume:
         found = self.volumes.get(ref) or self.volumes.get(self._names.get(ref, ""))
         if found is None:
-            raise NotFound("volume", _shown(ref))
+            raise NotFound("volume", _shorten(ref))
         return found
 
     def volume_snapshot(self, ref: str, volume: Volume | None = None) -> VolumeSnapshot:
@@ -152,7 +158,9 @@ class Index:
         if volume is not None:
             found = next((each for each in self.snapshots_of(volume) if ref in (each.id, each.name)), None)
         if found is None:
-            raise NotFound(f"snapshot of volume {volume.name}," if volume else "snapshot of a volume,", _shown(ref))
+            what = f"snapshot of volume {volume.name}," if volume else "snapshot of a volume,"
+            parent = volume.name if volume else ""
+            raise NotFound(what, _shorten(ref), resource="volume_snapshot", parent=parent)
         return found
 
     def snapshots_of(self, volume: Volume) -> list[VolumeSnapshot]:
@@ -168,10 +176,7 @@ class Index:
             if mount.volume == volume.id
         ]
 
-    def forks(self, snapshot: Snapshot) -> list[Sandbox]:
-        return [sandbox for sandbox in self.sandboxes.values() if sandbox.forked_from == snapshot.id]
-
-    def standing_on(self, snapshot: Snapshot) -> list[Sandbox]:
+    def sandboxes_using(self, snapshot: Snapshot) -> list[Sandbox]:
         """Return the sandboxes that were made from a snapshot, rolled back to it, or resume from it."""
         return [
             sandbox
@@ -183,7 +188,7 @@ class Index:
         """Return trees of templates and snapshots with the sandboxes forked from them, as nested plain data."""
         nodes: dict[str, dict[str, Any]] = {}
         for snapshot in sorted(self.snapshots.values(), key=lambda each: each.created_at):
-            nodes[snapshot.id] = _node(snapshot.id, snapshot.kind.value, snapshot.names, snapshot.hidden)
+            nodes[snapshot.id] = _node(snapshot.id, snapshot.kind.value, snapshot.names, snapshot.is_hidden)
         for sandbox in sorted(self.sandboxes.values(), key=lambda each: each.created_at):
             nodes[sandbox.id] = _node(sandbox.id, "sandbox", [sandbox.name], False, state=sandbox.state.value)
         tops = [node for id, node in nodes.items() if not self._attach(id, nodes)]
@@ -191,16 +196,16 @@ class Index:
             return tops
         found = nodes.get(root) or nodes.get(self._names.get(root, ""))
         if found is None:
-            raise NotFound("sandbox, snapshot or template", _shown(root))
+            raise NotFound("sandbox, snapshot or template", _shorten(root), resource="sandbox")
         return [found]
 
     def _attach(self, id: str, nodes: dict[str, dict[str, Any]]) -> bool:
-        thing = self.sandboxes.get(id) or self.snapshots[id]
-        if isinstance(thing, Sandbox):
-            ancestors = [thing.forked_from, thing.template_id]
+        record = self.sandboxes.get(id) or self.snapshots[id]
+        if isinstance(record, Sandbox):
+            ancestors = [record.forked_from, record.template_id]
         else:
             # If its source was removed, it is shown below the source's former parent.
-            ancestors = [thing.source_sandbox, thing.parent, thing.origin]
+            ancestors = [record.source_sandbox, record.parent, record.origin]
         above = next((ancestor for ancestor in ancestors if ancestor in nodes and ancestor != id), None)
         if above is None:
             return False
@@ -212,19 +217,19 @@ def _node(id: str, kind: str, names: list[str], hidden: bool, **more: Any) -> di
     return {"id": id, "kind": kind, "names": list(names), "hidden": hidden, **more, "children": []}
 
 
-def _names(thing: Thing) -> list[str]:
+def _names(record: Record) -> list[str]:
     """Return an object's names in the namespace. The name of a volume's snapshot is local to the volume."""
-    if isinstance(thing, Snapshot):
-        return [] if thing.doomed else thing.names
-    return [] if isinstance(thing, VolumeSnapshot) else [thing.name]
+    if isinstance(record, Snapshot):
+        return [] if record.doomed else record.names
+    return [] if isinstance(record, VolumeSnapshot) else [record.name]
 
 
-def _unname(thing: Thing, name: str) -> None:
-    if isinstance(thing, Snapshot):
-        thing.names = [each for each in thing.names if each != name]
+def _remove_name(record: Record, name: str) -> None:
+    if isinstance(record, Snapshot):
+        record.names = [each for each in record.names if each != name]
     else:
-        thing.name = thing.id
+        record.name = record.id
 
 
-def _shown(ref: str) -> str:
+def _shorten(ref: str) -> str:
     return ref if len(ref) <= 80 else ref[:77] + "..."

@@ -1,7 +1,7 @@
 """Locks on sandboxes and volumes.
 
-Order: sandboxes before volumes; volumes by id. Mounting a volume takes a shared lock: it waits only for a change in
-progress.
+Locks are taken in this order: sandboxes before volumes, volumes by id. Mounting a volume takes a shared lock, which
+waits only for a change in progress.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import AsyncIterator, Iterable
 
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.running import require_running
 from sandbox_gateway.records import Sandbox, Volume
 
 
@@ -33,11 +32,11 @@ class Locking:
     async def running_sandbox(self, ref: str) -> AsyncIterator[Sandbox]:
         """Lock a sandbox for one change. Raises Conflict if it is not running."""
         async with self.sandbox(ref) as sandbox:
-            yield require_running(self._context, sandbox.id)
+            yield self._context.require_running(sandbox.id)
 
     @contextlib.asynccontextmanager
     async def volumes(self, refs: Iterable[str]) -> AsyncIterator[list[Volume]]:
-        """Lock volumes for a change of all of them; yields each once."""
+        """Lock volumes for a change of all of them. Yields each volume once."""
         found = {volume.id: volume for volume in map(self._index.volume, refs)}
         async with contextlib.AsyncExitStack() as stack:
             for id in sorted(found):
@@ -46,11 +45,11 @@ class Locking:
 
     @contextlib.asynccontextmanager
     async def shared_volumes(self, ids: Iterable[str]) -> AsyncIterator[None]:
-        """Keep volumes unchanged while they are being mounted; waits for changes in progress."""
+        """Prevent changes of volumes while they are being mounted. Waits for changes in progress."""
         with contextlib.ExitStack() as stack:
             for id in ids:
                 async with self.volumes([id]) as (volume,):
-                    stack.enter_context(self._index.using(volume))
+                    stack.enter_context(self._index.pinned(volume))
             yield
 
     @contextlib.asynccontextmanager

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sandbox_gateway.engine.index import Thing
 from sandbox_gateway.errors import Invalid
-from sandbox_gateway.records import Snapshot, check_name
+from sandbox_gateway.records import Record, Snapshot, check_name
 
 
 def require_valid_name(name: str) -> str:
@@ -17,6 +16,6 @@ def require_valid_name(name: str) -> str:
         raise Invalid(str(error)) from None
 
 
-def names_of(things: Iterable[Thing]) -> str:
+def names_of(records: Iterable[Record]) -> str:
     """Join the names of objects for a message; uses the id of a snapshot without a name."""
-    return ", ".join((*each.names, each.id)[0] if isinstance(each, Snapshot) else each.name for each in things)
+    return ", ".join((*each.names, each.id)[0] if isinstance(each, Snapshot) else each.name for each in records)

@@ -1,11 +1,11 @@
-"""Recovery at start-up: completes or undoes operations that a crash or a reboot of the host interrupted."""
+"""Complete or undo, at start-up, operations that a crash or a reboot of the host interrupted."""
 
 from __future__ import annotations
 
 from sandbox_gateway.engine.attachments import Attachments
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.machines import Machines
+from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.engine.sandboxes import Sandboxes
 from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.hosts.base import Scan
@@ -17,7 +17,12 @@ log = Logger("engine")
 
 class Recovery:
     def __init__(
-        self, context: Context, collector: Collector, attachments: Attachments, machines: Machines, sandboxes: Sandboxes
+        self,
+        context: Context,
+        collector: Collector,
+        attachments: Attachments,
+        machines: MachineLifecycle,
+        sandboxes: Sandboxes,
     ) -> None:
         self._context = context
         self._host = context.host
@@ -35,9 +40,12 @@ class Recovery:
             log.warning("repaired", what=sentence)
 
     async def settle(self, alive: set[str]) -> None:
-        """Make states agree with the running machines, ``alive``, and remove unused objects."""
+        """Update the states of sandboxes to the running machines, ``alive``, and remove unused objects."""
         for sandbox in self._sandboxes.list():
-            await self._settle_sandbox(sandbox, running=sandbox.instance in alive)
+            try:
+                await self._settle_sandbox(sandbox, running=sandbox.instance in alive)
+            except GatewayError as error:
+                log.error("sandbox not settled", sandbox=sandbox.id, reason=error.message)
         await self._remove_orphans()
         await self._collector.collect()
 
@@ -49,8 +57,10 @@ class Recovery:
             await self._machines.mark_stopped(sandbox, "its host went down while it ran")
             if self._context.config.restart == "start":
                 self._context.background.start(self._restart(sandbox.id))
-        elif self._host.guest_mounts(sandbox):
-            self._context.background.start(self._attachments.complete_mounts(sandbox.id))
+        else:
+            self._machines.notice_end(sandbox)
+            if self._host.guest_mounts(sandbox):
+                self._context.background.start(self._attachments.complete_mounts(sandbox.id))
 
     async def _restart(self, id: str) -> None:
         try:
@@ -64,4 +74,7 @@ class Recovery:
         for snapshot in list(self._index.snapshots.values()):
             unowned = snapshot.kind is SnapshotKind.PAUSE and snapshot.id not in owned
             if snapshot.kind is SnapshotKind.BASE or (unowned and not self._context.unreadable_sandboxes):
-                await self._collector.remove_snapshot(snapshot)
+                try:
+                    await self._collector.remove_snapshot(snapshot)
+                except GatewayError as error:
+                    log.error("snapshot not removed", snapshot=snapshot.id, reason=error.message)

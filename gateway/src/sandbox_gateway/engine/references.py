@@ -1,14 +1,14 @@
-"""References to snapshots and volumes, which keep these from being removed."""
+"""Find references to snapshots and volumes, which prevent their removal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.index import Thing
 from sandbox_gateway.engine.names import names_of
-from sandbox_gateway.errors import InUse
-from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
+from sandbox_gateway.errors import InUse, UsedOutside
+from sandbox_gateway.records import Record, Sandbox, Snapshot, SnapshotKind, Volume, VolumeSnapshot
 
 
 class References:
@@ -16,100 +16,165 @@ class References:
         self._index = context.index
         self._host = context.host
 
-    def dependents(self, snapshot: Snapshot) -> list[Sandbox]:
-        """Return the sandboxes that keep a snapshot from being deleted."""
+    def blocking_sandboxes(self, snapshot: Snapshot) -> list[Sandbox]:
+        """Return the sandboxes that prevent the deletion of a snapshot."""
         if self._host.abilities.independent_snapshots:
-            standing = self._index.standing_on(snapshot)
-            return [each for each in standing if snapshot.id in (each.forked_from, each.pause_snapshot)]
-        return self._index.standing_on(snapshot)
+            users = self._index.sandboxes_using(snapshot)
+            return [each for each in users if snapshot.id in (each.forked_from, each.pause_snapshot)]
+        return self._index.sandboxes_using(snapshot)
 
     def volume_snapshots_in(self, snapshot: Snapshot) -> list[VolumeSnapshot]:
         """Return the snapshots of volumes that are part of a sandbox's snapshot."""
         ids = (capture.snapshot for capture in snapshot.volumes)
         return [self._index.volume_snapshots[id] for id in ids if id in self._index.volume_snapshots]
 
-    def clones_of(self, snapshots: Iterable[VolumeSnapshot]) -> list[Volume]:
-        """Return the volumes that keep snapshots of volumes from being deleted."""
+    def blocking_volumes(self, snapshots: Iterable[VolumeSnapshot]) -> list[Volume]:
+        """Return the volumes that prevent the deletion of snapshots of volumes."""
         if self._host.abilities.independent_snapshots:
             return []
         ids = {snapshot.id for snapshot in snapshots}
         return [volume for volume in self._index.volumes.values() if volume.from_snapshot in ids]
 
-    def users(self, snapshot: Snapshot) -> list[Sandbox | Volume]:
-        """Return the users that keep a snapshot, or its snapshots of volumes, from being deleted."""
-        return [*self.dependents(snapshot), *self.clones_of(self.volume_snapshots_in(snapshot))]
+    def blockers(self, snapshot: Snapshot) -> list[Sandbox | Volume]:
+        """Return the users that prevent the deletion of a snapshot or its snapshots of volumes."""
+        return [*self.blocking_sandboxes(snapshot), *self.blocking_volumes(self.volume_snapshots_in(snapshot))]
 
-    def is_busy(self, snapshot: Snapshot) -> bool:
+    def is_pinned(self, snapshot: Snapshot) -> bool:
         """Return whether a request is using a snapshot or its snapshots of volumes."""
-        return self._index.in_use(snapshot) or any(map(self._index.in_use, self.volume_snapshots_in(snapshot)))
+        return self._index.is_pinned(snapshot) or any(map(self._index.is_pinned, self.volume_snapshots_in(snapshot)))
 
-    def holders(self, snapshots: Iterable[VolumeSnapshot]) -> list[Snapshot]:
-        """Return the snapshots of sandboxes that contain one of ``snapshots``, except those collected anyway."""
-        ids = {each.id for each in snapshots}
+    def blocking_snapshots(self, snapshots: Iterable[VolumeSnapshot]) -> list[Snapshot]:
+        """Return the snapshots of sandboxes that contain one of ``snapshots``, except snapshots about to be
+        collected.
+        """
+        ids = {snapshot.id for snapshot in snapshots}
         return [
-            holder
-            for holder in self._index.snapshots.values()
-            if holder.kind is not SnapshotKind.TRANSIENT and any(capture.snapshot in ids for capture in holder.volumes)
+            each
+            for each in self._index.snapshots.values()
+            if each.kind is not SnapshotKind.TRANSIENT and any(capture.snapshot in ids for capture in each.volumes)
         ]
 
-    def snapshot_in_use(self, snapshot: Snapshot) -> InUse | None:
-        """Return why a sandbox's snapshot or a template cannot be removed, with all users; None if it can."""
-        return in_use(
-            f"{snapshot.kind.value} {names_of([snapshot])!r}",
+    def snapshot_refusal(self, snapshot: Snapshot) -> InUse | None:
+        """Return the error that names all users of a sandbox's snapshot or a template; None if it can be removed."""
+        return in_use_error(
+            snapshot,
             {
-                "sandbox": self.dependents(snapshot),
-                "cloned volume": self.clones_of(self.volume_snapshots_in(snapshot)),
+                "sandbox": self.blocking_sandboxes(snapshot),
+                "cloned volume": self.blocking_volumes(self.volume_snapshots_in(snapshot)),
             },
             "Delete them first, or pass when=unused to delete it with its last user.",
-            busy=self.is_busy(snapshot),
+            overrides=["when=unused"],
+            busy=self.is_pinned(snapshot),
         )
 
-    def volume_in_use(self, volume: Volume, *, with_snapshots: bool) -> InUse | None:
-        """Return why a volume, or the volume ``with_snapshots``, cannot be removed, with all users; None if it can."""
+    def volume_refusal(self, volume: Volume, *, with_snapshots: bool) -> InUse | None:
+        """Return the error that names all users of a volume, or of the volume ``with_snapshots``; None if it can be
+        removed.
+        """
         snapshots = self._index.snapshots_of(volume)
-        holders = self.holders(snapshots)
-        held = {capture.snapshot for holder in holders for capture in holder.volumes}
-        own = [] if with_snapshots else [each for each in snapshots if each.id not in held]
-        return in_use(
-            f"volume {volume.name!r}",
+        containers = self.blocking_snapshots(snapshots)
+        contained = {capture.snapshot for container in containers for capture in container.volumes}
+        own = [] if with_snapshots else [each for each in snapshots if each.id not in contained]
+        return in_use_error(
+            volume,
             {
                 "mount": [sandbox for sandbox, _ in self._index.mounts_of(volume)],
-                "sandbox snapshot": holders,
+                "sandbox snapshot": containers,
                 "snapshot": own,
-                "clone": self.clones_of(snapshots),
+                "clone": self.blocking_volumes(snapshots),
             },
             "Detach or delete them first.",
-            busy=self._index.in_use(volume) or any(map(self._index.in_use, snapshots)),
+            overrides=["withSnapshots"] if own else [],
+            busy=self._index.is_pinned(volume) or any(map(self._index.is_pinned, snapshots)),
         )
 
-    def volume_snapshot_in_use(self, volume: Volume, snapshot: VolumeSnapshot) -> InUse | None:
-        """Return why a snapshot of a volume cannot be removed, with all users; None if it can."""
-        return in_use(
-            f"snapshot {snapshot.name!r} of volume {volume.name!r}",
-            {"sandbox snapshot": self.holders([snapshot]), "clone": self.clones_of([snapshot])},
+    def volume_snapshot_refusal(self, volume: Volume, snapshot: VolumeSnapshot) -> InUse | None:
+        """Return the error that names all users of a snapshot of a volume; None if it can be removed."""
+        return in_use_error(
+            snapshot,
+            {"sandbox snapshot": self.blocking_snapshots([snapshot]), "clone": self.blocking_volumes([snapshot])},
             "Delete them first.",
-            busy=self._index.in_use(snapshot),
+            volume=volume.name,
+            busy=self._index.is_pinned(snapshot),
         )
 
 
-def in_use(what: str, users: Mapping[str, Sequence[Thing]], remedy: str, *, busy: bool) -> InUse | None:
+_KINDS = {"cloned volume": "clone", "read-write mount": "mount", "snapshot": "volume_snapshot"}
+"""The kinds in an error's details, where they differ from the nouns in its message."""
+
+
+def in_use_error(
+    record: Snapshot | VolumeSnapshot | Volume,
+    users: Mapping[str, Sequence[Record]],
+    remedy: str,
+    *,
+    busy: bool,
+    volume: str = "",
+    overrides: Sequence[str] = (),
+) -> InUse | None:
     """Return the error that counts and names all ``users``, by noun; None if there are none and it is not ``busy``.
 
-    ``busy``: a current request uses it.
+    ``busy``: a current request uses the object. ``volume``: the name of a snapshot's volume. ``overrides``: parameters
+    of the request that remove an obstacle.
     """
-    groups = [f"{_count(noun, things)} ({names_of(things)})" for noun, things in users.items() if things]
-    if groups:
-        ids = [each.id for things in users.values() for each in things]
-        return InUse(f"{what} is in use by {_enumerate(groups)}. {remedy}", blockers=ids)
+    subject = what, resource = _describe(record, volume)
+    named = {noun: [(each.id, names_of([each])) for each in records] for noun, records in users.items()}
+    if any(named.values()):
+        return _in_use(*subject, named, remedy, overrides)
     if busy:
-        return InUse(f"{what} is in use just now by another request. Try again later.")
+        details = {"resource": resource, "users": [], "overrides": []}
+        return InUse(f"{what} is in use by another request. Try again later.", details=details)
     return None
 
 
-def _count(noun: str, things: Sequence[Thing]) -> str:
-    if len(things) == 1:
+@contextlib.contextmanager
+def named_outside_users(record: Snapshot | VolumeSnapshot | Volume, volume: str = "") -> Iterator[None]:
+    """Raise a host's UsedOutside for ``record`` as a sentence. ``volume``: the name of a snapshot's volume."""
+    try:
+        yield
+    except UsedOutside as error:
+        users = {noun: list(group.items()) for noun, group in error.users.items()}
+        raise _in_use(*_describe(record, volume), users, error.remedy) from error
+
+
+def _describe(record: Snapshot | VolumeSnapshot | Volume, volume: str = "") -> tuple[str, str]:
+    """Return ``(description, kind)`` of the object in use."""
+    match record:
+        case Volume():
+            return f"volume {record.name!r}", "volume"
+        case VolumeSnapshot():
+            return f"snapshot {record.name!r} of volume {volume!r}", "volume_snapshot"
+        case Snapshot():
+            return f"{record.kind.value} {names_of([record])!r}", record.kind.value
+
+
+def _in_use(
+    what: str,
+    resource: str,
+    users: Mapping[str, Sequence[tuple[str, str]]],
+    remedy: str,
+    overrides: Sequence[str] = (),
+) -> InUse:
+    """Return the error that counts and names all users. ``users``: (id, name), by noun."""
+    groups = [
+        f"{_count(noun, found)} ({', '.join(name for _, name in found)})" for noun, found in users.items() if found
+    ]
+    listed = [{"kind": _kind(noun), "id": id, "name": name} for noun, found in users.items() for id, name in found]
+    return InUse(
+        f"{what} is in use by {_enumerate(groups)}. {remedy}",
+        blockers=[each["id"] for each in listed],
+        details={"resource": resource, "users": listed, "overrides": list(overrides)},
+    )
+
+
+def _kind(noun: str) -> str:
+    return _KINDS.get(noun, noun.lower().replace(" ", "_"))
+
+
+def _count(noun: str, users: Sequence[object]) -> str:
+    if len(users) == 1:
         return f"1 {noun}"
-    return f"{len(things)} {noun}{'es' if noun.endswith('x') else 's'}"
+    return f"{len(users)} {noun}{'es' if noun.endswith('x') else 's'}"
 
 
 def _enumerate(words: Sequence[str]) -> str:

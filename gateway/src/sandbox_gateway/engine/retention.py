@@ -1,4 +1,4 @@
-"""Finds snapshots that a retention rule no longer keeps."""
+"""Find snapshots that a retention rule no longer keeps."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from datetime import date, datetime
 from sandbox_gateway.records import Snapshot
 
 
-def surplus(snapshots: Iterable[Snapshot], at: datetime) -> list[Snapshot]:
+def find_surplus(snapshots: Iterable[Snapshot], at: datetime) -> list[Snapshot]:
     """Return the snapshots to remove, oldest first.
 
-    All snapshots of a sandbox that were taken under a rule form one series, to which the newest one's rule applies;
-    snapshots taken without a rule are not part of it.
+    All snapshots of a sandbox that were taken under a rule form one series, to which the rule of the newest snapshot
+    applies; snapshots without a rule are not part of it.
     """
     series: dict[str, list[Snapshot]] = {}
     for snapshot in snapshots:
         if snapshot.retention is not None:
             series.setdefault(snapshot.source_sandbox, []).append(snapshot)
-    found = [each for members in series.values() for each in _surplus(members, at)]
+    found = [each for members in series.values() for each in _find_surplus_of_series(members, at)]
     return sorted(found, key=lambda each: each.created_at)
 
 
-def _surplus(members: list[Snapshot], at: datetime) -> list[Snapshot]:
+def _find_surplus_of_series(members: list[Snapshot], at: datetime) -> list[Snapshot]:
     newest_first = sorted(members, key=lambda each: (each.created_at, each.id), reverse=True)
     newest = newest_first[0]
     rule = newest.retention

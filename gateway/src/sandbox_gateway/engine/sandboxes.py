@@ -1,30 +1,33 @@
-"""Existing sandboxes: find, change, roll back, promote, pause, resume, delete."""
+"""Operations on existing sandboxes: find, change, roll back, promote, pause, resume, delete."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
 from sandbox_gateway.engine.agents import Agents
-from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
-from sandbox_gateway.engine.machines import Machines
-from sandbox_gateway.engine.mounts import Mounts
+from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
+from sandbox_gateway.engine.mount_plan import MountPlanner
 from sandbox_gateway.engine.names import require_valid_name
+from sandbox_gateway.engine.record_changes import record_locked, save_sandbox
 from sandbox_gateway.engine.replacement import Replacement
-from sandbox_gateway.engine.running import require_running
-from sandbox_gateway.engine.saving import save_sandbox
 from sandbox_gateway.engine.spec import UNSET, Unset
-from sandbox_gateway.engine.timeouts import end_after, has_expired
+from sandbox_gateway.engine.timeouts import end_time, has_expired
 from sandbox_gateway.errors import Conflict, Invalid, NotFound
 from sandbox_gateway.hosts.base import Usage
+from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy, OnTimeout, Sandbox, SandboxState, Snapshot, SnapshotKind, now
+from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 _SYNC_SECONDS = 2
+
+log = Logger("engine")
 
 
 class Sandboxes:
@@ -34,8 +37,8 @@ class Sandboxes:
         locking: Locking,
         agents: Agents,
         collector: Collector,
-        mounts: Mounts,
-        machines: Machines,
+        mounts: MountPlanner,
+        machines: MachineLifecycle,
         captures: Captures,
         replacement: Replacement,
     ) -> None:
@@ -69,7 +72,7 @@ class Sandboxes:
         if sandbox.state is SandboxState.PAUSED:
             return not sandbox.pause_snapshot or sandbox.pause_snapshot != sandbox.head
         await self._agents.client(sandbox).call("/sync", {}, seconds=_SYNC_SECONDS)
-        return await self._host.diverged(sandbox, head)
+        return await self._host.has_diverged(sandbox, head)
 
     async def usage(self, ref: str) -> Usage:
         sandbox = self.get(ref)
@@ -78,7 +81,7 @@ class Sandboxes:
         return await self._host.usage(sandbox)
 
     async def update(self, ref: str, *, metadata: dict[str, str] | None = None, name: str | None = None) -> Sandbox:
-        """Change a sandbox's metadata (all of it) or name."""
+        """Replace a sandbox's metadata, or change its name."""
         async with self._locking.sandbox(ref) as sandbox:
             new_name = require_valid_name(name) if name is not None and name != sandbox.name else ""
             changes: dict[str, Any] = {} if metadata is None else {"metadata": metadata}
@@ -88,7 +91,7 @@ class Sandboxes:
     async def set_timeout(self, ref: str, seconds: float | None) -> None:
         """Set a sandbox's timeout to ``seconds`` from now; None: never."""
         async with self._locking.sandbox(ref) as sandbox:
-            end_at = end_after(seconds, self._context.config)
+            end_at = end_time(seconds, self._context.config)
             await save_sandbox(self._context, sandbox.id, end_at=end_at, timeout=seconds or sandbox.timeout)
 
     async def set_network(self, ref: str, policy: NetworkPolicy) -> None:
@@ -98,26 +101,30 @@ class Sandboxes:
             await save_sandbox(self._context, sandbox.id, network=policy)
 
     async def rollback(self, ref: str, snapshot_ref: str, *, cold_start: bool = False) -> Sandbox:
-        """Roll a sandbox back to a snapshot; it keeps its id and name. The old machine runs until the new one answers.
+        """Roll a sandbox back to a snapshot, under the same id and name. The old machine runs until the new one
+        answers.
 
         The sandbox mounts the volumes that the snapshot's source mounted, except deleted ones; their contents do not
         change. ``cold_start``: boot from the snapshot's disk instead of resuming from its memory.
         """
         snapshot = self._index.snapshot(snapshot_ref)
-        async with self._locking.sandbox(ref) as sandbox:
+        # Pinned before the wait for the lock, during which the snapshot could be removed.
+        async with self._collector.pinned(snapshot), self._locking.sandbox(ref) as sandbox:
             return await self._rollback(sandbox, snapshot, cold_start=cold_start)
 
     async def promote(self, fork_ref: str, source_ref: str | None = None) -> Sandbox:
         """Replace the source's state with its fork's: capture the fork and roll the source back to the capture."""
-        fork = require_running(self._context, fork_ref)
+        fork = self._context.require_running(fork_ref)
         source = self.get(source_ref or fork.parent_sandbox or "")
         if source.id == fork.id:
-            raise Invalid("a sandbox cannot be promoted over itself: name the source it was forked from")
-        async with self._locking.running_sandbox(fork.id) as sandbox:
-            snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
-            snapshot = await finish_despite_cancellation(self._captures.take(sandbox, snapshot, memory=True))
-        async with self._locking.sandbox(source.id) as sandbox:
-            return await self._rollback(sandbox, snapshot)
+            raise Invalid("a sandbox cannot be promoted over itself: name the sandbox from which it was forked")
+        async with contextlib.AsyncExitStack() as stack:
+            async with self._locking.running_sandbox(fork.id) as sandbox:
+                snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.TRANSIENT)
+                await stack.enter_async_context(self._collector.pinned(snapshot))
+                snapshot = await finish_despite_cancellation(self._captures.capture(sandbox, snapshot, memory=True))
+            async with self._locking.sandbox(source.id) as sandbox:
+                return await self._rollback(sandbox, snapshot)
 
     async def _rollback(self, sandbox: Sandbox, snapshot: Snapshot, *, cold_start: bool = False) -> Sandbox:
         return await self._replacement.replace(
@@ -127,7 +134,7 @@ class Sandboxes:
             head=snapshot.id,
             base=snapshot.id,
             resources=snapshot.resources,
-            mounts=self._mounts.without_deleted(snapshot.mounts, sandbox),
+            mounts=self._mounts.remove_deleted(snapshot.mounts, sandbox),
         )
 
     async def pause(self, ref: str, *, memory: bool = True) -> None:
@@ -136,29 +143,42 @@ class Sandboxes:
             await finish_despite_cancellation(self._pause(sandbox, memory and self._host.abilities.memory))
 
     async def _pause(self, sandbox: Sandbox, memory: bool) -> None:
-        changes: dict[str, Any] = {"state": SandboxState.PAUSED, "state_reason": ""}
         if memory:
-            snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.PAUSE)
-            changes["pause_snapshot"] = (await self._captures.take(sandbox, snapshot, memory=True)).id
+            paused = await self._capture_and_pause(sandbox)
         else:
             await self._agents.client(sandbox).call("/sync", {})
-        await self._machines.stop_paused(await save_sandbox(self._context, sandbox.id, **changes))
+            paused = await self._save_paused(sandbox)
+        await self._machines.stop_paused(paused)
         self._events.publish("sandbox.paused", sandboxID=sandbox.id)
+
+    async def _capture_and_pause(self, sandbox: Sandbox) -> Sandbox:
+        """Capture a sandbox, and record that it is paused. On failure, no snapshot remains."""
+        snapshot = self._captures.new_snapshot_record(sandbox, SnapshotKind.PAUSE)
+        try:
+            await self._captures.capture(sandbox, snapshot, memory=True)
+            return await self._save_paused(sandbox, pause_snapshot=snapshot.id)
+        except BaseException:
+            await self._captures.undo(snapshot.id)
+            raise
+
+    async def _save_paused(self, sandbox: Sandbox, **changes: Any) -> Sandbox:
+        changes |= {"state": SandboxState.PAUSED, "state_reason": ""}
+        return await save_sandbox(self._context, sandbox.id, **changes)
 
     async def resume(self, ref: str, *, timeout: float | Unset | None = UNSET, cold_start: bool = False) -> Sandbox:
         """Resume a paused sandbox, from its snapshot or else from its disk; with ``cold_start`` never from memory.
 
-        Its timeout continues. If it has already passed, it starts again, with the last timeout that was set or else the
+        Its timeout continues. If it is already over, it starts again, with the last timeout that was set or else the
         host's default.
         """
         async with self._locking.sandbox(ref) as sandbox:
             if sandbox.state is SandboxState.RUNNING:
-                raise Conflict(f"sandbox {sandbox.id} is running already")
+                raise Conflict(f"sandbox {sandbox.id} is already running")
             expired = sandbox.end_at is not None and sandbox.end_at <= now()
             if isinstance(timeout, Unset) and expired:
                 timeout = sandbox.timeout or UNSET
             goes_on = isinstance(timeout, Unset) and not expired
-            end_at = sandbox.end_at if goes_on else end_after(timeout, self._context.config)
+            end_at = sandbox.end_at if goes_on else end_time(timeout, self._context.config)
             if sandbox.pause_snapshot:
                 return await self._resume_from_snapshot(sandbox, end_at, cold_start or sandbox.cold_start)
             async with self._locking.shared_mounts(sandbox):
@@ -167,7 +187,7 @@ class Sandboxes:
     async def _resume_from_snapshot(self, old: Sandbox, end_at: datetime | None, cold_start: bool) -> Sandbox:
         snapshot = self._index.snapshots.get(old.pause_snapshot)
         if snapshot is None:
-            raise NotFound("the capture of this paused sandbox, snapshot", old.pause_snapshot)
+            raise NotFound("the capture of this paused sandbox, snapshot", old.pause_snapshot, resource="sandbox")
         new = await self._replacement.replace(old, snapshot, from_disk=cold_start, end_at=end_at, cold_start=False)
         self._events.publish("sandbox.resumed", sandboxID=old.id)
         return new
@@ -184,7 +204,7 @@ class Sandboxes:
         try:
             resumed = await save_sandbox(self._context, sandbox.id, host=booted.host, **changes)
         except BaseException:
-            await self._host.stop(booted)
+            await clean_up(log, self._host.stop(booted))
             raise
         self._events.publish("sandbox.resumed", sandboxID=sandbox.id)
         self._machines.notice_end(resumed)
@@ -194,21 +214,23 @@ class Sandboxes:
         """Pause or delete a sandbox, as its record says, if its timeout is over by now."""
         async with self._locking.sandbox(ref) as sandbox:
             if not has_expired(sandbox, now()):
-                return  # extended or paused while others expired
+                return  # was extended or paused while others expired
             if sandbox.on_timeout is OnTimeout.PAUSE:
-                require_running(self._context, sandbox.id)
+                self._context.require_running(sandbox.id)
                 await finish_despite_cancellation(self._pause(sandbox, self._host.abilities.memory))
             else:
                 await finish_despite_cancellation(self._delete(sandbox))
 
     async def delete(self, ref: str) -> None:
-        """Stop a sandbox and remove it; its snapshots stay."""
+        """Stop a sandbox and remove it. Its snapshots remain."""
         async with self._locking.sandbox(ref) as sandbox:
             await finish_despite_cancellation(self._delete(sandbox))
 
     async def _delete(self, sandbox: Sandbox) -> None:
-        await self._host.remove(sandbox)
-        self._index.drop(sandbox.id)
+        # A save that waits for this lock must not bring the record back.
+        async with record_locked(self._context, sandbox):
+            await self._host.remove(sandbox)
+            self._index.remove(sandbox.id)
         self._events.publish("sandbox.killed", sandboxID=sandbox.id, name=sandbox.name)
-        await self._replacement.remove_pause_snapshot(sandbox)
+        await clean_up(log, self._replacement.remove_pause_snapshot(sandbox))
         await self._collector.collect()

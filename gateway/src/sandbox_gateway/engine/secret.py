@@ -23,12 +23,12 @@ class Secret:
         self.key = load_secret(path)
 
     def derive(self, purpose: str) -> str:
-        """Derive a secret for one purpose: always the same, and not stored."""
+        """Derive a secret for one purpose. The result is always the same and is not stored."""
         return hmac.new(self.key, purpose.encode(), hashlib.sha256).hexdigest()
 
 
 def load_secret(path: Path) -> bytes:
-    """Load the 32 bytes in ``path``, which never leave this host; creates the file on first use.
+    """Load the 32 bytes in ``path``, which never leave this host. Creates the file on first use.
 
     Raises Invalid for a file of another length: anyone could compute tokens derived from an empty one.
     """
@@ -38,8 +38,9 @@ def load_secret(path: Path) -> bytes:
         return _create(path)
     if len(secret) != _BYTES:
         raise Invalid(
-            f"the secret {path} has {len(secret)} bytes instead of {_BYTES}: restore it from a backup; or remove it, "
-            "start the gateway, and pause and resume the sandboxes that run, so that they learn their new tokens"
+            f"the secret file {path} has {len(secret)} bytes instead of {_BYTES}: restore it from a backup. "
+            "Without one, remove the file, start the gateway, and pause and resume all running sandboxes to "
+            "give them new tokens"
         )
     path.chmod(0o600)
     return secret

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
-from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.index import Trees
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.names import require_valid_name
+from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
 from sandbox_gateway.engine.references import References
-from sandbox_gateway.engine.saving import save_sandbox, save_snapshot
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.records import Retention, Snapshot, SnapshotKind, now
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 
 class Snapshots:
@@ -36,16 +36,16 @@ class Snapshots:
 
     def list(self, kinds: Iterable[SnapshotKind] = (SnapshotKind.SNAPSHOT,)) -> Sequence[Snapshot]:
         wanted = set(kinds)
-        found = [each for each in self._index.snapshots.values() if each.kind in wanted and not each.hidden]
+        found = [each for each in self._index.snapshots.values() if each.kind in wanted and not each.is_hidden]
         return sorted(found, key=lambda each: (each.created_at, each.id))
 
     def lineage(self, root: str | None = None) -> Trees:
-        """Return trees of templates and snapshots with their sandboxes: all, or the one below ``root``."""
+        """Return the trees of templates and snapshots with their sandboxes: all trees, or the one below ``root``."""
         return self._index.lineage(root)
 
-    def places(self, ref: str) -> dict[str, str]:
+    def files_of(self, ref: str) -> dict[str, str]:
         """Return a snapshot's paths on the host: ``dir``, and ``memory`` and ``vmstate`` if it has them."""
-        return self._host.places(self.get(ref))
+        return self._host.files_of(self.get(ref))
 
     async def create(
         self,
@@ -64,7 +64,7 @@ class Snapshots:
         rule for this snapshot and all earlier ones of the sandbox that were taken under a rule.
         """
         if memory not in ("auto", "none"):
-            raise Invalid(f"memory is 'auto' or 'none', not {memory[:20]!r}")
+            raise Invalid(f"memory must be 'auto' or 'none', not {memory[:20]!r}")
         names = [require_valid_name(name)] if name else []
         with self._index.reserved(names):
             async with self._locking.running_sandbox(ref) as sandbox:
@@ -72,7 +72,7 @@ class Snapshots:
                 snapshot.names, snapshot.description, snapshot.retention = names, description, retention
                 snapshot.expires_at = None if expires_in is None else now() + timedelta(seconds=expires_in)
                 return await finish_despite_cancellation(
-                    self._captures.take(sandbox, snapshot, memory=memory == "auto", volumes=volumes)
+                    self._captures.capture(sandbox, snapshot, memory=memory == "auto", volumes=volumes)
                 )
 
     async def branch(self, ref: str, name: str | None = None) -> Snapshot:
@@ -84,22 +84,25 @@ class Snapshots:
         restarts leave gaps."""
         async with self._locking.running_sandbox(ref) as sandbox:
             number = sandbox.branches + 1
-            while not self._index.free(name := f"branch-{sandbox.id}-{number}"):
+            while not self._index.is_free(name := f"branch-{sandbox.id}-{number}"):
                 number += 1
             await save_sandbox(self._context, sandbox.id, branches=number)
             return name
 
     async def delete(self, ref: str, *, when_unused: bool = False) -> bool:
-        """Remove a snapshot or template; True if it was removed, False if hidden. Raises InUse, which lists every user.
+        """Remove a snapshot or template. Returns whether it was removed, not hidden. Raises InUse, which lists every
+        user.
 
         ``when_unused``: if it is in use, hide it now and remove it with its last user.
         """
         snapshot = self.get(ref)
-        if refusal := self._references.snapshot_in_use(snapshot):
+        if refusal := self._references.snapshot_refusal(snapshot):
             if not when_unused:
                 raise refusal
             await save_snapshot(self._context, snapshot.id, doomed=True)
             self._context.events.publish("snapshot.hidden", snapshotID=snapshot.id)
-            return False
+            # Its last user may have gone while the record was saved.
+            await self._collector.collect()
+            return snapshot.id not in self._index.snapshots
         await self._collector.remove_snapshot(snapshot)
         return True

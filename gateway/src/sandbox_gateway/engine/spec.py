@@ -29,12 +29,16 @@ class MountSpec:
 
 @dataclass
 class ForkSpec:
-    """The number and properties of sandboxes to create. ``None`` and UNSET: as in the snapshot."""
+    """The number and properties of sandboxes to create.
+
+    ``cpus``, ``memory_mb`` and ``disk_mb``: None means as in the snapshot. The other fields say what their None means.
+    """
 
     count: int = 1
     names: list[str] | None = None
     """One name per sandbox; without names, each is named after its id."""
     concurrency: int | None = None
+    """The number of sandboxes that start at the same time; None: the host's default."""
     atomic: bool = True
     """Create all sandboxes or none; otherwise as many as possible."""
     cpus: int | None = None
@@ -49,7 +53,7 @@ class ForkSpec:
     mounts: list[MountSpec] | None = None
     """The mounts, in the order of mounting; None: the mounts of the snapshot's source."""
     timeout: float | Unset | None = UNSET
-    """Seconds to live; None: forever; UNSET: the host's default."""
+    """Lifetime in seconds; None: unlimited; UNSET: the host's default."""
     on_timeout: OnTimeout = OnTimeout.KILL
     auto_resume: bool = False
     idempotency_key: str = ""

@@ -1,27 +1,31 @@
-"""Builds a template: creates a base, boots it, sets it up from inside, and captures it."""
+"""Build a template: create a base, boot it, set it up from inside, and capture it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
+from sandbox_gateway.control_characters import remove_control_characters
 from sandbox_gateway.engine.agents import Agents
 from sandbox_gateway.engine.builds import Build, LogLines
 from sandbox_gateway.engine.captures import Captures
 from sandbox_gateway.engine.context import Context
-from sandbox_gateway.engine.machines import Machines
+from sandbox_gateway.engine.machine_lifecycle import MachineLifecycle
 from sandbox_gateway.errors import BackendFailed, Timeout
-from sandbox_gateway.printable import printable
+from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind
+from sandbox_gateway.tasks import clean_up
 
-_PROBE_EVERY = 0.5
+_PROBE_INTERVAL = 0.5
 _PROBE_SECONDS = 30
 _TAIL = 1000
 
+log = Logger("templates")
+
 
 class TemplateBuilder:
-    def __init__(self, context: Context, agents: Agents, machines: Machines, captures: Captures) -> None:
+    def __init__(self, context: Context, agents: Agents, machines: MachineLifecycle, captures: Captures) -> None:
         self._host = context.host
         self._agents = agents
         self._machines = machines
@@ -35,17 +39,20 @@ class TemplateBuilder:
         try:
             sandbox = self._new_sandbox_record(build, base, recipe)
             build.log("booting it")
-            await self._machines.start(base, sandbox, with_memory=False)
+            await self._machines.fork(base, sandbox, with_memory=False)
             try:
                 await self._set_up(build, sandbox, recipe)
                 return await self._capture(build, sandbox, description)
             finally:
-                await asyncio.shield(host.remove(sandbox))
+                await clean_up(log, host.remove(sandbox))
         finally:
-            await asyncio.shield(host.remove_snapshot(base))
+            await clean_up(log, host.remove_snapshot(base))
 
     def _new_sandbox_record(self, build: Build, base: Snapshot, recipe: Recipe) -> Sandbox:
-        """Create the record of the sandbox to set up. It is never saved: a start after a crash removes the sandbox."""
+        """Create the record of the sandbox to set up.
+
+        The record is never saved, so that a restart after a crash removes the sandbox.
+        """
         return Sandbox(
             name=f"build-{build.build_id}", forked_from=base.id, head=base.id, base=base.id, resources=recipe.resources
         )
@@ -58,7 +65,9 @@ class TemplateBuilder:
             code = await agent.shell(command, lines.take, seconds=recipe.setup_timeout)
             lines.flush()
             if code != 0:
-                raise BackendFailed(f"the set-up command {command[:200]!r} failed with exit code {code}: see the log")
+                raise BackendFailed(
+                    f"the set-up command {command[:200]!r} failed with exit code {code}: see the build's log"
+                )
         if recipe.start_command:
             build.log(f"starting {recipe.start_command}")
             await agent.launch(recipe.start_command)
@@ -74,11 +83,13 @@ class TemplateBuilder:
             if result.exit_code == 0 and not result.timed_out:
                 return
             if time.monotonic() > deadline:
-                said = printable((result.stderr or result.stdout)[-_TAIL:].decode(errors="replace")).strip()[-200:]
+                said = remove_control_characters(
+                    (result.stderr or result.stdout)[-_TAIL:].decode(errors="replace")
+                ).strip()[-200:]
                 raise Timeout(
-                    f"the ready probe did not succeed within {recipe.ready_timeout:g} s; it last said: {said}"
+                    f"the ready probe did not succeed within {recipe.ready_timeout:g} s. Its last output: {said}"
                 )
-            await asyncio.sleep(_PROBE_EVERY)
+            await asyncio.sleep(_PROBE_INTERVAL)
 
     async def _capture(self, build: Build, sandbox: Sandbox, description: str) -> Snapshot:
         agent = self._agents.client(sandbox)
@@ -95,9 +106,10 @@ class TemplateBuilder:
             template_id=build.template_id,
             origin=build.template_id,
             recipe_digest=build.digest,
+            source_digest=build.source_digest,
             recipe=build.recipe,
         )
-        template = await self._captures.capture(sandbox, template, memory=True)
+        template = await self._captures.capture_state(sandbox, template, memory=True)
         held = "memory and disk" if template.memory is not Memory.NONE else "disk"
         build.log(f"captured {held} in {template.pause_ms:.0f} ms")
         return template

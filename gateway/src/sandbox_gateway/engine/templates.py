@@ -1,21 +1,23 @@
-"""Templates: builds in the background, and names."""
+"""Build templates in the background, and name them."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.names import require_valid_name
-from sandbox_gateway.engine.saving import save_snapshot
+from sandbox_gateway.engine.record_changes import save_snapshot
 from sandbox_gateway.engine.snapshots import Snapshots
 from sandbox_gateway.engine.template_builder import TemplateBuilder
 from sandbox_gateway.errors import GatewayError, NameTaken, NotFound
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe, source_digest
 from sandbox_gateway.records import Snapshot, SnapshotKind, new_id, now
+from sandbox_gateway.tasks import clean_up, finish_despite_cancellation
 
 log = Logger("templates")
 
@@ -23,7 +25,7 @@ _KEPT_BUILDS = 100
 
 
 class Templates:
-    """Templates. Builds, even failed ones, are kept until the gateway stops; a finished template is a snapshot."""
+    """Operations on templates. All builds are kept until the gateway stops. A finished template is a snapshot."""
 
     def __init__(self, context: Context, snapshots: Snapshots, builder: TemplateBuilder) -> None:
         self._context = context
@@ -31,6 +33,8 @@ class Templates:
         self._snapshots = snapshots
         self._builder = builder
         self._builds: dict[str, Build] = {}
+        self._naming = asyncio.Lock()
+        """Held while names move between templates."""
         self._gate = asyncio.Semaphore(context.config.limits.builds)
 
     def get(self, ref: str) -> Snapshot:
@@ -42,17 +46,23 @@ class Templates:
     async def build(self, name: str, recipe: Recipe, description: str = "") -> Build:
         """Build a template in the background, or return the existing build if the recipe is the same."""
         require_valid_name(name)
-        guest = await asyncio.to_thread(self._context.host.guest_digest)
-        digest = recipe.digest(guest, await asyncio.to_thread(source_digest, recipe))
+        source = await asyncio.to_thread(source_digest, recipe)
+        digest = recipe.digest(await self.guest_digest(), source)
         if (under_way := self._find_running_build(name, digest)) is not None:
             return under_way
         if (same := self._find_template(name, digest)) is not None:
             return _finished_build(same, name, digest)
         self._require_available(name)
-        build = Build(template_id=new_id(), name=name, digest=digest, recipe=_canonical(recipe))
+        build = Build(
+            template_id=new_id(), name=name, digest=digest, source_digest=source, recipe=_canonical_recipe(recipe)
+        )
         self._remember(build)
         self._context.background.start(self._run(build, recipe, description))
         return build
+
+    async def guest_digest(self) -> str:
+        """Return the digest of the guest with which this gateway builds templates."""
+        return await asyncio.to_thread(self._context.host.guest_digest)
 
     def get_build(self, template_ref: str, build_id: str = "") -> Build:
         """Return the newest build of a template (by id or name), or its build ``build_id``."""
@@ -62,7 +72,7 @@ class Templates:
         template = self.get(template_ref)
         build = _finished_build(template, template_ref, template.recipe_digest)
         if build_id not in ("", build.build_id):
-            raise NotFound(f"build of template {template.id},", build_id)
+            raise NotFound(f"build of template {template.id},", build_id, resource="build", parent=template.id)
         return build
 
     def list_unfinished_builds(self) -> Sequence[Build]:
@@ -70,29 +80,39 @@ class Templates:
 
     async def set_alias(self, template_ref: str, alias: str) -> Snapshot:
         """Give a template a name, taking it from another template if necessary, but not from other objects."""
-        template = self.get(template_ref)
         require_valid_name(alias)
-        if alias in template.names:
-            return template
-        self._require_available(alias)
-        for other in self.list():
-            if alias in other.names:
-                await self._take_name(other, alias)
-        return await self._set_names(template, [*template.names, alias])
+        async with self._naming:
+            template = self.get(template_ref)
+            if alias in template.names:
+                return template
+            self._require_available(alias)
+            return await finish_despite_cancellation(self._set_alias(template, alias))
+
+    async def _set_alias(self, template: Snapshot, alias: str) -> Snapshot:
+        losers = [each for each in self.list() if alias in each.names]
+        with self._index.reserved([alias], taken_from={each.id for each in losers}):
+            for each in losers:
+                await self._set_names(each, [name for name in each.names if name != alias])
+            try:
+                named = await self._set_names(template, [*template.names, alias])
+            except BaseException:
+                await clean_up(log, *(self._set_names(each, each.names) for each in losers))
+                raise
+        await clean_up(log, *(self._remove(each.id) for each in losers if each.names == [alias]))
+        return named
 
     def _require_available(self, name: str) -> None:
-        """Raise NameTaken unless the name is free or another template's: only templates can lose their names."""
+        """Raise NameTaken unless the name is free or belongs to another template, which may lose it."""
         owner = self._index.owner(name)
         if owner and not (
             owner in self._index.snapshots and self._index.snapshots[owner].kind is SnapshotKind.TEMPLATE
         ):
             raise NameTaken(f"the name {name!r} is taken by {owner}: choose another", blockers=[owner])
 
-    async def _take_name(self, old: Snapshot, name: str) -> None:
-        names = [each for each in old.names if each != name]
-        await self._set_names(old, names)
-        if not names:
-            await self._snapshots.delete(old.id, when_unused=True)
+    async def _remove(self, id: str) -> None:
+        """Remove a template without names, or hide it until its last user has gone."""
+        with contextlib.suppress(NotFound):
+            await self._snapshots.delete(id, when_unused=True)
 
     async def _set_names(self, template: Snapshot, names: Sequence[str]) -> Snapshot:
         return await save_snapshot(self._context, template.id, names=[*names], updated_at=now())
@@ -119,22 +139,30 @@ class Templates:
         for each in ended[: max(0, len(self._builds) - _KEPT_BUILDS)]:
             del self._builds[each.build_id]
 
+    async def _build(self, build: Build, recipe: Recipe, description: str) -> None:
+        """Build a template and name it; on failure no template remains."""
+        try:
+            template = await self._builder.build(build, recipe, description)
+            await self.set_alias(template.id, build.name)
+        except BaseException:
+            await clean_up(log, self._remove(build.template_id))
+            raise
+
     async def _run(self, build: Build, recipe: Recipe, description: str) -> None:
         publish = self._context.events.publish
         publish("template.building", templateID=build.template_id, buildID=build.build_id, name=build.name)
         try:
             async with self._gate:
-                template = await self._builder.build(build, recipe, description)
-                await self.set_alias(template.id, build.name)
+                await self._build(build, recipe, description)
         except GatewayError as error:
             build.log(f"failed: {error.message}")
             build.end("error", error.message)
         except asyncio.CancelledError:
-            build.end("error", "the gateway was stopped while it was built: build it again")
+            build.end("error", "the gateway was stopped during the build: build the template again")
             raise
         except Exception as error:
             log.error("build failed", exc_info=True, template=build.template_id)
-            build.end("error", f"a bug in the gateway stopped the build: {error}")
+            build.end("error", f"an internal error in the gateway stopped the build: {error}")
         else:
             build.log("ready")
             build.end("ready")
@@ -147,5 +175,19 @@ def _finished_build(template: Snapshot, name: str, digest: str) -> Build:
     return build
 
 
-def _canonical(recipe: Recipe) -> dict[str, Any]:
+def is_outdated(template: Snapshot, guest: str) -> bool | None:
+    """Return whether a template was built with another guest, so that building its recipe again makes a new one.
+
+    ``guest``: `Templates.guest_digest`. None: this cannot be determined.
+    """
+    if not template.recipe:
+        return None
+    recipe = Recipe.model_validate(template.recipe)
+    if recipe.path and not template.source_digest:
+        # An older gateway built it, and did not store the digest of these files.
+        return None
+    return recipe.digest(guest, template.source_digest) != template.recipe_digest
+
+
+def _canonical_recipe(recipe: Recipe) -> dict[str, Any]:
     return {**recipe.model_dump(mode="json"), "packages": sorted(set(recipe.packages))}

@@ -1,4 +1,4 @@
-"""Timeouts of sandboxes."""
+"""Compute timeouts of sandboxes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from sandbox_gateway.engine.spec import Unset
 from sandbox_gateway.errors import Invalid
 from sandbox_gateway.records import Sandbox, SandboxState, now
 
-_LONGEST_SECONDS = 100 * 366 * 86400
+_MAX_SECONDS = 100 * 366 * 86400
 
 
-def end_after(timeout: float | Unset | None, config: Config) -> datetime | None:
+def end_time(timeout: float | Unset | None, config: Config) -> datetime | None:
     """Return the time ``timeout`` seconds from now; UNSET: the host's default; None: never. Raises Invalid."""
     if isinstance(timeout, Unset):
         timeout = config.limits.timeout_seconds or None
-    if timeout is not None and not 0 <= timeout <= _LONGEST_SECONDS:
-        raise Invalid(f"a timeout of {timeout:g} s is not possible: give 0 or more, at most {_LONGEST_SECONDS}")
+    if timeout is not None and not 0 <= timeout <= _MAX_SECONDS:
+        raise Invalid(f"a timeout of {timeout:g} s is not possible: give 0 or more, at most {_MAX_SECONDS}")
     return None if timeout is None else now() + timedelta(seconds=timeout)
 
 
 def has_expired(sandbox: Sandbox, at: datetime) -> bool:
-    """Whether the timeout of a running sandbox is over."""
+    """Return whether the timeout of a running sandbox is over."""
     return sandbox.state is SandboxState.RUNNING and sandbox.end_at is not None and sandbox.end_at <= at

@@ -1,23 +1,23 @@
-"""Volumes, which are storage that outlives sandboxes, and their snapshots."""
+"""Operations on volumes (storage that outlives sandboxes) and on their snapshots."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-from sandbox_gateway.engine.background import finish_despite_cancellation
 from sandbox_gateway.engine.collector import Collector
 from sandbox_gateway.engine.context import Context
 from sandbox_gateway.engine.locking import Locking
 from sandbox_gateway.engine.names import require_valid_name
-from sandbox_gateway.engine.references import References, in_use
+from sandbox_gateway.engine.references import References, in_use_error
 from sandbox_gateway.errors import Invalid, NameTaken
 from sandbox_gateway.hosts.base import VolumeState
 from sandbox_gateway.records import Mount, Sandbox, Volume, VolumeSnapshot, new_id
+from sandbox_gateway.tasks import finish_despite_cancellation
 
 _DEFAULT_MB = 1024
-_SMALLEST_MB = 64
-_LARGEST_MB = 1 << 26
+_MIN_MB = 64
+_MAX_MB = 1 << 26
 
 
 class Volumes:
@@ -54,25 +54,32 @@ class Volumes:
             size_mb = source.size_mb if source else _DEFAULT_MB
         _check_size(size_mb)
         if source and size_mb < source.size_mb:
-            raise Invalid(f"{size_mb} MiB is less than the {source.size_mb} MiB of the snapshot {source.id}")
+            raise Invalid(
+                f"the size of {size_mb} MiB is less than the {source.size_mb} MiB of snapshot {source.id}: "
+                "request at least that size"
+            )
         name = require_valid_name(name)
         volume = Volume(name=name, size_mb=size_mb, from_snapshot=source.id if source else "")
-        with self._index.reserved([name]), self._index.using(*([source] if source else [])):
-            return await finish_despite_cancellation(self.create_from_record(volume, source))
+        async with self._collector.pinned(*([source] if source else [])):
+            with self._index.reserved([name]):
+                return await finish_despite_cancellation(self.create_from_record(volume, source))
 
     async def create_from_record(self, volume: Volume, source: VolumeSnapshot | None) -> Volume:
-        """Create the volume that a record describes; its name is already reserved."""
+        """Create the volume that a record describes. Its name is already reserved."""
         await self._host.create_volume(volume, source)
         self._index.put(volume)
         self._events.publish("volume.created", volumeID=volume.name, sizeMB=volume.size_mb)
         return volume
 
     async def grow(self, ref: str, size_mb: int) -> Volume:
-        """Enlarge a volume; sandboxes that mount it see this immediately. A volume never shrinks."""
+        """Enlarge a volume. Sandboxes that mount it see the new size immediately. A volume never shrinks."""
         async with self._locked(ref) as volume:
             _check_size(size_mb)
             if size_mb < volume.size_mb:
-                raise Invalid(f"volume {volume.name} has {volume.size_mb} MiB and cannot shrink to {size_mb} MiB")
+                raise Invalid(
+                    f"volume {volume.name} has {volume.size_mb} MiB and cannot shrink to {size_mb} MiB: "
+                    "request a larger size"
+                )
             if size_mb > volume.size_mb:
                 await finish_despite_cancellation(self._host.grow_volume(volume, size_mb))
                 self._events.publish("volume.grown", volumeID=volume.name, sizeMB=volume.size_mb)
@@ -84,15 +91,15 @@ class Volumes:
         Without ``with_snapshots``, its snapshots also count as users.
         """
         async with self._locked(ref) as volume:
-            if refusal := self._references.volume_in_use(volume, with_snapshots=with_snapshots):
+            if refusal := self._references.volume_refusal(volume, with_snapshots=with_snapshots):
                 raise refusal
             await finish_despite_cancellation(self._collector.remove_volume(volume))
 
     def list_snapshots(self, ref: str) -> Sequence[VolumeSnapshot]:
         return self._index.snapshots_of(self.get(ref))
 
-    async def snapshot(self, ref: str, name: str = "") -> VolumeSnapshot:
-        """Snapshot a volume at one instant; sandboxes that mount it keep running. The default name is the id."""
+    async def create_snapshot(self, ref: str, name: str = "") -> VolumeSnapshot:
+        """Snapshot a volume at one instant. Sandboxes that mount it keep running. The default name is the id."""
         async with self._locked(ref) as volume:
             id = new_id()
             snapshot = VolumeSnapshot(
@@ -101,12 +108,13 @@ class Volumes:
             taken = [each for each in self._index.snapshots_of(volume) if snapshot.name in (each.name, each.id)]
             if taken:
                 raise NameTaken(
-                    f"volume {volume.name} has a snapshot {name!r} already: choose another name, or delete it",
+                    f"volume {volume.name} already has a snapshot {name!r}: choose another name, or delete "
+                    "that snapshot",
                     blockers=[taken[0].id],
                 )
-            return await finish_despite_cancellation(self._snapshot(volume, snapshot))
+            return await finish_despite_cancellation(self._create_snapshot(volume, snapshot))
 
-    async def _snapshot(self, volume: Volume, snapshot: VolumeSnapshot) -> VolumeSnapshot:
+    async def _create_snapshot(self, volume: Volume, snapshot: VolumeSnapshot) -> VolumeSnapshot:
         await self._host.capture_volume(volume, snapshot)
         self.add_snapshot(volume, snapshot)
         return snapshot
@@ -120,12 +128,12 @@ class Volumes:
         """Remove a snapshot of a volume. One that is part of a sandbox's snapshot is removed only with it."""
         async with self._locked(ref) as volume:
             snapshot = self._index.volume_snapshot(snapshot_ref, volume)
-            if refusal := self._references.volume_snapshot_in_use(volume, snapshot):
+            if refusal := self._references.volume_snapshot_refusal(volume, snapshot):
                 raise refusal
             await finish_despite_cancellation(self._collector.remove_volume_snapshot(snapshot))
 
     async def rollback(self, ref: str, snapshot_ref: str, force: bool = False) -> Volume:
-        """Roll a volume's content back to a snapshot; the volume keeps its current size.
+        """Roll a volume's content back to a snapshot. The volume keeps its current size.
 
         Refused while a sandbox, running or paused, mounts it read-write, unless ``force``: the files change under that
         sandbox, and its unwritten data is lost or overwrites them.
@@ -133,8 +141,14 @@ class Volumes:
         async with self._locked(ref) as volume:
             snapshot = self._index.volume_snapshot(snapshot_ref, volume)
             writers = [sandbox for sandbox, mount in self.mounts_of(volume) if not (mount.read_only or force)]
-            users, remedy = {"read-write mount": writers}, "Detach it there, or force the rollback."
-            if refusal := in_use(f"volume {volume.name!r}", users, remedy, busy=self._index.in_use(volume)):
+            refusal = in_use_error(
+                volume,
+                {"read-write mount": writers},
+                "Detach it there, or force the rollback.",
+                overrides=["force"],
+                busy=self._index.is_pinned(volume),
+            )
+            if refusal:
                 raise refusal
             await finish_despite_cancellation(self._host.rollback_volume(volume, snapshot))
             self._events.publish("volume.rolled-back", volumeID=volume.name, snapshotID=snapshot.id)
@@ -148,11 +162,11 @@ class Volumes:
     async def _locked(self, ref: str) -> AsyncIterator[Volume]:
         async with self._locking.volumes([ref]) as (volume,):
             yield volume
-        if volume.owner:
-            # The collector skips locked volumes.
+        if volume.owner or volume.from_snapshot:
+            # The collector skips locked volumes; and this may have been the last user of a hidden snapshot.
             await self._collector.collect()
 
 
 def _check_size(size_mb: int) -> None:
-    if not _SMALLEST_MB <= size_mb <= _LARGEST_MB:
-        raise Invalid(f"a volume of {size_mb} MiB is not possible: ask for {_SMALLEST_MB} to {_LARGEST_MB} MiB")
+    if not _MIN_MB <= size_mb <= _MAX_MB:
+        raise Invalid(f"a volume of {size_mb} MiB is not possible: ask for {_MIN_MB} to {_MAX_MB} MiB")

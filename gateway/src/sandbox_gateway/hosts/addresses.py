@@ -1,4 +1,4 @@
-"""Addresses in policies and of name servers, shared by all kinds of host."""
+"""Network policies and name servers, for all kinds of host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ METADATA = (
     "168.63.129.16/32",  # Azure: WireServer.
     "192.0.0.192/32",  # Oracle Cloud.
 )
-"""Addresses at which clouds serve a machine's credentials. Only an `allow_out` entry within one of them opens it."""
+"""Addresses at which clouds serve a machine's credentials.
+
+Blocked, except for an `allow_out` entry within one of them.
+"""
 
 AGENT_PORT, CODE_PORT = 49983, 49999
 """Ports of the agent and of its code interpreter in every sandbox."""
@@ -27,7 +30,7 @@ AGENT_PORT, CODE_PORT = 49983, 49999
 
 @dataclass(frozen=True)
 class EgressRule:
-    """Whether packets from a sandbox to ``networks`` pass. The first rule that matches decides."""
+    """A rule that says whether packets from a sandbox to ``networks`` pass. The first rule that matches decides."""
 
     allow: bool
     networks: tuple[ipaddress.IPv4Network, ...]
@@ -78,8 +81,7 @@ def _parse(field: str, texts: Iterable[str]) -> list[ipaddress.IPv4Network]:
             found.append(ipaddress.IPv4Network(text.strip(), strict=False))
         except ValueError:
             raise Invalid(
-                f"{field}: {text!r} is not an IPv4 address or CIDR "
-                "(sandboxes have no IPv6; names are not resolved here)"
+                f"{field}: {text!r} is not an IPv4 address or CIDR (sandboxes have no IPv6, and names are not resolved)"
             ) from None
     return found
 

@@ -15,12 +15,12 @@ from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
 
 Log = Callable[[str], None]
-"""Receives one human-readable line of progress."""
+"""A function that receives one human-readable line of progress."""
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """Abilities of a kind of host; tests and operations check these, never the kind's name."""
+    """The abilities of a kind of host. Tests and operations check these, never the kind's name."""
 
     memory: bool
     """Snapshots can include memory; otherwise ``memory: auto`` means none."""
@@ -36,13 +36,13 @@ class Abilities:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address of a machine's ports on the host: ``address`` forwards every port to the machine."""
+    """The address of a machine on the host: ``address`` forwards every port to the machine."""
 
     address: str
     line: socket.socket | None = None
     """A connection to the machine's agent without the network, if the agent listens on it; the host closes it."""
     key: str = ""
-    """Key by which the agent recognises the gateway, if the host's address does not suffice."""
+    """Key by which the agent recognises the gateway, if the host's address is not sufficient."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class VolumeState:
 
     used_bytes: int
     stuck: list[str] = field(default_factory=list)
-    """A sentence for each failing unmount, which is retried in the background."""
+    """A sentence for each failing unmount. Failing unmounts are retried in the background."""
 
 
 @dataclass
@@ -114,20 +114,21 @@ class Host(Protocol):
         """Create a file system from ``recipe`` and commit it as the (memoryless) snapshot ``base``."""
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
-        """Start ``sandbox.instance`` from ``snapshot``; fills ``sandbox.host``. Not committed until ``save``.
+        """Start ``sandbox.instance`` from ``snapshot``; fills ``sandbox.host``. The sandbox is not committed until
+        ``save``.
 
         With memory it resumes exactly where it was captured; without, it boots from the disk. Cleans up on failure.
         """
 
-    async def start(self, sandbox: Sandbox) -> None:
+    async def boot(self, sandbox: Sandbox) -> None:
         """Boot the stopped instance from its own disk."""
 
     async def capture(
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:
-        """Capture the running instance as ``snapshot`` and commit it; returns the record with measurements.
+        """Capture the running instance as ``snapshot`` and commit it. Returns the record with measurements.
 
-        The machine keeps running in every case; on failure nothing of the snapshot remains. Disk, memory and
+        The machine keeps running in every case. On failure nothing of the snapshot remains. Disk, memory and
         ``volumes`` are captured at one instant. Snapshots of volumes are committed before the snapshot, whose record
         names them; the next scan sweeps those whose snapshot was never committed.
         """
@@ -139,15 +140,15 @@ class Host(Protocol):
         """Replace a committed snapshot's record (a name, ``doomed``, …)."""
 
     async def stop(self, sandbox: Sandbox) -> None:
-        """End the instance's machine and release its network; its disk stays."""
+        """End the instance's machine and release its network. The disk remains."""
 
-    async def discard(self, instance: Sandbox) -> None:
-        """End the machine of ``sandbox.instance`` and remove its files; the sandbox's record stays."""
+    async def discard(self, sandbox: Sandbox) -> None:
+        """End the machine of ``sandbox.instance`` and remove its files. The sandbox's record remains."""
 
     async def remove(self, sandbox: Sandbox) -> None:
         """Remove the sandbox's record first, then its machine and disk."""
 
-    def places(self, snapshot: Snapshot) -> dict[str, str]:
+    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         """Return a snapshot's paths, for display: ``dir``, and ``memory`` and ``vmstate`` if it has such files."""
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
@@ -171,7 +172,7 @@ class Host(Protocol):
         """Snapshot a volume at one instant, and commit the snapshot. Sandboxes that mount it keep running."""
 
     async def remove_volume_snapshot(self, snapshot: VolumeSnapshot) -> None:
-        """Remove a snapshot of a volume. Raises InUse if a volume was made from it and depends on it."""
+        """Remove a snapshot of a volume. Raises UsedOutside if a user that the engine does not know needs it."""
 
     async def rollback_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         """Replace the volume's content with the snapshot's, atomically. Sandboxes that mount the volume see the change.
@@ -186,12 +187,12 @@ class Host(Protocol):
         """
 
     async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
-        """Unmount a volume, even if the instance uses it; it is no longer in ``sandbox.mounts``."""
+        """Unmount a volume, even if the instance uses it. ``sandbox.mounts`` no longer contains it."""
 
     def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
         """Return the mounts that the agent of the running instance must make for ``sandbox.mounts``, in order."""
 
-    async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
+    async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         """Return whether the instance's file system (as written to its disk) has changed since ``head``.
 
         Raises GatewayError if the instance does not exist.
@@ -203,8 +204,8 @@ class Host(Protocol):
     async def console(self, sandbox: Sandbox) -> str:
         """Return the tail of the running instance's console."""
 
-    def ended(self, sandbox: Sandbox) -> str:
-        """Return why the instance's machine is not running, as the middle of a sentence; empty while it runs."""
+    def end_reason(self, sandbox: Sandbox) -> str:
+        """Return why the instance's machine is not running, as part of a sentence; "" while it runs."""
 
     async def apply_network(self, sandbox: Sandbox, policy: NetworkPolicy) -> None:
         """Apply ``policy`` to the running instance."""
@@ -216,4 +217,4 @@ class Host(Protocol):
         """Return the endpoint of the running instance."""
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
-        """Set ``callback(instance)``, called when a machine ends by itself."""
+        """Set ``callback(instance)``, which is called when a machine ends by itself."""

@@ -1,4 +1,4 @@
-"""Connections of the gateway to its sandboxes.
+"""Open the gateway's connections to its sandboxes.
 
 Agents accept requests from the host without a token, because only the gateway can connect to them from the host: the
 firewall accepts only marked connections (`kvm_xfs/network/rules`), and marking one requires CAP_NET_ADMIN. So all

@@ -1,4 +1,4 @@
-"""A digest of everything that determines a template, except its recipe."""
+"""Compute a digest of everything that determines a template, except its recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds a template's root file system: parts that all kinds of host share.
+"""Build a template's root file system: the parts that all kinds of host share.
 
 Files of a foreign tree are read, never executed; paths inside it resolve as in the sandbox, so that a symbolic link to
 `/etc` refers to the sandbox's.
@@ -18,12 +18,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path, PurePosixPath
 
-from sandbox_gateway.command import arun, child_environment
+from sandbox_gateway.command import child_environment, run_async
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
 
 STEP_SECONDS = 3600.0
-_LARGEST_FILE = 1 << 20
+_MAX_FILE_BYTES = 1 << 20
 
 
 class Tree:
@@ -33,7 +33,9 @@ class Tree:
         self.root = root
 
     def real(self, path: str, *, follow: bool = True) -> Path:
-        """Return the path on the host, with symbolic links resolved inside the tree; ``follow``: even a final one."""
+        """Return the path on the host, with symbolic links resolved inside the tree; ``follow``: also a link at the
+        end.
+        """
         waiting = deque(PurePosixPath(path).parts)
         at = self.root
         hops = 0
@@ -74,9 +76,9 @@ class Tree:
         if not real.is_file():
             return ""
         with real.open("rb") as file:
-            data = file.read(_LARGEST_FILE + 1)
-        if len(data) > _LARGEST_FILE:
-            raise Invalid(f"the root file system's {path} has more than {_LARGEST_FILE} bytes: make it smaller")
+            data = file.read(_MAX_FILE_BYTES + 1)
+        if len(data) > _MAX_FILE_BYTES:
+            raise Invalid(f"the root file system's {path} has more than {_MAX_FILE_BYTES} bytes: make it smaller")
         return data.decode(errors="replace")
 
     def mkdir(self, path: str, mode: int = 0o755, owner: int = 0) -> None:
@@ -89,7 +91,7 @@ class Tree:
             os.chown(real, owner, owner)
 
     def write(self, path: str, text: str, mode: int = 0o644, owner: int = 0) -> None:
-        """Make ``path`` a regular file; a file, link or directory there is replaced. A link's target is not changed."""
+        """Make ``path`` a regular file, replacing a file, link or directory there. A link's target is not changed."""
         real = self._fresh(path)
         with real.open("x") as file:
             file.write(text)
@@ -123,7 +125,7 @@ def python_minor(tree: Tree, name: str) -> int | None:
 def agent_package() -> Path:
     spec = importlib.util.find_spec("sandbox_agent")
     if spec is None or not spec.submodule_search_locations:
-        raise BackendFailed("the package sandbox_agent is not installed beside the gateway: install the gateway again")
+        raise BackendFailed("the package sandbox_agent is not installed with the gateway: install the gateway again")
     return Path(next(iter(spec.submodule_search_locations)))
 
 
@@ -136,16 +138,21 @@ def install_agent(tree: Tree, agent: Path) -> None:
 
 
 async def compile_agent_of_foreign(root: Path, log: Log) -> None:
-    """Compile with the gateway's interpreter, of the same version: programs of a foreign tree are never run."""
+    """Compile the agent with the gateway's interpreter, of the same version, because no program of a foreign tree may
+    run.
+    """
     await compile_agent([sys.executable, "-I"], ["-s", str(root), "-p", "/", f"{root}/opt/sandbox_agent"], log)
 
 
 async def compile_agent(python: Sequence[str], arguments: Sequence[str], log: Log) -> None:
-    """Compile the agent to byte code, so that it starts faster. The agent itself writes none."""
+    """Compile the agent to byte code, so that it starts faster. The agent itself writes no byte code."""
     compileall = ("-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash")
-    done = await arun([*python, *compileall, *arguments], timeout=120, check=False)
+    done = await run_async([*python, *compileall, *arguments], timeout=120, check=False)
     if done.returncode != 0:
-        log(f"the agent was not byte-compiled: {(done.stderr or done.stdout).strip()[-300:]}")
+        log(
+            "the agent could not be byte-compiled and starts more slowly: "
+            f"{(done.stderr or done.stdout).strip()[-300:]}"
+        )
 
 
 def add_user(tree: Tree) -> None:
@@ -180,12 +187,15 @@ def _append(tree: Tree, path: str, line: str, mode: int) -> None:
 
 def as_gateway_error(error: OSError, doing: str) -> Exception:
     if error.errno == 28:
-        return NoSpace(f"{doing}: the host's disk is full ({error.filename}); make room and build again")
+        return NoSpace(
+            f"{doing} failed, because the host's disk is full ({error.filename}): free some space, and build "
+            "the template again"
+        )
     return BackendFailed(f"{doing}: {error}")
 
 
 async def remove_tree(path: Path) -> None:
-    # Shielded: a cancelled build waits for the removal to complete.
+    # Shield the removal, so that a cancelled build waits for it.
     removal = asyncio.ensure_future(asyncio.to_thread(shutil.rmtree, path, ignore_errors=True))
     try:
         await asyncio.shield(removal)
@@ -206,7 +216,7 @@ async def stream(
     env: dict[str, str] | None = None,
     timeout: float = STEP_SECONDS,
 ) -> None:
-    """Run ``argv`` and pass its output lines to ``log`` as they arrive; no process remains."""
+    """Run ``argv`` and pass its output lines to ``log`` as they arrive. No process remains."""
     try:
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -254,7 +264,9 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
 
 def _failure(argv: Sequence[str], code: int, tail: list[str]) -> Exception:
     if any("No space left on device" in line for line in tail):
-        return NoSpace(f"{argv[0]}: the host's disk is full; make room and build again")
+        return NoSpace(
+            f"{argv[0]} failed, because the host's disk is full: free some space, and build the template again"
+        )
     errors = [line for line in tail if line.startswith("E: ")] or tail[-5:]
     program = "mmdebstrap" if "mmdebstrap" in argv else argv[0]
-    return BackendFailed(f"{program} failed ({code}): {' '.join(errors)[-1500:] or 'it said nothing'}")
+    return BackendFailed(f"{program} failed ({code}): {' '.join(errors)[-1500:] or 'no message'}")

@@ -1,4 +1,4 @@
-"""Generates the configuration reference from the declarations in config.py."""
+"""Generate the configuration reference from the declarations in config.py."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pydantic_core import PydanticUndefined
 
 _HEAD = """# Configuration
 
-`sandbox-gateway serve --config FILE` reads one TOML file. Every key may be left out; an unknown key is refused by
-name, and `sandbox-gateway check --config FILE` says whether a file is good. This page is generated from the
-declarations in `config.py` (`sandbox-gateway config-docs`).
+`sandbox-gateway serve --config FILE` reads one TOML file. Every key is optional. An unknown key is an error, and
+`sandbox-gateway check --config FILE` checks a file. This page is generated from the declarations in `config.py`
+(`sandbox-gateway config-docs`).
 """
 
 
@@ -61,7 +61,7 @@ def _plain(value: object) -> Any:
 
 def _type(field: FieldInfo) -> str:
     limits = _limits(field)
-    return f"{_named(field.annotation)}{f', {limits}' if limits else ''}"
+    return f"{_type_name(field.annotation)}{f', {limits}' if limits else ''}"
 
 
 def _limits(field: FieldInfo) -> str:
@@ -75,13 +75,13 @@ def _limits(field: FieldInfo) -> str:
     return ", ".join(found)
 
 
-def _named(kind: Any) -> str:
+def _type_name(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return " or ".join(f"`{json.dumps(arg)}`" for arg in args)
     if origin in (Union, types.UnionType):
-        return " or ".join(_named(arg) for arg in args if arg is not type(None))
+        return " or ".join(_type_name(arg) for arg in args if arg is not type(None))
     if origin is list:
-        return f"list of {_named(args[0])}s"
+        return f"list of {_type_name(args[0])}s"
     names = {str: "string", Path: "path", bool: "boolean", int: "integer", float: "number"}
     return names.get(kind, str(kind))

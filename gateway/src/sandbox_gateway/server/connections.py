@@ -1,7 +1,7 @@
-"""Limits on TCP connections: their number, the time for a request, and the time to read an answer.
+"""Limit TCP connections: their number, the time for a request, and the time to read an answer.
 
-Connecting needs no key, so a connection's resources are limited before the client is identified. The unix socket, whose
-users are administrators, always has descriptors left.
+Connecting needs no key, so a connection's resources are limited before the client is identified. Some descriptors are
+always reserved for the unix socket, whose users are administrators.
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ from sandbox_gateway.config import Config, Server
 from sandbox_gateway.log import Logger
 
 _OWN_DESCRIPTORS = 256
-"""The daemon's own descriptors: its log, the unix socket's connections, external commands, probes of agents."""
+"""Number of the daemon's own descriptors: its log, the unix socket's connections, external commands, probes of
+agents.
+"""
 _DESCRIPTORS_OF_A_SANDBOX = 24
-"""Descriptors of a sandbox: its process, QMP connection, log, and idle connections of the data plane."""
+"""Number of descriptors per sandbox: its process, QMP connection, log, and idle connections of the data plane."""
 _DESCRIPTORS_OF_A_CONNECTION = 2
-"""The connection to the client, and the one to the sandbox."""
+"""Number of descriptors per request: the connection to the client, and the connection to the sandbox."""
 _LOG_SECONDS = 5.0
-"""One log line reports all connections that were closed within this time."""
+"""Seconds. Seconds. Seconds. One log line reports all connections that were closed within this time."""
 _V6_GROUP = 64
-_LARGEST_HEAD = 64 << 10
+_MAX_HEAD_BYTES = 64 << 10
 _EVENTS_AT_ONCE = 32
-"""Events, such as pieces of a body, per turn of the event loop: one read can contain tens of thousands."""
+"""Maximum number of events, such as pieces of a body, per turn of the event loop: one read can contain tens of
+thousands.
+"""
 
 log = Logger("connections")
 
@@ -58,7 +62,8 @@ def reserve_descriptors(config: Config) -> int:
     possible = (limit - min(reserve, limit // 2)) // _DESCRIPTORS_OF_A_CONNECTION
     if possible < wanted:
         log.warning(
-            "too few open files for server.connections: raise the service's limit (LimitNOFILE, openfiles)",
+            "the limit of open files is too low for server.connections: raise the service's limit "
+            "(LimitNOFILE, openfiles)",
             open_files=limit,
             needed=needed,
             connections=possible,
@@ -83,12 +88,12 @@ class Connections:
         return self._open.total()
 
     def admit(self, address: str) -> bool:
-        """Count a connection from ``address``; False if there are too many. ``leave`` undoes it."""
+        """Count a connection from ``address``. Returns False if there are too many. ``leave`` undoes the count."""
         group = _group(address)
         if self._open.total() >= self._most:
             self.end("too many connections", address)
         elif self._open[group] >= self._most_per_address:
-            self.end("too many connections of one address", address)
+            self.end("too many connections from one address", address)
         else:
             self._open[group] += 1
             return True
@@ -101,8 +106,8 @@ class Connections:
             del self._open[group]
 
     def end(self, reason: str, address: str) -> None:
-        """Record that the gateway closed a connection. One log line reports many of them."""
-        self._metrics.connection_ended(reason)
+        """Record that the gateway closed a connection. One log line reports many connections."""
+        self._metrics.record_connection_end(reason)
         if not self._unlogged:
             asyncio.get_running_loop().call_later(_LOG_SECONDS, self._log, address)
         self._unlogged[reason] += 1
@@ -127,12 +132,12 @@ class Listener(socket.socket):
     """A TCP socket that counts connections when it accepts them, before a TLS handshake."""
 
     def __init__(self, connections: Connections, family: socket.AddressFamily) -> None:
-        # With IPPROTO_TCP asyncio sets TCP_NODELAY; otherwise small pieces are sent 40 ms late.
+        # With IPPROTO_TCP asyncio sets TCP_NODELAY. Without it, small pieces are sent 40 ms late.
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._connections = connections
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Raises ConnectionAbortedError if it is refused; the event loop then continues."""
+        """Accept a connection. Raises ConnectionAbortedError to refuse it, which the event loop ignores."""
         descriptor, peer = self._accept()  # type: ignore[attr-defined]
         accepted = _Accepted(self.family, self.type, self.proto, fileno=descriptor)
         if not self._connections.admit(peer[0]):
@@ -143,7 +148,7 @@ class Listener(socket.socket):
 
 
 class _Accepted(socket.socket):
-    """An accepted connection; closing it reduces the count."""
+    """An accepted connection. Closing it reduces the count."""
 
     leave: Callable[[], None] | None = None
 
@@ -157,12 +162,12 @@ class _Accepted(socket.socket):
 class _Stalls:
     """Ends the connection of a client that does not read its answer."""
 
-    def __init__(self, transport: asyncio.Transport, seconds: float, ended: Callable[[], None]) -> None:
+    def __init__(self, transport: asyncio.Transport, seconds: float, on_stall: Callable[[], None]) -> None:
         self._transport = transport
         self._seconds = seconds
-        self._ended = ended
+        self._on_stall = on_stall
         self._timer: asyncio.TimerHandle | None = None
-        # With a higher mark, a small rest would remain unnoticed, even after closing. Not 0: TLS would never drain it.
+        # With a higher mark, a small rest would remain unnoticed, even after closing. With 0, TLS would never drain it.
         transport.set_write_buffer_limits(high=1, low=0)
 
     def begin(self) -> None:
@@ -180,12 +185,12 @@ class _Stalls:
         if self._transport.get_write_buffer_size() < before:
             self.begin()
             return
-        self._ended()
+        self._on_stall()
         self._transport.abort()
 
 
-class _Paced(h11.Connection):
-    """A connection that returns ``left`` more events, then NEED_DATA."""
+class _LimitedConnection(h11.Connection):
+    """An h11 connection that returns ``left`` more events, then NEED_DATA."""
 
     left = 0
 
@@ -204,7 +209,7 @@ class _Flow(FlowControl):
         self._held = False
 
     def hold(self) -> None:
-        # Pause again even if held: uvicorn resumes the transport at the end of an unread body.
+        # Pause again even if reading is already held: uvicorn resumes the transport at the end of an unread body.
         self._held = True
         self._transport.pause_reading()
 
@@ -253,45 +258,47 @@ class Http(_TimedWriting, H11Protocol):
         super().__init__(*args, **more)
         self._limits = connections
         self.flow: _Flow
-        self.conn: _Paced = _Paced(h11.SERVER, self.config.h11_max_incomplete_event_size or _LARGEST_HEAD)
-        self._goes_on = False
-        self._due: asyncio.TimerHandle | None = None
-        self._awaited: object = None
+        self.conn: _LimitedConnection = _LimitedConnection(
+            h11.SERVER, self.config.h11_max_incomplete_event_size or _MAX_HEAD_BYTES
+        )
+        self._is_continuing = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._expected: object = None
         self.ws_protocol_class = lambda **made: WebSocket(connections, **made)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._stalls = _Stalls(transport, self._limits.stalled_seconds, lambda: self._note("stalled"))
+        self._stalls = _Stalls(transport, self._limits.stalled_seconds, lambda: self._record_end("stalled"))
         self.flow = _Flow(transport)
-        self._await("headers")
+        self._start_timer("headers")
 
     def handle_events(self) -> None:
-        """Handle some events, and the others in a later turn of the event loop."""
+        """Handle some events now, and the others in a later turn of the event loop."""
         self.conn.left = _EVENTS_AT_ONCE
         super().handle_events()
-        if self.conn.left or self._stalls is None:  # None: it was upgraded or lost.
+        if self.conn.left or self._stalls is None:  # None: the connection was upgraded or lost.
             self.flow.release()
             return
         self.flow.hold()
-        if not self._goes_on:
-            self._goes_on = True
-            self.loop.call_soon(self._go_on)
+        if not self._is_continuing:
+            self._is_continuing = True
+            self.loop.call_soon(self._continue)
 
-    def _go_on(self) -> None:
-        self._goes_on = False
+    def _continue(self) -> None:
+        self._is_continuing = False
         if self._stalls is not None and not self.transport.is_closing():
             self.handle_events()
-            self._follow()
+            self._update_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._follow()
+        self._update_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         # A client that has not sent anything more is idle; uvicorn has a timer for that.
         if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
-            self._follow()
+            self._update_timer()
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._release()
@@ -301,35 +308,35 @@ class Http(_TimedWriting, H11Protocol):
         self._release()
         super().connection_lost(exc)
 
-    def _follow(self) -> None:
+    def _update_timer(self) -> None:
         if self._stalls is None:
-            return  # It was upgraded: ``WebSocket`` owns the connection.
+            return  # The connection was upgraded, so ``WebSocket`` owns it.
         state = self.conn.their_state
         if state is h11.IDLE and self.conn.our_state is h11.IDLE:
-            self._await("headers", self.cycle)
+            self._start_timer("headers", self.cycle)
         elif state is h11.SEND_BODY and self.cycle.response_complete:
-            self._await("body", self.cycle)
+            self._start_timer("body", self.cycle)
         else:
-            self._await(None)
+            self._start_timer(None)
 
-    def _await(self, what: str | None, request: object = None) -> None:
+    def _start_timer(self, what: str | None, request: object = None) -> None:
         """Start the timer for ``what`` the client must send next; None stops it."""
-        if (awaited := (what, request)) == self._awaited:
+        if (awaited := (what, request)) == self._expected:
             return
-        if self._due is not None:
-            self._due.cancel()
-        self._due = self.loop.call_later(self._limits.request_seconds, self._late) if what else None
-        self._awaited = awaited
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(self._limits.request_seconds, self._end_slow_request) if what else None
+        self._expected = awaited
 
-    def _late(self) -> None:
-        self._note("request too slow")
+    def _end_slow_request(self) -> None:
+        self._record_end("request too slow")
         self.transport.abort()
 
-    def _note(self, reason: str) -> None:
+    def _record_end(self, reason: str) -> None:
         self._limits.end(reason, self.client[0] if self.client else "")
 
     def _release(self) -> None:
-        self._await(None)
+        self._start_timer(None)
         if self._stalls:
             self._stalls.end()
             self._stalls = None
@@ -344,7 +351,7 @@ class WebSocket(_TimedWriting, FromClient):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._stalls = _Stalls(self.transport, self._limits.stalled_seconds, self._note)
+        self._stalls = _Stalls(self.transport, self._limits.stalled_seconds, self._record_end)
         if self.transport.get_write_buffer_size():
             # Writing was paused before the upgrade, so ``pause_writing`` is not called again.
             self._stalls.begin()
@@ -354,5 +361,5 @@ class WebSocket(_TimedWriting, FromClient):
             self._stalls.end()
         super().connection_lost(exc)
 
-    def _note(self) -> None:
+    def _record_end(self) -> None:
         self._limits.end("stalled", self.client[0] if self.client else "")

@@ -51,7 +51,7 @@ def check(config: ConfigOption = DEFAULT_CONFIG) -> None:
 
     settings = load(config)
     asyncio.run(check_host(settings))
-    typer.echo(f"{config}: good; this host can be a {settings.host.kind} gateway")
+    typer.echo(f"{config} is valid, and this host can run a {settings.host.kind} gateway")
 
 
 @app.command("config-docs")

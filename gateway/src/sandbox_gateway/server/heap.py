@@ -1,4 +1,4 @@
-"""Makes the allocator return freed memory to the system."""
+"""Make the allocator return freed memory to the system."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import ctypes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGE = 1 << 20
-"""In bytes; larger allocations get their own mapping, which is unmapped when they are freed."""
+"""Threshold in bytes. Larger allocations get their own mapping, which is unmapped when they are freed."""
 
 
 def return_freed_memory() -> None:
     """Configure glibc to return freed memory.
 
     By default glibc raises the threshold for mapped allocations, up to 32 MiB, when a larger one is freed. Buffers for
-    pages of captured machines then come from the heaps of threads, and stay there. Other C libraries need no
+    pages of captured machines are then allocated in the heaps of threads, and stay there. Other C libraries need no
     setting. Source: mallopt(3).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

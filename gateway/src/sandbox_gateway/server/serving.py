@@ -1,4 +1,4 @@
-"""Starts and stops the daemon: configuration → log → host → engine → application → listeners, and back."""
+"""Start the daemon (configuration → log → host → engine → application → listeners), and stop it in reverse order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 
 from sandbox_gateway import __version__, log
 from sandbox_gateway.api.access.auth import Keys, LocalPeer
-from sandbox_gateway.api.data_plane.websocket import LARGEST_MESSAGE, PING_SECONDS, FromClient
+from sandbox_gateway.api.data_plane.websocket import MAX_MESSAGE_BYTES, PING_SECONDS, FromClient
 from sandbox_gateway.config import Config, Server
 from sandbox_gateway.errors import GatewayError, Invalid
 from sandbox_gateway.server import heap
@@ -75,7 +75,7 @@ async def serve(config: Config, engine: Engine, stop: asyncio.Event) -> None:
     keys, address, tls = prepare(config.server)
     try:
         async with start_extended():
-            opened = await _finish_before(stop, engine.open())
+            opened = await _run_until(stop, engine.open())
         if opened:
             await _serve(config, engine, keys, address, tls, stop)
     finally:
@@ -107,29 +107,32 @@ def make_host(config: Config) -> Host:
     try:
         kind = getattr(importlib.import_module(module), name)
     except ImportError as error:
-        raise Invalid(f"host.kind {config.host.kind!r} does not work here: {error}") from None
+        raise Invalid(
+            f"host.kind {config.host.kind!r} does not work on this machine ({error}): install the missing "
+            "library, or set host.kind"
+        ) from None
     host: Host = kind(config)
     return host
 
 
 def prepare(server: Server) -> tuple[Keys, Address | None, ssl.SSLContext | None]:
-    """Load keys, TCP address and TLS, and check that they fit together. Raises Invalid."""
+    """Load keys, TCP address and TLS, and check that they are consistent. Raises Invalid."""
     if server.socket is None and not server.listen:
-        raise Invalid("there is nowhere to listen: set server.socket or server.listen")
+        raise Invalid("neither server.socket nor server.listen is set: set at least one of them")
     keys = Keys.load(server.key_file) if server.key_file else Keys()
     tls = _tls(server)
     address = resolve(server.listen) if server.listen else None
     where = f"server.listen {server.listen!r}"
     if address and not address.loopback:
         if not len(keys):
-            raise Invalid(f"{where} is reachable from elsewhere: set server.key_file, with a key in it")
+            raise Invalid(f"other machines can reach {where}: set server.key_file to a file that contains a key")
         if tls is None and not server.allow_plaintext:
             raise Invalid(
-                f"{where} is reachable from elsewhere, where keys must not travel in the clear: "
-                "set server.tls_cert and server.tls_key, or server.allow_plaintext behind a proxy that has TLS"
+                f"other machines can reach {where}, and keys must not be sent unencrypted: set "
+                "server.tls_cert and server.tls_key, or server.allow_plaintext behind a proxy with TLS"
             )
     if address and not len(keys):
-        logger.warning("no API keys: requests to the TCP address will be refused; set server.key_file")
+        logger.warning("no API key is configured, so requests to the TCP address will be refused: set server.key_file")
     return keys, address, tls
 
 
@@ -137,12 +140,14 @@ def resolve(listen: str) -> Address:
     """Resolve `host:port`, `[v6]:port` or `:port` (all addresses). Raises Invalid."""
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or int(port) > 65535:
-        raise Invalid(f"server.listen {listen!r}: expected host:port, such as 127.0.0.1:8700")
+        raise Invalid(f"server.listen {listen!r} is not an address: use host:port, such as 127.0.0.1:8700")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         found = socket.getaddrinfo(bare or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise Invalid(f"server.listen {listen!r}: the host cannot be found: {error}") from None
+        raise Invalid(
+            f"the host of server.listen {listen!r} cannot be resolved ({error}): use an IP address, or check the name"
+        ) from None
     family, _, _, _, sockaddr = found[0]
     return Address(family, sockaddr, ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]).is_loopback)
 
@@ -151,12 +156,14 @@ def _tls(server: Server) -> ssl.SSLContext | None:
     if not server.tls_cert and not server.tls_key:
         return None
     if not server.tls_cert or not server.tls_key:
-        raise Invalid("TLS needs both server.tls_cert and server.tls_key")
+        raise Invalid("TLS needs both server.tls_cert and server.tls_key: set both, or neither: set both, or neither")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(server.tls_cert, server.tls_key)
     except OSError as error:
-        raise Invalid(f"TLS: {server.tls_cert} with {server.tls_key} cannot be loaded: {error}") from None
+        raise Invalid(
+            f"the TLS certificate {server.tls_cert} with the key {server.tls_key} cannot be loaded: {error}"
+        ) from None
     return context
 
 
@@ -199,7 +206,7 @@ async def _listen(listeners: list[tuple[uvicorn.Server, socket.socket]], app: Fa
 
 
 class _Server(uvicorn.Server):
-    """One of several servers in the daemon, which handles the signals itself."""
+    """A uvicorn server that leaves the handling of signals to the daemon."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -207,14 +214,14 @@ class _Server(uvicorn.Server):
 
 
 class _TcpServer(_Server):
-    """A server for TCP connections within the limits of ``Connections``."""
+    """A server for TCP connections, with the limits of ``Connections``."""
 
     def __init__(self, settings: uvicorn.Config, connections: Connections) -> None:
         super().__init__(settings)
         self._connections = connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        # uvicorn gives a TLS handshake a minute, and has no option for it.
+        # uvicorn allows a minute for a TLS handshake, and has no option for this.
         assert sockets
         tls = self.config.ssl
         loop = asyncio.get_running_loop()
@@ -239,7 +246,7 @@ def _settings(app: ASGIApp, tls: ssl.SSLContext | None) -> uvicorn.Config:
         app,
         http="h11",
         ws=FromClient,
-        ws_max_size=LARGEST_MESSAGE,
+        ws_max_size=MAX_MESSAGE_BYTES,
         ws_ping_interval=PING_SECONDS,
         # A client that reads slowly answers pings late and must not be disconnected for that.
         ws_ping_timeout=None,
@@ -266,7 +273,7 @@ def _silence_libraries() -> None:
 
 @contextlib.contextmanager
 def unix_socket(path: Path, group: str) -> Iterator[socket.socket]:
-    """Provide a bound unix socket, mode 0660 for ``group`` or else 0600; removed on exit. Raises Invalid."""
+    """Provide a bound unix socket, mode 0660 for ``group`` or else 0600, and remove it on exit. Raises Invalid."""
     gid = _group_id(group) if group else -1
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -282,7 +289,9 @@ def unix_socket(path: Path, group: str) -> Iterator[socket.socket]:
             path.chmod(0o660)
     except OSError as error:
         bound.close()
-        raise Invalid(f"server.socket {path} cannot be created: {error}") from None
+        raise Invalid(
+            f"server.socket {path} cannot be created ({error}): check the directory and its permissions"
+        ) from None
     except GatewayError:
         bound.close()
         raise
@@ -297,7 +306,9 @@ def _group_id(group: str) -> int:
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:
-        raise Invalid(f"server.socket_group {group!r} does not exist: groupadd --system {group}") from None
+        raise Invalid(
+            f"server.socket_group {group!r} does not exist: create it with groupadd --system {group}"
+        ) from None
 
 
 def _remove_stale_socket(path: Path) -> None:
@@ -323,12 +334,14 @@ def _tcp_socket(connections: Connections, address: Address, listen: str) -> sock
         bound.bind(address.sockaddr)
     except OSError as error:
         bound.close()
-        raise Invalid(f"server.listen {listen!r} cannot be bound: {error.strerror}") from None
+        raise Invalid(
+            f"server.listen {listen!r} cannot be bound ({error.strerror}): choose another address or port"
+        ) from None
     return bound
 
 
-async def _finish_before(stop: asyncio.Event, work: Awaitable[None]) -> bool:
-    """Await ``work``; False if ``stop`` was set first, which cancels ``work``."""
+async def _run_until(stop: asyncio.Event, work: Awaitable[None]) -> bool:
+    """Await ``work``. Returns False if ``stop`` was set first, which cancels ``work``."""
     worker, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     await asyncio.wait({worker, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()

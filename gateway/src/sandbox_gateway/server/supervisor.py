@@ -1,4 +1,4 @@
-"""Notifies the service manager (systemd) that the gateway is ready, stopping, or still alive."""
+"""Notify the service manager (systemd) that the gateway is ready, stopping, or still alive."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def notify(state: str) -> None:
 
 @contextlib.asynccontextmanager
 async def watchdog_notified() -> AsyncIterator[None]:
-    """Send a keepalive at half the watchdog's interval; the manager ends a process whose event loop hangs.
+    """Send a keepalive at half the watchdog's interval. The service manager ends a process whose event loop hangs.
 
     The manager's signal (SIGABRT) prints the stack of each thread.
     """
@@ -35,19 +35,19 @@ async def watchdog_notified() -> AsyncIterator[None]:
         yield
         return
     faulthandler.enable()
-    async with _repeated("WATCHDOG=1", interval):
+    async with _notify_repeatedly("WATCHDOG=1", interval):
         yield
 
 
 @contextlib.asynccontextmanager
 async def start_extended() -> AsyncIterator[None]:
-    """Extend the start timeout while the event loop is alive: many sandboxes make the start slow."""
-    async with _repeated(f"EXTEND_TIMEOUT_USEC={_START_EXTENSION * 1e6:.0f}", _START_INTERVAL):
+    """Extend the start timeout while the event loop is alive, because many sandboxes make the start slow."""
+    async with _notify_repeatedly(f"EXTEND_TIMEOUT_USEC={_START_EXTENSION * 1e6:.0f}", _START_INTERVAL):
         yield
 
 
 def _watchdog_seconds() -> float:
-    """Return the manager's watchdog timeout in seconds; 0 if it does not watch this process."""
+    """Return the service manager's watchdog timeout in seconds; 0 if it does not watch this process."""
     microseconds, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
     if not (microseconds.isascii() and microseconds.isdigit()) or pid not in ("", str(os.getpid())):
         return 0
@@ -55,7 +55,7 @@ def _watchdog_seconds() -> float:
 
 
 @contextlib.asynccontextmanager
-async def _repeated(state: str, interval: float) -> AsyncIterator[None]:
+async def _notify_repeatedly(state: str, interval: float) -> AsyncIterator[None]:
     async def repeat() -> None:
         while True:
             await asyncio.sleep(interval)

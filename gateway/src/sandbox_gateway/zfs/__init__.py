@@ -1,7 +1,8 @@
-"""The API of ``libzfs_core`` (pyzfs), implemented with the ``zfs`` command; independent of sandboxes.
+"""The API of ``libzfs_core`` (pyzfs), implemented with the ``zfs`` command. Independent of sandboxes.
 
-The functions ``lzc_*`` have the names, the order of arguments and the exceptions of libzfs_core; names may be str or
-bytes; exceptions are in ``zfs.exceptions``. They differ from pyzfs in four ways, as the command does: a new filesystem
+The functions ``lzc_*`` have the names, the order of arguments and the exceptions of libzfs_core. Names may be str or
+bytes. Exceptions are in ``zfs.exceptions``. Like the command, the functions differ from pyzfs in four ways: a new
+filesystem
 is mounted at once if its ``canmount`` and ``mountpoint`` say so; ``lzc_destroy`` unmounts it first; ``lzc_rename``
 mounts it again under the new name; where ZFS lacks ``atomic_snapshots``, several snapshots are taken one after the
 other (still all or none).
@@ -12,7 +13,7 @@ functions block (use ``asyncio.to_thread``), for at most ``zfs.process.SECONDS``
 
 from sandbox_gateway.zfs import exceptions
 from sandbox_gateway.zfs.capabilities import detect_capabilities
-from sandbox_gateway.zfs.changes import changed_since
+from sandbox_gateway.zfs.changes import has_changed_since
 from sandbox_gateway.zfs.datasets import lzc_clone, lzc_create, lzc_destroy, lzc_promote, lzc_rename
 from sandbox_gateway.zfs.holds import lzc_get_holds, lzc_hold, lzc_release
 from sandbox_gateway.zfs.listing import check_reachable, list_clones, list_datasets, list_snapshots, lzc_exists
@@ -32,12 +33,12 @@ from sandbox_gateway.zfs.snapshots import lzc_destroy_snaps, lzc_rollback, lzc_r
 from sandbox_gateway.zfs.streams import lzc_receive, lzc_send
 
 __all__ = [
-    "changed_since",
     "check_reachable",
     "detect_capabilities",
     "exceptions",
     "get_props",
     "get_tree",
+    "has_changed_since",
     "is_mounted",
     "list_clones",
     "list_datasets",

@@ -1,4 +1,4 @@
-"""The capabilities of the installed ZFS.
+"""Detect the capabilities of the installed ZFS.
 
 zfs-fuse 0.7 is ZFS in user space with pool version 23. It lacks features of all versions of OpenZFS since 0.8. Only
 this module distinguishes the two.
@@ -19,7 +19,7 @@ class Capabilities:
     """Abilities that differ between versions of ZFS."""
 
     version: tuple[int, ...]
-    """Empty if `zfs version` prints something unknown."""
+    """The version; empty if `zfs version` prints something unknown."""
     atomic_snapshots: bool
     """`zfs snapshot` takes several snapshots, all at one instant."""
     rename_without_unmount: bool
@@ -61,7 +61,7 @@ _capabilities: Capabilities | None = None
 
 
 def detect_capabilities() -> Capabilities:
-    """Ask ``zfs version`` once: zfs-fuse does not know that command, OpenZFS since 0.8 does."""
+    """Run ``zfs version`` once. OpenZFS since 0.8 has this command, zfs-fuse does not."""
     global _capabilities
     if _capabilities is None:
         outcome = execute(("version",))

@@ -1,6 +1,7 @@
-"""Determines why ``zfs`` failed.
+"""Determine why ``zfs`` failed.
 
-Its exit status only says that it failed; the reason is on standard error. The wording differs little between zfs-fuse
+The exit status only shows that the command failed. The reason is on standard error. The wording differs little between
+zfs-fuse
 0.7 and OpenZFS 2.4.
 """
 
@@ -11,7 +12,7 @@ from enum import Enum, auto
 
 
 class Cause(Enum):
-    """Why ``zfs`` failed."""
+    """The reasons why ``zfs`` fails."""
 
     UNREACHABLE = auto()
     SUSPENDED = auto()
@@ -20,7 +21,7 @@ class Cause(Enum):
     NAME_INVALID = auto()
     MOUNT_FAILED = auto()
     MOUNT_BUSY = auto()
-    """The dataset was unmounted, but something still holds it."""
+    """The dataset was unmounted, but is still in use."""
     NOT_MOUNTED = auto()
     ALREADY_MOUNTED = auto()
     TOO_SMALL = auto()
@@ -47,7 +48,7 @@ class Cause(Enum):
     MISSING = auto()
     BUSY = auto()
     IN_USE = auto()
-    """A process has files in it open, or something is mounted on it."""
+    """A process has files in it open, or another file system is mounted on it."""
     OTHER = auto()
 
 
@@ -112,13 +113,13 @@ _USAGE = re.compile(r"^usage:$", re.MULTILINE)
 
 
 def cause_of(stderr: str) -> Cause:
-    """Return the cause according to the standard error of ``zfs``; ignores quoted names and lists of names."""
+    """Return the cause according to the standard error of ``zfs``. Ignores quoted names and lists of names."""
     text = _NAMES_FOLLOW.split(_USAGE.split(stderr, maxsplit=1)[0], maxsplit=1)[0]
     text = _QUOTED.sub("''", text)
     return next((cause for cause, pattern in _CAUSES if pattern.search(text)), Cause.OTHER)
 
 
-def listed_names(stderr: str) -> list[str]:
+def find_names(stderr: str) -> list[str]:
     """Return the datasets that ``zfs`` lists after "use '-R' to destroy the following datasets:", in its order."""
     parts = _NAMES_FOLLOW.split(stderr, maxsplit=1)
     return [line for line in parts[1].split("\n") if line] if len(parts) == 2 else []

@@ -1,11 +1,10 @@
-"""Detects whether a filesystem changed since a snapshot, on every version of ZFS."""
+"""Detect whether a filesystem changed since a snapshot, with every version of ZFS."""
 
 from __future__ import annotations
 
 import struct
 
 from sandbox_gateway.zfs.capabilities import detect_capabilities
-from sandbox_gateway.zfs.command import run
 from sandbox_gateway.zfs.exceptions import SnapshotMismatch, SnapshotNotFound, ZFSOutputError
 from sandbox_gateway.zfs.listing import list_snapshots, lzc_exists
 from sandbox_gateway.zfs.names import Name, filesystem_name, filesystem_of, snapshot_name
@@ -13,10 +12,11 @@ from sandbox_gateway.zfs.outcome import error_of
 from sandbox_gateway.zfs.parse import parse_get
 from sandbox_gateway.zfs.process import read_first_bytes
 from sandbox_gateway.zfs.properties import get_props, sync, written
+from sandbox_gateway.zfs.run import run
 
 
-def changed_since(name: Name, snap: Name) -> bool:
-    """Check whether anything was written to the filesystem ``name`` since ``snap``, its own snapshot or an ancestor's.
+def has_changed_since(name: Name, snap: Name) -> bool:
+    """Return whether the filesystem ``name`` has changed since ``snap``, a snapshot of itself or of an ancestor.
 
     A change that was undone also counts. Raises FilesystemNotFound, SnapshotNotFound, SnapshotMismatch (the filesystem
     does not descend from ``snap``).
@@ -24,25 +24,25 @@ def changed_since(name: Name, snap: Name) -> bool:
     target, since = filesystem_name(name), snapshot_name(snap)
     sync(target)
     if not detect_capabilities().written_property:
-        return _changed_by_comparison(target, since)
+        return _has_changed_by_comparison(target, since)
     outcome = run("get", "-Hp", "-o", "name,property,value,source", f"written@{since}", target, name=target)
     if outcome.cause is None and (found := parse_get(outcome.out)) and found[0].value.isdigit():
         return found[0].number > 0
     if not lzc_exists(since):
         raise SnapshotNotFound(since)
-    return written(target) > 0 or _differ(since, _newest(target))
+    return written(target) > 0 or _is_different(since, _newest(target))
 
 
-def _changed_by_comparison(target: str, since: str) -> bool:
-    """Compare snapshots pair by pair: ``unique`` of a filesystem counts only from its newest snapshot."""
+def _has_changed_by_comparison(target: str, since: str) -> bool:
+    """Compare snapshots pair by pair, because ``unique`` of a filesystem counts only from its newest snapshot."""
     if not lzc_exists(since):
         raise SnapshotNotFound(since)
     newest = _newest(target)
-    return _differ(since, newest) if written(target) == 0 else _check_descent(newest, since)
+    return _is_different(since, newest) if written(target) == 0 else _check_descent(newest, since)
 
 
 def _newest(filesystem: str) -> str:
-    """Return the snapshot that a filesystem's current state is based on: its own newest, or else its origin."""
+    """Return the snapshot on which a filesystem's current state is based: its newest snapshot, or else its origin."""
     own = list_snapshots(filesystem)
     return own[-1] if own else _origin(filesystem)
 
@@ -62,12 +62,12 @@ def _check_descent(snap: str, ancestor: str) -> bool:
 
 
 _RECORD = 312
-"""Bytes of a record in a stream. If nothing changed, the stream consists of a begin and an end record."""
+"""Bytes of a record in a stream. If nothing changed, the stream consists only of a begin and an end record."""
 _END = 5
 
 
-def _differ(older: str, newer: str) -> bool:
-    """Check whether two snapshots of one line of descent differ."""
+def _is_different(older: str, newer: str) -> bool:
+    """Return whether two snapshots of one line of descent differ."""
     while newer != older:
         own = list_snapshots(filesystem_of(newer)) if newer != "-" else []
         before = own[: own.index(newer)] if newer in own else []

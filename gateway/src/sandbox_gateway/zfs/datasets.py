@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from sandbox_gateway.zfs.capabilities import detect_capabilities
 from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.command import run, run_with_retries
 from sandbox_gateway.zfs.exceptions import (
     DatasetBusy,
     DatasetTypeInvalid,
@@ -24,6 +23,7 @@ from sandbox_gateway.zfs.mounts import is_mounted, list_mounted_dependents, moun
 from sandbox_gateway.zfs.names import Name, filesystem_name, new_filesystem_name, pool_of, snapshot_name
 from sandbox_gateway.zfs.options import Props, property_options
 from sandbox_gateway.zfs.outcome import ErrorFactory, Outcome, check
+from sandbox_gateway.zfs.run import run, run_with_retries
 
 
 def lzc_create(name: Name, ds_type: str = "zfs", props: Props = None) -> None:
@@ -35,7 +35,7 @@ def lzc_create(name: Name, ds_type: str = "zfs", props: Props = None) -> None:
     target = new_filesystem_name(name)
     options = property_options(props)
     if ds_type == "zvol":
-        options = ["-V", _volume_size(target, options), *_without(options, "volsize")]
+        options = ["-V", _volume_size(target, options), *_remove_option(options, "volsize")]
     elif ds_type != "zfs":
         raise DatasetTypeInvalid(ds_type)
     outcome = run("create", *options, target, name=target)
@@ -48,11 +48,11 @@ _NO_PARENT = (Cause.NO_PARENT, Cause.NO_POOL, Cause.MISSING)
 def _volume_size(target: str, options: list[str]) -> str:
     sizes = [word.partition("=")[2] for word in options if word.startswith("volsize=")]
     if not sizes:
-        raise PropertyInvalid(target).because("a volume needs the property volsize: set it")
+        raise PropertyInvalid(target).with_details("a volume needs the property volsize")
     return sizes[0]
 
 
-def _without(options: list[str], prop: str) -> list[str]:
+def _remove_option(options: list[str], prop: str) -> list[str]:
     pairs = zip(options[::2], options[1::2], strict=True)
     return [word for pair in pairs if not pair[1].startswith(f"{prop}=") for word in pair]
 
@@ -77,7 +77,7 @@ def lzc_clone(name: Name, origin: Name, props: Props = None) -> None:
 
 
 def lzc_destroy(name: Name) -> None:
-    """Unmount and destroy one filesystem without snapshots, children or clones; nothing else is destroyed.
+    """Unmount and destroy one filesystem without snapshots, children or clones, and nothing else.
 
     Raises FilesystemNotFound, DatasetBusy (``related``: its snapshots, children and clones), NameInvalid, NameTooLong.
     """
@@ -94,7 +94,7 @@ def lzc_destroy(name: Name) -> None:
 def lzc_promote(name: Name) -> None:
     """Make the clone ``name`` the owner of its origin and of the snapshots before it.
 
-    Raises NotClone, FilesystemNotFound, SnapshotExists (both have one of the same name), NoSpace, QuotaExceeded.
+    Raises NotClone, FilesystemNotFound, SnapshotExists (both have a snapshot of the same name), NoSpace, QuotaExceeded.
     """
     target = filesystem_name(name)
     specific: dict[Cause, ErrorFactory] = {
@@ -107,11 +107,12 @@ def lzc_promote(name: Name) -> None:
 
 
 def lzc_rename(source: Name, target: Name, *, retry: bool = True) -> None:
-    """Rename a filesystem. A mounted one is unmounted, renamed and mounted again; no other filesystem is unmounted.
+    """Rename a filesystem. A mounted filesystem is unmounted, renamed and mounted again. No other filesystem is
+    unmounted.
 
     `zfs rename` alone also unmounts every mounted clone of the filesystem's snapshots, and may fail to mount it again.
     If ZFS has no option to prevent that (``rename_without_unmount``), mounted clones cause DatasetBusy
-    (``related``: the clones). Without ``retry`` DatasetBusy is raised at once.
+    (``related``: the clones). Without ``retry`` DatasetBusy is raised immediately.
 
     Raises FilesystemNotFound, FilesystemExists, ParentNotFound, PoolsDiffer, DatasetBusy, NameInvalid, NameTooLong.
     """
@@ -149,4 +150,4 @@ def _rename_only(old: str, new: str, retry: bool) -> Outcome:
 
 def _check_no_mounted_clones(name: str) -> None:
     if clones := list_mounted_dependents(name):
-        raise DatasetBusy(name).because("clones of its snapshots are mounted", clones)
+        raise DatasetBusy(name).with_details("clones of its snapshots are mounted", clones)

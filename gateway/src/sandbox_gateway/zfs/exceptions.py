@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 
 class ZFSError(Exception):
-    """Base of all exceptions. ``errno``, ``message`` and ``name`` are as in libzfs_core.
+    """The base class of all exceptions. ``errno``, ``message`` and ``name`` are as in libzfs_core.
 
-    Additional attributes are ``said``, the output of the command, and ``related``, the datasets it lists as blockers.
+    Additional attributes are ``said``, the output of the command, and ``related``, the datasets that the output lists
+    as blockers.
     """
 
     errno: int = errno.EIO
@@ -22,8 +23,8 @@ class ZFSError(Exception):
         super().__init__(name)
         self.name = name
 
-    def because(self, said: str, related: Sequence[str] = ()) -> ZFSError:
-        """Return the same error, with the output of the command and the datasets it names."""
+    def with_details(self, said: str, related: Sequence[str] = ()) -> ZFSError:
+        """Return the same error, with the output of the command and the datasets that it names."""
         self.said, self.related = said, tuple(related)
         return self
 
@@ -43,7 +44,7 @@ class ZFSGenericError(ZFSError):
 
 
 class ZFSInitializationFailed(ZFSError):
-    """The command, the kernel module or the daemon does not answer. The last change may or may not have been made."""
+    """The command, the kernel module or the daemon does not answer. The last change may have been made nevertheless."""
 
     errno = errno.ENXIO
     message = "ZFS cannot be reached"

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 
 from sandbox_gateway.zfs.capabilities import detect_capabilities
 from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.command import run
 from sandbox_gateway.zfs.exceptions import (
     DatasetNotFound,
     FeatureNotSupported,
@@ -25,6 +24,7 @@ from sandbox_gateway.zfs.names import Name, snapshot_name, text_of
 from sandbox_gateway.zfs.outcome import check, error_of
 from sandbox_gateway.zfs.parse import parse_table
 from sandbox_gateway.zfs.properties import local_props, lzc_inherit_prop, lzc_set_prop
+from sandbox_gateway.zfs.run import run
 
 _HOLD_PROPERTY = "pyzfs:hold."
 
@@ -32,11 +32,12 @@ _HOLD_PROPERTY = "pyzfs:hold."
 def lzc_hold(holds: Mapping[str, Name] | Mapping[bytes, Name], fd: int | None = None) -> list[str]:
     """Hold snapshots: ``{snapshot: tag}``. Returns the snapshots that do not exist.
 
-    Raises HoldFailure, ``errors``: HoldExists, NameInvalid, NameTooLong. ``fd`` must be None: holds placed by the
+    Raises HoldFailure, whose ``errors`` are HoldExists, NameInvalid or NameTooLong. ``fd`` must be None: holds placed
+    by the
     command outlive the process. If ZFS cannot list holds, each is also recorded in a user property.
     """
     if fd is not None:
-        raise FeatureNotSupported(None).because("the command cannot bind a hold to a file descriptor: pass None")
+        raise FeatureNotSupported(None).with_details("the command cannot bind a hold to a file descriptor: pass None")
     missing, errors = [], []
     for snap, name in holds.items():
         target, tag = _check_hold(HoldFailure, snap, name)
@@ -55,7 +56,8 @@ def lzc_hold(holds: Mapping[str, Name] | Mapping[bytes, Name], fd: int | None = 
 def lzc_release(holds: Mapping[str, Iterable[Name]] | Mapping[bytes, Iterable[Name]]) -> list[str]:
     """Release holds: ``{snapshot: [tags]}``. Returns the snapshots that do not exist.
 
-    Raises HoldReleaseFailure, ``errors``: HoldNotFound. The last release removes a snapshot that was destroyed with
+    Raises HoldReleaseFailure, whose ``errors`` are HoldNotFound. The last release removes a snapshot that was destroyed
+    with
     ``defer``.
     """
     missing, errors = [], []
@@ -87,15 +89,15 @@ def _check_hold(failure: type[HoldFailure] | type[HoldReleaseFailure], snap: Nam
 
 
 def lzc_get_holds(snapname: Name) -> dict[str, int]:
-    """Return ``{tag: unix seconds when it was placed}``. Raises SnapshotNotFound."""
+    """Return ``{tag: time in unix seconds}`` of the holds of a snapshot. Raises SnapshotNotFound."""
     target = snapshot_name(snapname)
     if not detect_capabilities().lists_holds:
-        return _recorded_holds(target)
+        return _read_holds(target)
     outcome = check(run("holds", "-H", target, name=target), target, "get holds", {Cause.MISSING: SnapshotNotFound})
     return {tag: _unix_seconds(when) for _, tag, when in parse_table(outcome.out, 3)}
 
 
-def _recorded_holds(target: str) -> dict[str, int]:
+def _read_holds(target: str) -> dict[str, int]:
     try:
         props = local_props(target)
     except DatasetNotFound:
@@ -111,4 +113,4 @@ def _unix_seconds(text: str) -> int:
     try:
         return int(time.mktime(time.strptime(text.strip(), "%a %b %d %H:%M %Y")))
     except ValueError:
-        raise ZFSOutputError(None).because(f"{text!r} is not a time") from None
+        raise ZFSOutputError(None).with_details(f"{text!r} is not a time") from None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.command import run
 from sandbox_gateway.zfs.exceptions import FilesystemNotFound, NameInvalid, NameTooLong, ZFSInitializationFailed
 from sandbox_gateway.zfs.names import Name, existing_name, filesystem_name, filesystem_of, pool_of, snapshot_name
 from sandbox_gateway.zfs.outcome import check, error_of
 from sandbox_gateway.zfs.parse import parse_table
+from sandbox_gateway.zfs.run import run
 
 
 def check_reachable() -> None:
@@ -18,7 +18,7 @@ def check_reachable() -> None:
 
 
 def lzc_exists(name: Name) -> bool:
-    """Check whether a filesystem, volume or snapshot exists; False for an invalid name."""
+    """Return whether a filesystem, volume or snapshot exists; False for an invalid name."""
     try:
         target = existing_name(name)
     except (NameInvalid, NameTooLong):
@@ -44,7 +44,7 @@ def list_snapshots(filesystem: Name) -> list[str]:
     """Return the full names of a filesystem's own snapshots, oldest first. Raises FilesystemNotFound."""
     target = filesystem_name(filesystem)
     outcome = run("list", "-H", "-t", "snapshot", "-d", "1", "-s", "createtxg", "-o", "name", target, name=target)
-    # without snapshots, OpenZFS may print a message on standard error and still succeed
+    # Without snapshots, OpenZFS may print a message on standard error and still succeed.
     rows = parse_table(check(outcome, target, "list snapshots", {Cause.MISSING: FilesystemNotFound}).out, 1)
     return [name for (name,) in rows if filesystem_of(name) == target]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.command import run, run_with_retries
 from sandbox_gateway.zfs.exceptions import FilesystemNotFound
 from sandbox_gateway.zfs.names import Name, filesystem_name, pool_of
 from sandbox_gateway.zfs.outcome import check
 from sandbox_gateway.zfs.parse import parse_table
 from sandbox_gateway.zfs.properties import get_props
+from sandbox_gateway.zfs.run import run, run_with_retries
 
 
 def is_mounted(name: Name) -> bool:
@@ -36,7 +36,7 @@ def list_mounted_dependents(name: Name) -> list[str]:
 def mount(name: Name) -> None:
     """Mount a filesystem at its ``mountpoint``, unless it is already mounted.
 
-    Raises DatasetBusy if something still holds it after several tries, MountFailed, FilesystemNotFound.
+    Raises DatasetBusy if it is still in use after several attempts, MountFailed, FilesystemNotFound.
     """
     target = filesystem_name(name)
     outcome = run_with_retries("mount", target, name=target)

@@ -1,4 +1,4 @@
-"""Checks and splits names of datasets and snapshots."""
+"""Check and split names of datasets and snapshots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from sandbox_gateway.zfs.exceptions import FilesystemNameInvalid, NameInvalid, NameTooLong, SnapshotNameInvalid
 
 NAME_MAX = 255
-"""In bytes; for the full name of a dataset or snapshot, and for the name of a user property."""
+"""Maximum bytes in the full name of a dataset or snapshot, and in the name of a user property."""
 
 Name = str | bytes
 
@@ -16,7 +16,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def text_of(name: Name) -> str:
-    """Decode a name: libzfs_core takes bytes, this package also takes strings."""
+    """Decode a name. libzfs_core takes bytes, this package also takes strings."""
     if isinstance(name, str):
         return name
     try:
@@ -35,7 +35,7 @@ def filesystem_of(name: str) -> str:
 
 
 def existing_name(name: Name) -> str:
-    """Check the name of an existing object: allows any name that ZFS may accept, unless the command would misread it.
+    """Check the name of an existing object. Allows any name that ZFS may accept, unless the command would misread it.
 
     Raises NameInvalid, NameTooLong.
     """
@@ -72,7 +72,7 @@ def new_snapshot_name(name: Name) -> str:
 
 
 def filesystem_name(name: Name) -> str:
-    """Check the name of an existing filesystem; refuses names of snapshots."""
+    """Check the name of an existing filesystem. Refuses names of snapshots."""
     text = existing_name(name)
     if "@" in text or "#" in text:
         raise FilesystemNameInvalid(text)

@@ -1,4 +1,4 @@
-"""Properties as arguments of the ``zfs`` command."""
+"""Format properties as arguments of the ``zfs`` command."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def property_value(name: Name, value: Value) -> str:
         try:
             text = value.decode() if isinstance(value, bytes) else str(value)
         except UnicodeDecodeError:
-            raise PropertyInvalid(key).because("its value is not UTF-8") from None
+            raise PropertyInvalid(key).with_details("its value is not UTF-8") from None
     size = len(text.encode(errors="surrogatepass"))
     if not text or "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
-        raise PropertyInvalid(key).because("its value is empty or has characters that text cannot have")
+        raise PropertyInvalid(key).with_details("its value is empty or contains control characters")
     if size > VALUE_MAX:
-        raise PropertyInvalid(key).because(f"its value has {size} bytes; the limit is {VALUE_MAX}")
+        raise PropertyInvalid(key).with_details(f"its value has {size} bytes, but the limit is {VALUE_MAX}")
     return f"{key}={text}"
 
 
@@ -40,7 +40,7 @@ def property_name(name: Name) -> str:
     if not (USER_PROPERTY if ":" in key.partition("@")[0] else NATIVE_PROPERTY).fullmatch(key) or key[0] == "-":
         raise PropertyInvalid(key)
     if len(key) > NAME_MAX:
-        raise PropertyInvalid(key).because(f"its name has more than {NAME_MAX} bytes")
+        raise PropertyInvalid(key).with_details(f"its name has more than {NAME_MAX} bytes")
     return key
 
 

@@ -23,7 +23,7 @@ from sandbox_gateway.zfs.exceptions import (
 )
 
 ErrorFactory = Callable[[str], ZFSError]
-"""Creates an error for the dataset of the given name."""
+"""A function that creates an error for the dataset with the given name."""
 
 _ERRORS: dict[Cause, ErrorFactory] = {
     Cause.NO_SPACE: NoSpace,
@@ -46,7 +46,7 @@ _ERRORS: dict[Cause, ErrorFactory] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Output and errors of a finished command. ``cause`` is None if it succeeded."""
+    """The output and errors of a finished command. ``cause`` is None if the command succeeded."""
 
     out: str
     said: str
@@ -55,20 +55,20 @@ class Outcome:
 
     def explain(self, error: ZFSError) -> ZFSError:
         """Add the output of the command to ``error``."""
-        return error.because(self.said, self.related)
+        return error.with_details(self.said, self.related)
 
 
 def error_of(
     outcome: Outcome, name: str, action: str, specific: Mapping[Cause, ErrorFactory] | None = None
 ) -> ZFSError:
-    """Return the exception for a failed command; ``specific`` overrides the exceptions that all commands share."""
+    """Return the exception for a failed command. ``specific`` overrides the exceptions that all commands share."""
     assert outcome.cause is not None
     factory = (specific or {}).get(outcome.cause) or _ERRORS.get(outcome.cause)
     return outcome.explain(factory(name) if factory else ZFSGenericError(errno.EIO, name, f"Failed to {action}"))
 
 
 def check(outcome: Outcome, name: str, action: str, specific: Mapping[Cause, ErrorFactory] | None = None) -> Outcome:
-    """Return the outcome of a successful command. Raises the exception for a failed one, see ``error_of``."""
+    """Return the outcome of a successful command. Raises the exception for a failed command, see ``error_of``."""
     if outcome.cause is not None:
         raise error_of(outcome, name, action, specific)
     return outcome

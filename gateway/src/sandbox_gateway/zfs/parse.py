@@ -1,4 +1,4 @@
-"""Parses the output of the ``zfs`` command, in formats that zfs-fuse 0.7 and OpenZFS 2.2 to 2.4 share.
+"""Parse the output of the ``zfs`` command, in formats that zfs-fuse 0.7 and OpenZFS 2.2 to 2.4 share.
 
 These are ``zfs list -H -o …`` (columns separated by a tab) and ``zfs get -Hp -o name,property,value,source`` (a user
 property's value may contain tabs and line ends).
@@ -26,18 +26,18 @@ class Property(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether the property is set on this dataset or snapshot itself, by a command or a received stream."""
+        """Return whether the property is set on this dataset or snapshot itself, by a command or a received stream."""
         return self.source in ("local", "received")
 
     @property
     def number(self) -> int:
-        """The value as an integer; ``-`` and ``none`` are 0. Raises ZFSOutputError for anything else."""
+        """Return the value as an integer; ``-`` and ``none`` are 0. Raises ZFSOutputError for anything else."""
         if self.value in ("-", "none"):
             return 0
         try:
             return int(self.value)
         except ValueError:
-            raise ZFSOutputError(self.name).because(f"{self.prop} is {self.value!r}, not a number") from None
+            raise ZFSOutputError(self.name).with_details(f"{self.prop} is {self.value!r}, not a number") from None
 
     @property
     def is_on(self) -> bool:
@@ -50,7 +50,7 @@ def parse_table(text: str, columns: int) -> list[tuple[str, ...]]:
     for line in _lines(text):
         row = tuple(line.split("\t"))
         if len(row) != columns or not row[0]:
-            raise ZFSOutputError(None).because(f"expected {columns} columns in {line[:200]!r}")
+            raise ZFSOutputError(None).with_details(f"expected {columns} columns in {line[:200]!r}")
         rows.append(row)
     return rows
 
@@ -68,12 +68,12 @@ def parse_get(text: str) -> list[Property]:
             found.append(Property(fields[0], fields[1], "\t".join(fields[2:-1]), fields[-1]))
             pending = None
     if pending is not None:
-        raise ZFSOutputError(None).because(f"expected name, property, value and source in {pending[:200]!r}")
+        raise ZFSOutputError(None).with_details(f"expected name, property, value and source in {pending[:200]!r}")
     return found
 
 
 def _is_start_of_line(name: str, prop: str) -> bool:
-    """Return whether a line begins here. False inside a value that contains line ends: the rest would be misread."""
+    """Return whether a line begins here. Returns False inside a value that contains line ends."""
     return bool(name and "\n" not in name and (USER_PROPERTY.fullmatch(prop) or NATIVE_PROPERTY.fullmatch(prop)))
 
 
@@ -81,15 +81,17 @@ def _lines(text: str) -> list[str]:
     if not text:
         return []
     if not text.endswith("\n"):
-        raise ZFSOutputError(None).because(f"it ends in the middle of a line: {text[-80:]!r}")
+        raise ZFSOutputError(None).with_details(f"the output ends in the middle of a line: {text[-80:]!r}")
     return text[:-1].split("\n")
 
 
 def check_complete(found: Iterable[Property], names: Iterable[str], props: Iterable[str]) -> None:
-    """Raise ZFSOutputError unless every dataset has every property: output may also end early at the end of a line."""
+    """Raise ZFSOutputError unless every dataset has every property, because output may also end early after a whole
+    line.
+    """
     seen = {(item.name, item.prop) for item in found}
     wanted = list(props)
     for name in names:
         for prop in wanted:
             if (name, prop) not in seen:
-                raise ZFSOutputError(name).because(f"the output lacks the property {prop}")
+                raise ZFSOutputError(name).with_details(f"the output lacks the property {prop}")

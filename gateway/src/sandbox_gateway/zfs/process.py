@@ -1,4 +1,4 @@
-"""Runs the ``zfs`` command as a process with a timeout."""
+"""Run the ``zfs`` command as a process with a timeout."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import threading
 from typing import IO
 
 from sandbox_gateway.command import child_environment
-from sandbox_gateway.zfs.causes import Cause, cause_of, listed_names, one_line
+from sandbox_gateway.zfs.causes import Cause, cause_of, find_names, one_line
 from sandbox_gateway.zfs.exceptions import ReadOnlyPool, SuspendedPool, ZFSGenericError, ZFSInitializationFailed
 from sandbox_gateway.zfs.outcome import Outcome
 
 SECONDS = 60.0
-"""Timeout of a command that transfers no data."""
+"""Timeout in seconds of a command that transfers no data."""
 TRANSFER_SECONDS = 3600.0
-"""Timeout of send and receive."""
+"""Timeout in seconds of send and receive."""
 
 _inherited_files: frozenset[IO[str]] = frozenset()
 """Files that every command inherits. A lock on one of them lasts until the last command has ended, even if the process
@@ -37,7 +37,7 @@ def execute(
     stdout: int | None = None,
     name: str | None = None,
 ) -> Outcome:
-    """Run ``zfs args`` for at most ``seconds``; ``stdin`` and ``stdout`` may be file descriptors.
+    """Run ``zfs args`` for at most ``seconds``. ``stdin`` and ``stdout`` may be file descriptors.
 
     Raises only errors that no caller can handle: ZFSInitializationFailed, SuspendedPool, ReadOnlyPool, and
     ZFSGenericError(ETIMEDOUT). ``name`` is the dataset in their text.
@@ -52,7 +52,7 @@ def execute(
             pass_fds=_inherited_fds(),
         )
     except FileNotFoundError:
-        raise ZFSInitializationFailed(name).because(
+        raise ZFSInitializationFailed(name).with_details(
             "the command `zfs` is not installed: install ZFS, or run the role jail_zfs_host"
         ) from None
     try:
@@ -95,13 +95,13 @@ def read_first_bytes(*args: str, count: int, seconds: float = SECONDS) -> tuple[
         _kill(process)
 
 
-def inherit(file: IO[str]) -> None:
-    """From now on every command inherits ``file``: a lock on it lasts until the last of them has ended."""
+def inherit_file(file: IO[str]) -> None:
+    """Let every later command inherit ``file``, so that a lock on it lasts until the last command has ended."""
     global _inherited_files
     _inherited_files |= {file}
 
 
-def disinherit(file: IO[str]) -> None:
+def stop_inheriting(file: IO[str]) -> None:
     global _inherited_files
     _inherited_files -= {file}
 
@@ -125,20 +125,20 @@ def _outcome(args: tuple[str, ...], status: int, out: bytes, err: bytes, name: s
     text = err.decode(errors="replace")
     if status == 0:
         return Outcome(out.decode(errors="replace"), one_line(text), None)
-    # zfs-fuse writes some internal errors to standard output
+    # zfs-fuse writes some internal errors to standard output..
     text = text if text.strip() else out.decode(errors="replace")
     cause, said = cause_of(text), one_line(text) or f"`zfs {args[0]}` exited with {status} and no message"
     if cause is Cause.UNREACHABLE:
-        raise ZFSInitializationFailed(name).because(f"{said}; {_HELP}")
+        raise ZFSInitializationFailed(name).with_details(f"{said}; {_HELP}")
     if cause is Cause.SUSPENDED:
-        raise SuspendedPool(name).because(said)
+        raise SuspendedPool(name).with_details(said)
     if cause is Cause.READ_ONLY:
-        raise ReadOnlyPool(name).because(said)
-    return Outcome(out.decode(errors="replace"), said, cause, tuple(listed_names(text)))
+        raise ReadOnlyPool(name).with_details(said)
+    return Outcome(out.decode(errors="replace"), said, cause, tuple(find_names(text)))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and wait only a moment: a command that hangs in the kernel does not die."""
+    """Kill the process and wait only a moment, because a command that hangs in the kernel does not end."""
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(1)

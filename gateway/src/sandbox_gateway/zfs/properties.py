@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from sandbox_gateway.zfs.capabilities import detect_capabilities
-from sandbox_gateway.zfs.command import run
 from sandbox_gateway.zfs.exceptions import ZFSOutputError
 from sandbox_gateway.zfs.listing import list_datasets
 from sandbox_gateway.zfs.names import Name, existing_name, filesystem_name
 from sandbox_gateway.zfs.options import Value, property_name, property_value
 from sandbox_gateway.zfs.outcome import check
 from sandbox_gateway.zfs.parse import Property, check_complete, parse_get, parse_table
+from sandbox_gateway.zfs.run import run
 
 
 def lzc_set_prop(name: Name, prop: Name, val: Value) -> None:
@@ -24,7 +24,7 @@ def lzc_set_prop(name: Name, prop: Name, val: Value) -> None:
 
 
 def lzc_inherit_prop(name: Name, prop: Name) -> None:
-    """Remove a property that is set on ``name``, if it is. Raises PropertyInvalid, DatasetNotFound."""
+    """Remove a property from ``name``, if it is set there. Raises PropertyInvalid, DatasetNotFound."""
     target = existing_name(name)
     check(run("inherit", property_name(prop), target, name=target), target, "inherit a property")
 
@@ -43,14 +43,14 @@ def get_props(names: Iterable[Name], props: Iterable[str]) -> dict[str, dict[str
         some = targets[start : start + _NAMES_PER_COMMAND]
         found += _get([], wanted, some)
     check_complete(found, targets, wanted)
-    return _by_name(found)
+    return _group_by_name(found)
 
 
 def get_tree(root: Name, props: Iterable[str]) -> dict[str, dict[str, Property]]:
     """Return ``get_props`` of ``root`` and everything below it, snapshots included."""
     target, wanted = existing_name(root), [property_name(prop) for prop in props]
     found = _get(["-r"], wanted, [target])
-    result = _by_name(found)
+    result = _group_by_name(found)
     check_complete(found, [target, *result], wanted)
     return result
 
@@ -58,7 +58,8 @@ def get_tree(root: Name, props: Iterable[str]) -> dict[str, dict[str, Property]]
 def local_tree(root: Name) -> dict[str, dict[str, str]]:
     """Return ``{name: {user property: value}}``, as set on each dataset and snapshot itself, without inherited ones.
 
-    A value that looks like lines of ``zfs get`` is read by a separate command, so that it cannot fake other properties.
+    A value that looks like output of ``zfs get`` is read with a separate command, so that it cannot fake other
+    properties.
     """
     target = existing_name(root)
     try:
@@ -80,16 +81,16 @@ def local_props(name: Name) -> dict[str, str]:
 def _local(options: Sequence[str], target: str) -> dict[str, dict[str, str]]:
     result: dict[str, dict[str, str]] = {}
     for item in _get([*options, "-s", "local,received"], ["all"], [target]):
-        # a line that names another dataset is part of a value
+        # A line that names another dataset is part of a value.
         if item.name != target and not (options and item.name.startswith((f"{target}/", f"{target}@"))):
-            raise ZFSOutputError(item.name).because(f"the output should be about {target}")
+            raise ZFSOutputError(item.name).with_details(f"the output is about another dataset than {target}")
         if ":" in item.prop and item.is_local:
             result.setdefault(item.name, {})[item.prop] = item.value
     return result
 
 
 def _one_by_one(target: str) -> dict[str, str]:
-    """Read each property with a separate command, whose output is unambiguous whatever the value."""
+    """Read each property with a separate command, whose output is unambiguous for every value."""
     outcome = run("get", "-H", "-s", "local,received", "-o", "property", "all", target, name=target)
     found = [prop for (prop,) in parse_table(check(outcome, target, "get properties").out, 1) if ":" in prop]
     result = {}
@@ -104,7 +105,7 @@ def _get(options: Sequence[str], props: Sequence[str], names: Sequence[str]) -> 
     return parse_get(check(outcome, names[0], "get properties").out)
 
 
-def _by_name(found: Iterable[Property]) -> dict[str, dict[str, Property]]:
+def _group_by_name(found: Iterable[Property]) -> dict[str, dict[str, Property]]:
     result: dict[str, dict[str, Property]] = {}
     for item in found:
         result.setdefault(item.name, {})[item.prop] = item

@@ -1,4 +1,4 @@
-"""Takes, destroys and rolls back to snapshots."""
+"""Take, destroy and roll back to snapshots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import suppress
 
 from sandbox_gateway.zfs.capabilities import detect_capabilities
 from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.command import run, run_with_retries
 from sandbox_gateway.zfs.exceptions import (
     DatasetNotFound,
     DuplicateSnapshots,
@@ -30,10 +29,11 @@ from sandbox_gateway.zfs.names import Name, filesystem_name, filesystem_of, new_
 from sandbox_gateway.zfs.options import Props, property_options
 from sandbox_gateway.zfs.outcome import ErrorFactory, check, error_of
 from sandbox_gateway.zfs.properties import get_props
+from sandbox_gateway.zfs.run import run, run_with_retries
 
 
 def lzc_snapshot(snaps: Iterable[Name], props: Props = None) -> None:
-    """Take snapshots, all in one pool, with user properties: all, or none and SnapshotFailure.
+    """Take snapshots in one pool, with user properties: all, or none, which raises SnapshotFailure.
 
     ``SnapshotFailure.errors`` holds SnapshotExists, FilesystemNotFound, DuplicateSnapshots, PoolsDiffer, NameInvalid,
     NameTooLong, PropertyInvalid, NoSpace.
@@ -85,11 +85,11 @@ def _snapshot_one_by_one(names: Sequence[str], options: Sequence[str]) -> None:
 
 
 def lzc_destroy_snaps(snaps: Iterable[Name], defer: bool) -> None:
-    """Destroy snapshots; skips those that do not exist.
+    """Destroy snapshots. Skips snapshots that do not exist.
 
-    With ``defer``, a cloned or held snapshot is destroyed with its last clone or hold. Without it, none is destroyed
-    if one is cloned or held: SnapshotDestructionFailure, ``errors``: SnapshotIsCloned, SnapshotIsHeld (``related``:
-    the clones).
+    With ``defer``, a cloned or held snapshot is destroyed with its last clone or hold. Without it, none is destroyed if
+    one is cloned or held, and SnapshotDestructionFailure is raised, with ``errors``: SnapshotIsCloned, SnapshotIsHeld
+    (``related``: the clones).
     """
     names = [snapshot_name(snap) for snap in snaps]
     if len(names) > 1 and not defer:
@@ -106,7 +106,7 @@ def _check_unused(names: Sequence[str]) -> None:
             if get_props([name], ["userrefs"])[name]["userrefs"].number:
                 errors.append(SnapshotIsHeld(name))
             elif clones := list_clones(name):
-                errors.append(SnapshotIsCloned(name).because("it has clones", clones))
+                errors.append(SnapshotIsCloned(name).with_details("it has clones", clones))
     if errors:
         raise SnapshotDestructionFailure(errors)
 
@@ -125,9 +125,9 @@ def _destroy_snapshot(name: str, defer: bool) -> ZFSError | None:
 
 
 def lzc_rollback(name: Name) -> Name:
-    """Roll a filesystem back to its latest snapshot; returns the snapshot's full name, as bytes if ``name`` is bytes.
+    """Roll a filesystem back to its latest snapshot. Returns the snapshot's full name, as bytes if ``name`` is bytes.
 
-    Raises FilesystemNotFound, SnapshotNotFound (it has none), NameInvalid, NameTooLong, DatasetBusy.
+    Raises FilesystemNotFound, SnapshotNotFound (it has no snapshot), NameInvalid, NameTooLong, DatasetBusy.
     """
     target = filesystem_name(name)
     snaps = list_snapshots(target)
@@ -138,7 +138,7 @@ def lzc_rollback(name: Name) -> Name:
 
 
 def lzc_rollback_to(name: Name, snap: Name) -> None:
-    """Roll a filesystem back to ``snap`` (a full name), which must be its latest snapshot; never uses ``-r``.
+    """Roll a filesystem back to ``snap`` (a full name), which must be its latest snapshot. Never uses ``-r``.
 
     Raises SnapshotNotLatest, FilesystemNotFound, SnapshotNotFound, NameInvalid, NameTooLong, DatasetBusy.
     """

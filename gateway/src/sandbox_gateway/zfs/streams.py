@@ -1,4 +1,4 @@
-"""Sends snapshots as streams and receives them."""
+"""Send snapshots as streams, and receive them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from sandbox_gateway.zfs.capabilities import detect_capabilities
 from sandbox_gateway.zfs.causes import Cause
-from sandbox_gateway.zfs.command import run
 from sandbox_gateway.zfs.exceptions import (
     BadStream,
     DatasetNotFound,
@@ -23,6 +22,7 @@ from sandbox_gateway.zfs.names import Name, new_snapshot_name, pool_of, snapshot
 from sandbox_gateway.zfs.options import Props, property_options
 from sandbox_gateway.zfs.outcome import ErrorFactory, check
 from sandbox_gateway.zfs.process import TRANSFER_SECONDS
+from sandbox_gateway.zfs.run import run
 
 
 def lzc_send(
@@ -39,7 +39,9 @@ def lzc_send(
     """
     target = snapshot_name(snapname)
     if flags:
-        raise FeatureNotSupported(target).because("not every version of ZFS can receive streams with flags: pass none")
+        raise FeatureNotSupported(target).with_details(
+            "not every version of ZFS can receive streams with flags: pass none"
+        )
     start = [] if fromsnap is None else ["-i", snapshot_name(fromsnap)]
     if start and pool_of(start[1]) != pool_of(target):
         raise PoolsDiffer(target)
@@ -67,7 +69,7 @@ def lzc_receive(
     options = ["-u", *(["-F"] if force else [])]
     if not detect_capabilities().receive_options:
         if props or raw:
-            raise FeatureNotSupported(target).because(
+            raise FeatureNotSupported(target).with_details(
                 "zfs-fuse receives streams without options: pass no props, and raw=False"
             )
         if origin is not None and not lzc_exists(snapshot_name(origin)):

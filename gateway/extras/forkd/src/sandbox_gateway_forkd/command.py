@@ -1,4 +1,4 @@
-"""`forkd fork` and `forkd attach`."""
+"""The commands `forkd fork` and `forkd attach`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ END_SECONDS = 4.0
 """Time limit for removing the sandboxes at the end. forkd's client waits five seconds."""
 _EXIT_FAILED = 1
 _WARNING = (
-    "Whoever can connect to the port can run anything in the sandbox: it asks nobody who they are. It is bound to "
-    "loopback addresses only, unless --remote (or FORKD_REMOTE=1) allows others."
+    "Anyone who can connect to the port can run anything in the sandbox, because the protocol has no "
+    "authentication. The port is bound to loopback addresses only, unless --remote (or FORKD_REMOTE=1) allows others."
 )
 _ENVIRONMENT = (
     f"FORKD_URL: the gateway, unix:///path, http:// or https:// (default {DEFAULT_URL}). FORKD_TOKEN: its key. "
-    f"FORKD_TARGET: where to listen, HOST:PORT (default {DEFAULT_TARGET}, as forkd's client has it)."
+    f"FORKD_TARGET: where to listen, HOST:PORT (default {DEFAULT_TARGET}, like forkd's client)."
 )
 Result = TypeVar("Result")
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="forkd", description="Sandboxes of a gateway, for forkd's Python client.", epilog=_ENVIRONMENT
+        prog="forkd", description="Serve sandboxes of a gateway to forkd's Python client.", epilog=_ENVIRONMENT
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         "--listen",
         metavar="HOST:PORT",
         default=os.environ.get("FORKD_TARGET") or DEFAULT_TARGET,
-        help="where forkd's client will connect (default: $FORKD_TARGET)",
+        help="address that forkd's client connects to (default: $FORKD_TARGET)",
     )
     port.add_argument(
         "--remote",
@@ -64,21 +64,21 @@ def _parser() -> argparse.ArgumentParser:
     fork = commands.add_parser(
         "fork",
         parents=[port],
-        help="make sandboxes, serve the port of the first, remove them at the end",
-        description=f"Makes sandboxes from a snapshot or template and serves the port of the first. {_WARNING}",
+        help="create sandboxes, serve the port of the first, remove them at the end",
+        description=f"Creates sandboxes from a snapshot or template and serves the port of the first. {_WARNING}",
         epilog=_ENVIRONMENT,
     )
     fork.add_argument("--tag", required=True, help="the snapshot or template")
-    fork.add_argument("-n", type=_count, default=1, metavar="N", help="how many (default 1)")
+    fork.add_argument("-n", type=_count, default=1, metavar="N", help="number of sandboxes (default 1)")
     fork.add_argument(
-        "--settle-secs", type=_seconds, metavar="S", help="end after so many seconds (default: when told to)"
+        "--settle-secs", type=_seconds, metavar="S", help="end after S seconds (default: run until stopped)"
     )
     fork.set_defaults(run=_fork)
     attach = commands.add_parser(
         "attach",
         parents=[port],
-        help="serve the port of a sandbox that exists",
-        description=f"Serves the port of a sandbox, which stays when this ends. {_WARNING}",
+        help="serve the port of an existing sandbox",
+        description=f"Serves the port of an existing sandbox, which remains when this command ends. {_WARNING}",
         epilog=_ENVIRONMENT,
     )
     attach.add_argument("sandbox", metavar="SANDBOX", help="its id or name")
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1000:
-        raise argparse.ArgumentTypeError("a number from 1 to 1000 is needed")
+        raise argparse.ArgumentTypeError("must be a whole number from 1 to 1000")
     return int(text)
 
 
@@ -98,7 +98,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = -1
     if not 0 <= seconds <= 1e9:
-        raise argparse.ArgumentTypeError("a number of seconds is needed")
+        raise argparse.ArgumentTypeError("must be a number of seconds greater than 0")
     return seconds
 
 
@@ -107,10 +107,10 @@ def _gateway() -> Gateway:
 
 
 async def _fork(options: argparse.Namespace) -> None:
-    stop = _told_to_end()
+    stop = _stop_event()
     with contextlib.closing(bind(options.listen, remote=options.remote)) as bound:
         async with _gateway() as gateway:
-            made = await _unless(stop, gateway.spawn(options.tag, options.n, LEASE_SECONDS))
+            made = await _run_unless_stopped(stop, gateway.spawn(options.tag, options.n, LEASE_SECONDS))
             if made is None:
                 return
             try:
@@ -154,14 +154,14 @@ async def _end(gateway: Gateway, made: list[str]) -> None:
     except TimeoutError:
         failures = [Failure("the gateway did not answer in time")]
     if failures:
-        raise Failure(f"not all sandboxes could be removed ({failures[0]}): they end by themselves within a minute")
+        raise Failure(f"some sandboxes could not be removed ({failures[0]}): the gateway removes them within a minute")
 
 
 async def _attach(options: argparse.Namespace) -> None:
-    stop = _told_to_end()
+    stop = _stop_event()
     with contextlib.closing(bind(options.listen, remote=options.remote)) as bound:
         async with _gateway() as gateway:
-            if await _unless(stop, gateway.ask(options.sandbox, "ping", seconds=END_SECONDS)) is None:
+            if await _run_unless_stopped(stop, gateway.ask(options.sandbox, "ping", seconds=END_SECONDS)) is None:
                 return
             server = await Port(gateway, options.sandbox).listen(bound)
             print(f"listening on {options.listen}", flush=True)
@@ -171,14 +171,14 @@ async def _attach(options: argparse.Namespace) -> None:
                 server.close()
 
 
-def _told_to_end() -> asyncio.Event:
+def _stop_event() -> asyncio.Event:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     return stop
 
 
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
+async def _run_unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
     """Return the result of ``work``; None if ``stop`` was set first and ``work`` could still be cancelled."""
     worker, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({worker, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -26,7 +26,10 @@ class Failure(Exception):
 
 
 class Gateway:
-    """A client. Requests return parsed JSON or raise Failure. ``url``: unix:///path, http:// or https://."""
+    """A client of a gateway.
+
+    Requests return parsed JSON or raise Failure. ``url``: unix:///path, http:// or https://.
+    """
 
     def __init__(self, url: str, token: str) -> None:
         self._url = url
@@ -57,14 +60,16 @@ class Gateway:
             found = answer.json() if answer.content else None
         except httpx.ConnectError as error:
             raise Failure(
-                f"the gateway at {self._url} cannot be reached ({error}): start it, or say where it is with FORKD_URL"
+                f"the gateway at {self._url} cannot be reached ({error}): start it, or set FORKD_URL to its address"
             ) from None
         except httpx.TimeoutException:
-            raise Failure(f"the gateway at {self._url} did not answer in time") from None
+            raise Failure(f"the gateway at {self._url} did not answer in time: try again, or look at its log") from None
         except httpx.HTTPError as error:
-            raise Failure(f"the connection to the gateway at {self._url} broke: {error}") from None
+            raise Failure(f"the connection to the gateway at {self._url} broke ({error}): try again") from None
         except (ValueError, httpx.InvalidURL) as error:
-            raise Failure(f"this cannot be asked of the gateway at {self._url}, or it is none: {error}") from None
+            raise Failure(
+                f"invalid request or answer at {self._url} ({error}): check that FORKD_URL is the address of a gateway"
+            ) from None
         if answer.is_success:
             return found
         raise Failure(_sentence(answer.status_code, found), answer.status_code)
@@ -78,7 +83,7 @@ class Gateway:
         except (KeyError, TypeError):
             ids = []
         if len(ids) != count:
-            raise Failure(f"what answers at {self._url} is no gateway: say where it is with FORKD_URL")
+            raise Failure(f"the server at {self._url} is not a gateway: set FORKD_URL to a gateway's address")
         return ids
 
     async def prolong(self, sandboxes: Sequence[str], lease: float) -> list[Failure]:

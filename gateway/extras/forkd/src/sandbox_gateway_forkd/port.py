@@ -36,38 +36,40 @@ def bind(target: str, *, remote: bool) -> socket.socket:
     except ValueError:
         host, port = None, None
     if not host or port is None:
-        raise Failure(f"{target!r} is no address: HOST:PORT is expected, such as 127.0.0.1:8888")
+        raise Failure(f"{target!r} is not an address: use HOST:PORT, such as 127.0.0.1:8888")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise Failure(f"the host of {target} cannot be found: {error}") from None
+        raise Failure(
+            f"the host name in {target} cannot be resolved ({error}): use an IP address, or check the name"
+        ) from None
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
         if not remote and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
             raise Failure(
-                f"{target} can be reached by other machines, and this port asks nobody who they are: set "
+                f"other machines can reach {target}, and this port has no authentication: set "
                 "FORKD_TARGET=127.0.0.1:8888, or allow it with --remote or FORKD_REMOTE=1"
             )
     except OSError as error:
         bound.close()
-        _not_bound(target, error)
+        _raise_bind_failure(target, error)
     except BaseException:
         bound.close()
         raise
     return bound
 
 
-def _not_bound(target: str, error: OSError) -> NoReturn:
+def _raise_bind_failure(target: str, error: OSError) -> NoReturn:
     if error.errno == errno.EADDRNOTAVAIL:
         raise Failure(f"{target} is not an address of this machine: set FORKD_TARGET=127.0.0.1:8888") from None
     if error.errno == errno.EADDRINUSE:
         raise Failure(
-            f"something listens on {target} already, perhaps for another sandbox: end it, or set FORKD_TARGET to "
-            "another port"
+            f"another program already listens on {target}, perhaps for another sandbox: end it, or set "
+            "FORKD_TARGET to another port"
         ) from None
-    raise Failure(f"{target} cannot be listened on: {error.strerror}") from None
+    raise Failure(f"cannot listen on {target} ({error.strerror}): set FORKD_TARGET to another address") from None
 
 
 class Port:
@@ -79,13 +81,15 @@ class Port:
         self._connections = 0
 
     async def listen(self, bound: socket.socket) -> asyncio.Server:
-        return await asyncio.start_server(self._connected, sock=bound, limit=LONGEST_LINE)
+        return await asyncio.start_server(self._serve_connection, sock=bound, limit=LONGEST_LINE)
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections += 1
         try:
             if self._connections > MOST_CONNECTIONS:
-                await _say(writer, _refusal(f"no more than {MOST_CONNECTIONS} connections at once: try again later"))
+                await _send_answer(
+                    writer, _refusal(f"the limit of {MOST_CONNECTIONS} connections is reached: try again later")
+                )
             else:
                 await self._converse(reader, writer)
             writer.close()
@@ -103,30 +107,37 @@ class Port:
             except asyncio.IncompleteReadError as end:
                 line = end.partial
             except asyncio.LimitOverrunError:
-                await _say(writer, _refusal(f"a request has at most {LONGEST_LINE} bytes"))
+                await _send_answer(
+                    writer, _refusal(f"the request is longer than {LONGEST_LINE} bytes: send less at a time")
+                )
                 return
             if not line:
                 return
             if not line.lstrip().startswith(b"{"):
                 # It may be HTTP from a web page in someone's browser: its body must not be parsed as a request.
-                await _say(writer, _refusal("a request is a line with a JSON object"))
+                await _send_answer(writer, _refusal("the request is not a line with a JSON object"))
                 return
-            await _say(writer, await self.answer(line))
+            await _send_answer(writer, await self.answer(line))
 
     async def answer(self, line: bytes) -> dict[str, Any]:
-        """Answer a request line like forkd's agent, as far as the gateway has an equivalent."""
+        """Answer a request line like forkd's agent.
+
+        Supports only the requests that the gateway has an equivalent of.
+        """
         try:
-            request = json.loads(line, parse_constant=_no_number)
+            request = json.loads(line, parse_constant=_reject_constant)
             if not isinstance(request, dict):
                 raise ValueError("not an object")
         except (ValueError, RecursionError) as error:
-            return _refusal(f"a request is a line with a JSON object: {error}")
+            return _refusal(f"the request is not a line with a JSON object: {error}")
         try:
             return await self._perform(request)
         except Failure as failure:
             return _refusal(str(failure))
         except (KeyError, TypeError, ValueError):
-            return _refusal("the gateway answered with something else than this dialect")
+            return _refusal(
+                "the gateway's answer is not in forkd's dialect: check that FORKD_URL is the address of a gateway"
+            )
 
     async def _perform(self, request: dict[str, Any]) -> dict[str, Any]:
         action = request.get("action")
@@ -135,34 +146,34 @@ class Port:
         if action == "exec":
             seconds = request.get("timeout", RUN_SECONDS)
             body = {"args": request.get("args"), "timeout_secs": seconds}
-            return dict(await self._ask("exec", body, _patience(seconds)))
+            return dict(await self._ask("exec", body, _timeout_of(seconds)))
         if action == "eval":
             told = await self._ask("eval", {"code": request.get("code")}, RUN_SECONDS)
             if told["error"] is not None:
                 return {"error": told["error"], "exit_code": told["exit_code"] or 1}
             return {"result": told["result"], "exit_code": told["exit_code"]}
-        raise Failure(f"unknown action {str(action)[:80]!r}: exec, eval and ping are known")
+        raise Failure(f"unknown action {str(action)[:80]!r}: use exec, eval or ping")
 
     async def _ask(self, verb: str, body: dict[str, Any] | None, seconds: float) -> Any:
         return await self._gateway.ask(self._sandbox, verb, body, seconds=seconds + _MARGIN_SECONDS)
 
 
-def _patience(seconds: object) -> float:
+def _timeout_of(seconds: object) -> float:
     """Return how long to wait for a command. The gateway refuses invalid times itself."""
     if isinstance(seconds, int | float) and 0 < seconds <= _LONGEST_SECONDS:
         return float(seconds)
     return RUN_SECONDS
 
 
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number")
+def _reject_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not a number")
 
 
 def _refusal(sentence: str) -> dict[str, Any]:
     return {"error": sentence, "exit_code": 1}
 
 
-async def _say(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
+async def _send_answer(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
     writer.write(json.dumps(answer).encode() + b"\n")
     async with asyncio.timeout(IDLE_SECONDS):
         await writer.drain()

@@ -1,4 +1,4 @@
-"""Authorises control-plane requests: by API keys from a file, or by the unix socket."""
+"""Authorise control-plane requests by API keys from a file, or by the unix socket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sandbox_gateway.errors import Forbidden, Invalid, Unauthorized
 from sandbox_gateway.records import check_name
 
-SHORTEST_KEY = 16
+MIN_KEY_LENGTH = 16
 OPEN_PATHS = frozenset({"/health", "/healthz"})
 _EXEC = re.compile(r"/sandboxes/[^/]+/exec|/v1/sandboxes/[^/]+/(exec|eval|ping)")
 _CALLER = "sandbox_gateway.caller"
@@ -44,7 +44,7 @@ class Key:
     name: str
     permission: Permission
     digest: bytes
-    """SHA-256 of the key: all compared values have the same length."""
+    """SHA-256 of the key, so that all compared values have the same length."""
 
 
 def digest(secret: str) -> bytes:
@@ -76,30 +76,35 @@ class Keys:
                 _check_mode(path, os.fstat(file.fileno()))
                 lines = file.read().splitlines()
         except FileNotFoundError:
-            raise Invalid(f"key file {path} not found: create it with a line `name admin key`, mode 0600") from None
+            raise Invalid(
+                f"the key file {path} does not exist: create it with a line `name admin key`, mode 0600"
+            ) from None
         except (OSError, UnicodeDecodeError) as error:
-            raise Invalid(f"key file {path} cannot be read: {error}") from None
+            raise Invalid(f"the the key file {path} cannot be read: {error}") from None
         keys: dict[str, Key] = {}
         for number, line in enumerate(lines, 1):
             if line.strip() and not line.lstrip().startswith("#"):
                 key = _parse(line, f"key file {path}, line {number}")
                 if key.name in keys:
-                    raise Invalid(f"key file {path}, line {number}: the name {key.name!r} is there twice")
+                    raise Invalid(
+                        f"key file {path}, line {number}: the name {key.name!r} occurs twice: give each key its "
+                        "own name"
+                    )
                 keys[key.name] = key
         return cls(keys.values())
 
 
 def _check_mode(path: Path, status: os.stat_result) -> None:
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise Invalid(f"key file {path} may be read by others: chmod 600 {path}")
+        raise Invalid(f"other users can read the key file {path}: run chmod 600 {path}")
     if status.st_uid not in (0, os.geteuid()):
-        raise Invalid(f"key file {path} belongs to user {status.st_uid}: chown root {path}")
+        raise Invalid(f"the key file {path} belongs to user {status.st_uid}: run chown root {path}")
 
 
 def _parse(line: str, where: str) -> Key:
     words = line.split()
     if len(words) != 3:
-        raise Invalid(f"{where}: expected `name scope key`, three words")
+        raise Invalid(f"{where}: expected three words, `name scope key`")
     name, scope, secret = words
     try:
         check_name(name)
@@ -107,9 +112,9 @@ def _parse(line: str, where: str) -> Key:
     except ValueError as error:
         raise Invalid(f"{where}: {error}") from None
     except KeyError:
-        raise Invalid(f"{where}: the scope is read, exec or admin") from None
-    if len(secret) < SHORTEST_KEY:
-        raise Invalid(f"{where}: a key has at least {SHORTEST_KEY} characters; `openssl rand -hex 32` makes one")
+        raise Invalid(f"{where}: the scope must be read, exec or admin") from None
+    if len(secret) < MIN_KEY_LENGTH:
+        raise Invalid(f"{where}: a key has at least {MIN_KEY_LENGTH} characters; `openssl rand -hex 32` makes one")
     return Key(name, permission, digest(secret))
 
 
@@ -158,8 +163,8 @@ def unauthorized(scope: Scope, keys: Keys) -> Unauthorized:
     if not len(keys):
         return Unauthorized("no API key is configured for this address: set server.key_file, or use the unix socket")
     if presented_secrets(Headers(scope=scope)):
-        return Unauthorized("the API key is not known here")
-    return Unauthorized("an API key is needed: send X-API-Key: KEY or Authorization: Bearer KEY")
+        return Unauthorized("the API key is unknown: check the key, and the gateway's server.key_file")
+    return Unauthorized("the request has no API key: send X-API-Key: KEY or Authorization: Bearer KEY")
 
 
 def required_permission(method: str, path: str) -> Permission:
@@ -194,5 +199,6 @@ def require(caller: Caller, permission: Permission) -> None:
 
 def insufficient(caller: Caller, permission: Permission) -> Forbidden:
     return Forbidden(
-        f"the key {caller.name!r} has scope {caller.permission.name.lower()}; this needs {permission.name.lower()}"
+        f"the key {caller.name!r} has scope {caller.permission.name.lower()}, but this request needs a key "
+        f"with scope {permission.name.lower()}"
     )

@@ -1,4 +1,4 @@
-"""Limits on bodies of control-plane requests, which are held in memory: their size, total size and duration."""
+"""Limit the size, total size and duration of control-plane request bodies, which are held in memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sandbox_gateway.errors import Busy, GatewayError, OverQuota
 
-LARGEST_BODY = 4 << 20
-MOST_HELD = 32 << 20
-"""Bytes of the bodies of all current requests."""
+MAX_BODY_BYTES = 4 << 20
+MAX_HELD_BYTES = 32 << 20
+"""Maximum number of bytes in the bodies of all current requests."""
 
 
 class TooLarge(OverQuota):
@@ -19,7 +19,7 @@ class TooLarge(OverQuota):
 
     def __init__(self) -> None:
         super().__init__(
-            f"the body is larger than {LARGEST_BODY >> 20} MiB: send less; files go through the data plane"
+            f"the body is larger than {MAX_BODY_BYTES >> 20} MiB: send less; files go through the data plane"
         )
 
 
@@ -31,11 +31,16 @@ class TooSlow(GatewayError):
 
     @classmethod
     def whole(cls, seconds: float) -> TooSlow:
-        return cls(f"the body was not there within {seconds:g} s (server.request_seconds): send it faster, or less")
+        return cls(
+            f"the request body did not arrive within {seconds:g} s (server.request_seconds): send it faster, or "
+            "send less"
+        )
 
     @classmethod
     def stalled(cls, seconds: float) -> TooSlow:
-        return cls(f"nothing of the body came for {seconds:g} s (server.stalled_seconds): send the request anew")
+        return cls(
+            f"no data of the request body arrived for {seconds:g} s (server.stalled_seconds): send the request again"
+        )
 
 
 class BodyLimit:
@@ -54,7 +59,7 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         declared = Headers(scope=scope).get("content-length", "0")
-        if declared.isdigit() and int(declared) > LARGEST_BODY:
+        if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
             raise TooLarge
         due: float | None = asyncio.get_running_loop().time() + self.seconds
         seen = 0
@@ -72,10 +77,10 @@ class BodyLimit:
             size = len(message.get("body", b""))
             seen += size
             self._held += size
-            if seen > LARGEST_BODY:
+            if seen > MAX_BODY_BYTES:
                 raise TooLarge
-            if self._held > MOST_HELD:
-                raise Busy(f"the bodies of all requests exceed {MOST_HELD >> 20} MiB: try again later")
+            if self._held > MAX_HELD_BYTES:
+                raise Busy(f"the bodies of all requests exceed {MAX_HELD_BYTES >> 20} MiB: try again later")
             return message
 
         try:

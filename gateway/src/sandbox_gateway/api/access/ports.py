@@ -1,7 +1,8 @@
-"""Authorises requests to ports in sandboxes: by API key, by the sandbox's two tokens, by signed URL, or public ports.
+"""Authorise requests to ports in sandboxes: by API key, the sandbox's two tokens, signed URL, or because ports are
+public.
 
-The tokens are derived from the sandbox's id, even after its removal: holders of its tokens learn that it was removed,
-and others cannot distinguish it from one that never existed.
+The tokens are derived from the sandbox's id, even after its removal: a holder of its tokens learns that the sandbox was
+removed, and others cannot distinguish it from an unknown sandbox.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TRAFFIC_HEADERS = ("e2b-traffic-access-token", "cube-traffic-access-token")
 SECRET_HEADERS = frozenset({"x-api-key", TOKEN_HEADER, *TRAFFIC_HEADERS})
 """Headers for the gateway only: not passed on to services."""
 _OPERATIONS = {"GET": "read", "POST": "write"}
-_MOST_DIGITS = 15
+_MAX_DIGITS = 15
 
 
 class NotRunning(GatewayError):
@@ -43,12 +44,12 @@ class NotRunning(GatewayError):
         self.kind = kind
 
     @classmethod
-    def gone(cls, ref: str) -> NotRunning:
-        return cls(NotFound.kind, f"sandbox {clip(ref, 80)!r} was not found: it was removed, or never was")
+    def for_missing(cls, ref: str) -> NotRunning:
+        return cls(NotFound.kind, f"sandbox {clip(ref, 80)!r} was not found: it was removed, or never existed")
 
     @classmethod
-    def because(cls, error: GatewayError) -> NotRunning:
-        return cls(error.kind, f"{error.message}; a running one was not found")
+    def from_error(cls, error: GatewayError) -> NotRunning:
+        return cls(error.kind, f"{error.message}; a running sandbox was not found")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def traffic_token(engine: Engine, sandbox_id: str) -> str:
     return engine.secret.derive(f"traffic {sandbox_id}")
 
 
-def inner_token(token: str, port: int) -> str:
+def token_for_port(token: str, port: int) -> str:
     """Return the token that the agent at ``port`` requires: ``token``, or one derived from it for the code interpreter.
 
     A program that listens on the interpreter's port while no agent runs must not learn the other port's token.
@@ -72,7 +73,7 @@ def inner_token(token: str, port: int) -> str:
     return token if port == AGENT_PORT else hashlib.sha256(f"code {token}".encode()).hexdigest()
 
 
-class Access:
+class PortAccess:
     def __init__(self, engine: Engine, keys: auth.Keys) -> None:
         self.engine = engine
         self.keys = keys
@@ -86,11 +87,11 @@ class Access:
         if not (caller and caller.permission >= auth.Permission.EXEC):
             open_to_all = sandbox is not None and sandbox.network.allow_public_traffic and port not in AGENT_PORTS
             if not (open_to_all or self._has_token(id, headers, port)):
-                query = self._signed(scope, id, port)
+                query = self._has_signature(scope, id, port)
                 if query is None:
-                    raise self._refused(scope, caller, headers)
+                    raise self._refusal(scope, caller, headers)
         if sandbox is None:
-            raise NotRunning.gone(ref)
+            raise NotRunning.for_missing(ref)
         return Admission(sandbox, query)
 
     def _find(self, ref: str) -> Sandbox | None:
@@ -105,21 +106,24 @@ class Access:
             offered += [(headers.get(name), traffic_token(self.engine, id)) for name in TRAFFIC_HEADERS]
         return any(hmac.compare_digest(auth.digest(sent), auth.digest(right)) for sent, right in offered if sent)
 
-    def _signed(self, scope: Scope, id: str, port: int) -> bytes | None:
+    def _has_signature(self, scope: Scope, id: str, port: int) -> bytes | None:
         if port != AGENT_PORT or scope["type"] != "http" or scope.get("raw_path") != b"/files":
             return None
         return signed_query(scope["method"], scope.get("query_string", b""), self.engine.secret.derive(id), time.time())
 
-    def _refused(self, scope: Scope, caller: auth.Caller | None, headers: Headers) -> GatewayError:
+    def _refusal(self, scope: Scope, caller: auth.Caller | None, headers: Headers) -> GatewayError:
         if caller:
             return auth.insufficient(caller, auth.Permission.EXEC)
         if any(name in headers for name in (TOKEN_HEADER, *TRAFFIC_HEADERS)):
-            return Unauthorized("no sandbox of that id has this access token, or it is not good for this port")
+            return Unauthorized(
+                "no sandbox with that id has this access token, or the token is not valid for this port"
+            )
         return auth.unauthorized(scope, self.keys)
 
 
 def signed_query(method: str, query: bytes, token: str, now: float) -> bytes | None:
-    """Return the query to pass on for a `/files` URL that E2B's clients signed with ``token``; None if it was not.
+    """Return the query to pass on for a `/files` URL that E2B's clients signed with ``token``; None if it is not
+    signed.
 
     The signature is over `path:operation:user:token[:expiration]`. A user name with a colon is refused: parts of the
     path, or the operation, could be moved into it. Raises Unauthorized for an expired signature.
@@ -136,13 +140,13 @@ def signed_query(method: str, query: bytes, token: str, now: float) -> bytes | N
         return None
     raw = f"{path}:{operation}:{user}:{token}"
     if expiration is not None:
-        if not (expiration.isascii() and expiration.isdigit() and len(expiration) <= _MOST_DIGITS):
+        if not (expiration.isascii() and expiration.isdigit() and len(expiration) <= _MAX_DIGITS):
             return None
         raw += f":{expiration}"
     right = "v1_" + base64.b64encode(hashlib.sha256(raw.encode()).digest()).rstrip(b"=").decode()
     if not hmac.compare_digest(signature.encode(), right.encode()):
         return None
     if expiration is not None and now > int(expiration):
-        raise Unauthorized("the signature of this URL has expired: make a new one")
+        raise Unauthorized("the signature of this URL has expired: create a new URL")
     passed = {"path": path, "username": user} if user else {"path": path}
     return urlencode(passed, quote_via=quote).encode()

@@ -1,1 +1,3 @@
-"""Requests to ports inside sandboxes: proxy and websocket stream them, pools and transport manage the connections."""
+"""The data plane, for ports inside sandboxes: proxy and websocket stream requests, pools and transport hold
+connections.
+"""

@@ -1,6 +1,6 @@
-"""Parses WebSocket messages in fragments of bounded size, one at a time.
+"""Parse WebSocket messages in fragments of bounded size, one at a time.
 
-Written by hand, because websockets buffers whole frames: a peer could make the gateway hold 16 MiB per connection.
+The library websockets buffers whole frames: with it, a peer could make the gateway hold 16 MiB per connection.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from websockets.frames import CTRL_OPCODES, CloseCode, Frame, Opcode, apply_mask
 from websockets.protocol import SERVER, Protocol
 from websockets.server import ServerProtocol
 
-LARGEST_FRAGMENT = 16 << 10
-"""In bytes; a multiple of four, the length of a mask. A larger frame is passed on as several."""
-MOST_CONTROLS = 32
-"""Control frames handled per turn of the event loop: one read may contain thousands."""
+MAX_FRAGMENT_BYTES = 16 << 10
+"""Maximum bytes of a fragment; a multiple of four, the length of a mask. Larger frames are split."""
+MAX_CONTROLS = 32
+"""Maximum number of control frames handled per turn of the event loop: one read may contain thousands."""
 _FIN, _OPCODE, _MASKED, _LENGTH = 0x80, 0x0F, 0x80, 0x7F
 _LENGTHS = {126: "!H", 127: "!Q"}
 
 
 class Fragments(Protocol):
-    """A protocol that pauses parsing after each fragment of a message, and after ``MOST_CONTROLS`` control frames.
+    """A protocol that pauses parsing after each fragment of a message, and after ``MAX_CONTROLS`` control frames.
 
     ``receive_data(b"")`` continues with the data already read. ``max_size`` limits a message. There are no extensions.
     """
@@ -74,12 +74,12 @@ class Fragments(Protocol):
             (length,) = struct.unpack(layout, (yield from self.reader.read_exact(struct.calcsize(layout))))
         if opcode in CTRL_OPCODES:
             if length > 125 or not fin:
-                raise ProtocolError("control frame too long, or fragmented")
+                raise ProtocolError("the control frame is too long or fragmented")
         elif self.max_message_size is not None and length > (most := self.max_message_size - (self.current_size or 0)):
             raise PayloadTooBig(length, most)
         mask = (yield from self.reader.read_exact(4)) if self.side is SERVER else b""
         while True:
-            size = min(length, LARGEST_FRAGMENT)
+            size = min(length, MAX_FRAGMENT_BYTES)
             data = yield from self.reader.read_exact(size)
             length -= size
             self.recv_frame(Frame(opcode, apply_mask(data, mask) if mask else bytes(data), fin and not length))
@@ -89,7 +89,7 @@ class Fragments(Protocol):
                 yield
             elif opcode is not Opcode.CLOSE:  # Nothing is parsed after a close frame.
                 self._controls += 1
-                if self._controls == MOST_CONTROLS:
+                if self._controls == MAX_CONTROLS:
                     self._controls = 0
                     self.has_more = self.crowded = True
                     yield

@@ -1,7 +1,6 @@
-"""Limits the size of the head of a service's answer.
+"""Limit the size of the head of a service's answer.
 
-Written by hand, because h11 limits only single heads: a service may send interim answers (100, 103) endlessly,
-thousands in one read.
+h11 limits only single heads, but a service may send interim answers (100, 103) endlessly, thousands in one read.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from typing import Any
 import anyio.lowlevel
 import httpcore
 
-MOST_BYTES = 64 << 10
+MAX_BYTES = 64 << 10
 """Maximum size of an answer's head, including all interim answers before it."""
 _PIECE = 16 << 10
-"""Bytes parsed per turn of the event loop."""
+"""Maximum number of bytes parsed per turn of the event loop."""
 _AT_ONCE = 256 << 10
-"""Bytes that asyncio reads per turn."""
+"""Maximum number of bytes that asyncio reads per turn."""
 _head: ContextVar[Head | None] = ContextVar("head", default=None)
 
 
@@ -26,7 +25,7 @@ class Head:
     extensions, and send the request from the task that created it."""
 
     def __init__(self) -> None:
-        self._left = MOST_BYTES
+        self._left = MAX_BYTES
         self.reading = False
         _head.set(self)
 
@@ -38,7 +37,7 @@ class Head:
         """Count bytes. Raises httpcore.RemoteProtocolError if there are too many."""
         self._left -= count
         if self._left < 0:
-            raise httpcore.RemoteProtocolError(f"its answer's head has more than {MOST_BYTES} bytes")
+            raise httpcore.RemoteProtocolError(f"its answer's head has more than {MAX_BYTES} bytes")
 
 
 class CountedStream(httpcore.AsyncNetworkStream):

@@ -1,6 +1,6 @@
 """Connection pools, one per machine: connections end with the machine, not with the sandbox.
 
-Written by hand, because httpx pools connections by address, and a new machine may get the address of an old one.
+httpx pools connections by address, which is unsafe here: a new machine may get the address of an old one.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from sandbox_gateway.records import Sandbox, SandboxState
 
 CONNECT_SECONDS = 10.0
 SMALL_PIECE = 4096
-"""In bytes. Thousands of smaller pieces may arrive in one read: other tasks run after each of them."""
+"""Bytes per piece. Thousands of smaller pieces may arrive in one read: other tasks run after each piece."""
 IDLE_CONNECTIONS = 16
 IDLE_SECONDS = 30.0
-"""Shorter than the agent's idle timeout, so that the agent never closes a connection that is about to be reused."""
+"""Seconds until an idle connection is closed.
+
+Seconds until an idle connection is closed. Shorter than the agent's idle timeout, so that the agent never closes a
+connection that is about to be reused.
+"""
 
 
-class Machine:
+class MachineConnections:
     """One machine, from start to end, and the connections to it."""
 
     def __init__(self, sandbox: Sandbox, tls: ssl.SSLContext, engine: Engine) -> None:
@@ -34,11 +38,11 @@ class Machine:
         self.transport = Transport(tls, max_idle=IDLE_CONNECTIONS, idle_seconds=IDLE_SECONDS)
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the sandbox no longer runs on this machine: current requests cannot complete."""
-        self.under_way = 0
+        self.active_requests = 0
 
     def is_alive(self) -> bool:
-        """Return whether the machine still exists. Another one may get its address before ``gone`` is done."""
-        return not self.gone.done() and not self._engine.host.ended(self._sandbox)
+        """Return whether the machine still exists. Another machine may get its address before ``gone`` is done."""
+        return not self.gone.done() and not self._engine.host.end_reason(self._sandbox)
 
     async def end(self) -> None:
         if not self.gone.done():
@@ -51,33 +55,39 @@ class Pools:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # Never used, because services inside speak plain HTTP; without it, httpcore would create one for each pool.
+        # Services inside speak plain HTTP, so the context is never used; without it, httpcore would create one for each
+        # pool.
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        self._machines: dict[str, Machine] = {}
+        self._machines: dict[str, MachineConnections] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
-    def use(self, sandbox: Sandbox) -> Iterator[Machine]:
-        """Provide the machine that ``sandbox`` runs on, for one request. Raises Busy if it has too many."""
+    def use(self, sandbox: Sandbox) -> Iterator[MachineConnections]:
+        """Provide the machine that ``sandbox`` runs on, for one request.
+
+        Raises Busy if the machine has too many requests.
+        """
         machine = self._machine_of(sandbox)
         most = self._engine.config.limits.connections
-        if machine.under_way >= most:
-            raise Busy(f"{most} requests to sandbox {sandbox.id} are under way (limits.connections): try again later")
-        machine.under_way += 1
+        if machine.active_requests >= most:
+            raise Busy(
+                f"sandbox {sandbox.id} already has {most} requests in progress (limits.connections): try again later"
+            )
+        machine.active_requests += 1
         try:
             yield machine
         finally:
-            machine.under_way -= 1
+            machine.active_requests -= 1
 
-    def _machine_of(self, sandbox: Sandbox) -> Machine:
+    def _machine_of(self, sandbox: Sandbox) -> MachineConnections:
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch())
         machine = self._machines.get(sandbox.id)
         if machine is not None and machine.key == _key(sandbox):
             return machine
         self._drop(sandbox.id)
-        self._machines[sandbox.id] = Machine(sandbox, self._tls, self._engine)
+        self._machines[sandbox.id] = MachineConnections(sandbox, self._tls, self._engine)
         return self._machines[sandbox.id]
 
     async def _watch(self) -> None:
@@ -90,7 +100,7 @@ class Pools:
         for id in [id for id, machine in self._machines.items() if not self._is_current(id, machine)]:
             self._drop(id)
 
-    def _is_current(self, id: str, machine: Machine) -> bool:
+    def _is_current(self, id: str, machine: MachineConnections) -> bool:
         try:
             sandbox = self._engine.sandboxes.get(id)
         except NotFound:
@@ -113,5 +123,8 @@ class Pools:
 
 
 def _key(sandbox: Sandbox) -> tuple[str, datetime]:
-    """Return the key of a machine. After a stop and a boot from its disk, a new machine has the same name."""
+    """Return the key of a machine.
+
+    Its name is not enough: after a stop and a boot from the disk, a new machine has the same name.
+    """
     return sandbox.instance, sandbox.started_at

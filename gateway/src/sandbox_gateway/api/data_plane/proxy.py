@@ -1,8 +1,8 @@
-"""The data plane: streams requests to ports inside sandboxes, and their answers.
+"""The data plane: stream requests to ports inside sandboxes, and their answers.
 
 A request belongs to a sandbox when its Host is `{port}-{sandboxID}.{domain}`, or when it carries `E2b-Sandbox-Id`
-and `E2b-Sandbox-Port`. `access.ports` authorises them. Written by hand, because proxy libraries trust the service and
-pool connections by address: here services are untrusted, and connections end with the machine.
+and `E2b-Sandbox-Port`. `access.ports` authorises requests. No proxy library is used: these trust the service and pool
+connections by address, but here services are untrusted, and connections end with the machine.
 """
 
 from __future__ import annotations
@@ -23,11 +23,18 @@ from websockets.exceptions import InvalidHandshake
 
 from sandbox_gateway.api.access import auth
 from sandbox_gateway.api.access.limits import TooSlow
-from sandbox_gateway.api.access.ports import AGENT_PORTS, SECRET_HEADERS, TOKEN_HEADER, Access, NotRunning, inner_token
+from sandbox_gateway.api.access.ports import (
+    AGENT_PORTS,
+    SECRET_HEADERS,
+    TOKEN_HEADER,
+    NotRunning,
+    PortAccess,
+    token_for_port,
+)
 from sandbox_gateway.api.data_plane import websocket
 from sandbox_gateway.api.data_plane.heads import Head
-from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE, Machine, Pools
-from sandbox_gateway.api.dependencies import LONGEST_REF
+from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE, MachineConnections, Pools
+from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.api.errors import ClientGone, clip
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.errors import BackendFailed, Conflict, Invalid, NotFound, Unsupported
@@ -53,7 +60,7 @@ _HOP_BY_HOP = frozenset(
 _NOT_INWARD = _HOP_BY_HOP | SECRET_HEADERS | {_ID_HEADER, _PORT_HEADER, "expect", "host"}
 # uvicorn adds its own date. `Alt-Svc` would redirect clients to other ports at the gateway's address.
 _NOT_OUTWARD = _HOP_BY_HOP | {"date", "alt-svc"}
-# If the Host header is the gateway's own address, these would apply to the gateway and every sandbox behind it.
+# If the Host header is the gateway's own address, these headers would apply to the gateway and all its sandboxes.
 _NOT_OURS = frozenset({"set-cookie", "strict-transport-security", "clear-site-data", "public-key-pins"})
 _COOKIE_DOMAIN = re.compile(rb";\s*domain\s*=\s*([^;\s]*)", re.IGNORECASE)
 _REPEATABLE = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -64,14 +71,14 @@ class ProxyFailed(BackendFailed):
     status = 502
 
 
-class NotPassedOn(Unsupported):
+class CannotForward(Unsupported):
     status = 501
 
 
 @dataclass(frozen=True)
 class Target:
     """The target of a request. ``ref``: the sandbox; ``port``: 1 to 65535 inside it; ``host``: the Host header for the
-    service; ``by_host``: the request named the sandbox in its Host header."""
+    service; ``by_host``: whether the Host header names the sandbox."""
 
     ref: str
     port: int
@@ -80,7 +87,7 @@ class Target:
 
 
 class Addresses:
-    """The address formats in which requests name a sandbox and a port."""
+    """The formats in which requests name a sandbox and a port."""
 
     def __init__(self, domain: str) -> None:
         self._host = re.compile(rf"(\d+)-([^.]+)\.{re.escape(domain.lower())}\.?(?::\d{{1,5}})?")
@@ -93,8 +100,8 @@ class Addresses:
             return Target(host[2], _port(host[1]), asked, by_host=True)
         if _ID_HEADER in headers and _PORT_HEADER in headers:
             ref = headers[_ID_HEADER]
-            if not 0 < len(ref) <= LONGEST_REF:
-                raise Invalid(f"E2b-Sandbox-Id: an id or a name, of at most {LONGEST_REF} characters")
+            if not 0 < len(ref) <= MAX_REF_LENGTH:
+                raise Invalid(f"E2b-Sandbox-Id: an id or a name, of at most {MAX_REF_LENGTH} characters")
             port = _port(headers[_PORT_HEADER])
             return Target(ref, port, f"localhost:{port}", by_host=False)
         return None
@@ -102,12 +109,12 @@ class Addresses:
 
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= 65535):
-        raise Invalid(f"a port is a number from 1 to 65535 (got {clip(text, 40)!r})")
+        raise Invalid(f"the port must be a number from 1 to 65535 (got {clip(text, 40)!r})")
     return int(text)
 
 
 @dataclass(frozen=True)
-class Errand:
+class ServiceRequest:
     """One request from a client to a service."""
 
     scope: Scope
@@ -122,7 +129,7 @@ class Errand:
     """The headers for the service inside."""
 
     @property
-    def place(self) -> str:
+    def description(self) -> str:
         return f"port {self.target.port} of sandbox {self.sandbox.id}"
 
 
@@ -135,14 +142,14 @@ class DataPlane:
         self.keys = keys
         self.addresses = addresses
         self.pools = pools
-        self.access = Access(engine, keys)
+        self.access = PortAccess(engine, keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         target = self.addresses.target(headers) if scope["type"] in ("http", "websocket") else None
         if target is None:
             if scope["type"] == "websocket":
-                raise Unsupported("the gateway itself has no WebSockets; address a port of a sandbox (docs/api.md)")
+                raise Unsupported("the gateway itself has no WebSockets: address a port of a sandbox (docs/api.md)")
             await self.app(scope, receive, send)
             return
         scope["sandbox_gateway.route"] = "data plane"
@@ -152,8 +159,8 @@ class DataPlane:
         try:
             address, token = self.engine.agents.endpoint(sandbox.id)
         except (Conflict, NotFound) as error:
-            raise NotRunning.because(error) from None
-        errand = Errand(
+            raise NotRunning.from_error(error) from None
+        incoming = ServiceRequest(
             scope,
             receive,
             send,
@@ -165,9 +172,9 @@ class DataPlane:
         )
         with self.pools.use(sandbox) as machine:
             if scope["type"] == "websocket":
-                await _websocket(errand, machine)
+                await _websocket(incoming, machine)
             else:
-                await _http(errand, machine, self.engine.config.server.stalled_seconds, has_body=_has_body(headers))
+                await _http(incoming, machine, self.engine.config.server.stalled_seconds, has_body=_has_body(headers))
 
     async def _resume_if_paused(self, sandbox: Sandbox) -> Sandbox:
         """Resume a paused sandbox that was created with autoResume; concurrent requests wait for it."""
@@ -177,11 +184,11 @@ class DataPlane:
             except Conflict:
                 pass
             except NotFound as error:
-                raise NotRunning.because(error) from None
+                raise NotRunning.from_error(error) from None
         try:
             return self.engine.sandboxes.get(sandbox.id)
         except NotFound:
-            raise NotRunning.gone(sandbox.id) from None
+            raise NotRunning.for_missing(sandbox.id) from None
 
     def _headers_for_service(
         self, headers: Headers, target: Target, token: str, *, signed: bool
@@ -194,7 +201,7 @@ class DataPlane:
         kept = [(name, value) for name, value in headers.raw if _lower_name(name) not in dropped]
         kept.insert(0, (b"host", target.host.encode("latin-1")))
         if target.port in AGENT_PORTS:
-            kept.append((TOKEN_HEADER.encode(), inner_token(token, target.port).encode()))
+            kept.append((TOKEN_HEADER.encode(), token_for_port(token, target.port).encode()))
         return kept
 
     def _is_key(self, authorization: str) -> bool:
@@ -205,44 +212,48 @@ class DataPlane:
 def _check_target(scope: Scope, headers: Headers) -> None:
     """Raise Invalid or NotPassedOn for a request that cannot be passed on to any service."""
     if scope.get("method") == "CONNECT":
-        raise NotPassedOn("CONNECT is not passed on: only requests and WebSockets are")
+        raise CannotForward("the method CONNECT is not supported: use a plain request or a WebSocket")
     if not scope.get("raw_path", b"/").startswith(b"/"):
-        raise Invalid("the target of a request is a path: it begins with '/'")
+        raise Invalid("the request target must be a path that begins with '/'")
     if scope["type"] == "http" and "upgrade" in _connection_options(headers):
         wanted = headers.get("upgrade", "").strip()
         # A client that offers an upgrade to HTTP/2 accepts an answer in HTTP/1.1.
         if wanted and wanted.lower() != "h2c":
-            raise NotPassedOn(f"an upgrade to {clip(wanted, 40)!r} is not passed on: only WebSockets are")
+            raise CannotForward(f"an upgrade to {clip(wanted, 40)!r} is not supported: only upgrades to WebSocket are")
 
 
-async def _http(errand: Errand, machine: Machine, stalled_seconds: float, *, has_body: bool) -> None:
-    body = _Body(errand.receive, stalled_seconds, expected=has_body)
+async def _http(
+    incoming: ServiceRequest, machine: MachineConnections, stalled_seconds: float, *, has_body: bool
+) -> None:
+    body = _Body(incoming.receive, stalled_seconds, expected=has_body)
     request = httpx.Request(
-        errand.scope["method"],
-        httpx.URL(scheme="http", host=errand.address, port=errand.target.port),
-        headers=errand.headers,
+        incoming.scope["method"],
+        httpx.URL(scheme="http", host=incoming.address, port=incoming.target.port),
+        headers=incoming.headers,
         content=body if has_body else None,
-        extensions={"timeout": _TIMEOUTS, "target": errand.path},
+        extensions={"timeout": _TIMEOUTS, "target": incoming.path},
     )
-    exchange = _Exchange(errand, machine, request, may_repeat=not has_body and request.method in _REPEATABLE)
+    exchange = _Exchange(incoming, machine, request, may_repeat=not has_body and request.method in _REPEATABLE)
     if await _finish_unless_gone(exchange.run(), body, machine):
         return
     if not exchange.begun:
-        raise _machine_ended(errand)
+        raise _machine_ended(incoming)
     # Returning before the answer is complete makes uvicorn close the client's connection.
-    log.info("data plane ended", sandbox=errand.sandbox.id, port=errand.target.port)
+    log.info("data plane ended", sandbox=incoming.sandbox.id, port=incoming.target.port)
 
 
 class _Exchange:
     """A request and its answer, passed on as it arrives."""
 
-    def __init__(self, errand: Errand, machine: Machine, request: httpx.Request, *, may_repeat: bool) -> None:
-        self.errand = errand
+    def __init__(
+        self, incoming: ServiceRequest, machine: MachineConnections, request: httpx.Request, *, may_repeat: bool
+    ) -> None:
+        self.incoming = incoming
         self.machine = machine
         self.request = request
         self.may_repeat = may_repeat
         self.begun = False
-        """The answer has begun."""
+        """Whether the answer has begun."""
 
     async def run(self) -> None:
         """Send the request and pass on the answer. Raises ProxyFailed before the answer has begun."""
@@ -250,36 +261,47 @@ class _Exchange:
         try:
             if not 200 <= response.status_code < 600:
                 raise ProxyFailed(
-                    f"{self.errand.place} answered with status {response.status_code}, which is no answer"
+                    f"{self.incoming.description} answered with status {response.status_code}, which does "
+                    "not end a request"
                 )
-            headers = _headers_for_client(response.headers.raw, self.errand.target)
+            headers = _headers_for_client(response.headers.raw, self.incoming.target)
             self.begun = True
-            await self.errand.send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+            await self.incoming.send(
+                {"type": "http.response.start", "status": response.status_code, "headers": headers}
+            )
             assert isinstance(response.stream, httpx.AsyncByteStream)
             async for chunk in response.stream:
-                await self.errand.send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await self.incoming.send({"type": "http.response.body", "body": chunk, "more_body": True})
                 if len(chunk) < SMALL_PIECE:
                     await asyncio.sleep(0)
-            await self.errand.send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self.incoming.send({"type": "http.response.body", "body": b"", "more_body": False})
         except httpx.TransportError as error:
             # Returning before the answer is complete makes uvicorn close the client's connection.
             log.warning(
-                "data plane broken", sandbox=self.errand.sandbox.id, port=self.errand.target.port, reason=str(error)
+                "data plane broken",
+                sandbox=self.incoming.sandbox.id,
+                port=self.incoming.target.port,
+                reason=str(error),
             )
         finally:
             await response.aclose()
 
     async def _send(self) -> httpx.Response:
-        place = self.errand.place
+        description = self.incoming.description
         self.request.extensions["trace"] = Head().trace
         try:
             return await self._send_once()
         except httpx.ConnectError:
-            raise _port_closed(self.errand) from None
+            raise _port_closed(self.incoming) from None
         except httpx.TimeoutException:
-            raise ProxyFailed(f"{place} did not accept a connection in time") from None
+            raise ProxyFailed(
+                f"{description} did not accept a connection in time: check that the service there is "
+                "running: check that the service there is running"
+            ) from None
         except httpx.TransportError as error:
-            raise ProxyFailed(f"{place} broke the connection: {error}") from None
+            raise ProxyFailed(
+                f"{description} broke the connection ({error}): look at the log of the service there"
+            ) from None
 
     async def _send_once(self) -> httpx.Response:
         try:
@@ -292,14 +314,14 @@ class _Exchange:
 
 
 class _Body(httpx.AsyncByteStream):
-    """The request's body as it arrives; ``expected`` False: it has none. Raises TooSlow if nothing arrives for
+    """The request's body as it arrives; ``expected`` False: there is no body. Raises TooSlow if nothing arrives for
     ``seconds``."""
 
     def __init__(self, receive: Receive, seconds: float, *, expected: bool) -> None:
         self.receive = receive
         self.seconds = seconds
         self.read = asyncio.Event()
-        """Set once the body has been read: only the client's disconnect can follow."""
+        """Set once the whole body has been read: only the client's disconnect can follow."""
         if not expected:
             self.read.set()
 
@@ -324,7 +346,7 @@ class _Body(httpx.AsyncByteStream):
             raise TooSlow.stalled(self.seconds) from None
 
 
-async def _finish_unless_gone(work: Coroutine[Any, Any, None], body: _Body, machine: Machine) -> bool:
+async def _finish_unless_gone(work: Coroutine[Any, Any, None], body: _Body, machine: MachineConnections) -> bool:
     """Await ``work``. Cancels it if the client disconnects (raises ClientGone) or the machine ends (False)."""
     scope = anyio.CancelScope()
 
@@ -355,11 +377,18 @@ async def _wait_for_disconnect(body: _Body) -> None:
         pass
 
 
-async def _websocket(errand: Errand, machine: Machine) -> None:
-    tunnel = websocket.Tunnel(errand.receive, errand.send, machine)
-    target = errand.target
+async def _websocket(incoming: ServiceRequest, machine: MachineConnections) -> None:
+    tunnel = websocket.Tunnel(incoming.receive, incoming.send, machine)
+    target = incoming.target
     opening = asyncio.ensure_future(
-        websocket.connect(errand.address, target.port, target.host, errand.path, errand.headers[1:], errand.scope)
+        websocket.connect(
+            incoming.address,
+            target.port,
+            target.host,
+            incoming.path,
+            incoming.headers[1:],
+            incoming.scope,
+        )
     )
     try:
         inside = await tunnel.wait_until_open(opening)
@@ -367,32 +396,40 @@ async def _websocket(errand: Errand, machine: Machine) -> None:
         response = refusal.response
         # The body is sent as a whole: the length may differ if it arrived in chunks.
         headers = _headers_for_client(_encode_headers(response.headers), target, {"content-length"})
-        await errand.send({"type": "websocket.http.response.start", "status": response.status_code, "headers": headers})
-        await errand.send({"type": "websocket.http.response.body", "body": bytes(response.body)})
+        await incoming.send(
+            {"type": "websocket.http.response.start", "status": response.status_code, "headers": headers}
+        )
+        await incoming.send({"type": "websocket.http.response.body", "body": bytes(response.body)})
         return
     except ConnectionRefusedError:
-        raise _port_closed(errand) from None
+        raise _port_closed(incoming) from None
     except TimeoutError:
-        raise ProxyFailed(f"{errand.place} did not answer a WebSocket in time") from None
+        raise ProxyFailed(
+            f"{incoming.description} did not answer the WebSocket handshake in time: check the service there"
+        ) from None
     except (OSError, InvalidHandshake) as error:
-        raise ProxyFailed(f"{errand.place} does not speak WebSocket there: {error}") from None
+        raise ProxyFailed(f"{incoming.description} did not accept the WebSocket: {error}") from None
     if inside is None:
-        raise _machine_ended(errand)
+        raise _machine_ended(incoming)
     assert inside.response is not None
     await tunnel.run(
         inside, _headers_for_client(_encode_headers(inside.response.headers), target, websocket.OWN_HEADERS)
     )
 
 
-def _port_closed(errand: Errand) -> ProxyFailed:
+def _port_closed(incoming: ServiceRequest) -> ProxyFailed:
     # E2B's clients search the message for "port is not open".
     return ProxyFailed(
-        f"nothing listens on {errand.place}, the port is not open: start the service there, on all addresses"
+        f"nothing listens on {incoming.description}, the port is not open: start the service there and let "
+        "it listen on all addresses"
     )
 
 
-def _machine_ended(errand: Errand) -> ProxyFailed:
-    return ProxyFailed(f"sandbox {errand.sandbox.id} was rolled back, paused or ended during the request")
+def _machine_ended(incoming: ServiceRequest) -> ProxyFailed:
+    return ProxyFailed(
+        f"sandbox {incoming.sandbox.id} was rolled back, paused or ended during the request: send it again: "
+        "send it again"
+    )
 
 
 def _headers_for_client(

@@ -1,6 +1,6 @@
-"""httpx's transport to services inside sandboxes, with our own connections.
+"""An httpx transport to services inside sandboxes, with the gateway's own connections.
 
-Overrides httpx where it has no option: how connections are opened, the limit on heads, and unsolicited answers.
+It overrides httpx where httpx has no option: how connections are opened, the limit on heads, and unsolicited answers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Pool(httpcore.AsyncConnectionPool):
 class _Connection(httpcore.AsyncHTTPConnection):
     """A connection that is closed instead of reused if the service sent more than one answer to a request.
 
-    The rest would be parsed as the answer to the next request, possibly another client's.
+    Otherwise the rest would be parsed as the answer to the next request, possibly another client's.
     """
 
     def has_expired(self) -> bool:

@@ -1,7 +1,7 @@
 """WebSockets to ports inside sandboxes: two connections, and each fragment from one is sent to the other.
 
-Each side is read only as fast as the other accepts data. Each connection answers its own pings. Written by hand,
-because uvicorn and websockets buffer whole messages: a few connections could use up the gateway's memory.
+Each side is read only as fast as the other accepts data. Each connection answers its own pings. uvicorn and websockets
+buffer whole messages: without this module, a few connections could use up the gateway's memory.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from websockets.http11 import Response
 from websockets.typing import Subprotocol
 from websockets.uri import WebSocketURI
 
-from sandbox_gateway.api.data_plane.fragments import LARGEST_FRAGMENT, ClientFragments, ServerFragments, send_fragment
-from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE, Machine
+from sandbox_gateway.api.data_plane.fragments import MAX_FRAGMENT_BYTES, ClientFragments, ServerFragments, send_fragment
+from sandbox_gateway.api.data_plane.pools import CONNECT_SECONDS, SMALL_PIECE, MachineConnections
 from sandbox_gateway.api.errors import ClientGone
 from sandbox_gateway.hosts.connect import create_connection
 
-LARGEST_MESSAGE = 16 << 20
+MAX_MESSAGE_BYTES = 16 << 20
 """Maximum bytes of a message, in either direction; a larger one closes the connection with 1009."""
 PING_SECONDS = 20.0
 """Interval of pings to the client, so that no network device in between drops an idle connection."""
 HANDSHAKE_SECONDS = 60.0
-MOST_UNSENT = 256 << 10
+MAX_UNSENT_BYTES = 256 << 10
 """Maximum bytes buffered for a peer that does not read, such as answers to its pings."""
 _CLOSE_SECONDS = 5.0
 _NO_CODE, _NORMAL, _RESTART, _BAD_GATEWAY = 1005, 1000, 1012, 1014
@@ -65,7 +65,7 @@ class FromClient(WebSocketsSansIOProtocol):
         self.conn: ServerFragments = ServerFragments(max_size=self.config.ws_max_size, logger=_silent)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.max_size = LARGEST_FRAGMENT  # type: ignore[attr-defined]
+        transport.max_size = MAX_FRAGMENT_BYTES  # type: ignore[attr-defined]
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -74,7 +74,7 @@ class FromClient(WebSocketsSansIOProtocol):
             self._refuse_upgrade()
             return
         self._discard_rest()
-        if self.transport.get_write_buffer_size() > MOST_UNSENT:
+        if self.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.transport.abort()
         if self.conn.crowded:
             self._pause()
@@ -87,7 +87,7 @@ class FromClient(WebSocketsSansIOProtocol):
         self.transport.close()
 
     def _discard_rest(self) -> None:
-        """Discard fragments after our close frame: the peer's close frame may follow unreceived fragments."""
+        """Discard fragments after the gateway's close frame: the peer's close frame may follow unreceived fragments."""
         while self.close_sent and self.conn.has_more and not self.conn.crowded:
             super().data_received(b"")
 
@@ -148,7 +148,7 @@ class _ServiceConnection(ClientConnection):
     protocol: ClientFragments
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.max_size = LARGEST_FRAGMENT  # type: ignore[attr-defined]
+        transport.max_size = MAX_FRAGMENT_BYTES  # type: ignore[attr-defined]
         super().connection_made(transport)
 
     async def next_fragment(self) -> Frame:
@@ -173,7 +173,7 @@ class _ServiceConnection(ClientConnection):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.transport.get_write_buffer_size() > MOST_UNSENT:
+        if self.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.transport.abort()
         if self.protocol.crowded:
             self.transport.pause_reading()
@@ -207,7 +207,7 @@ async def connect(
     name, _, shown = host.partition(":")
     uri = WebSocketURI(False, name, int(shown or 80), path, query)
     offered = [Subprotocol(word) for word in scope.get("subprotocols", ())]
-    protocol = ClientFragments(uri, subprotocols=offered or None, max_size=LARGEST_MESSAGE, logger=_silent)
+    protocol = ClientFragments(uri, subprotocols=offered or None, max_size=MAX_MESSAGE_BYTES, logger=_silent)
     sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
 
     def made() -> _ServiceConnection:
@@ -223,7 +223,7 @@ async def connect(
         raise Refused(error.response) from None
     except EOFError:
         connection.transport.abort()
-        raise InvalidHandshake("it hung up") from None
+        raise InvalidHandshake("the service closed the connection during the handshake") from None
     except BaseException:
         connection.transport.abort()
         raise
@@ -233,7 +233,7 @@ async def connect(
 class Tunnel:
     """A tunnel for fragments between a client (ASGI) and a connection that ``connect`` opened."""
 
-    def __init__(self, receive: Receive, send: Send, machine: Machine) -> None:
+    def __init__(self, receive: Receive, send: Send, machine: MachineConnections) -> None:
         self._receive = receive
         self._send = send
         self._machine = machine
@@ -292,7 +292,7 @@ class Tunnel:
         try:
             await self._send(message)
         except (OSError, RuntimeError):
-            # uvicorn raises these for a client that has disconnected, or whose connection it has closed itself.
+            # uvicorn raises these errors for a client that has disconnected, or whose connection it has closed itself.
             raise ClientGone from None
 
     async def _close(self, code: int, reason: str) -> None:
@@ -326,7 +326,7 @@ class Tunnel:
         try:
             while True:
                 frame = await inside.next_fragment()
-                # Keep reading after the client has closed: the answer to its close frame comes after the rest.
+                # Keep reading after the client has closed: the answer to its close frame arrives after the rest.
                 if not self._left:
                     await self._send_to_client({"type": "websocket.send", "frame": frame})
                 if len(frame.data) < SMALL_PIECE:

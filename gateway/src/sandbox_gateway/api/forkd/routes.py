@@ -1,4 +1,4 @@
-"""The dialect of forkd's clients: `/v1`, `/healthz`, `/version`."""
+"""Routes of forkd's dialect: `/v1`, `/healthz`, `/version`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from fastapi import APIRouter, Path, Query, Request, Response
 
 from sandbox_gateway import __version__
 from sandbox_gateway.api import output
-from sandbox_gateway.api.dependencies import LONGEST_REF, EngineDep, Ref
+from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, Ref
 from sandbox_gateway.api.forkd import shapes
-from sandbox_gateway.api.waiting import unless_gone
+from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import ForkSpec
@@ -19,7 +19,7 @@ from sandbox_gateway.recipes import Recipe, Source
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
 
 router = APIRouter(tags=["forkd"])
-TagRef = Annotated[str, Path(alias="ref", max_length=LONGEST_REF, description="A name or an id.")]
+TagRef = Annotated[str, Path(alias="ref", max_length=MAX_REF_LENGTH, description="A name or an id.")]
 
 
 @router.get("/healthz", summary="Check that the gateway is running. Needs no key")
@@ -27,7 +27,7 @@ async def healthz() -> shapes.HealthInfo:
     return shapes.HealthInfo()
 
 
-@router.get("/version", summary="The gateway's version, and that of these routes")
+@router.get("/version", summary="Show the versions of the gateway and of these routes")
 async def version() -> shapes.VersionInfo:
     return shapes.VersionInfo(version=__version__)
 
@@ -35,7 +35,7 @@ async def version() -> shapes.VersionInfo:
 @router.get("/v1/snapshots", response_model_exclude_none=True, summary="List snapshots and templates")
 async def list_snapshots(engine: EngineDep) -> list[shapes.SnapshotInfo]:
     found = engine.snapshots.list([SnapshotKind.SNAPSHOT, SnapshotKind.TEMPLATE])
-    return [_snapshot(engine, snapshot) for snapshot in found]
+    return [_snapshot_info(engine, snapshot) for snapshot in found]
 
 
 @router.post(
@@ -46,60 +46,69 @@ async def list_snapshots(engine: EngineDep) -> list[shapes.SnapshotInfo]:
 )
 async def create_snapshot(request: Request, body: shapes.BuildSnapshot, engine: EngineDep) -> shapes.SnapshotInfo:
     if body.kernel:
-        raise Unsupported("kernel: a template has its own kernel here; leave it out, or build one with POST /templates")
+        raise Unsupported(
+            "the field kernel is not supported, because each template has its own kernel: leave it out, or use "
+            "POST /templates"
+        )
     if not body.rootfs.startswith("/"):
-        raise Invalid("rootfs: the absolute path of a directory or tarball on the gateway's host is needed")
+        raise Invalid("the field rootfs must be the absolute path of a directory or tarball on the gateway's host")
     build = await engine.templates.build(body.tag, Recipe(source=Source.ROOTFS, path=body.rootfs))
-    await unless_gone(request, _ended(build))
-    return _snapshot(engine, engine.snapshots.get(body.tag))
+    await cancel_on_disconnect(request, _wait_for_build(build))
+    return _snapshot_info(engine, engine.snapshots.get(body.tag))
 
 
 @router.delete("/v1/snapshots/{ref}", status_code=204, summary="Remove a snapshot or template")
 async def delete_snapshot(
     ref: TagRef,
     engine: EngineDep,
-    cascade: Annotated[bool, Query(description="Refused: no snapshot depends on another")] = False,
-    force: Annotated[bool, Query(description="Hide it now, remove it with the last sandbox made from it")] = False,
+    cascade: Annotated[bool, Query(description="Not supported, because no snapshot depends on another")] = False,
+    force: Annotated[
+        bool, Query(description="Hide the snapshot now, and remove it with the last sandbox made from it")
+    ] = False,
 ) -> None:
     snapshot = engine.snapshots.get(ref)
     if cascade:
-        raise Unsupported("cascade: no snapshot depends on another here; delete each one that shall go")
+        raise Unsupported(
+            "cascade is not supported, because no snapshot depends on another: delete each snapshot by itself"
+        )
     await engine.snapshots.delete(snapshot.id, when_unused=force)
 
 
 @router.get("/v1/snapshots/{ref}/info", response_model_exclude_none=True, summary="Show the details of a snapshot")
 async def show_snapshot(ref: TagRef, engine: EngineDep) -> shapes.SnapshotDetail:
     snapshot = engine.snapshots.get(ref)
-    users = [sandbox.id for sandbox in engine.references.dependents(snapshot)]
-    return shapes.snapshot_detail(snapshot, engine.snapshots.places(snapshot.id), users)
+    users = [sandbox.id for sandbox in engine.references.blocking_sandboxes(snapshot)]
+    return shapes.snapshot_detail(snapshot, engine.snapshots.files_of(snapshot.id), users)
 
 
-@router.post("/v1/snapshots/{ref}/compact", status_code=201, summary="Refused: every snapshot is complete by itself")
+@router.post(
+    "/v1/snapshots/{ref}/compact", status_code=201, summary="Not supported, because every snapshot is complete"
+)
 async def compact_snapshot(ref: TagRef, body: shapes.CompactSnapshot, engine: EngineDep) -> shapes.SnapshotInfo:
     tag = shapes.tag_of(engine.snapshots.get(ref))
-    raise Unsupported(f"compact: snapshot {tag} is complete by itself, as all are; make sandboxes from it as it is")
+    raise Unsupported(f"compact is not needed: snapshot {tag} is complete, so make sandboxes from it directly")
 
 
-@router.post("/v1/sandboxes", status_code=201, summary="Make n sandboxes from a snapshot or template: all, or none")
+@router.post("/v1/sandboxes", status_code=201, summary="Create n sandboxes from a snapshot or template: all, or none")
 async def create_sandboxes(
     request: Request, body: shapes.CreateSandboxes, engine: EngineDep
 ) -> list[shapes.SandboxInfo]:
     snapshot = engine.snapshots.get(body.snapshot_tag)
     if body.live_fork:
-        raise Unsupported(f"live_fork: {_NOT_LIVE}; leave it out")
+        raise Unsupported(f"live_fork is not supported, because {_NOT_LIVE}: leave it out")
     spec = ForkSpec(count=body.n, memory_mb=body.memory_limit_mib, timeout=body.given("timeout"))
-    made = await unless_gone(request, engine.forks.fork(snapshot.id, spec))
-    return [_sandbox(engine, sandbox) for sandbox in made if isinstance(sandbox, Sandbox)]
+    made = await cancel_on_disconnect(request, engine.forks.fork(snapshot.id, spec))
+    return [_sandbox_info(engine, sandbox) for sandbox in made if isinstance(sandbox, Sandbox)]
 
 
 @router.get("/v1/sandboxes", summary="List sandboxes")
 async def list_sandboxes(engine: EngineDep) -> list[shapes.SandboxInfo]:
-    return [_sandbox(engine, sandbox) for sandbox in engine.sandboxes.list()]
+    return [_sandbox_info(engine, sandbox) for sandbox in engine.sandboxes.list()]
 
 
 @router.get("/v1/sandboxes/{ref}", summary="Show a sandbox")
 async def show_sandbox(ref: Ref, engine: EngineDep) -> shapes.SandboxInfo:
-    return _sandbox(engine, engine.sandboxes.get(ref))
+    return _sandbox_info(engine, engine.sandboxes.get(ref))
 
 
 @router.delete("/v1/sandboxes/{ref}", status_code=204, summary="Remove a sandbox")
@@ -113,11 +122,11 @@ async def kill_sandbox(ref: Ref, engine: EngineDep) -> None:
     summary="Run a program to its end and return its output",
 )
 async def execute(request: Request, ref: Ref, body: shapes.RunCommand, engine: EngineDep) -> Response:
-    """Exit code 127: there is no such program. 126: it cannot be executed. 137: it was killed at its timeout.
+    """Exit code 127: the program does not exist. 126: it cannot be executed. 137: it was killed at its timeout.
 
-    `stderr` says so.
+    `stderr` contains the reason.
     """
-    result = await unless_gone(request, engine.commands.exec(ref, body.args, timeout=body.timeout_secs))
+    result = await cancel_on_disconnect(request, engine.commands.exec(ref, body.args, timeout=body.timeout_secs))
     return output.respond(shapes.exec_fields(result, body.timeout_secs))
 
 
@@ -127,12 +136,12 @@ async def execute(request: Request, ref: Ref, body: shapes.RunCommand, engine: E
     summary="Evaluate Python in the sandbox's own interpreter",
 )
 async def evaluate(request: Request, ref: Ref, body: shapes.Eval, engine: EngineDep) -> Response:
-    """Its state is part of the memory of snapshots, and so of the sandboxes made from them."""
-    result = await unless_gone(request, engine.commands.eval(ref, body.code, timeout=body.timeout_secs))
+    """Snapshots with memory contain the interpreter's state, and so do the sandboxes made from them."""
+    result = await cancel_on_disconnect(request, engine.commands.eval(ref, body.code, timeout=body.timeout_secs))
     return output.respond(shapes.eval_fields(result))
 
 
-@router.post("/v1/sandboxes/{ref}/ping", summary="A round trip to the sandbox's agent")
+@router.post("/v1/sandboxes/{ref}/ping", summary="Check that the sandbox's agent answers")
 async def ping(ref: Ref, engine: EngineDep) -> shapes.Pong:
     await engine.commands.ping(ref)
     return shapes.Pong()
@@ -147,53 +156,53 @@ async def ping(ref: Ref, engine: EngineDep) -> shapes.Pong:
 async def branch(
     request: Request, ref: Ref, engine: EngineDep, body: shapes.Branch | None = None
 ) -> shapes.SnapshotInfo:
-    """Modes full and diff are one here: changes are written, and the snapshot is complete by itself."""
+    """Modes full and diff are the same here: only changes are written, but every snapshot is complete."""
     body, sandbox = body or shapes.Branch(), engine.sandboxes.get(ref)
     _check_mode(body)
     _check_parent(body, sandbox, engine)
-    taken = await unless_gone(request, engine.snapshots.branch(sandbox.id, body.tag))
-    request.app.state.metrics.captured(taken)
-    return _snapshot(engine, taken)
+    taken = await cancel_on_disconnect(request, engine.snapshots.branch(sandbox.id, body.tag))
+    request.app.state.metrics.record_capture(taken)
+    return _snapshot_info(engine, taken)
 
 
-_NOT_LIVE = "a sandbox stands still for the milliseconds in which it is captured"
+_NOT_LIVE = "a sandbox is paused for some milliseconds while it is captured"
 
 
 def _check_mode(body: shapes.Branch) -> None:
     said = [word for word in ("diff", "live") if getattr(body, word)]
     if body.mode and said:
-        raise Invalid(f"mode and {said[0]} say the same thing twice: leave {said[0]} out")
+        raise Invalid(f"mode and {said[0]} exclude each other: leave {said[0]} out")
     if body.diff and body.live:
         raise Invalid("diff and live exclude each other: choose a mode")
     if body.measure_diff and (body.diff or body.mode == "diff"):
-        raise Invalid("measure_diff goes with mode full: a diff is measured anyway")
+        raise Invalid("measure_diff is valid only with mode full, because mode diff always measures: leave it out")
     if body.live or body.mode == "live":
-        raise Unsupported(f"mode live: {_NOT_LIVE}; use diff")
+        raise Unsupported(f"mode live is not supported, because {_NOT_LIVE}: use mode diff")
 
 
 def _check_parent(body: shapes.Branch, sandbox: Sandbox, engine: Engine) -> None:
-    """Raise an error if the parent is not the snapshot that the sandbox was made from."""
+    """Raise Invalid if the parent is not the snapshot that the sandbox was made from."""
     if body.parent_tag is None:
         return
     if not (body.diff or body.mode == "diff"):
-        raise Invalid("parent_tag goes with mode diff")
+        raise Invalid("parent_tag is valid only with mode diff: set the mode, or leave parent_tag out")
     if engine.snapshots.get(body.parent_tag).id not in (sandbox.forked_from, sandbox.head):
         origin = _tag(engine, sandbox.forked_from)
-        raise Invalid(f"parent_tag: sandbox {sandbox.id} was made from {origin}, not from {body.parent_tag}")
+        raise Invalid(f"parent_tag is {body.parent_tag}, but sandbox {sandbox.id} was made from {origin}")
 
 
-async def _ended(build: Build) -> None:
+async def _wait_for_build(build: Build) -> None:
     async for _ in build.follow():
         pass
     if build.status != "ready":
-        raise BackendFailed(f"the template was not built: {build.reason}")
+        raise BackendFailed(f"the template could not be built: {build.reason}")
 
 
-def _snapshot(engine: Engine, snapshot: Snapshot) -> shapes.SnapshotInfo:
-    return shapes.snapshot_info(snapshot, engine.snapshots.places(snapshot.id))
+def _snapshot_info(engine: Engine, snapshot: Snapshot) -> shapes.SnapshotInfo:
+    return shapes.snapshot_info(snapshot, engine.snapshots.files_of(snapshot.id))
 
 
-def _sandbox(engine: Engine, sandbox: Sandbox) -> shapes.SandboxInfo:
+def _sandbox_info(engine: Engine, sandbox: Sandbox) -> shapes.SandboxInfo:
     try:
         address, _ = engine.agents.endpoint(sandbox.id)
     except GatewayError:

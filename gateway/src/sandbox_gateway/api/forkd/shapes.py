@@ -1,4 +1,4 @@
-"""Bodies of forkd's requests and answers: one model for each."""
+"""Models of the bodies of forkd's requests and answers."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from sandbox_gateway.api.body import MOST_FORKS, TIMEOUT, AnyRef, Body, Timeout
+from sandbox_gateway.api.body import MAX_FORKS, TIMEOUT, AnyRef, Body, Timeout
 from sandbox_gateway.engine.spec import EvalResult, ExecResult
 from sandbox_gateway.records import Memory, Sandbox, Snapshot, SnapshotKind, SnapshotStatus
 
 AGENT_PORT = 8888
-"""The port of forkd's agent in a sandbox, as forkd's clients expect it."""
-LONGEST_TAG = 64
-_TAG = re.compile(rf"[A-Za-z0-9_-]{{1,{LONGEST_TAG}}}")
+"""The port of forkd's agent in a sandbox."""
+MAX_TAG_LENGTH = 64
+_TAG = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_TAG_LENGTH}}}")
 _MIB = 1 << 20
 
 
-def _tag(value: str) -> str:
+def _check_tag(value: str) -> str:
     if not _TAG.fullmatch(value):
-        raise ValueError(f"a tag is 1 to {LONGEST_TAG} letters, digits, '_' or '-'")
+        raise ValueError(f"a tag is 1 to {MAX_TAG_LENGTH} letters, digits, '_' or '-'")
     return value
 
 
-Tag = Annotated[str, AfterValidator(_tag)]
-Patience = Annotated[float, Field(gt=0, le=604_800, allow_inf_nan=False, description="Seconds it may take.")]
+Tag = Annotated[str, AfterValidator(_check_tag)]
+TimeoutSeconds = Annotated[float, Field(gt=0, le=604_800, allow_inf_nan=False, description="Timeout in seconds.")]
 
 
 class BuildSnapshot(Body):
@@ -34,7 +34,7 @@ class BuildSnapshot(Body):
     rootfs: str = Field(
         min_length=1, max_length=4096, description="Absolute path, on the gateway's host, of a directory or tarball."
     )
-    kernel: str | None = Field(None, description="Refused: a template has its own.")
+    kernel: str | None = Field(None, description="Not supported: each template has its own kernel.")
 
 
 class CompactSnapshot(Body):
@@ -42,33 +42,35 @@ class CompactSnapshot(Body):
 
 
 class CreateSandboxes(Body):
-    snapshot_tag: AnyRef = Field(description="A snapshot or a template, by one of its names or its id.")
-    n: int = Field(1, strict=True, ge=1, le=MOST_FORKS)
-    memory_limit_mib: int | None = Field(None, strict=True, ge=64, le=1 << 20, description="Absent: as the snapshot.")
-    live_fork: bool = Field(False, description="Refused: no sandbox can be captured while it goes on writing.")
-    per_child_netns: bool = Field(True, description="Ignored: every sandbox has a network of its own.")
+    snapshot_tag: AnyRef = Field(description="A snapshot or template, by name or id.")
+    n: int = Field(1, strict=True, ge=1, le=MAX_FORKS)
+    memory_limit_mib: int | None = Field(
+        None, strict=True, ge=64, le=1 << 20, description="Absent: the snapshot's size."
+    )
+    live_fork: bool = Field(False, description="Not supported: a sandbox is paused while it is captured.")
+    per_child_netns: bool = Field(True, description="Ignored: every sandbox has its own network.")
     prewarm: bool = Field(False, description="Ignored.")
-    hugepages: bool = Field(False, description="Ignored, as where a host has none to give.")
+    hugepages: bool = Field(False, description="Ignored: hosts do not provide huge pages.")
     timeout: Timeout = TIMEOUT
 
 
 class RunCommand(Body):
     args: list[str] = Field(min_length=1, max_length=10_000, description="The program and its arguments; no shell.")
-    timeout_secs: Patience = 30
+    timeout_secs: TimeoutSeconds = 30
 
 
 class Eval(Body):
     code: str = Field(max_length=1 << 20, description="Python.")
-    timeout_secs: Patience = 30
+    timeout_secs: TimeoutSeconds = 30
 
 
 class Branch(Body):
     tag: Tag | None = Field(None, description="Absent: `branch-ID-N`.")
     mode: Literal["full", "diff", "live"] | None = None
-    diff: bool = Field(False, description="An older word for mode diff.")
-    live: bool = Field(False, description="An older word for mode live.")
+    diff: bool = Field(False, description="Deprecated: use mode diff.")
+    live: bool = Field(False, description="Deprecated: use mode live.")
     measure_diff: bool = Field(False, description="Ignored: the answer always has these numbers.")
-    wait: bool = Field(True, description="Ignored: the answer comes when the snapshot is ready.")
+    wait: bool = Field(True, description="Ignored: the answer is sent when the snapshot is ready.")
     parent_tag: AnyRef | None = Field(None, description="The snapshot that the sandbox was made from, or its head.")
 
 
@@ -83,14 +85,17 @@ class VersionInfo(BaseModel):
 
 class SandboxInfo(BaseModel):
     id: str
-    snapshot_tag: str = Field(description="The snapshot it was made from; its id if it has no tag or was removed.")
-    netns: None = Field(None, description="Its network is its own; the host names it as it likes.")
+    snapshot_tag: str = Field(
+        description="Tag of the snapshot that the sandbox was made from; the id if the snapshot has no tag or was "
+        "removed."
+    )
+    netns: None = Field(None, description="Always null: the host names the network.")
     guest_addr: str = Field(
-        description="ADDRESS:8888, where ADDRESS is that of all its ports on the gateway's host; nothing listens on "
-        "that one by itself. Empty while it is paused."
+        description="ADDRESS:8888, where ADDRESS is the sandbox's address on the gateway's host. No agent listens on "
+        "port 8888. Empty while the sandbox is paused."
     )
     created_at_unix: int
-    pid: None = Field(None, description="Machines are the host's own affair.")
+    pid: None = Field(None, description="Always null: the host manages the machines.")
     memory_limit_mib: int
     state: Literal["running", "paused"]
 
@@ -98,26 +103,26 @@ class SandboxInfo(BaseModel):
 class SnapshotInfo(BaseModel):
     tag: str
     id: str
-    dir: str = Field(description="Where the host keeps it.")
-    vmstate: str | None = Field(None, description="Where it is a file; also memory.")
+    dir: str = Field(description="Directory of the snapshot on the host.")
+    vmstate: str | None = Field(None, description="Path of the machine state, if it is a file; also memory.")
     memory: str | None = None
     created_at_unix: int
-    branched_from: str | None = Field(None, description="Id of its source; templates have none.")
-    pause_ms: int | None = Field(None, description="How long its source stood still, rounded up.")
-    diff_physical_bytes: int | None = Field(None, description="Memory that was written; where only changes were.")
+    branched_from: str | None = Field(None, description="Id of the source sandbox; null for templates.")
+    pause_ms: int | None = Field(None, description="Milliseconds for which the source was paused, rounded up.")
+    diff_physical_bytes: int | None = Field(None, description="Bytes of memory written, if only changes were written.")
     diff_logical_bytes: int | None = None
     status: Literal["ready", "writing", "failed"]
-    bootable: bool = Field(description="Whether sandboxes can be made from it.")
+    bootable: bool = Field(description="Whether sandboxes can be made from the snapshot.")
 
 
 class SnapshotDetail(SnapshotInfo):
     memory_logical_bytes: int
-    memory_physical_bytes: int = Field(description="Memory written when it was taken.")
+    memory_physical_bytes: int = Field(description="Bytes of memory written for the snapshot.")
     disk_bytes_unique: int
-    chain_depth: Literal[0] = Field(0, description="Always: each snapshot is complete by itself.")
-    ancestors: list[str] = Field([], description="Always empty, as are its dependents.")
+    chain_depth: Literal[0] = Field(0, description="Always 0: each snapshot is complete.")
+    ancestors: list[str] = Field([], description="Always empty: no snapshot depends on another.")
     dependents: list[str] = []
-    sandboxes: list[str] = Field(description="Ids of the sandboxes that keep it from being deleted.")
+    sandboxes: list[str] = Field(description="Ids of the sandboxes that prevent its deletion.")
 
 
 class ExecInfo(BaseModel):
@@ -134,16 +139,16 @@ class EvalInfo(BaseModel):
 
 class Pong(BaseModel):
     pong: Literal[True] = True
-    numpy_version: None = Field(None, description="The interpreter is not asked.")
+    numpy_version: None = Field(None, description="Always null: the interpreter is not queried.")
 
 
 def tag_of(snapshot: Snapshot) -> str:
-    """Return the first of a snapshot's names that is a valid tag, or else its id, which always is."""
+    """Return the first of a snapshot's names that is a valid tag, or else its id, which is always valid."""
     return next((name for name in snapshot.names if _TAG.fullmatch(name)), snapshot.id)
 
 
 def sandbox_info(sandbox: Sandbox, snapshot_tag: str, address: str) -> SandboxInfo:
-    """Describe a sandbox. ``address``: empty if it has none."""
+    """Describe a sandbox. ``address``: empty if the sandbox has none."""
     return SandboxInfo(
         id=sandbox.id,
         snapshot_tag=snapshot_tag,
@@ -154,27 +159,27 @@ def sandbox_info(sandbox: Sandbox, snapshot_tag: str, address: str) -> SandboxIn
     )
 
 
-def snapshot_info(snapshot: Snapshot, places: dict[str, str]) -> SnapshotInfo:
+def snapshot_info(snapshot: Snapshot, files: dict[str, str]) -> SnapshotInfo:
     shape = SnapshotInfo(
         tag=tag_of(snapshot),
         id=snapshot.id,
         created_at_unix=int(snapshot.created_at.timestamp()),
         status=snapshot.status.value,
         bootable=snapshot.status is SnapshotStatus.READY,
-        **places,
+        **files,
     )
     if snapshot.kind is SnapshotKind.SNAPSHOT:
         shape.branched_from, shape.pause_ms = snapshot.source_sandbox, math.ceil(snapshot.pause_ms)
-    if snapshot.memory is Memory.INCREMENTAL:
+    if snapshot.memory not in (Memory.NONE, Memory.FULL):
         shape.diff_physical_bytes = snapshot.memory_bytes_written
         shape.diff_logical_bytes = snapshot.resources.memory_mb * _MIB
     return shape
 
 
-def snapshot_detail(snapshot: Snapshot, places: dict[str, str], sandboxes: list[str]) -> SnapshotDetail:
+def snapshot_detail(snapshot: Snapshot, files: dict[str, str], sandboxes: list[str]) -> SnapshotDetail:
     with_memory = snapshot.memory is not Memory.NONE
     return SnapshotDetail(
-        **snapshot_info(snapshot, places).model_dump(),
+        **snapshot_info(snapshot, files).model_dump(),
         memory_logical_bytes=snapshot.resources.memory_mb * _MIB if with_memory else 0,
         memory_physical_bytes=snapshot.memory_bytes_written,
         disk_bytes_unique=snapshot.disk_bytes_unique,

@@ -1,1 +1,1 @@
-"""The native API (E2B, CubeSandbox and our additions): one file of routes per resource; requests, shapes and view."""
+"""The native API (E2B, CubeSandbox and additions): one file of routes per resource; requests, shapes and view."""

@@ -6,6 +6,6 @@ _UPPER = {"id": "ID", "mb": "MB"}
 
 
 def json_name(field: str) -> str:
-    """``field`` in camelCase, as E2B writes it: `template_id` is `templateID`, `memory_mb` is `memoryMB`."""
+    """Return ``field`` in E2B's camelCase: `template_id` is `templateID`, `memory_mb` is `memoryMB`."""
     first, *rest = field.split("_")
     return first + "".join(_UPPER.get(word, word.capitalize()) for word in rest)

@@ -14,8 +14,8 @@ from pydantic import (
     model_validator,
 )
 
-from sandbox_gateway.api.body import MOST_FORKS, TIMEOUT, AnyRef, Body, Seconds, Timeout
-from sandbox_gateway.api.dependencies import LONGEST_REF
+from sandbox_gateway.api.body import MAX_FORKS, TIMEOUT, AnyRef, Body, Seconds, Timeout
+from sandbox_gateway.api.dependencies import MAX_REF_LENGTH
 from sandbox_gateway.api.native.naming import json_name
 from sandbox_gateway.config import explain
 from sandbox_gateway.engine.spec import ForkSpec, MountSpec
@@ -23,14 +23,14 @@ from sandbox_gateway.errors import Invalid
 from sandbox_gateway.recipes import Recipe, Source
 from sandbox_gateway.records import Name, NetworkPolicy, OnTimeout, Resources
 
-MOST_MOUNTS = 64
-MOST_PAIRS = 10_000
+MAX_MOUNTS = 64
+MAX_PAIRS = 10_000
 
 
 def _check_count(value: object) -> object:
-    """Refuse a large object before its members are validated: each invalid one would cost a kilobyte of error."""
-    if isinstance(value, dict) and len(value) > MOST_PAIRS:
-        raise ValueError(f"an object has at most {MOST_PAIRS} members here, not {len(value)}")
+    """Refuse a large object before its members are validated: each invalid member would add a kilobyte to the error."""
+    if isinstance(value, dict) and len(value) > MAX_PAIRS:
+        raise ValueError(f"an object has at most {MAX_PAIRS} members here, not {len(value)}")
     return value
 
 
@@ -61,7 +61,7 @@ class Network(NativeBody):
     allow_public_traffic: bool | None = Field(
         None,
         strict=True,
-        description="True: anyone who reaches the gateway can reach the sandbox's ports, except those of the agent.",
+        description="True: anyone who can reach the gateway can reach the sandbox's ports, except those of the agent.",
     )
     rules: Any = None
     egress_proxy: Any = None
@@ -70,14 +70,17 @@ class Network(NativeBody):
 
     @field_validator("rules", "egress_proxy", "mask_request_host", "https_ports")
     @classmethod
-    def _not_here(cls, value: object) -> None:
+    def _reject_unsupported(cls, value: object) -> None:
         """Refuse an unsupported field: a caller that sets it relies on it, so ignoring it would be worse."""
         if value:
-            raise ValueError("not supported here: requests pass unchanged, to where they are sent; leave it out")
+            raise ValueError("not supported, because the gateway does not change or redirect requests: leave it out")
 
     def policy(self, allow_internet: bool | None = None, *, public: bool = False) -> NetworkPolicy:
-        """Return the network policy. Fields of this object take precedence over ``allow_internet``, the request's field
-        outside this object, and ``public``, the current value."""
+        """Return the network policy.
+
+        Fields of this object take precedence over ``allow_internet``, a field of the request itself, and ``public``,
+        the current value.
+        """
         word = self.allow_internet if self.allow_internet is not None else allow_internet
         return NetworkPolicy(
             allow_internet=word is not False,
@@ -97,7 +100,7 @@ class AutoResume(NativeBody):
 
 
 class Sizes(NativeBody):
-    """Absent: as in the snapshot."""
+    """The sizes of a sandbox. The sizes of a sandbox. The sizes of a sandbox. Absent: as in the snapshot."""
 
     cpus: int | None = Field(None, alias="cpuCount", strict=True, ge=1, le=256)
     memory_mb: int | None = Field(None, strict=True, ge=64, le=1 << 20)
@@ -110,9 +113,7 @@ class VolumeMount(NativeBody):
     name: AnyRef = Field(description="The volume, by name or id.")
     path: str = Field(min_length=1, max_length=4096, description="The mount point in the sandbox: absolute.")
     read_only: bool = False
-    clone: bool = Field(
-        False, description="Mount a clone of the volume as the snapshot holds it, not the volume itself."
-    )
+    clone: bool = Field(False, description="Mount a clone of the captured volume, not the volume itself.")
 
     def spec(self) -> MountSpec:
         return MountSpec(self.name, self.path, read_only=self.read_only, clone=self.clone)
@@ -128,28 +129,30 @@ class Forked(Sizes):
     allow_internet_access: bool | None = Field(None, alias="allow_internet_access")
     lifecycle: Lifecycle | None = None
     auto_pause: bool = False
-    auto_pause_memory: bool = Field(True, description="Only true is offered.")
+    auto_pause_memory: bool = Field(True, description="Only true is supported.")
     iam: Any = None
     auto_resume: AutoResume | None = None
     paused: bool = Field(False, description="Create it paused.")
     cold_start: bool = Field(False, description="Boot from the snapshot's disk, without its memory.")
     volume_mounts: list[VolumeMount] | None = Field(
         None,
-        max_length=MOST_MOUNTS,
-        description="Absent or null: as the source of the snapshot had them. An empty list: none.",
+        max_length=MAX_MOUNTS,
+        description="Absent or null: the mounts of the snapshot's source. An empty list: none.",
     )
 
     @field_validator("iam")
     @classmethod
-    def _no_identities(cls, value: object) -> None:
+    def _reject_identities(cls, value: object) -> None:
         if value:
-            raise ValueError("not supported here: there are no workload identities; leave it out")
+            raise ValueError("not supported, because sandboxes have no workload identities: leave it out")
 
     @field_validator("auto_pause_memory")
     @classmethod
-    def _keeps_its_memory(cls, value: bool) -> bool:
+    def _reject_without_memory(cls, value: bool) -> bool:
         if not value:
-            raise ValueError("not supported here: what is paused at the end of its time keeps its memory; leave it out")
+            raise ValueError(
+                "not supported, because a sandbox that is paused at its timeout always keeps its memory: leave it out"
+            )
         return value
 
     def spec(self, **more: Any) -> ForkSpec:
@@ -166,7 +169,7 @@ class Forked(Sizes):
             mounts=None if self.volume_mounts is None else [mount.spec() for mount in self.volume_mounts],
             timeout=self.given("timeout"),
             on_timeout=self._on_timeout(),
-            auto_resume=self._auto_resume(),
+            auto_resume=self._should_auto_resume(),
             **more,
         )
 
@@ -175,7 +178,7 @@ class Forked(Sizes):
             return self.lifecycle.on_timeout
         return OnTimeout.PAUSE if self.auto_pause else OnTimeout.KILL
 
-    def _auto_resume(self) -> bool:
+    def _should_auto_resume(self) -> bool:
         return bool((self.lifecycle and self.lifecycle.auto_resume) or (self.auto_resume and self.auto_resume.enabled))
 
 
@@ -192,13 +195,13 @@ class CreateSandbox(Forked):
 
 
 class Fork(Forked):
-    """One sandbox, `count` siblings, or one for each of `names`."""
+    """A request for one sandbox, `count` siblings, or one sandbox per name in `names`."""
 
-    name: Name | None = Field(None, description="Of a single sandbox; several have `names`.")
-    count: int | None = Field(None, strict=True, ge=1, le=MOST_FORKS)
-    names: list[Name] | None = Field(None, min_length=1, max_length=MOST_FORKS)
+    name: Name | None = Field(None, description="Name of a single sandbox; for several, use `names`.")
+    count: int | None = Field(None, strict=True, ge=1, le=MAX_FORKS)
+    names: list[Name] | None = Field(None, min_length=1, max_length=MAX_FORKS)
     concurrency: int | None = Field(None, strict=True, ge=1, le=256)
-    atomic: bool = Field(True, description="All or none; false: as many as can be, with the errors of the others.")
+    atomic: bool = Field(True, description="All or none. False: as many as possible, with the errors of the others.")
 
     @property
     def has_count(self) -> bool:
@@ -220,12 +223,12 @@ class Fork(Forked):
         if self.name and self.names:
             raise Invalid("name and names exclude each other: leave name out")
         if self.name and self.count not in (None, 1):
-            raise Invalid(f"name is for a single sandbox and count is {self.count}: give names, one for each sandbox")
+            raise Invalid(f"name is for a single sandbox, but count is {self.count}: use names, one for each sandbox")
         names = [self.name] if self.name else self.names
         if names and self.count not in (None, len(names)):
-            raise Invalid(f"count is {self.count} and there are {len(names)} names: leave one of them out")
+            raise Invalid(f"count is {self.count}, but there are {len(names)} names: leave one of the two fields out")
         if names and len(set(names)) != len(names):
-            raise Invalid("names: each can be given to one sandbox only")
+            raise Invalid("names contains a duplicate: each name can be used only once")
         return names
 
 
@@ -238,7 +241,7 @@ class Resume(NativeBody):
     ignored = frozenset({"autoPause"})
 
     timeout: Timeout = TIMEOUT
-    memory: bool | None = Field(None, description="false: boot from the disk, though its memory was captured.")
+    memory: bool | None = Field(None, description="False: boot from the disk, without the captured memory.")
 
 
 class Pause(NativeBody):
@@ -259,25 +262,28 @@ class Exec(NativeBody):
     env: Pairs = Field(default_factory=dict)
     cwd: str = Field("", max_length=4096)
     user: str = Field("", max_length=256)
-    timeout: float = Field(60, gt=0, le=604_800, allow_inf_nan=False, description="Seconds it may take.")
-    stdin: str = Field("", description="Base64 of what it reads from standard input.")
+    timeout: float = Field(60, gt=0, le=604_800, allow_inf_nan=False, description="Timeout in seconds.")
+    stdin: str = Field("", description="The program's standard input, in base64.")
 
 
 class KeepRule(NativeBody):
-    keep_last: int | None = Field(None, ge=1, le=100_000, description="Keep this many of the newest.")
+    keep_last: int | None = Field(None, ge=1, le=100_000, description="Number of newest snapshots to keep.")
     keep_daily: int | None = Field(
-        None, ge=1, le=100_000, description="Keep the newest of a day (UTC), for this many days that have one."
+        None,
+        ge=1,
+        le=100_000,
+        description="Number of days (UTC, only days with snapshots) of which to keep the newest snapshot.",
     )
     max_age: float | None = Field(
         None,
         gt=0,
         le=100 * 366 * 86400,
         allow_inf_nan=False,
-        description="Keep none that is older, in seconds.",
+        description="Delete snapshots that are older, in seconds.",
     )
 
     @model_validator(mode="after")
-    def _says_something(self) -> KeepRule:
+    def _require_rule(self) -> KeepRule:
         if self.keep_last is None and self.keep_daily is None and self.max_age is None:
             raise ValueError("retention needs keepLast, keepDaily or maxAge")
         return self
@@ -286,31 +292,33 @@ class KeepRule(NativeBody):
 class CreateSnapshot(NativeBody):
     name: Name | None = None
     description: str = Field("", max_length=4096)
-    memory: Literal["auto", "none"] | bool = Field("auto", description="none (or false): the disk only.")
-    expires_in: Seconds | None = Field(None, description="Seconds after which it may be removed.")
+    memory: Literal["auto", "none"] | bool = Field("auto", description="None (or false): capture the disk only.")
+    expires_in: Seconds | None = Field(None, description="Seconds after which the snapshot may be removed.")
     volumes: list[AnyRef] = Field(
-        default_factory=list, max_length=MOST_MOUNTS, description="Volumes to capture in the same pause."
+        default_factory=list, max_length=MAX_MOUNTS, description="Volumes to capture in the same pause."
     )
     retention: KeepRule | None = Field(
         None,
-        description="Which of the sandbox's snapshots with a rule to keep; those in use are always kept.",
+        description="Which of the sandbox's snapshots with a rule to keep. Snapshots in use are always kept.",
     )
 
     @property
-    def with_memory(self) -> Literal["auto", "none"]:
+    def has_memory(self) -> Literal["auto", "none"]:
         return "none" if self.memory in (False, "none") else "auto"
 
 
 class Rollback(NativeBody):
     snapshot: AnyRef = Field(alias="snapshotID")
-    cold_start: bool = Field(False, description="Boot from its disk, though it holds memory.")
+    cold_start: bool = Field(False, description="Boot from the snapshot's disk, without its memory.")
 
 
 class Promote(NativeBody):
-    source: AnyRef | None = Field(None, description="The sandbox that takes over; default: the one it was forked from.")
+    source: AnyRef | None = Field(
+        None, description="The sandbox to replace; default: the sandbox that this one was forked from."
+    )
 
 
-def _unnamed(value: object) -> object:
+def _empty_to_none(value: object) -> object:
     """Treat "" as no name: CubeSandbox's client sends it to have a name generated."""
     return None if value == "" else value
 
@@ -319,12 +327,12 @@ class CreateVolume(NativeBody):
     # cubesandbox 0.7.
     ignored = frozenset({"driver"})
 
-    name: Annotated[Name | None, BeforeValidator(_unnamed)] = Field(None, description="Absent: generated.")
-    size_mb: VolumeSize | None = Field(None, description="Absent: 1024, or that of the snapshot.")
+    name: Annotated[Name | None, BeforeValidator(_empty_to_none)] = Field(None, description="Absent: generated.")
+    size_mb: VolumeSize | None = Field(None, description="Absent: 1024, or the snapshot's size.")
     from_snapshot: str | None = Field(
         None,
         min_length=1,
-        max_length=2 * LONGEST_REF + 1,
+        max_length=2 * MAX_REF_LENGTH + 1,
         description="VOLUME@SNAPSHOT, or the id of a volume's snapshot.",
     )
 
@@ -334,12 +342,14 @@ class GrowVolume(NativeBody):
 
 
 class CreateVolumeSnapshot(NativeBody):
-    name: Annotated[Name | None, BeforeValidator(_unnamed)] = Field(None, description="Absent: its id.")
+    name: Annotated[Name | None, BeforeValidator(_empty_to_none)] = Field(None, description="Absent: the volume's id.")
 
 
 class RollbackVolume(NativeBody):
     snapshot: AnyRef = Field(description="A snapshot of this volume, by name or id.")
-    force: bool = Field(False, description="Also while a sandbox can write to it: later writes are lost.")
+    force: bool = Field(
+        False, description="Roll back even while a sandbox can write to the volume. Later writes are lost."
+    )
 
 
 class SetAlias(NativeBody):

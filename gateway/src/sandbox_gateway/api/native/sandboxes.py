@@ -15,7 +15,7 @@ from sandbox_gateway.api.dependencies import EngineDep, IdempotencyKey, Operatio
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.view import View, ViewDep, ids_of, template_or_snapshot
 from sandbox_gateway.api.paging import Limit, NextToken, Order, page
-from sandbox_gateway.api.waiting import unless_gone
+from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.engine.spec import UNSET
 from sandbox_gateway.errors import GatewayError, Invalid
@@ -28,7 +28,7 @@ router = APIRouter(tags=["sandboxes"])
     "/sandboxes",
     status_code=201,
     response_model_exclude_unset=True,
-    summary="Make a sandbox from a template or a snapshot",
+    summary="Create a sandbox from a template or a snapshot",
 )
 @router.post("/v2/sandboxes", status_code=201, response_model_exclude_unset=True, include_in_schema=False)
 async def create(
@@ -40,7 +40,7 @@ async def create(
     operation: Operation = "",
 ) -> shapes.SandboxShape:
     origin, spec = template_or_snapshot(engine, body.template), body.create_spec(idempotency_key, operation)
-    return view.sandbox(await unless_gone(request, engine.forks.create(origin.id, spec)))
+    return view.sandbox(await cancel_on_disconnect(request, engine.forks.create(origin.id, spec)))
 
 
 @router.get("/sandboxes", response_model_exclude_unset=True, summary="List sandboxes")
@@ -53,22 +53,22 @@ async def index(
     next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
     order: Order = "asc",
     name: str = "",
-    state: Annotated[str, Query(description="running, paused, or both with a comma between")] = "",
+    state: Annotated[str, Query(description="running, paused, or both, separated by a comma")] = "",
     metadata: Annotated[str, Query(description="`key=value&key=value`, URL-encoded; all must match")] = "",
     template: Annotated[str, Query(description="Id or name")] = "",
     forked_from: Annotated[
-        str, Query(alias="snapshotID", description="The snapshot or template they were made from")
+        str, Query(alias="snapshotID", description="Only sandboxes made from this snapshot or template")
     ] = "",
     started_after: Annotated[datetime | None, Query(alias="startedAfter")] = None,
-    diverged: Annotated[bool, Query(description="Say of each whether it diverged")] = False,
+    diverged: Annotated[bool, Query(description="Report for each sandbox whether it has diverged")] = False,
 ) -> list[shapes.SandboxShape]:
     tests = [
-        *_named(name),
-        *_in_state(state),
-        *_with_metadata(metadata),
-        *_of_template(template, engine),
-        *_forked_from(forked_from, engine),
-        *_started_after(started_after),
+        *_name_filter(name),
+        *_state_filter(state),
+        *_metadata_filter(metadata),
+        *_template_filter(template, engine),
+        *_source_filter(forked_from, engine),
+        *_start_filter(started_after),
     ]
     found = [sandbox for sandbox in engine.sandboxes.list() if all(test(sandbox) for test in tests)]
     shown = page(found, lambda sandbox: (sandbox.created_at, sandbox.id), response, limit, next_token, order)
@@ -82,7 +82,7 @@ async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SandboxShap
     return await view.with_divergence(engine.sandboxes.get(ref))
 
 
-@router.get("/sandboxes/{ref}/usage", summary="Show its use of disk and memory")
+@router.get("/sandboxes/{ref}/usage", summary="Show the disk and memory use of a sandbox")
 async def usage(ref: Ref, engine: EngineDep) -> shapes.UsageShape:
     return shapes.usage_shape(await engine.sandboxes.usage(ref))
 
@@ -102,20 +102,24 @@ async def kill(ref: Ref, engine: EngineDep) -> None:
     await engine.sandboxes.delete(ref)
 
 
-@router.post("/sandboxes/{ref}/connect", response_model_exclude_unset=True, summary="Resume it if it is paused")
+@router.post(
+    "/sandboxes/{ref}/connect", response_model_exclude_unset=True, summary="Resume the sandbox if it is paused"
+)
 @router.post("/v2/sandboxes/{ref}/connect", response_model_exclude_unset=True, include_in_schema=False)
 async def connect(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.Resume | None = None
 ) -> shapes.SandboxShape:
-    """A timeout moves the end of a running sandbox later, never earlier."""
+    """A timeout can only extend the life of a running sandbox."""
     body = body or requests.Resume()
     timeout, sandbox = body.given("timeout"), engine.sandboxes.get(ref)
     if timeout == 0:
-        raise Invalid("timeout: a connection needs a sandbox that lives: more than 0 seconds, or -1 for never")
+        raise Invalid(
+            "the timeout must be more than 0 seconds, or -1 for never, because a connection needs a running sandbox"
+        )
     if sandbox.state is SandboxState.PAUSED:
         work = engine.sandboxes.resume(sandbox.id, timeout=timeout, cold_start=body.memory is False)
-        return view.sandbox(await unless_gone(request, work))
-    if timeout is not UNSET and _prolongs(timeout, sandbox):
+        return view.sandbox(await cancel_on_disconnect(request, work))
+    if timeout is not UNSET and _is_longer(timeout, sandbox):
         await engine.sandboxes.set_timeout(sandbox.id, timeout)
     return view.sandbox(engine.sandboxes.get(sandbox.id))
 
@@ -126,20 +130,22 @@ async def resume(
 ) -> shapes.SandboxShape:
     body = body or requests.Resume()
     work = engine.sandboxes.resume(ref, timeout=body.given("timeout"), cold_start=body.memory is False)
-    return view.sandbox(await unless_gone(request, work))
+    return view.sandbox(await cancel_on_disconnect(request, work))
 
 
-@router.post("/sandboxes/{ref}/pause", status_code=204, summary="Pause: keep it, with its memory, on the disk")
+@router.post(
+    "/sandboxes/{ref}/pause", status_code=204, summary="Pause a sandbox: save its memory on the disk, and stop it"
+)
 async def pause(request: Request, ref: Ref, engine: EngineDep, body: requests.Pause | None = None) -> None:
-    await unless_gone(request, engine.sandboxes.pause(ref, memory=(body or requests.Pause()).memory))
+    await cancel_on_disconnect(request, engine.sandboxes.pause(ref, memory=(body or requests.Pause()).memory))
 
 
-@router.post("/sandboxes/{ref}/timeout", status_code=204, summary="Set the time it has left")
+@router.post("/sandboxes/{ref}/timeout", status_code=204, summary="Set a sandbox's remaining lifetime")
 async def set_timeout(ref: Ref, body: requests.SetTimeout, engine: EngineDep) -> None:
     await engine.sandboxes.set_timeout(ref, body.timeout)
 
 
-@router.put("/sandboxes/{ref}/network", status_code=204, summary="Replace its network policy")
+@router.put("/sandboxes/{ref}/network", status_code=204, summary="Replace a sandbox's network policy")
 async def set_network(ref: Ref, body: requests.Network, engine: EngineDep) -> None:
     await engine.sandboxes.set_network(ref, body.policy(public=engine.sandboxes.get(ref).network.allow_public_traffic))
 
@@ -157,16 +163,16 @@ async def execute(request: Request, ref: Ref, body: requests.Exec, engine: Engin
         cwd=body.cwd,
         user=body.user,
         timeout=body.timeout,
-        stdin=_decoded(body.stdin),
+        stdin=_decode_stdin(body.stdin),
     )
-    return output.respond(shapes.exec_fields(await unless_gone(request, work)))
+    return output.respond(shapes.exec_fields(await cancel_on_disconnect(request, work)))
 
 
 @router.post(
     "/sandboxes/{ref}/snapshots",
     status_code=201,
     response_model_exclude_unset=True,
-    summary="Capture it while it runs",
+    summary="Capture a sandbox while it runs",
 )
 async def snapshot(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.CreateSnapshot | None = None
@@ -176,22 +182,22 @@ async def snapshot(
         ref,
         name=body.name,
         description=body.description,
-        memory=body.with_memory,
+        memory=body.has_memory,
         expires_in=body.expires_in,
         volumes=body.volumes,
         retention=Retention.model_validate(body.retention.model_dump()) if body.retention else None,
     )
-    taken = await unless_gone(request, work)
-    request.app.state.metrics.captured(taken)
+    taken = await cancel_on_disconnect(request, work)
+    request.app.state.metrics.record_capture(taken)
     return view.snapshot(taken)
 
 
-@router.post("/sandboxes/{ref}/rollback", summary="Roll it back to a snapshot, under the same id")
+@router.post("/sandboxes/{ref}/rollback", summary="Roll a sandbox back to a snapshot, under the same id")
 async def rollback(
     request: Request, ref: Ref, body: requests.Rollback, engine: EngineDep, operation: Operation = ""
 ) -> shapes.RollbackShape:
     target = engine.snapshots.get(body.snapshot)
-    sandbox = await unless_gone(request, engine.sandboxes.rollback(ref, target.id, cold_start=body.cold_start))
+    sandbox = await cancel_on_disconnect(request, engine.sandboxes.rollback(ref, target.id, cold_start=body.cold_start))
     return shapes.RollbackShape(
         sandbox_id=sandbox.id, snapshot_id=target.id, operation_id=operation or new_id(), status="READY"
     )
@@ -200,13 +206,13 @@ async def rollback(
 @router.post(
     "/sandboxes/{ref}/promote",
     response_model_exclude_unset=True,
-    summary="Replace the state of the sandbox it was forked from by its own",
+    summary="Replace the state of a fork's source with the state of the fork",
 )
 async def promote(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.Promote | None = None
 ) -> shapes.SandboxShape:
     source = body.source if body else None
-    return view.sandbox(await unless_gone(request, engine.sandboxes.promote(ref, source)))
+    return view.sandbox(await cancel_on_disconnect(request, engine.sandboxes.promote(ref, source)))
 
 
 @router.post(
@@ -225,14 +231,14 @@ async def clone(
     operation: Operation = "",
 ) -> shapes.ForksShape:
     spec = (body or requests.Fork()).fork_spec(idempotency_key, operation)
-    return forks_shape(await unless_gone(request, engine.forks.clone(ref, spec)), spec.names, view)
+    return forks_shape(await cancel_on_disconnect(request, engine.forks.clone(ref, spec)), spec.names, view)
 
 
 @router.post(
     "/sandboxes/{ref}/fork",
     status_code=201,
     response_model_exclude_unset=True,
-    summary="Like clone; answers a sandbox or an error for each",
+    summary="Fork a running sandbox; return a sandbox or an error for each fork",
 )
 async def fork(
     request: Request,
@@ -244,7 +250,7 @@ async def fork(
     operation: Operation = "",
 ) -> list[shapes.ForkResultShape]:
     spec = (body or requests.Fork()).fork_spec(idempotency_key, operation)
-    made = forks_shape(await unless_gone(request, engine.forks.clone(ref, spec)), spec.names, view)
+    made = forks_shape(await cancel_on_disconnect(request, engine.forks.clone(ref, spec)), spec.names, view)
     return [
         *(shapes.ForkResultShape(sandbox=sandbox) for sandbox in made.sandboxes),
         *(shapes.ForkResultShape(error=error) for error in made.errors),
@@ -266,25 +272,27 @@ def forks_shape(results: list[Sandbox | GatewayError], names: list[str] | None, 
 Test = Callable[[Sandbox], bool]
 
 
-def _named(name: str) -> list[Test]:
+def _name_filter(name: str) -> list[Test]:
     return [lambda sandbox: sandbox.name == name] if name else []
 
 
-def _in_state(states: str) -> list[Test]:
+def _state_filter(states: str) -> list[Test]:
     if not states:
         return []
     try:
         wanted = {SandboxState(word.strip()) for word in states.split(",")}
     except ValueError:
-        raise Invalid(f"state: running, paused, or both with a comma between (got {states[:80]!r})") from None
+        raise Invalid(
+            f"the parameter state must be running, paused, or both, separated by a comma (got {states[:80]!r})"
+        ) from None
     return [lambda sandbox: sandbox.state in wanted]
 
 
-def _with_metadata(query: str) -> list[Test]:
+def _metadata_filter(query: str) -> list[Test]:
     """Parse the metadata filter. Pairs may be URL-encoded once or, as one client does, twice."""
     pairs = parse_qsl(query, keep_blank_values=True)
     if query and not pairs:
-        raise Invalid(f"metadata: key=value pairs with & between (got {query[:80]!r})")
+        raise Invalid(f"the parameter metadata must be key=value pairs, separated by & (got {query[:80]!r})")
 
     def matching(key: str, value: str) -> Test:
         again = unquote(key), unquote(value)
@@ -293,35 +301,35 @@ def _with_metadata(query: str) -> list[Test]:
     return [matching(key, value) for key, value in pairs]
 
 
-def _of_template(ref: str, engine: Engine) -> list[Test]:
+def _template_filter(ref: str, engine: Engine) -> list[Test]:
     if not ref:
         return []
     ids = ids_of(ref, engine)
     return [lambda sandbox: sandbox.template_id in ids]
 
 
-def _forked_from(ref: str, engine: Engine) -> list[Test]:
+def _source_filter(ref: str, engine: Engine) -> list[Test]:
     if not ref:
         return []
     ids = ids_of(ref, engine)
     return [lambda sandbox: sandbox.forked_from in ids]
 
 
-def _started_after(moment: datetime | None) -> list[Test]:
+def _start_filter(moment: datetime | None) -> list[Test]:
     if moment is None:
         return []
     after = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     return [lambda sandbox: sandbox.started_at >= after]
 
 
-def _prolongs(timeout: float | None, sandbox: Sandbox) -> bool:
+def _is_longer(timeout: float | None, sandbox: Sandbox) -> bool:
     if sandbox.end_at is None:
         return False
     return timeout is None or datetime.now(UTC) + timedelta(seconds=timeout) > sandbox.end_at
 
 
-def _decoded(stdin: str) -> bytes | None:
+def _decode_stdin(stdin: str) -> bytes | None:
     try:
         return base64.b64decode(stdin, validate=True) if stdin else None
     except ValueError:
-        raise Invalid("stdin: this is not base64") from None
+        raise Invalid("the field stdin is not base64") from None

@@ -1,4 +1,4 @@
-"""Models of response bodies: one model and one function for each JSON shape."""
+"""Models of response bodies, and functions that create them from the engine's records."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ENVD_VERSION = "0.6.4"
 """The envd version that the data plane implements: clients choose calls by it."""
 CLIENT_ID = "local"
 NEVER = datetime(9999, 1, 1, tzinfo=UTC)
-"""`endAt` of a sandbox without an end; well before the last date, for clients that convert it to their time zone."""
+"""`endAt` of a sandbox without an end. Well before the last date, so that clients can convert it to their time zone."""
 _MIB = 1 << 20
 
 
 class Shape(BaseModel):
-    """An answer whose fields are in camelCase in JSON."""
+    """A response body whose fields are in camelCase in JSON."""
 
     model_config = ConfigDict(alias_generator=json_name, populate_by_name=True, serialize_by_alias=True)
 
@@ -40,7 +40,7 @@ class NetworkShape(Shape):
 
 
 class VolumeMountShape(Shape):
-    name: str = Field(description="The volume; its id if it was removed.")
+    name: str = Field(description="Name of the volume; its id if the volume was removed.")
     path: str
     read_only: bool
 
@@ -54,35 +54,37 @@ class SandboxShape(Shape):
     sandbox_id: str
     name: str
     template_id: str
-    alias: str | None = Field(None, description="The name of its template.")
+    alias: str | None = Field(None, description="Name of the sandbox's template.")
     client_id: str
     envd_version: str
     envd_access_token: str | None = Field(
-        None, description="For `X-Access-Token` of the data plane; not for read keys."
+        None, description="Value of the data plane's header `X-Access-Token`. Absent for read keys."
     )
     traffic_access_token: str | None = Field(
-        None, description="For `E2B-Traffic-Access-Token`: every port but the agent's 49983; not for read keys."
+        None,
+        description="Value of the header `E2B-Traffic-Access-Token`, for every port but the agent's 49983. Absent for "
+        "read keys.",
     )
     domain: str
     state: Literal["running", "paused"]
     state_reason: str
     created_at: datetime
     started_at: datetime
-    end_at: datetime = Field(description="Year 9999: never.")
+    end_at: datetime = Field(description="A date in the year 9999 means never.")
     on_timeout: str
     lifecycle: LifecycleShape
     cpu_count: int
     memory_mb: int
     disk_size_mb: int
     metadata: dict[str, str]
-    snapshot_id: str = Field(description="Its head: the snapshot it descends from now.")
-    forked_from: str = Field(description="The snapshot or template it was made from; never changes.")
+    snapshot_id: str = Field(description="The sandbox's head: the snapshot that it now descends from.")
+    forked_from: str = Field(description="The snapshot or template that the sandbox was made from; never changes.")
     parent_sandbox_id: str
     diverged: bool | None = Field(None, description="Whether the file system has changed since the head.")
     network: NetworkShape
     allow_internet_access: bool
     volume_mounts: list[VolumeMountShape]
-    address: str | None = Field(None, description="Where its ports are reached, on the gateway's host.")
+    address: str | None = Field(None, description="Address of the sandbox's ports on the gateway's host.")
     backend: str
 
 
@@ -99,6 +101,14 @@ class RetentionShape(Shape):
     max_age: float | None = Field(description="In seconds.")
 
 
+class SnapshotUserShape(Shape):
+    """An object that keeps a snapshot from being deleted."""
+
+    kind: Literal["sandbox", "volume"]
+    id: str
+    name: str
+
+
 class SnapshotShape(Shape):
     snapshot_id: str
     kind: Literal["snapshot", "template"]
@@ -113,7 +123,7 @@ class SnapshotShape(Shape):
     created_at: datetime
     updated_at: datetime
     expires_at: datetime | None
-    retention: RetentionShape | None = Field(description="The rule it was taken under.")
+    retention: RetentionShape | None = Field(description="The retention rule of the snapshot.")
     memory: str
     cold_startable: bool
     memory_bytes_written: int
@@ -123,10 +133,13 @@ class SnapshotShape(Shape):
     memory_mb: int
     disk_size_mb: int
     forks: int
-    volume_mounts: list[VolumeMountShape] = Field(description="Those of its source; forks get the same.")
-    volumes: list[VolumeCaptureShape] = Field(description="Volumes that were captured with it.")
+    volume_mounts: list[VolumeMountShape] = Field(description="The mounts of its source; forks get the same.")
+    volumes: list[VolumeCaptureShape] = Field(description="Volumes that were captured in the same pause.")
     backend: str
-    zfs_snapshot: str | None = Field(None, description="Its name in ZFS, on hosts that have one.")
+    users: list[SnapshotUserShape] | None = Field(
+        None, description="Sandboxes and volumes that keep it from being deleted; only in the answer for one snapshot."
+    )
+    zfs_snapshot: str | None = Field(None, description="The snapshot's name in ZFS, on hosts with ZFS.")
 
 
 class TemplateShape(Shape):
@@ -137,12 +150,18 @@ class TemplateShape(Shape):
     build_status: Literal["building", "ready", "error"]
     reason: str | None = Field(None, description="Why the build failed.")
     digest: str
+    outdated: bool | None = Field(
+        description="Whether it was built with the guest of another version of the gateway, so that building its "
+        "recipe again makes a new one; null: unknown."
+    )
     created_at: datetime
     updated_at: datetime
     forks: int
-    recipe: dict[str, Any] = Field({}, description="The recipe in canonical form, as it may be posted; once ready.")
+    recipe: dict[str, Any] = Field(
+        {}, description="The recipe in canonical form, valid as a request; only when the template is ready."
+    )
     description: str = ""
-    cpu_count: int | None = Field(None, description="This field and the following: once it is ready.")
+    cpu_count: int | None = Field(None, description="This field and the following: only when the template is ready.")
     memory_mb: int | None = None
     disk_size_mb: int | None = None
     memory: str | None = None
@@ -187,15 +206,20 @@ class VolumeUserShape(Shape):
 class VolumeShape(Shape):
     volume_id: str = Field(description="Its name.")
     name: str
-    token: str | None = Field(None, description="The volume's own secret; only when it is made or shown alone.")
+    token: str | None = Field(None, description="The volume's secret; only in answers about a single volume.")
     size_mb: int
-    used_mb: int | None = Field(description="Used space, rounded up; null where the host cannot tell.")
-    dataset: str | None = Field(None, description="Its name in ZFS, on hosts that have one.")
+    used_mb: int | None = Field(description="Used space, rounded up; null if the host cannot determine it.")
+    dataset: str | None = Field(None, description="The volume's name in ZFS, on hosts with ZFS.")
     created_at: datetime
     mounts: list[VolumeUserShape]
-    from_snapshot: str = Field(description="The volume's snapshot it was made from.")
-    owner_sandbox_id: str = Field(description="The sandbox whose own clone it is. Empty: it stays until it is deleted.")
-    stuck: list[str] = Field(description="A sentence for each unmount that fails; it is tried again in the background.")
+    from_snapshot: str = Field(description="The volume snapshot that this volume was made from.")
+    owner_sandbox_id: str = Field(
+        description="The sandbox that owns this clone and removes it at its end. Empty: the volume stays until it is "
+        "deleted."
+    )
+    stuck: list[str] = Field(
+        description="A sentence for each unmount that fails; the gateway retries it in the background."
+    )
 
 
 class VolumeSnapshotShape(Shape):
@@ -203,7 +227,9 @@ class VolumeSnapshotShape(Shape):
     name: str
     volume_id: str
     size_mb: int
-    sandbox_snapshot_id: str = Field(description="The snapshot of a sandbox it is part of, and goes with.")
+    sandbox_snapshot_id: str = Field(
+        description="The sandbox snapshot that this snapshot is part of, and with which it is removed."
+    )
     created_at: datetime
 
 
@@ -215,8 +241,8 @@ class ExecShape(Shape):
 
 
 class UsageShape(Shape):
-    disk_bytes: int = Field(description="On disk, not shared with anything else.")
-    memory_bytes: int = Field(description="In memory; shared memory counts in proportion.")
+    disk_bytes: int = Field(description="Bytes on the disk that are shared with nothing else.")
+    memory_bytes: int = Field(description="Bytes in memory; shared memory counts in proportion.")
 
 
 class ForkErrorShape(Shape):
@@ -310,7 +336,7 @@ def snapshot_shape(
     volumes: list[VolumeCaptureShape],
     **known: Any,
 ) -> SnapshotShape:
-    """Describe a snapshot. ``known``: zfs_snapshot, if the host has one."""
+    """Describe a snapshot. ``known``: users, and zfs_snapshot, if the host has one."""
     sizes = snapshot.resources
     return SnapshotShape(
         snapshot_id=snapshot.id,
@@ -371,7 +397,7 @@ def volume_snapshot_shape(snapshot: VolumeSnapshot, volume: str) -> VolumeSnapsh
     )
 
 
-def template_shape(template: Snapshot, *, build_id: str, forks: int) -> TemplateShape:
+def template_shape(template: Snapshot, *, build_id: str, outdated: bool | None, forks: int) -> TemplateShape:
     """Describe a template that is ready."""
     sizes = template.resources
     return TemplateShape(
@@ -381,7 +407,8 @@ def template_shape(template: Snapshot, *, build_id: str, forks: int) -> Template
         build_id=build_id,
         build_status="ready",
         digest=template.recipe_digest,
-        recipe=posted(template.recipe),
+        outdated=outdated,
+        recipe=recipe_fields(template.recipe),
         description=template.description,
         created_at=template.created_at,
         updated_at=template.updated_at,
@@ -402,7 +429,8 @@ def building_shape(build: Build) -> TemplateShape:
         build_id=build.build_id,
         build_status=build.status,
         digest=build.digest,
-        recipe=posted(build.recipe),
+        outdated=False,
+        recipe=recipe_fields(build.recipe),
         created_at=build.started_at,
         updated_at=build.started_at,
         forks=0,
@@ -410,7 +438,7 @@ def building_shape(build: Build) -> TemplateShape:
     return shape.model_copy(update={"reason": build.reason}) if build.reason else shape
 
 
-def posted(recipe: dict[str, Any]) -> dict[str, Any]:
+def recipe_fields(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return a stored recipe with the field names of requests; ``packages`` is sorted and without duplicates."""
     if not recipe:
         return {}
@@ -474,8 +502,11 @@ def fork_error_shape(error: GatewayError, name: str) -> ForkErrorShape:
 
 
 def names_for(results: Sequence[object], names: Sequence[str] | None) -> list[str]:
-    """Return the requested name of each result; "" if none was given."""
-    return list(names) if names else [""] * len(results)
+    """Return the requested name of each result; "" if none was given.
+
+    A repeated request may have fewer results than names: those of its sandboxes that still exist.
+    """
+    return list(names) if names and len(names) == len(results) else [""] * len(results)
 
 
 def _retention(rule: Retention | None) -> RetentionShape | None:

@@ -7,18 +7,19 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from sandbox_gateway.api.dependencies import LONGEST_REF, EngineDep, IdempotencyKey, Operation, Ref
+from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, IdempotencyKey, Operation, Ref
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.sandboxes import forks_shape
 from sandbox_gateway.api.native.view import ViewDep, ids_of
 from sandbox_gateway.api.paging import Limit, NextToken, page
-from sandbox_gateway.api.waiting import unless_gone
+from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.engine.engine import Engine
 from sandbox_gateway.records import Snapshot
 
 router = APIRouter(tags=["snapshots"])
 When = Annotated[
-    Literal["unused"] | None, Query(description="unused: hide it now, remove it with the last sandbox made from it")
+    Literal["unused"] | None,
+    Query(description="unused: hide the snapshot now, and remove it with the last sandbox made from it"),
 ]
 
 
@@ -30,8 +31,10 @@ async def index(
     limit: Limit = 100,
     next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
     name: str = "",
-    sandbox: Annotated[str, Query(alias="sandboxID", description="Taken of this sandbox (id or name)")] = "",
-    template: Annotated[str, Query(alias="templateID", description="Descending from this template (id or name)")] = "",
+    sandbox: Annotated[str, Query(alias="sandboxID", description="Only snapshots of this sandbox (id or name)")] = "",
+    template: Annotated[
+        str, Query(alias="templateID", description="Only snapshots that descend from this template (id or name)")
+    ] = "",
 ) -> list[shapes.SnapshotShape]:
     sources, templates = _sandbox_ids(sandbox, engine), ids_of(template, engine)
     found = [
@@ -45,9 +48,11 @@ async def index(
     return [view.snapshot(snapshot) for snapshot in shown]
 
 
-@router.get("/snapshots/{ref}", response_model_exclude_unset=True, summary="Show a snapshot (or a template as one)")
+@router.get(
+    "/snapshots/{ref}", response_model_exclude_unset=True, summary="Show a snapshot, or a template as a snapshot"
+)
 async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.SnapshotShape:
-    return view.snapshot(engine.snapshots.get(ref))
+    return view.snapshot(engine.snapshots.get(ref), with_users=True)
 
 
 @router.delete(
@@ -64,7 +69,7 @@ async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
     "/snapshots/{ref}/fork",
     status_code=201,
     response_model_exclude_unset=True,
-    summary="Make one sandbox from a snapshot, or with `count` or `names` several",
+    summary="Create one sandbox from a snapshot, or several with `count` or `names`",
 )
 async def fork(
     request: Request,
@@ -78,13 +83,14 @@ async def fork(
     body = body or requests.Fork()
     spec = body.fork_spec(idempotency_key, operation)
     if not body.has_count:
-        return view.sandbox(await unless_gone(request, engine.forks.create(ref, spec)))
-    return forks_shape(await unless_gone(request, engine.forks.fork(ref, spec)), spec.names, view)
+        return view.sandbox(await cancel_on_disconnect(request, engine.forks.create(ref, spec)))
+    return forks_shape(await cancel_on_disconnect(request, engine.forks.fork(ref, spec)), spec.names, view)
 
 
-@router.get("/lineage", summary="The tree: templates, sandboxes, snapshots, forks", tags=["gateway"])
+@router.get("/lineage", summary="Show the lineage of templates, sandboxes, snapshots and forks", tags=["gateway"])
 async def lineage(
-    engine: EngineDep, root: Annotated[str, Query(max_length=LONGEST_REF, description="Only below this")] = ""
+    engine: EngineDep,
+    root: Annotated[str, Query(max_length=MAX_REF_LENGTH, description="Only descendants of this object")] = "",
 ) -> list[dict[str, Any]]:
     return engine.snapshots.lineage(root or None)
 
@@ -93,9 +99,8 @@ async def remove(engine: Engine, snapshot: Snapshot, when: str | None) -> Respon
     """Delete a snapshot. 204: deleted. 202: hidden until its last user is removed."""
     if await engine.snapshots.delete(snapshot.id, when_unused=when == "unused"):
         return Response(status_code=204)
-    clones = engine.references.clones_of(engine.references.volume_snapshots_in(snapshot))
-    users = [*(sandbox.id for sandbox in engine.references.dependents(snapshot)), *(volume.id for volume in clones)]
-    shape = shapes.Hidden(snapshot_id=snapshot.id, status="hidden", blockers=users)
+    blockers = [each.id for each in engine.references.blockers(snapshot)]
+    shape = shapes.Hidden(snapshot_id=snapshot.id, status="hidden", blockers=blockers)
     return JSONResponse(shape.model_dump(), 202)
 
 

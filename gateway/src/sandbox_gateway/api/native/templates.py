@@ -15,6 +15,7 @@ from sandbox_gateway.api.native.view import template_or_snapshot
 from sandbox_gateway.api.paging import Limit, NextToken, page
 from sandbox_gateway.engine.builds import Build
 from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.templates import is_outdated
 from sandbox_gateway.errors import NotFound
 from sandbox_gateway.records import Snapshot, SnapshotKind
 
@@ -24,8 +25,8 @@ router = APIRouter(tags=["templates"])
 @router.post(
     "/templates",
     status_code=202,
-    summary="Build a template in the background, or find the one of the same recipe",
-    responses={200: {"model": shapes.BuildStarted, "description": "It exists already"}},
+    summary="Build a template in the background, or find an existing one with the same recipe",
+    responses={200: {"model": shapes.BuildStarted, "description": "The template already exists"}},
 )
 async def create(body: requests.CreateTemplate, engine: EngineDep, response: Response) -> shapes.BuildStarted:
     build = await engine.templates.build(body.name, body.recipe(), description=body.description)
@@ -42,11 +43,12 @@ async def index(
     next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
     name: str = "",
 ) -> list[shapes.TemplateShape]:
-    """Those that are ready, being built, or whose build failed since the gateway started."""
+    """List the templates that are ready, being built, or whose build failed since the gateway started."""
+    guest = await engine.templates.guest_digest()
     ready = engine.snapshots.list([SnapshotKind.TEMPLATE])
     there = {template.id for template in ready}
     found = [
-        *(_ready(engine, template) for template in ready),
+        *(_ready(engine, template, guest) for template in ready),
         *(
             shapes.building_shape(build)
             for build in engine.templates.list_unfinished_builds()
@@ -59,8 +61,9 @@ async def index(
 
 @router.get("/templates/{ref}", response_model_exclude_unset=True, summary="Show a template")
 async def show(ref: Ref, engine: EngineDep) -> shapes.TemplateShape:
+    guest = await engine.templates.guest_digest()
     try:
-        return _ready(engine, engine.templates.get(ref))
+        return _ready(engine, engine.templates.get(ref), guest)
     except NotFound:
         build = engine.templates.get_build(ref)
         if build.status == "ready":
@@ -69,14 +72,15 @@ async def show(ref: Ref, engine: EngineDep) -> shapes.TemplateShape:
         return shapes.building_shape(build)
 
 
-@router.get("/templates/aliases/{ref}", summary="Find the template of this name")
+@router.get("/templates/aliases/{ref}", summary="Find a template by name")
 async def by_alias(ref: Ref, engine: EngineDep) -> shapes.AliasShape:
     return shapes.AliasShape(template_id=engine.templates.get(ref).id, public=False)
 
 
-@router.put("/templates/{ref}/alias", response_model_exclude_unset=True, summary="Give it one more name")
+@router.put("/templates/{ref}/alias", response_model_exclude_unset=True, summary="Give a template an additional name")
 async def set_alias(ref: Ref, body: requests.SetAlias, engine: EngineDep) -> shapes.TemplateShape:
-    return _ready(engine, await engine.templates.set_alias(ref, body.alias))
+    guest = await engine.templates.guest_digest()
+    return _ready(engine, await engine.templates.set_alias(ref, body.alias), guest)
 
 
 @router.get("/templates/{ref}/builds/{build}/status", summary="Show the status of a build")
@@ -85,22 +89,22 @@ async def build_status(
     build: Ref,
     engine: EngineDep,
     offset: Annotated[int, Query(alias="logsOffset", ge=0, description="Skip this many lines")] = 0,
-    limit: Annotated[int | None, Query(ge=0, le=100_000, description="Lines at most")] = None,
+    limit: Annotated[int | None, Query(ge=0, le=100_000, description="Maximum number of lines")] = None,
 ) -> shapes.BuildShape:
     return shapes.build_shape(engine.templates.get_build(ref, build), offset, limit)
 
 
 @router.get(
     "/templates/{ref}/builds/{build}/logs",
-    summary="A build's log",
+    summary="Show the log of a build",
     response_model=shapes.LogShape,
-    responses={200: {"content": {"text/plain": {}}, "description": "With `follow`: lines of text, as they come"}},
+    responses={200: {"content": {"text/plain": {}}, "description": "With `follow`: lines of text as they are written"}},
 )
 async def build_logs(
     ref: Ref,
     build: Ref,
     engine: EngineDep,
-    follow: Annotated[bool, Query(description="Until it ends, as text")] = False,
+    follow: Annotated[bool, Query(description="Stream the log as text until the build ends")] = False,
 ) -> Response:
     found = engine.templates.get_build(ref, build)
     if follow:
@@ -118,9 +122,13 @@ async def delete(ref: Ref, engine: EngineDep, when: When = None) -> Response:
     return await remove(engine, template_or_snapshot(engine, ref), when)
 
 
-def _ready(engine: Engine, template: Snapshot) -> shapes.TemplateShape:
-    build = engine.templates.get_build(template.id)
-    return shapes.template_shape(template, build_id=build.build_id, forks=len(engine.references.dependents(template)))
+def _ready(engine: Engine, template: Snapshot, guest: str) -> shapes.TemplateShape:
+    return shapes.template_shape(
+        template,
+        build_id=engine.templates.get_build(template.id).build_id,
+        outdated=is_outdated(template, guest),
+        forks=len(engine.references.blocking_sandboxes(template)),
+    )
 
 
 async def _lines(build: Build) -> AsyncIterator[str]:

@@ -1,4 +1,4 @@
-"""Converts the engine's records to shapes, with fields that depend on the host and on the caller."""
+"""Convert the engine's records to shapes, with fields that depend on the host and on the caller."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class View:
         return self.engine.host.kind
 
     def sandbox(self, sandbox: Sandbox, *, secret: bool = True, **known: Any) -> shapes.SandboxShape:
-        """Describe a sandbox. Without access tokens if not ``secret``, or for a read-only caller."""
+        """Describe a sandbox. The access tokens are left out if not ``secret``, or for a read-only caller."""
         known |= self._reach(sandbox, secret and self.permission >= Permission.EXEC)
         if alias := self._alias(sandbox.template_id):
             known["alias"] = alias
@@ -43,12 +43,19 @@ class View:
             **known,
         )
 
-    def snapshot(self, snapshot: Snapshot) -> shapes.SnapshotShape:
-        known = {"zfs_snapshot": name} if (name := snapshot.host.get("zfsSnapshot")) else {}
+    def snapshot(self, snapshot: Snapshot, *, with_users: bool = False) -> shapes.SnapshotShape:
+        known: dict[str, Any] = {"zfs_snapshot": name} if (name := snapshot.host.get("zfsSnapshot")) else {}
+        if with_users:
+            known["users"] = [
+                shapes.SnapshotUserShape(
+                    kind="sandbox" if isinstance(each, Sandbox) else "volume", id=each.id, name=each.name
+                )
+                for each in self.engine.references.blockers(snapshot)
+            ]
         return shapes.snapshot_shape(
             snapshot,
             backend=self.backend,
-            forks=len(self.engine.references.dependents(snapshot)),
+            forks=len(self.engine.references.blocking_sandboxes(snapshot)),
             mounts=self._mounts(snapshot.mounts),
             volumes=[
                 shapes.VolumeCaptureShape(name=self._volume_name(each.volume), snapshot_id=each.snapshot)
@@ -58,7 +65,7 @@ class View:
         )
 
     async def volume(self, volume: Volume, *, secret: bool = False) -> shapes.VolumeShape:
-        """Describe a volume. ``secret``: with its token, which is empty for a read-only caller."""
+        """Describe a volume. ``secret``: include its token, which is empty for a read-only caller."""
         known = {"dataset": name} if (name := volume.host.get("dataset")) else {}
         if secret:
             known["token"] = self._volume_token(volume) if self.permission >= Permission.EXEC else ""
@@ -71,7 +78,7 @@ class View:
         return shapes.VolumeMountShape(name=self._volume_name(mount.volume), path=mount.path, read_only=mount.read_only)
 
     async def with_divergence(self, sandbox: Sandbox) -> shapes.SandboxShape:
-        return self.sandbox(sandbox, diverged=await self._diverged(sandbox))
+        return self.sandbox(sandbox, diverged=await self._has_diverged(sandbox))
 
     async def with_divergences(self, sandboxes: Sequence[Sandbox]) -> list[shapes.SandboxShape]:
         """Describe sandboxes, without secrets. Queries their agents concurrently, because some may not answer."""
@@ -79,13 +86,13 @@ class View:
 
         async def ask(sandbox: Sandbox) -> bool | None:
             async with gate:
-                return await self._diverged(sandbox)
+                return await self._has_diverged(sandbox)
 
         answers = await asyncio.gather(*map(ask, sandboxes))
         pairs = zip(sandboxes, answers, strict=True)
         return [self.sandbox(sandbox, secret=False, diverged=diverged) for sandbox, diverged in pairs]
 
-    async def _diverged(self, sandbox: Sandbox) -> bool | None:
+    async def _has_diverged(self, sandbox: Sandbox) -> bool | None:
         """Return whether a sandbox has diverged; None if it was removed or its agent does not answer in time."""
         try:
             return await self.engine.sandboxes.has_diverged(sandbox.id)
@@ -146,7 +153,7 @@ def template_or_snapshot(engine: Engine, ref: str) -> Snapshot:
     try:
         return engine.snapshots.get(ref)
     except NotFound:
-        raise NotFound("template or snapshot", ref[:80]) from None
+        raise NotFound("template or snapshot", ref[:80], resource="template") from None
 
 
 def ids_of(ref: str, engine: Engine) -> set[str]:

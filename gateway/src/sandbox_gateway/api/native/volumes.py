@@ -7,21 +7,21 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from sandbox_gateway.api.dependencies import LONGEST_REF, EngineDep, Ref
+from sandbox_gateway.api.dependencies import MAX_REF_LENGTH, EngineDep, Ref
 from sandbox_gateway.api.native import requests, shapes
 from sandbox_gateway.api.native.view import ViewDep
-from sandbox_gateway.api.paging import MOST, Limit, NextToken, page
-from sandbox_gateway.api.waiting import unless_gone
+from sandbox_gateway.api.paging import MAX_ITEMS, Limit, NextToken, page
+from sandbox_gateway.api.waiting import cancel_on_disconnect
 from sandbox_gateway.records import new_id
 
 router = APIRouter(tags=["volumes"])
-OfVolume = Annotated[str, Path(max_length=LONGEST_REF, description="An id or a name, within the volume.")]
+OfVolume = Annotated[str, Path(max_length=MAX_REF_LENGTH, description="Id or name of a snapshot of the volume.")]
 
 
-@router.post("/volumes", status_code=201, response_model_exclude_unset=True, summary="Make a volume")
+@router.post("/volumes", status_code=201, response_model_exclude_unset=True, summary="Create a volume")
 async def create(request: Request, body: requests.CreateVolume, engine: EngineDep, view: ViewDep) -> shapes.VolumeShape:
     work = engine.volumes.create(body.name or new_id(), body.size_mb, body.from_snapshot)
-    return await view.volume(await unless_gone(request, work), secret=True)
+    return await view.volume(await cancel_on_disconnect(request, work), secret=True)
 
 
 @router.get("/volumes", response_model_exclude_unset=True, summary="List volumes")
@@ -30,7 +30,7 @@ async def index(
     engine: EngineDep,
     view: ViewDep,
     # The published clients request only one page.
-    limit: Limit = MOST,
+    limit: Limit = MAX_ITEMS,
     next_token: Annotated[NextToken, Query(alias="nextToken")] = "",
     name: str = "",
 ) -> list[shapes.VolumeShape]:
@@ -48,14 +48,16 @@ async def show(ref: Ref, engine: EngineDep, view: ViewDep) -> shapes.VolumeShape
 async def grow(
     request: Request, ref: Ref, body: requests.GrowVolume, engine: EngineDep, view: ViewDep
 ) -> shapes.VolumeShape:
-    return await view.volume(await unless_gone(request, engine.volumes.grow(ref, body.size_mb)))
+    return await view.volume(await cancel_on_disconnect(request, engine.volumes.grow(ref, body.size_mb)))
 
 
 @router.delete("/volumes/{ref}", status_code=204, summary="Remove a volume that nothing mounts")
 async def delete(
     ref: Ref,
     engine: EngineDep,
-    with_snapshots: Annotated[bool, Query(alias="withSnapshots", description="And the snapshots of it")] = False,
+    with_snapshots: Annotated[
+        bool, Query(alias="withSnapshots", description="Also remove the snapshots of the volume")
+    ] = False,
 ) -> None:
     await engine.volumes.delete(ref, with_snapshots=with_snapshots)
 
@@ -64,7 +66,7 @@ async def delete(
 async def attach(
     request: Request, ref: Ref, body: requests.VolumeMount, engine: EngineDep, view: ViewDep
 ) -> shapes.VolumeMountShape:
-    return view.mount(await unless_gone(request, engine.attachments.attach(ref, body.spec())))
+    return view.mount(await cancel_on_disconnect(request, engine.attachments.attach(ref, body.spec())))
 
 
 @router.delete("/sandboxes/{ref}/volumes/{volume}", status_code=204, summary="Unmount a volume")
@@ -76,8 +78,8 @@ async def detach(ref: Ref, volume: Ref, engine: EngineDep) -> None:
 async def snapshot(
     request: Request, ref: Ref, engine: EngineDep, view: ViewDep, body: requests.CreateVolumeSnapshot | None = None
 ) -> shapes.VolumeSnapshotShape:
-    work = engine.volumes.snapshot(ref, (body and body.name) or "")
-    return view.volume_snapshot(await unless_gone(request, work))
+    work = engine.volumes.create_snapshot(ref, (body and body.name) or "")
+    return view.volume_snapshot(await cancel_on_disconnect(request, work))
 
 
 @router.get("/volumes/{ref}/snapshots", summary="List the snapshots of a volume")
@@ -107,5 +109,5 @@ async def rollback(
     request: Request, ref: Ref, body: requests.RollbackVolume, engine: EngineDep, view: ViewDep
 ) -> shapes.VolumeShape:
     volume = engine.volumes.get(ref)
-    await unless_gone(request, engine.volumes.rollback(volume.id, body.snapshot, force=body.force))
+    await cancel_on_disconnect(request, engine.volumes.rollback(volume.id, body.snapshot, force=body.force))
     return await view.volume(engine.volumes.get(volume.id))

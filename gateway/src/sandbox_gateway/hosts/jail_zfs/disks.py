@@ -1,4 +1,4 @@
-"""The file systems of sandboxes on the host: clone, mount, capture, and remove when no longer in use."""
+"""Clone, mount and capture the file systems of sandboxes, and remove them when they are no longer in use."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from sandbox_gateway.errors import Busy, GatewayError, NotFound
-from sandbox_gateway.hosts.jail_zfs.background import BackgroundTasks
-from sandbox_gateway.hosts.jail_zfs.commands import Commands, finish_all
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.jail.holders import describe_holders
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted, MountTable
@@ -19,6 +18,7 @@ from sandbox_gateway.hosts.jail_zfs.storage.root import SANDBOXES
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Sandbox, Snapshot, VolumeSnapshot
+from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
 
 _RETRIES = 20
 _RETRY_SECONDS = 3.0
@@ -30,7 +30,7 @@ class Disks:
     def __init__(
         self,
         storage: ZfsStorage,
-        run: Commands,
+        run: CommandRunner,
         jails: Jails,
         table: MountTable,
         mounts: VolumeMounts,
@@ -43,12 +43,12 @@ class Disks:
         self._mounts = mounts
         self._background = background
         self._instances: set[str] = set()
-        """Instances that have a dataset."""
+        """The instances that have a dataset."""
         self._snapshots: dict[str, Snapshot] = {}
 
     @property
     def directory(self) -> Path:
-        """The directory in which instances are mounted, without symbolic links, as `jls` reports it."""
+        """Return the directory in which instances are mounted, without symbolic links, as `jls` reports it."""
         return Path(os.path.realpath(self._storage.root.mountpoint)) / SANDBOXES
 
     def path(self, instance: str) -> Path:
@@ -65,7 +65,7 @@ class Disks:
     async def clone(self, snapshot_id: str, sandbox: Sandbox) -> None:
         disk = sandbox.resources.disk_mb
         clone = self._storage.instances.clone
-        await finish_all(asyncio.to_thread(clone, snapshot_id, sandbox.instance, disk_mb=disk))
+        await finish_despite_cancellation(asyncio.to_thread(clone, snapshot_id, sandbox.instance, disk_mb=disk))
         self._instances.add(sandbox.instance)
 
     async def mount(self, instance: str) -> None:
@@ -75,7 +75,7 @@ class Disks:
         except Busy:
             raise Busy(
                 f"the file system of the sandbox ({self._storage.instances.dataset(instance)}) cannot be mounted: "
-                f"{await self._describe_holders(instance)}. End what holds it, then try again"
+                f"{await self._describe_holders(instance)}. End these users, then try again"
             ) from None
 
     async def _describe_holders(self, instance: str) -> str:
@@ -86,21 +86,29 @@ class Disks:
         if sandbox.instance not in self._instances and sandbox.pause_snapshot:
             # The sandbox will start later: a clone protects the snapshot that it starts from, and carries the record.
             await self.clone(sandbox.pause_snapshot, sandbox)
-        await finish_all(asyncio.to_thread(self._storage.instances.save, sandbox))
+        await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.save, sandbox))
 
     async def forget(self, sandbox: Sandbox) -> None:
         """Drop the sandbox's record."""
-        await finish_all(asyncio.to_thread(self._storage.instances.forget, sandbox.instance))
+        await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.forget, sandbox.instance))
 
     async def discard(self, instance: str) -> None:
-        """Remove or retire the dataset; in the background if it is still in use, for example by a dying jail."""
+        """Remove or retire the dataset.
+
+        Continues in the background if it is still in use, for example by a dying jail.
+        """
         try:
             if self._mounts.stuck(self._is_in(instance)):
-                raise Busy("a mount in it is stuck")
-            await finish_all(asyncio.to_thread(self._storage.instances.discard, instance))
+                raise Busy("a mount in the sandbox's file system is stuck")
+            await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.discard, instance))
         except Busy as error:
             holders = await self._describe_holders(instance)
-            log.warning("still in use, removed later", instance=instance, reason=error.message, holders=holders)
+            log.warning(
+                "a sandbox's file system is still in use and will be removed later",
+                instance=instance,
+                reason=error.message,
+                holders=holders,
+            )
             self._background.start(self._discard_later(instance))
             return
         self._note_discarded(instance)
@@ -113,13 +121,17 @@ class Disks:
         for _ in range(_RETRIES):
             await asyncio.sleep(_RETRY_SECONDS)
             try:
-                await finish_all(asyncio.to_thread(self._storage.instances.discard, instance))
+                await finish_despite_cancellation(asyncio.to_thread(self._storage.instances.discard, instance))
             except GatewayError:
                 continue
             self._note_discarded(instance)
             return
         holders = await self._describe_holders(instance)
-        log.error("not removed, the next start of the gateway tries again", instance=instance, holders=holders)
+        log.error(
+            "a sandbox's file system could not be removed, the next start of the gateway tries again",
+            instance=instance,
+            holders=holders,
+        )
 
     def _note_discarded(self, instance: str) -> None:
         self._instances.discard(instance)
@@ -128,20 +140,20 @@ class Disks:
     # -- snapshots --------------------------------------------------------------------------------------------------
 
     async def capture(self, sandbox: Sandbox, snapshot: Snapshot, volumes: Sequence[VolumeSnapshot]) -> None:
-        take = self._storage.snapshots.take
-        await finish_all(asyncio.to_thread(take, sandbox.instance, snapshot, volumes))
+        capture = self._storage.snapshots.capture
+        await finish_despite_cancellation(asyncio.to_thread(capture, sandbox.instance, snapshot, volumes))
 
     def expected_name(self, sandbox: Sandbox, snapshot: Snapshot) -> str:
         """Return the ZFS name of a snapshot that is about to be taken."""
         return f"{self._storage.instances.dataset(sandbox.instance)}@{snapshot.id}"
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
-        await finish_all(asyncio.to_thread(self._storage.snapshots.save, snapshot))
+        await finish_despite_cancellation(asyncio.to_thread(self._storage.snapshots.save, snapshot))
         self.add_snapshot(snapshot)
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
-        with contextlib.suppress(NotFound):  # destroyed by someone with `zfs destroy`
-            await finish_all(asyncio.to_thread(self._storage.snapshots.destroy, snapshot.id))
+        with contextlib.suppress(NotFound):  # an administrator may have used `zfs destroy`
+            await finish_despite_cancellation(asyncio.to_thread(self._storage.snapshots.destroy, snapshot.id))
         self._snapshots.pop(snapshot.id, None)
 
     def add_snapshot(self, snapshot: Snapshot) -> None:

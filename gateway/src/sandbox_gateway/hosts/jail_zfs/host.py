@@ -14,8 +14,7 @@ from sandbox_gateway.config import Config
 from sandbox_gateway.errors import BackendFailed, GatewayError, Invalid, Unsupported
 from sandbox_gateway.hosts.addresses import name_servers
 from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Log, Scan, Usage, VolumeState
-from sandbox_gateway.hosts.jail_zfs.background import BackgroundTasks
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.jail import rootfs
 from sandbox_gateway.hosts.jail_zfs.jail.identity import Identities, gateway_key
@@ -23,17 +22,18 @@ from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountTable
 from sandbox_gateway.hosts.jail_zfs.jail.rctl import Limits
 from sandbox_gateway.hosts.jail_zfs.jail.volume_mounts import VolumeMounts
-from sandbox_gateway.hosts.jail_zfs.machines import Machines
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import Pf
-from sandbox_gateway.hosts.jail_zfs.recovery import Recovery
+from sandbox_gateway.hosts.jail_zfs.recovery import JailRecovery
 from sandbox_gateway.hosts.jail_zfs.runner import ENDED, JailRunner
+from sandbox_gateway.hosts.jail_zfs.running_machines import RunningMachines
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.hosts.jail_zfs.watcher import JailWatcher
 from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
 from sandbox_gateway.records import Memory, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
+from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
 
 log = Logger("jail_zfs")
 
@@ -51,15 +51,15 @@ class JailZfsHost:
         self.boot_seconds = self.resume_seconds = config.jail_zfs.boot_seconds
         state, prefix = config.host.state_root, config.network.prefix
         self._opened = False
-        self._background = BackgroundTasks()
-        self._run = Commands(environment)
+        self._background = BackgroundTasks(log)
+        self._run = CommandRunner(environment)
         self._storage = ZfsStorage(config.jail_zfs.dataset, lock_directory=state)
         # the network
         bridge = config.jail_zfs.bridge or f"{prefix}br"
         self._bridge = Bridge(self._run, name=bridge, prefix=prefix, subnet=config.network.subnet)
         self._pf = Pf(self._run, self._bridge, prefix)
         # jails and their mounts
-        self._machines = Machines(self._bridge)
+        self._machines = RunningMachines(self._bridge)
         self._jails = Jails(self._run)
         self._limits = Limits(self._run, config.jail_zfs.processes)
         self._identities = Identities(state / "run")
@@ -84,7 +84,7 @@ class JailZfsHost:
             dying_seconds=config.jail_zfs.dying_seconds,
         )
         self._watcher = JailWatcher(self._machines, self._jails)
-        self._recovery = Recovery(
+        self._recovery = JailRecovery(
             self._storage,
             self._machines,
             self._disks,
@@ -102,14 +102,16 @@ class JailZfsHost:
         try:
             root.mkdir(mode=0o711, parents=True, exist_ok=True)
         except OSError as error:
-            raise BackendFailed(f"the state root {root} cannot be created: {error.strerror}; run as root") from None
+            raise BackendFailed(
+                f"the state root {root} cannot be created ({error.strerror}): run the gateway as root"
+            ) from None
         for note in await asyncio.to_thread(self._storage.open):
             log.warning("storage", what=note)
         try:
             for path in (root, self._storage.root.mountpoint):
                 if len(str(path).split()) != 1:
                     raise Invalid(
-                        f"the path {str(path)!r} has blanks, which mounts of jails cannot have: choose another"
+                        f"the path {str(path)!r} contains white space, which jails cannot mount: choose another path"
                     )
             await self._limits.open()
             await self._bridge.open()
@@ -125,13 +127,13 @@ class JailZfsHost:
         if not self._opened:
             return
         self._opened = False
-        await self._background.close()
+        await self._background.cancel()
         try:
             if not self._machines:
                 await self._pf.close()
                 await self._bridge.close()
         except GatewayError as error:
-            log.warning("bridge or packet filter not removed", reason=error.message)
+            log.warning("the bridge or the packet filter's rules could not be removed", reason=error.message)
         self._machines.clear()
         await asyncio.to_thread(self._storage.close)
 
@@ -170,22 +172,22 @@ class JailZfsHost:
 
     async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
         if with_memory:
-            raise Unsupported("a jail host captures files, not memory: fork the snapshot without memory")
+            raise Unsupported("a jail host captures only files, not memory: fork the snapshot without memory")
         machine = self._runner.reserve(sandbox, self._runner.jail_name(sandbox))
         try:
             disk = self._disks.clone(snapshot.id, sandbox)
             await self._runner.start(machine, sandbox, disk, self.name_servers())
         except BaseException:
-            await asyncio.shield(self.discard(sandbox))
+            await finish_despite_cancellation(self.discard(sandbox))
             raise
 
-    async def start(self, sandbox: Sandbox) -> None:
+    async def boot(self, sandbox: Sandbox) -> None:
         machine = self._runner.reserve(sandbox, await self._runner.free_jail_name(sandbox))
         try:
             disk = self._disks.mount(sandbox.instance)
             await self._runner.start(machine, sandbox, disk, self.name_servers())
         except BaseException:
-            await asyncio.shield(self.stop(sandbox))
+            await finish_despite_cancellation(self.stop(sandbox))
             raise
 
     async def stop(self, sandbox: Sandbox) -> None:
@@ -208,7 +210,7 @@ class JailZfsHost:
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:
         if memory:
-            raise Unsupported("a jail host captures files, not memory: ask for memory 'none'")
+            raise Unsupported("a jail host captures only files, not memory: set memory to 'none'")
         self._machines.require_running(sandbox)
         snapshot.memory = Memory.NONE
         snapshot.resources = sandbox.resources
@@ -224,10 +226,10 @@ class JailZfsHost:
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
         await self._disks.remove_snapshot(snapshot)
 
-    def places(self, snapshot: Snapshot) -> dict[str, str]:
+    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
         return {"dir": str(snapshot.host.get("zfsSnapshot", ""))}
 
-    async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
+    async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         return await self._disks.has_diverged(sandbox, head)
 
     # -- volumes ----------------------------------------------------------------------------------------------------
@@ -245,13 +247,13 @@ class JailZfsHost:
         return await self._volumes.state(volume)
 
     async def capture_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        await self._volumes.take_snapshot(snapshot)
+        await self._volumes.capture(snapshot)
 
     async def remove_volume_snapshot(self, snapshot: VolumeSnapshot) -> None:
         await self._volumes.remove_snapshot(snapshot)
 
     async def rollback_volume(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        await self._volumes.roll_back(volume, snapshot)
+        await self._volumes.rollback(volume, snapshot)
 
     async def attach(self, sandbox: Sandbox, mount: Mount) -> None:
         await self._volumes.attach(sandbox, mount)
@@ -282,7 +284,7 @@ class JailZfsHost:
         machine = self._machines.get(sandbox.instance)
         return Usage(disk_bytes, await self._limits.memory_bytes(machine.jail) if machine else 0)
 
-    def ended(self, sandbox: Sandbox) -> str:
+    def end_reason(self, sandbox: Sandbox) -> str:
         machine = self._machines.get(sandbox.instance)
         if machine is None:
             return "its jail is not running"

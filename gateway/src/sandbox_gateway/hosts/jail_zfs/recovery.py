@@ -1,4 +1,4 @@
-"""Recovery at start-up: adopts running jails and removes orphaned resources."""
+"""Adopt running jails and remove orphaned resources at start-up."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sandbox_gateway.hosts.base import Scan
-from sandbox_gateway.hosts.jail_zfs.commands import finish_all
 from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jail, Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountTable
 from sandbox_gateway.hosts.jail_zfs.jail.volume_mounts import VolumeMounts
-from sandbox_gateway.hosts.jail_zfs.machines import Machines
 from sandbox_gateway.hosts.jail_zfs.runner import JailRunner
+from sandbox_gateway.hosts.jail_zfs.running_machines import RunningMachines
 from sandbox_gateway.hosts.jail_zfs.storage.storage import ZfsStorage
 from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.records import Sandbox
+from sandbox_gateway.tasks import finish_despite_cancellation, wait_for_all
 
 _TEARDOWN_SECONDS = 300.0
 
 
-class Recovery:
+class JailRecovery:
     def __init__(
         self,
         storage: ZfsStorage,
-        machines: Machines,
+        machines: RunningMachines,
         disks: Disks,
         jails: Jails,
         table: MountTable,
@@ -50,7 +50,7 @@ class Recovery:
             work = self._clear(instance, jails.pop(instance, []))
             asyncio.run_coroutine_threadsafe(work, loop).result(_TEARDOWN_SECONDS)
 
-        (found,) = await finish_all(asyncio.to_thread(self._storage.scan, teardown))
+        found = await finish_despite_cancellation(asyncio.to_thread(self._storage.scan, teardown))
         scan = Scan(found.snapshots, found.sandboxes, found.volumes, found.volume_snapshots)
         scan.repaired += found.repaired
         scan.unreadable_sandboxes = found.unreadable_sandboxes
@@ -66,7 +66,9 @@ class Recovery:
         scan.repaired += await self._sweep()
         scan.repaired += await self._volumes.recover(found.sandboxes)
         adopted = (sandbox for sandbox in found.sandboxes if sandbox.instance in scan.alive)
-        await finish_all(*(self._runner.enforce_policy(sandbox, dns) for sandbox in adopted))
+        await finish_despite_cancellation(
+            wait_for_all(*(self._runner.enforce_policy(sandbox, dns) for sandbox in adopted))
+        )
         return scan
 
     def _adopt(self, sandbox: Sandbox, jails: Sequence[Jail]) -> bool:
@@ -94,7 +96,8 @@ class Recovery:
         swept += [f"the mount {name}" for name in mounts]
         notes = [f"removed {name}, which belonged to no running sandbox" for name in swept]
         return notes + [
-            f"the mount {name}, which belongs to no running sandbox, is stuck; it is tried again" for name in stuck
+            f"the mount {name}, which belongs to no running sandbox, cannot be unmounted; the gateway retries"
+            for name in stuck
         ]
 
     def _is_of_machine(self, node: str) -> bool:

@@ -1,4 +1,4 @@
-"""Starts and stops the jail of a sandbox, with its network, limits and rules."""
+"""Start and stop the jail of a sandbox, with its network, limits and rules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 
 from sandbox_gateway.errors import BackendFailed, GatewayError
-from sandbox_gateway.hosts.jail_zfs.commands import finish_all
 from sandbox_gateway.hosts.jail_zfs.disks import Disks
 from sandbox_gateway.hosts.jail_zfs.jail.identity import (
     Identities,
@@ -17,12 +16,13 @@ from sandbox_gateway.hosts.jail_zfs.jail.identity import (
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.rctl import Limits
 from sandbox_gateway.hosts.jail_zfs.jail.volume_mounts import VolumeMounts
-from sandbox_gateway.hosts.jail_zfs.machines import Machine, Machines
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge
 from sandbox_gateway.hosts.jail_zfs.network.pf import Pf
+from sandbox_gateway.hosts.jail_zfs.running_machines import Machine, RunningMachines
 from sandbox_gateway.hosts.jail_zfs.volumes import JailVolumes
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy, Sandbox
+from sandbox_gateway.tasks import finish_despite_cancellation, wait_for_all
 
 ENDED = "its jail ended with the agent in it"
 
@@ -30,11 +30,14 @@ log = Logger("jail_zfs")
 
 
 class JailRunner:
-    """Runs jails. ``prefix``: of their names. ``dying_seconds``: how long to wait for a name that a dying jail has."""
+    """Runs jails. ``prefix``: prefix of their names.
+
+    ``dying_seconds``: how long to wait for the name of a dying jail.
+    """
 
     def __init__(
         self,
-        machines: Machines,
+        machines: RunningMachines,
         disks: Disks,
         jails: Jails,
         identities: Identities,
@@ -62,19 +65,22 @@ class JailRunner:
     # -- start ------------------------------------------------------------------------------------------------------
 
     def reserve(self, sandbox: Sandbox, jail: str) -> Machine:
-        """Reserve an address for a jail that is about to start. Raises Busy if all are in use."""
+        """Reserve an address for a jail that is about to start. Raises Busy if all addresses are in use."""
         return self._machines.create(sandbox.instance, jail, self._disks.path(sandbox.instance))
 
     async def start(self, machine: Machine, sandbox: Sandbox, disk: Awaitable[None], dns: Sequence[str]) -> None:
-        """Start a jail; ``disk`` mounts its file system meanwhile. The caller stops the sandbox on failure."""
-        await finish_all(disk, self._prepare(machine, sandbox, dns))
+        """Start a jail while ``disk`` mounts its file system. The caller stops the sandbox on failure."""
+        await finish_despite_cancellation(wait_for_all(disk, self._prepare(machine, sandbox, dns)))
         await self._launch(machine, sandbox)
 
     def jail_name(self, sandbox: Sandbox) -> str:
         return f"{self._prefix}-{sandbox.instance}"
 
     async def free_jail_name(self, sandbox: Sandbox) -> str:
-        """Return an unused jail name; an alternative name if a dying jail does not release the usual one in time."""
+        """Return an unused jail name.
+
+        It is an alternative name if a dying jail does not release the usual name in time.
+        """
         name = self.jail_name(sandbox)
         deadline = asyncio.get_running_loop().time() + self._dying_seconds
         while True:
@@ -91,10 +97,12 @@ class JailRunner:
         directory = self._identities.path(sandbox.instance)
         write_identity(directory, sandbox, _visible_name_servers(dns, sandbox.network))
         write_gateway_key(directory)
-        await finish_all(
-            self._bridge.create(machine.epair),
-            self._limits.apply(machine.jail, sandbox.resources),
-            self._pf.apply(machine.jail, machine.epair, sandbox.network, dns),
+        await finish_despite_cancellation(
+            wait_for_all(
+                self._bridge.create(machine.epair),
+                self._limits.apply(machine.jail, sandbox.resources),
+                self._pf.apply(machine.jail, machine.epair, sandbox.network, dns),
+            )
         )
 
     async def _launch(self, machine: Machine, sandbox: Sandbox) -> None:
@@ -110,11 +118,13 @@ class JailRunner:
         machine.is_running = True
         prefix, gateway = self._bridge.subnet.prefixlen, self._bridge.gateway
         try:
-            await finish_all(
-                self._jails.configure_loopback(machine.jail),
-                self._jails.configure_interface(
-                    machine.jail, epair.inner, address=epair.address, prefix=prefix, gateway=gateway
-                ),
+            await finish_despite_cancellation(
+                wait_for_all(
+                    self._jails.configure_loopback(machine.jail),
+                    self._jails.configure_interface(
+                        machine.jail, epair.inner, address=epair.address, prefix=prefix, gateway=gateway
+                    ),
+                )
             )
         except BackendFailed:
             if machine.jail not in await self._jails.list_alive():
@@ -130,7 +140,7 @@ class JailRunner:
         await self._pf.apply(machine.jail, machine.epair, sandbox.network, dns)
 
     async def change_policy(self, sandbox: Sandbox, policy: NetworkPolicy, dns: Sequence[str]) -> None:
-        """Load new rules, also for open connections, and give the jail its name servers."""
+        """Load new rules, which also apply to open connections, and update the jail's name servers."""
         machine = self._machines.require_running(sandbox)
         await self._pf.apply(machine.jail, machine.epair, policy, dns)
         await self._pf.forget_connections(machine.epair)
@@ -142,10 +152,10 @@ class JailRunner:
         """Remove the jail, then its network, mounts, limits and rules."""
         machine = self._machines.pop(sandbox.instance)
         if machine is not None:
-            await finish_all(self.clean_up(machine, sandbox.instance))
+            await finish_despite_cancellation(self.clean_up(machine, sandbox.instance))
 
     async def clean_up(self, machine: Machine, instance: str) -> None:
-        """Remove all resources of a machine, in an order that takes nothing away from a running process."""
+        """Remove all resources of a machine, in an order that removes no resource of a running process."""
         if await self._attempt(machine, self._jails.remove(machine.jail, machine.epair.inner)):
             machine.is_running = False
         is_disconnected, *_ = await asyncio.gather(
@@ -159,7 +169,7 @@ class JailRunner:
             self._machines.free_number(machine)
 
     async def sweep(self) -> list[str]:
-        """Remove epairs, limits and rules that belong to no machine; returns a description of each."""
+        """Remove epairs, limits and rules that belong to no machine. Returns a description of each."""
         jails = {machine.jail for machine in self._machines}
         epairs = await self._bridge.sweep({machine.epair.number for machine in self._machines})
         limits = await self._limits.sweep(f"{self._prefix}-", jails)
@@ -178,7 +188,11 @@ class JailRunner:
         try:
             await step
         except GatewayError as error:
-            log.warning("left behind until the next start", jail=machine.jail, reason=error.message)
+            log.warning(
+                "a resource of a jail could not be removed and remains until the next start of the gateway",
+                jail=machine.jail,
+                reason=error.message,
+            )
             return False
         return True
 

@@ -1,6 +1,6 @@
 """The volumes of a jail host: separate datasets, mounted in jails with nullfs.
 
-``Sandbox.mounts`` lists the wanted mounts, the kernel's mount table the existing ones; there is no other record.
+``Sandbox.mounts`` lists the wanted mounts, and the kernel's mount table the existing mounts. There is no other record.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from pathlib import Path
 from sandbox_gateway import zfs
 from sandbox_gateway.errors import Busy, GatewayError, NotFound
 from sandbox_gateway.hosts.base import VolumeState
-from sandbox_gateway.hosts.jail_zfs.background import BackgroundTasks
-from sandbox_gateway.hosts.jail_zfs.commands import finish_all
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted
 from sandbox_gateway.hosts.jail_zfs.jail.volume_mounts import VolumeMounts
-from sandbox_gateway.hosts.jail_zfs.machines import Machine, Machines
+from sandbox_gateway.hosts.jail_zfs.running_machines import Machine, RunningMachines
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
 from sandbox_gateway.hosts.jail_zfs.storage.volumes import VolumeStorage
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount, Sandbox, Volume, VolumeSnapshot
+from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
 
 _RETRIES = 20
 _RETRY_SECONDS = 3.0
@@ -34,7 +33,7 @@ class JailVolumes:
         self,
         storage: VolumeStorage,
         snapshots: VolumeSnapshots,
-        machines: Machines,
+        machines: RunningMachines,
         mounts: VolumeMounts,
         background: BackgroundTasks,
     ) -> None:
@@ -47,43 +46,45 @@ class JailVolumes:
     # -- volumes ----------------------------------------------------------------------------------------------------
 
     async def create(self, volume: Volume, source: VolumeSnapshot | None = None) -> None:
-        await finish_all(asyncio.to_thread(self._storage.create, volume, source.id if source else None))
+        await finish_despite_cancellation(
+            asyncio.to_thread(self._storage.create, volume, source.id if source else None)
+        )
 
     async def grow(self, volume: Volume, size_mb: int) -> None:
-        await finish_all(asyncio.to_thread(self._storage.grow, volume, size_mb))
+        await finish_despite_cancellation(asyncio.to_thread(self._storage.grow, volume, size_mb))
         volume.size_mb = size_mb
 
     async def remove(self, volume: Volume) -> None:
-        """Commit the removal, then destroy the datasets; in the background if they are still in use."""
-        await finish_all(asyncio.to_thread(self._storage.doom, volume.id))
+        """Commit the removal, then destroy the datasets. Continues in the background if they are still in use."""
+        await finish_despite_cancellation(asyncio.to_thread(self._storage.doom, volume.id))
         try:
             if self._mounts.stuck(self._is_of(volume.id)):
-                raise Busy("a mount of it is stuck")
-            await finish_all(asyncio.to_thread(self._storage.finish_removal, volume.id))
+                raise Busy("a mount of the volume is stuck")
+            await finish_despite_cancellation(asyncio.to_thread(self._storage.finish_removal, volume.id))
         except Busy as error:
-            log.warning("volume still in use, removed later", volume=volume.id, reason=error.message)
+            log.warning("a volume is still in use and will be removed later", volume=volume.id, reason=error.message)
             self._background.start(self._retry(volume.id, "removed", self._storage.finish_removal))
 
     async def state(self, volume: Volume) -> VolumeState:
         used = await asyncio.to_thread(self._storage.used_bytes, volume.id)
         return VolumeState(used, self._mounts.stuck(self._is_of(volume.id)))
 
-    async def take_snapshot(self, snapshot: VolumeSnapshot) -> None:
-        await finish_all(asyncio.to_thread(self._snapshots.take, snapshot))
+    async def capture(self, snapshot: VolumeSnapshot) -> None:
+        await finish_despite_cancellation(asyncio.to_thread(self._snapshots.capture, snapshot))
 
     async def remove_snapshot(self, snapshot: VolumeSnapshot) -> None:
-        with contextlib.suppress(NotFound):  # destroyed by someone with `zfs destroy`
-            await finish_all(asyncio.to_thread(self._snapshots.destroy, snapshot.id))
+        with contextlib.suppress(NotFound):  # an administrator may have used `zfs destroy`
+            await finish_despite_cancellation(asyncio.to_thread(self._snapshots.destroy, snapshot.id))
 
     async def _retry(self, volume_id: str, what: str, change: Callable[[str], object]) -> None:
         await self._mounts.wait_until_unmounted(self._is_of(volume_id))
         for _ in range(_RETRIES):
             try:
-                await finish_all(asyncio.to_thread(change, volume_id))
+                await finish_despite_cancellation(asyncio.to_thread(change, volume_id))
                 return
             except GatewayError:
                 await asyncio.sleep(_RETRY_SECONDS)
-        log.error(f"volume not {what}, the next start of the gateway tries again", volume=volume_id)
+        log.error(f"a volume could not be {what}, the next start of the gateway tries again", volume=volume_id)
 
     def _is_of(self, volume_id: str) -> Callable[[Mounted], bool]:
         return lambda mount: self._storage.id_at(mount.special) == volume_id
@@ -121,16 +122,16 @@ class JailVolumes:
 
     # -- rollback ---------------------------------------------------------------------------------------------------
 
-    async def roll_back(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
-        await finish_all(self._roll_back(volume, snapshot))
+    async def rollback(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
+        await finish_despite_cancellation(self._rollback(volume, snapshot))
 
-    async def _roll_back(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
+    async def _rollback(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         old = await asyncio.to_thread(self._storage.mount, volume.id)
         dataset = await asyncio.to_thread(self._storage.begin_rollback, volume, snapshot.id)
         try:
             mounts = [(machine, mount) for machine, mount in await self._list_mounts() if mount.special == str(old)]
             async with self._mounts.stopped(machine.jail for machine, _ in mounts):
-                await self._exchange(volume.id, mounts, self._storage.path(dataset), old)
+                await self._swap_mounts(volume.id, mounts, self._storage.path(dataset), old)
                 try:
                     await asyncio.to_thread(self._storage.commit_rollback, volume, dataset)
                 except BaseException:
@@ -139,19 +140,19 @@ class JailVolumes:
         finally:
             await self._settle(volume.id)
 
-    async def _exchange(self, volume_id: str, mounts: list[tuple[Machine, Mounted]], new: Path, old: Path) -> None:
-        """Mount ``new`` wherever ``old`` is mounted; on failure, mount ``old`` again."""
+    async def _swap_mounts(self, volume_id: str, mounts: list[tuple[Machine, Mounted]], new: Path, old: Path) -> None:
+        """Mount ``new`` wherever ``old`` is mounted. On failure, mount ``old`` again."""
         try:
             for _, mount in mounts:
                 await self._mounts.unmount(mount)
             for machine, mount in mounts:
-                await self._mounts.mount(machine.root, new, _as_requested(volume_id, machine, mount))
+                await self._mounts.mount(machine.root, new, _sandbox_mount(volume_id, machine, mount))
         except BaseException:
             await self._restore(volume_id, mounts, old)
             raise
 
     async def _restore(self, volume_id: str, mounts: list[tuple[Machine, Mounted]], source: Path) -> None:
-        """Mount ``source`` in place of the current mounts; logs failures."""
+        """Mount ``source`` in place of the current mounts. Failures are logged."""
         for machine, mount in mounts:
             try:
                 existing = await self._mounts.list_below(machine.root, source.parent)
@@ -160,16 +161,22 @@ class JailVolumes:
                 for each in existing:
                     if each.node == mount.node:
                         await self._mounts.unmount(each)
-                await self._mounts.mount(machine.root, source, _as_requested(volume_id, machine, mount))
+                await self._mounts.mount(machine.root, source, _sandbox_mount(volume_id, machine, mount))
             except GatewayError as error:
-                log.error("not mounted again after a failed rollback", node=mount.node, reason=error.message)
+                log.error(
+                    "a volume could not be mounted again after a failed rollback", node=mount.node, reason=error.message
+                )
 
     async def _settle(self, volume_id: str) -> None:
-        """Retire former and abandoned datasets of the volume; in the background if they are in use."""
+        """Retire former and abandoned datasets of the volume. Continues in the background if they are in use."""
         try:
             await asyncio.to_thread(self._storage.settle, volume_id)
         except GatewayError as error:
-            log.warning("volume still in use, retired later", volume=volume_id, reason=error.message)
+            log.warning(
+                "a former dataset of a volume is still in use and will be retired later",
+                volume=volume_id,
+                reason=error.message,
+            )
             self._background.start(self._retry(volume_id, "retired", self._storage.settle))
 
     # -- in jails ---------------------------------------------------------------------------------------------------
@@ -190,7 +197,7 @@ class JailVolumes:
         """Mount the sandbox's volumes, in the sandbox's order, before any process runs in the jail."""
         for mount in sandbox.mounts:
             if not self._storage.is_known(mount.volume):
-                log.warning("not mounted, the volume is missing", sandbox=sandbox.id, volume=mount.volume)
+                log.warning("a volume was not mounted because it is missing", sandbox=sandbox.id, volume=mount.volume)
                 continue
             source = await asyncio.to_thread(self._storage.mount, mount.volume)
             await self._mounts.mount(machine.root, source, mount)
@@ -198,7 +205,7 @@ class JailVolumes:
     # -- at start-up ------------------------------------------------------------------------------------------------
 
     async def recover(self, sandboxes: Iterable[Sandbox]) -> list[str]:
-        """Make mounts match the records of sandboxes, and remove leftovers; returns a sentence for each repair."""
+        """Make mounts match the records of sandboxes, and remove leftovers. Returns a sentence for each repair."""
         notes = await self._mounts.resume_stopped()
         mounted = await self._list_mounts()
         for sandbox in sandboxes:
@@ -219,7 +226,10 @@ class JailVolumes:
             elif await self._mounts.unmount_or_retry(mount):
                 notes.append(f"unmounted {mount.node}: it is not a mount of sandbox {sandbox.id}")
             else:
-                notes.append(f"{mount.node} is stuck: it is not a mount of sandbox {sandbox.id}")
+                notes.append(
+                    f"{mount.node} cannot be unmounted, although it is not a mount of sandbox {sandbox.id}; the "
+                    "gateway retries"
+                )
         missing = [mount for node, mount in wanted.items() if node not in correct]
         missing = [mount for mount in missing if self._storage.is_known(mount.volume)]
         async with self._mounts.stopped([machine.jail] if missing else []):
@@ -227,7 +237,7 @@ class JailVolumes:
                 try:
                     source = await asyncio.to_thread(self._storage.mount, each.volume)
                     await self._mounts.mount(machine.root, source, each)
-                    notes.append(f"mounted {each.path} in sandbox {sandbox.id} again: it was missing")
+                    notes.append(f"mounted {each.path} in sandbox {sandbox.id} again, because the mount was missing")
                 except GatewayError as error:
                     notes.append(f"could not mount {each.path} in sandbox {sandbox.id}: {error.message}")
         return notes
@@ -242,6 +252,6 @@ class JailVolumes:
         return existing.special == str(self._storage.path(self._storage.dataset(volume_id)))
 
 
-def _as_requested(volume_id: str, machine: Machine, mount: Mounted) -> Mount:
+def _sandbox_mount(volume_id: str, machine: Machine, mount: Mounted) -> Mount:
     """Return the sandbox mount that an entry of the mount table corresponds to."""
     return Mount(volume=volume_id, path=mount.node.removeprefix(str(machine.root)), read_only=mount.read_only)

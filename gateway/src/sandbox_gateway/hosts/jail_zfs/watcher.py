@@ -1,4 +1,4 @@
-"""Detects jails that end by themselves."""
+"""Detect jails that end by themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sandbox_gateway.errors import GatewayError
 from sandbox_gateway.hosts.addresses import AGENT_PORT
 from sandbox_gateway.hosts.connect import open_connection
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
-from sandbox_gateway.hosts.jail_zfs.machines import Machine, Machines
+from sandbox_gateway.hosts.jail_zfs.running_machines import Machine, RunningMachines
 from sandbox_gateway.log import Logger
 
 _INTERVAL_SECONDS = 1.0
@@ -22,13 +22,13 @@ log = Logger("jail_zfs")
 
 
 class JailWatcher:
-    """A watcher that polls the list of jails, because FreeBSD does not report that a jail has ended."""
+    """Polls the list of jails, because FreeBSD does not report that a jail has ended."""
 
-    def __init__(self, machines: Machines, jails: Jails) -> None:
+    def __init__(self, machines: RunningMachines, jails: Jails) -> None:
         self._machines = machines
         self._jails = jails
         self.on_exit: Callable[[str], None] = lambda instance: None
-        """Called with the instance whose jail ended."""
+        """A function that is called with the instance whose jail ended."""
 
     async def run(self) -> None:
         checks = 0
@@ -41,9 +41,9 @@ class JailWatcher:
             try:
                 alive = await self._jails.list_alive()
                 should_probe = checks % _CHECKS_PER_PROBE == 0
-                mute = await self._find_mute([each for _, each in running]) if should_probe else set()
+                mute = await self._find_unresponsive([each for _, each in running]) if should_probe else set()
             except GatewayError as error:
-                log.warning("cannot check jails", reason=error.message)
+                log.warning("the list of jails cannot be read", reason=error.message)
                 continue
             for instance, machine in running:
                 is_gone = machine.jail not in alive or machine.jail in mute
@@ -51,8 +51,8 @@ class JailWatcher:
                     machine.has_ended = True
                     self.on_exit(instance)
 
-    async def _find_mute(self, machines: Sequence[Machine]) -> set[str]:
-        """Return jails in which processes run but the agent does not: root in a sandbox can cause this."""
+    async def _find_unresponsive(self, machines: Sequence[Machine]) -> set[str]:
+        """Return jails in which processes run but the agent does not, which root in a sandbox can cause."""
         slots = asyncio.Semaphore(_CONCURRENT_PROBES)
 
         async def refuses(machine: Machine) -> bool:

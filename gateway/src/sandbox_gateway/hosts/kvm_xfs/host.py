@@ -1,7 +1,7 @@
 """The KVM/XFS host: virtual machines on reflinks, with the interface of hosts.base.
 
-Each method delegates to a part: `machine` runs QEMU, `memory` captures, `network` provides slots, `image` stores disks,
-`template` builds them from recipes, `volumes` serves volumes.
+Each method delegates to a part: `running_machines` and `qemu` run machines, `memory` captures them, `network` provides
+slots, `image` stores disks, `template` builds them from recipes, `volumes` serves volumes.
 """
 
 from __future__ import annotations
@@ -14,25 +14,41 @@ from pathlib import Path
 
 from sandbox_gateway.config import Config
 from sandbox_gateway.errors import BackendFailed, Conflict
-from sandbox_gateway.hosts import records_store
+from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.addresses import name_servers
 from sandbox_gateway.hosts.base import Abilities, Endpoint, GuestMount, Log, Scan, Usage, VolumeState
+from sandbox_gateway.hosts.directory_records import Quarantine, explaining_os_errors
 from sandbox_gateway.hosts.kvm_xfs.image import instances, reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
-from sandbox_gateway.hosts.kvm_xfs.machine import accel
-from sandbox_gateway.hosts.kvm_xfs.machine.command_line import Platform
-from sandbox_gateway.hosts.kvm_xfs.machines import Machines
 from sandbox_gateway.hosts.kvm_xfs.memory.capture import Capture
+from sandbox_gateway.hosts.kvm_xfs.memory.image_check import ImageCheck
+from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
+from sandbox_gateway.hosts.kvm_xfs.memory.window import LADDER, Windows
 from sandbox_gateway.hosts.kvm_xfs.network.slots import SlotPool
 from sandbox_gateway.hosts.kvm_xfs.ownership import Ownership
+from sandbox_gateway.hosts.kvm_xfs.qemu import accel
+from sandbox_gateway.hosts.kvm_xfs.qemu.command_line import Platform
+from sandbox_gateway.hosts.kvm_xfs.running_machines import RunningMachines
 from sandbox_gateway.hosts.kvm_xfs.template import guest_files
 from sandbox_gateway.hosts.kvm_xfs.template.build import build_rootfs
-from sandbox_gateway.hosts.kvm_xfs.volumes.servers import VolumeServers
-from sandbox_gateway.hosts.kvm_xfs.volumes.volumes import Volumes
-from sandbox_gateway.hosts.records_store import Quarantine, explaining_os_errors
+from sandbox_gateway.hosts.kvm_xfs.volumes.kvm_volumes import KvmVolumes
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
+from sandbox_gateway.log import Logger
 from sandbox_gateway.recipes import Recipe
-from sandbox_gateway.records import Memory, Mount, NetworkPolicy, Sandbox, Snapshot, Volume, VolumeSnapshot
+from sandbox_gateway.records import (
+    Memory,
+    Mount,
+    NetworkPolicy,
+    Sandbox,
+    Snapshot,
+    SnapshotKind,
+    Volume,
+    VolumeSnapshot,
+)
+from sandbox_gateway.tasks import BackgroundTasks, clean_up, finish_despite_cancellation
+
+logger = Logger("kvm_xfs")
 
 
 class KvmXfsHost:
@@ -51,8 +67,13 @@ class KvmXfsHost:
         self._quarantine = Quarantine(root)
         self._snapshots = Snapshots(self._layout, self._quarantine)
         self._slots = SlotPool(config.network, uid_base=config.kvm_xfs.uid_base)
-        self._volumes = Volumes(self._layout, self._quarantine, VolumeServers(config.network, self._layout.serving))
-        self._machines = Machines(config, self._layout, self._slots, self._volumes)
+        self._volumes = KvmVolumes(self._layout, self._quarantine, ServerPool(config.network, self._layout.serving))
+        self._machines = RunningMachines(config, self._layout, self._slots, self._volumes)
+        self._tracker = TrackerClient(config.kvm_xfs.page_tracker)
+        best = config.kvm_xfs.memory_mode
+        self._windows = Windows(self._tracker, LADDER[0] if best == "auto" else Memory(best))
+        self._degraded: set[str] = set()
+        self._background = BackgroundTasks(logger)
 
     # -- the host ---------------------------------------------------------------------------------------------------
 
@@ -61,22 +82,27 @@ class KvmXfsHost:
         try:
             root.mkdir(mode=0o711, parents=True, exist_ok=True)
         except OSError as error:
-            raise BackendFailed(f"the state root {root} cannot be created: {error.strerror}") from None
+            raise BackendFailed(
+                f"the state root {root} cannot be created ({error.strerror}): run the gateway as root"
+            ) from None
         self._ownership.take()
         try:
             reflink.require_reflinks(root)
             self._layout.create()
-            await asyncio.to_thread(self._layout.close_to_others, self._config.cache_root)
+            await asyncio.to_thread(self._layout.restrict_access, self._config.cache_root)
             self._machines.platform = await self._probe()
+            await asyncio.to_thread(self._tracker.open)
         except BaseException:
-            self._ownership.drop()
+            self._ownership.release()
             raise
 
     async def close(self) -> None:
+        await self._background.wait()
         await self._machines.close()
+        await asyncio.to_thread(self._tracker.close)
         await self._volumes.close()
         await self._slots.close()
-        self._ownership.drop()
+        self._ownership.release()
 
     async def _probe(self, kernel: Path | None = None) -> Platform:
         found = await accel.probe(self._config.kvm_xfs, self._config.host.state_root / "accelerator.json", kernel)
@@ -85,13 +111,13 @@ class KvmXfsHost:
     async def scan(self) -> Scan:
         scan = Scan()
         for parent in (self._layout.templates, self._layout.snapshots, self._layout.sandboxes):
-            scan.repaired += [f"removed {name}, which was never finished" for name in records_store.sweep(parent)]
+            scan.repaired += [f"removed {name}, which was never committed" for name in directory_records.sweep(parent)]
         scan.snapshots = self._snapshots.scan(scan.repaired)
-        for directory in records_store.directories(self._layout.sandboxes):
-            if not records_store.has_record(directory):
+        for directory in directory_records.directories(self._layout.sandboxes):
+            if not directory_records.has_record(directory):
                 continue  # Never committed: _remove_strays removes it once its machine has ended.
             with self._quarantine.guarding(directory, scan.repaired):
-                scan.sandboxes.append(records_store.read_record(directory, Sandbox))
+                scan.sandboxes.append(directory_records.read_record(directory, Sandbox))
         scan.unreadable_sandboxes = self._quarantine.list_from(self._layout.sandboxes)
         await self._volumes.find(scan)
         await self._machines.adopt(scan)
@@ -100,16 +126,21 @@ class KvmXfsHost:
         return scan
 
     def _remove_strays(self, scan: Scan) -> None:
-        """Remove the files of sandboxes that were never committed; their machines have ended."""
+        """Remove the files of sandboxes that were never committed. Their machines have already ended."""
         wanted = {sandbox.instance for sandbox in scan.sandboxes}
         for directory in self._layout.instances():
             if directory.name not in wanted:
                 shutil.rmtree(directory)
-                scan.repaired.append(f"removed the disk {directory.name}, which belonged to nothing")
-        for directory in records_store.directories(self._layout.sandboxes):
-            if not records_store.has_record(directory):
+                scan.repaired.append(f"removed the disk {directory.name}, which belonged to no sandbox")
+        for directory in directory_records.directories(self._layout.sandboxes):
+            if not directory_records.has_record(directory):
                 shutil.rmtree(directory)
-                scan.repaired.append(f"removed the sandbox {directory.name}, which was never finished")
+                scan.repaired.append(f"removed the sandbox {directory.name}, which was never committed")
+
+    @property
+    def platform(self) -> Platform:
+        """The platform of machines that this host starts. The host must be open."""
+        return self._machines.platform
 
     def name_servers(self) -> list[str]:
         return name_servers(self._config.network)
@@ -134,9 +165,9 @@ class KvmXfsHost:
                 cache_root=self._config.cache_root,
                 log=log,
             )
-            await asyncio.to_thread(self._snapshots.commit, base)
+            await finish_despite_cancellation(asyncio.to_thread(self._snapshots.commit, base))
         except BaseException:
-            await asyncio.to_thread(self._snapshots.undo, base)
+            await clean_up(logger, asyncio.to_thread(self._snapshots.undo, base))
             raise
         self._machines.platform = await self._probe(self._snapshots.path(base) / "kernel")
         return base
@@ -145,33 +176,49 @@ class KvmXfsHost:
         self, sandbox: Sandbox, snapshot: Snapshot, *, memory: bool, volumes: Sequence[VolumeSnapshot] = ()
     ) -> Snapshot:
         machine, _ = self._machines.require_running(sandbox)
-        work = Capture(machine, self._layout.instance(sandbox), self._snapshots.partial(snapshot))
+        window = self._windows.window_of(machine, _boot_check(sandbox)) if memory else None
+        work = Capture(machine, self._layout.instance(sandbox), self._snapshots.partial(snapshot), window)
         with explaining_os_errors():
-            async with self._volumes.recording(volumes) as recordings:
+            async with self._volumes.pending_snapshots(volumes) as pending:
                 try:
-                    await work.run(memory=memory, beside=recordings.take if volumes else None)
-                    snapshot.memory = work.mode if memory else Memory.NONE
+                    await work.run(pending.clone_images if volumes else None)
+                    snapshot.memory = work.mode
                     snapshot.memory_bytes_written = work.memory_bytes
                     snapshot.pause_ms = work.pause_ms
                     snapshot.resources = sandbox.resources
                     snapshot.host = {"platform": sandbox.host["platform"], "phases_ms": work.phases_ms}
-                    snapshot.host["line"] = memory and await machine.line_is_open()
-                    await recordings.commit()
-                    await asyncio.to_thread(self._snapshots.commit, snapshot)
+                    snapshot.host["stops_ms"] = work.stops_ms
+                    if work.image_check is not None:
+                        snapshot.host["image"] = work.image_check.model_dump(mode="json")
+                    if window is not None and window.reason:
+                        snapshot.host["degraded"] = window.reason
+                        self._report_degraded(window.reason, work.mode)
+                    snapshot.host["line"] = memory and await machine.is_line_open()
+                    await pending.commit()
+                    await finish_despite_cancellation(asyncio.to_thread(self._snapshots.commit, snapshot))
                 except BaseException:
-                    await asyncio.to_thread(self._snapshots.undo, snapshot)
+                    await clean_up(logger, asyncio.to_thread(self._snapshots.undo, snapshot))
                     raise
+        if snapshot.kind is SnapshotKind.TRANSIENT:
+            self._background.start(asyncio.to_thread(self._snapshots.sync, snapshot))
         return snapshot
+
+    def _report_degraded(self, reason: str, mode: Memory) -> None:
+        """Warn of each reason once."""
+        if reason not in self._degraded:
+            self._degraded.add(reason)
+            logger.warning("captures do not use the best memory mode", mode=mode.value, reason=reason)
 
     async def save_snapshot(self, snapshot: Snapshot) -> None:
         with explaining_os_errors():
             await asyncio.to_thread(self._snapshots.save, snapshot)
 
     async def remove_snapshot(self, snapshot: Snapshot) -> None:
-        await asyncio.to_thread(self._snapshots.remove, snapshot)
+        with explaining_os_errors():
+            await asyncio.to_thread(self._snapshots.remove, snapshot)
 
-    def places(self, snapshot: Snapshot) -> dict[str, str]:
-        return self._snapshots.places(snapshot)
+    def files_of(self, snapshot: Snapshot) -> dict[str, str]:
+        return self._snapshots.files_of(snapshot)
 
     # -- sandboxes --------------------------------------------------------------------------------------------------
 
@@ -182,40 +229,49 @@ class KvmXfsHost:
             self._machines.check_platform(snapshot)
         with explaining_os_errors():
             try:
-                await asyncio.to_thread(instances.lay_out, source, files, sandbox, with_memory)
+                # Even if cancelled, wait for the thread: it must not write after the files are removed.
+                await finish_despite_cancellation(
+                    asyncio.to_thread(instances.create_files, source, files, sandbox, with_memory)
+                )
                 await self._machines.launch(sandbox, files, source / "device.state" if with_memory else None)
                 sandbox.host["line"] = with_memory and snapshot.host.get("line", False)
+                if with_memory and "image" in snapshot.host:
+                    sandbox.host["image"] = snapshot.host["image"]
             except BaseException:
-                await self.discard(sandbox)
+                await clean_up(logger, self.discard(sandbox))
                 raise
 
-    async def start(self, sandbox: Sandbox) -> None:
+    async def boot(self, sandbox: Sandbox) -> None:
         files = self._layout.instance(sandbox)
-        await asyncio.to_thread(instances.blank_memory, files, sandbox.resources.memory_mb)
+        await finish_despite_cancellation(
+            asyncio.to_thread(instances.create_memory_file, files, sandbox.resources.memory_mb)
+        )
         await self._machines.launch(sandbox, files, None)
 
     async def save(self, sandbox: Sandbox) -> None:
         with explaining_os_errors():
             self._layout.sandbox(sandbox).mkdir(mode=0o711, exist_ok=True)
-            await asyncio.to_thread(records_store.write_record, self._layout.sandbox(sandbox), sandbox)
+            await asyncio.to_thread(directory_records.write_record, self._layout.sandbox(sandbox), sandbox)
 
     async def stop(self, sandbox: Sandbox) -> None:
         await self._machines.end(sandbox)
 
     async def discard(self, sandbox: Sandbox) -> None:
         await self._machines.end(sandbox)
-        await asyncio.to_thread(instances.remove, self._layout.instance(sandbox))
+        with explaining_os_errors():
+            await asyncio.to_thread(instances.remove, self._layout.instance(sandbox))
 
     async def remove(self, sandbox: Sandbox) -> None:
         directory = self._layout.sandbox(sandbox)
-        await asyncio.to_thread(records_store.unlink_record, directory)
-        await self._machines.end(sandbox)
-        await asyncio.to_thread(records_store.remove, directory)
+        with explaining_os_errors():
+            await asyncio.to_thread(directory_records.unlink_record, directory)
+            await self._machines.end(sandbox)
+            await asyncio.to_thread(directory_records.remove, directory)
 
-    async def diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
+    async def has_diverged(self, sandbox: Sandbox, head: Snapshot) -> bool:
         disk, then = self._layout.instance(sandbox).disk, self._snapshots.path(head) / "rootfs.img"
         with _expecting_removal(sandbox):
-            return not await asyncio.to_thread(reflink.same_extents, disk, then)
+            return not await asyncio.to_thread(reflink.has_same_extents, disk, then)
 
     async def usage(self, sandbox: Sandbox) -> Usage:
         with _expecting_removal(sandbox):
@@ -228,7 +284,7 @@ class KvmXfsHost:
         machine, slot = self._machines.require_running(sandbox)
         return Endpoint(slot.host_address, machine.line if sandbox.host.get("line") else None)
 
-    def ended(self, sandbox: Sandbox) -> str:
+    def end_reason(self, sandbox: Sandbox) -> str:
         found = self._machines.find(sandbox)
         if found is None:
             return "its machine is not running"
@@ -275,10 +331,16 @@ class KvmXfsHost:
         return self._volumes.guest_mounts(sandbox)
 
 
+def _boot_check(sandbox: Sandbox) -> ImageCheck | None:
+    """Return the description of the image that the sandbox's machine was started from, if there is one."""
+    found = sandbox.host.get("image")
+    return None if found is None else ImageCheck.model_validate(found)
+
+
 @contextlib.contextmanager
 def _expecting_removal(sandbox: Sandbox) -> Iterator[None]:
-    """Raise Conflict if files vanish inside this context: readers hold no lock."""
+    """Raise Conflict if files disappear inside this context, because readers hold no lock."""
     try:
         yield
     except FileNotFoundError:
-        raise Conflict(f"sandbox {sandbox.id} is just being paused, rolled back or removed: look again") from None
+        raise Conflict(f"sandbox {sandbox.id} is being paused, rolled back or removed: try again") from None

@@ -1,4 +1,4 @@
-"""Locks that give a gateway exclusive use of its state root and network names."""
+"""Lock a gateway's state root and network names for its exclusive use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sandbox_gateway.errors import Conflict
 
 
 class Ownership:
-    """Exclusive use of ``root`` and of the network prefix; the kernel releases both with the process."""
+    """Exclusive use of ``root`` and of the network prefix. The kernel releases both when the process ends."""
 
     def __init__(self, root: Path, prefix: str) -> None:
         self._root = root
@@ -24,22 +24,23 @@ class Ownership:
         self._lock = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # An abstract socket belongs to the network namespace, like the names: it is visible in every chroot.
+            # An abstract socket belongs to the network namespace, like the names, and is visible in every chroot.
             self._name_lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             self._name_lock.bind(f"\0sandbox-gateway/{self._prefix}")
         except BlockingIOError:
-            self.drop()
+            self.release()
             raise Conflict(
-                f"another gateway runs on {self._root}: stop it, or give this one another state_root"
+                f"another gateway uses the state root {self._root}: stop it, or configure another "
+                "state_root for this gateway"
             ) from None
         except OSError:
-            self.drop()
+            self.release()
             raise Conflict(
-                f"another gateway on this machine uses the network prefix {self._prefix!r}: give this one another "
-                "(network.prefix and network.subnet)"
+                f"another gateway on this machine uses the network prefix {self._prefix!r}: configure "
+                "another network.prefix and network.subnet for this gateway"
             ) from None
 
-    def drop(self) -> None:
+    def release(self) -> None:
         if self._name_lock is not None:
             self._name_lock.close()
             self._name_lock = None

@@ -1,4 +1,4 @@
-"""Runs blocking work in new threads: it does not block a thread pool, and may change properties of its thread."""
+"""Run blocking work in new threads, where it blocks no thread pool and may change properties of its thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 def start_thread(work: Callable[[], _T], name: str) -> asyncio.Future[_T]:
-    """Start ``work`` in a new daemon thread, which cannot be stopped; the future has its result."""
+    """Start ``work`` in a new daemon thread, which cannot be stopped. Returns a future of its result."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[_T] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""Finds the jails, mounts and processes that keep a file system from being mounted or unmounted."""
+"""Find the jails, mounts and processes that prevent mounting or unmounting a file system."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Iterable
 from pathlib import Path
 
 from sandbox_gateway.errors import GatewayError
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import MountTable
 from sandbox_gateway.log import Logger
@@ -19,12 +19,12 @@ _ROW = re.compile(r"^(?P<user>\S+) +(?P<command>.*) +(?P<pid>\d+) +(?:[a-z]+|\d+
 log = Logger("jail_zfs")
 
 
-async def describe_holders(run: Commands, jails: Jails, mounts: MountTable, dataset: str, root: Path) -> str:
-    """Name the holders of ``dataset``, which is mounted at ``root``, as the end of an error message."""
+async def describe_holders(run: CommandRunner, jails: Jails, mounts: MountTable, dataset: str, root: Path) -> str:
+    """Return the holders of ``dataset``, which is mounted at ``root``, as the end of an error message."""
     found = [
-        *await _try(_list_jails(jails, root)),
-        *await _try(_list_mounts(mounts, dataset, root)),
-        *await _try(_list_processes(run, root)),
+        *await _list_or_log(_list_jails(jails, root)),
+        *await _list_or_log(_list_mounts(mounts, dataset, root)),
+        *await _list_or_log(_list_processes(run, root)),
     ]
     if not found:
         return "no jail, mount or open file was found that holds it"
@@ -32,7 +32,7 @@ async def describe_holders(run: Commands, jails: Jails, mounts: MountTable, data
     return f"held by {', '.join(found[:_MAX_NAMED])}{more}"
 
 
-async def _try(names: Awaitable[Iterable[str]]) -> Iterable[str]:
+async def _list_or_log(names: Awaitable[Iterable[str]]) -> Iterable[str]:
     """Return ``names``, or nothing on failure. They are part of an error message: a failure must not hide the error."""
     try:
         return await names
@@ -57,7 +57,7 @@ async def _list_mounts(mounts: MountTable, dataset: str, root: Path) -> Iterable
     ]
 
 
-async def _list_processes(run: Commands, root: Path) -> Iterable[str]:
+async def _list_processes(run: CommandRunner, root: Path) -> Iterable[str]:
     return parse_fstat(await run("fstat", "-f", str(root)), root)
 
 
@@ -67,8 +67,10 @@ def parse_fstat(text: str, root: Path) -> list[str]:
     While the file system is not mounted, `fstat` lists files of the one that contains ``root``.
     """
     rows = [row for line in text.splitlines() if (row := _ROW.match(line)) and row["mount"] == str(root)]
-    return list(dict.fromkeys(f"the process {_printable(row['command'].rstrip())} (pid {row['pid']})" for row in rows))
+    return list(
+        dict.fromkeys(f"the process {_replace_unprintable(row['command'].rstrip())} (pid {row['pid']})" for row in rows)
+    )
 
 
-def _printable(text: str) -> str:
+def _replace_unprintable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)[:32]

@@ -1,4 +1,4 @@
-"""Creates, lists and removes jails.
+"""Create, list and remove jails.
 
 A jail exists only while its agent runs: it is created without `persist`, so it lasts as long as a process runs in it,
 and when the agent ends, all other processes are killed.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 
 IDENTITY = "/run/sandbox"
 """Directory in a jail with its identity: a directory of the host, mounted read-only."""
@@ -42,7 +42,7 @@ def parse_jails(text: str) -> list[Jail]:
 
 
 class Jails:
-    def __init__(self, run: Commands) -> None:
+    def __init__(self, run: CommandRunner) -> None:
         self._run = run
 
     async def list_all(self) -> list[Jail]:
@@ -63,9 +63,9 @@ class Jails:
         return found
 
     async def create(self, name: str, root: Path, *, hostname: str, identity: Path | None, interface: str) -> None:
-        """Create a jail on the file system ``root`` and start its agent; nothing is left on failure.
+        """Create a jail on the file system ``root`` and start its agent. On failure nothing remains.
 
-        ``identity`` is the directory to mount at IDENTITY, ``interface`` moves into the jail.
+        ``identity``: the directory to mount at IDENTITY; ``interface``: moves into the jail.
         """
         mounts = [f"mount={identity} {root}{IDENTITY} nullfs ro,nosuid 0 0"] if identity else []
         await self._run(

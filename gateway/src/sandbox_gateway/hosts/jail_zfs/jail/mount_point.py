@@ -1,4 +1,4 @@
-"""Prepares the mount point of a volume in a jail, whose root user may tamper with the path at any time.
+"""Prepare the mount point of a volume in a jail, whose root user may tamper with the path at any time.
 
 `mount` resolves its target on the host, so a symbolic link in a jail could redirect a mount to any path on the host.
 Therefore the path is opened component by component, and `VolumeMounts` checks the result in the mount table.
@@ -19,19 +19,19 @@ _NODE_MAX = 1023
 
 
 def prepare(root: Path, path: str) -> None:
-    """Ensure that ``path`` in ``root`` is a directory, reached without symbolic links; creates missing components.
+    """Ensure that ``path`` in ``root`` is a directory, reached without symbolic links. Creates missing components.
 
     Raises Invalid, with nothing changed, if that is not possible.
     """
     if not path.startswith("/") or any(name in ("", ".", "..") for name in path[1:].split("/")):
-        raise Invalid(f"a volume cannot be mounted on {path[:80]!r}: give an absolute path without '..' or '//'")
+        raise Invalid(f"a volume cannot be mounted on {path[:80]!r}: use an absolute path without '..' or '//'")
     if len(os.fsencode(f"{root}{path}")) > _NODE_MAX:
-        raise Invalid(f"the path {path[:80]}… is too long for a mount point: choose a shorter one")
+        raise Invalid(f"the path {path[:80]}… is too long for a mount point: choose a shorter path")
     opened: list[tuple[int, str, bool]] = []
     try:
         at = os.open(root, _DIRECTORY)
     except OSError as error:
-        raise BackendFailed(f"the files of the sandbox are not at {root}: {error.strerror}") from None
+        raise BackendFailed(f"the sandbox's file system is not mounted at {root}: {error.strerror}") from None
     try:
         for name in path[1:].split("/"):
             made = _make_directory(at, name)
@@ -48,7 +48,7 @@ def prepare(root: Path, path: str) -> None:
 
 
 def _make_directory(parent: int, name: str) -> bool:
-    """Create a directory; returns False if the name exists."""
+    """Create a directory. Returns False if the name exists."""
     try:
         os.lstat(name, dir_fd=parent)
         return False

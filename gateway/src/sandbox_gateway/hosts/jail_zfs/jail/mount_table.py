@@ -1,4 +1,4 @@
-"""The mount table of this machine."""
+"""Read the mount table of this machine, and unmount."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 
 _NOT_MOUNTED = ("not a file system root directory", "unknown file system")
 
 
 @dataclass(frozen=True)
 class Mounted:
-    """An entry of the mount table: ``special`` is mounted at ``node``. ``fsid``: its file system id, 16 hex digits."""
+    """An entry of the mount table: ``special`` is mounted at ``node``. ``fsid``: the file system id, 16 hex digits."""
 
     special: str
     node: str
@@ -24,7 +24,7 @@ class Mounted:
 
     @property
     def handle(self) -> str:
-        """The argument of `umount` for this mount: its id, because another mount may cover the path by now."""
+        """Return the argument of `umount` for this mount: its id, because another mount may cover the path by now."""
         return self.fsid or self.node
 
 
@@ -47,7 +47,7 @@ def parse_mounts(text: str) -> list[Mounted]:
 
 
 class MountTable:
-    def __init__(self, run: Commands) -> None:
+    def __init__(self, run: CommandRunner) -> None:
         self._run = run
 
     async def list_all(self) -> list[Mounted]:
@@ -61,7 +61,7 @@ class MountTable:
         return sorted(inside, key=lambda each: each.node.count("/"), reverse=True)
 
     async def unmount(self, mount: Mounted) -> None:
-        """Remove a mount, by force if it is in use; does nothing if it is not mounted."""
+        """Remove a mount, by force if it is in use. Does nothing if it is not mounted."""
         try:
             await self._run.run_unless_absent("umount", mount.handle, absent=_NOT_MOUNTED)
         except BackendFailed:

@@ -1,9 +1,9 @@
-"""Limits of jails, with rctl, which requires `kern.racct.enable=1`."""
+"""Limit jails with rctl, which requires `kern.racct.enable=1`."""
 
 from __future__ import annotations
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Resources
 
@@ -31,13 +31,13 @@ def parse_usage(text: str) -> dict[str, int]:
 class Limits:
     """The limits of jails. ``processes``: maximum number of processes in each sandbox."""
 
-    def __init__(self, run: Commands, processes: int) -> None:
+    def __init__(self, run: CommandRunner, processes: int) -> None:
         self._run = run
         self._processes = processes
         self.enabled = False
 
     async def open(self) -> None:
-        """Check whether the kernel supports limits. Logs a warning if not: the host works without them."""
+        """Check whether the kernel supports limits. If not, log a warning: the host works without limits."""
         try:
             self.enabled = (await self._run("sysctl", "-n", "kern.racct.enable")).strip() == "1"
         except BackendFailed as error:
@@ -66,7 +66,7 @@ class Limits:
         return parse_usage(await self._run("rctl", "-u", f"jail:{jail}")).get("memoryuse", 0)
 
     async def sweep(self, prefix: str, kept: set[str]) -> list[str]:
-        """Remove the rules of jails whose names begin with ``prefix`` and are not in ``kept``; returns their names."""
+        """Remove the rules of jails whose names begin with ``prefix`` and are not in ``kept``. Returns these names."""
         if not self.enabled:
             return []
         fields = (line.split(":") for line in (await self._run("rctl")).splitlines())

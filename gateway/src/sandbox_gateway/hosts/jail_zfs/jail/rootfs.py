@@ -1,4 +1,4 @@
-"""Builds the file system of a jail template: an unpacked tree, the agent, and settings for jails.
+"""Build the file system of a jail template: an unpacked tree, the agent, and settings for jails.
 
 All commands run on the host, with options that both GNU's and FreeBSD's ``tar`` and ``cp`` support.
 """
@@ -9,7 +9,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from sandbox_gateway.command import arun, proxy_settings
+from sandbox_gateway.command import proxy_settings, run_async
 from sandbox_gateway.errors import Invalid, Unsupported
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.guest_digest import digest_guest
@@ -50,7 +50,10 @@ def guest_digest() -> str:
 
 
 async def build_rootfs(recipe: Recipe, root: Path, log: Log) -> None:
-    """Fill the empty directory ``root``; needs root. Raises Invalid if the recipe's tree cannot serve as a sandbox."""
+    """Fill the empty directory ``root``; needs root rights.
+
+    Raises Invalid if the recipe's tree is unsuitable for a sandbox.
+    """
     check_recipe(recipe)
     try:
         await _unpack(Path(recipe.path), root, log)
@@ -70,7 +73,9 @@ async def _unpack(source: Path, root: Path, log: Log) -> None:
     kind = await asyncio.to_thread(kind_of, source)
     if kind == "directory":
         if await asyncio.to_thread(lambda: root.resolve().is_relative_to(source.resolve())):
-            raise Invalid(f"{source} contains the gateway's own state: give a directory that holds a root file system")
+            raise Invalid(
+                f"{source} contains the gateway's own state: set 'path' to a directory with a root file system"
+            )
         log(f"copying {source}")
         await stream(["cp", "-a", "-x", f"{source}/.", f"{root}/"], log)
     elif kind == "file":
@@ -89,7 +94,7 @@ async def _install_packages(root: Path, packages: list[str], log: Log) -> None:
 
 
 def _prepare_tree(root: Path) -> int:
-    """Prepare an unpacked tree for a sandbox; returns the minor version of its Python 3."""
+    """Prepare an unpacked tree for a sandbox. Returns the minor version of its Python 3."""
     tree = Tree(root)
     minor = _check_tree(tree)
     install_agent(tree, agent_package())
@@ -105,7 +110,7 @@ def _prepare_tree(root: Path) -> int:
 
 def _check_tree(tree: Tree) -> int:
     if not tree.is_file("/bin/sh"):
-        raise Invalid("the root file system has no /bin/sh: give one with a complete system")
+        raise Invalid("the root file system has no /bin/sh: use one with a complete system")
     found = [tree.real(place) for place in _PYTHONS if tree.is_file(place)]
     if not found:
         raise Invalid(
@@ -124,6 +129,6 @@ async def _add_user(root: Path) -> None:
     if not await asyncio.to_thread((root / "etc/master.passwd").is_file):
         await asyncio.to_thread(add_user, Tree(root))
         return
-    known = await arun(["pw", "-R", str(root), "usershow", "user"], timeout=STEP_SECONDS, check=False)
+    known = await run_async(["pw", "-R", str(root), "usershow", "user"], timeout=STEP_SECONDS, check=False)
     if known.returncode != 0:
-        await arun(["pw", "-R", str(root), "useradd", "user", "-m", "-s", "/bin/sh"], timeout=STEP_SECONDS)
+        await run_async(["pw", "-R", str(root), "useradd", "user", "-m", "-s", "/bin/sh"], timeout=STEP_SECONDS)

@@ -1,4 +1,4 @@
-"""Mounts volumes in jails, which are stopped meanwhile, and retries failed unmounts."""
+"""Mount volumes in jails, which are stopped meanwhile, and retry failed unmounts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sandbox_gateway.errors import BackendFailed, Busy, GatewayError, Invalid
-from sandbox_gateway.hosts.jail_zfs.background import BackgroundTasks
-from sandbox_gateway.hosts.jail_zfs.commands import Commands, finish_all
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.jail import mount_point
 from sandbox_gateway.hosts.jail_zfs.jail.jails import Jails
 from sandbox_gateway.hosts.jail_zfs.jail.mount_table import Mounted, MountTable
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import Mount
+from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation
 
 _RETRY_FIRST = 0.5
 _RETRY_LAST = 30.0
@@ -37,7 +37,7 @@ class VolumeMounts:
     """The mounts of volumes in jails. ``state`` is the gateway's directory."""
 
     def __init__(
-        self, run: Commands, jails: Jails, table: MountTable, background: BackgroundTasks, state: Path
+        self, run: CommandRunner, jails: Jails, table: MountTable, background: BackgroundTasks, state: Path
     ) -> None:
         self._run = run
         self._jails = jails
@@ -53,17 +53,18 @@ class VolumeMounts:
     async def mount(self, root: Path, source: Path, mount: Mount) -> None:
         """Mount ``source`` in the jail's ``root`` at the path in ``mount``. Raises Invalid if that is not possible.
 
-        For a running jail, call this inside ``stopped``. If the jail redirects the mount nevertheless, it is undone.
+        For a running jail, call this inside ``stopped``. If the jail redirects the mount nevertheless, this method
+        undoes it.
         """
         node = f"{root}{mount.path}"
         is_new = node not in self._nodes
         self._nodes.add(node)
         try:
-            await finish_all(asyncio.to_thread(mount_point.prepare, root, mount.path))
-            await finish_all(self._mount(source, node, mount))
+            await finish_despite_cancellation(asyncio.to_thread(mount_point.prepare, root, mount.path))
+            await finish_despite_cancellation(self._mount(source, node, mount))
         except asyncio.CancelledError:
             if is_new:
-                await asyncio.shield(self._undo(source, node))
+                await finish_despite_cancellation(self._undo(source, node))
             raise
         except BaseException:
             if is_new:
@@ -87,7 +88,8 @@ class VolumeMounts:
                 ) from None
             if any(words in error.message for words in _VANISHED) and f"{source}: " not in error.message:
                 raise Invalid(
-                    f"no volume can be mounted on {mount.path}: the sandbox removed it meanwhile; try again"
+                    f"no volume can be mounted on {mount.path}, because the sandbox removed the path "
+                    "meanwhile: try again"
                 ) from None
             raise
         found = [each for each in await self._table.list_all() if each.special == str(source)]
@@ -95,12 +97,19 @@ class VolumeMounts:
             return
         for stray in found:
             if stray.node not in self._nodes:
-                log.error("undoing a redirected mount", volume=mount.volume, wanted=node, actual=stray.node)
+                log.error(
+                    "the sandbox redirected the mount of a volume: undoing the mount",
+                    volume=mount.volume,
+                    wanted=node,
+                    actual=stray.node,
+                )
                 await self._table.unmount(stray)
-        raise Invalid(f"no volume can be mounted on {mount.path}: the sandbox put a link into the path")
+        raise Invalid(
+            f"no volume can be mounted on {mount.path}, because the path contains a symbolic link: choose another path"
+        )
 
     def adopt(self, mount: Mounted) -> None:
-        """Take over a mount of an earlier gateway."""
+        """Take over a mount that an earlier gateway process made."""
         self._nodes.add(mount.node)
 
     async def list_below(self, root: Path, volumes: Path) -> list[Mounted]:
@@ -130,7 +139,9 @@ class VolumeMounts:
             return True
         except Busy as error:
             if mount.handle not in self._stuck:
-                log.warning("cannot unmount, will retry", node=mount.node, reason=error.message)
+                log.warning(
+                    "a volume could not be unmounted, retrying in the background", node=mount.node, reason=error.message
+                )
                 self._stuck[mount.handle] = stuck = _Stuck(mount, error.message)
                 self._background.start(self._retry(stuck))
             return False
@@ -145,13 +156,15 @@ class VolumeMounts:
             except GatewayError as error:
                 stuck.reason = error.message
                 continue
-            log.info("unmounted after retries", node=stuck.mount.node)
+            log.info("a volume was unmounted after retries", node=stuck.mount.node)
             del self._stuck[stuck.mount.handle]
             stuck.gone.set()
 
     def stuck(self, matches: Callable[[Mounted], bool]) -> list[str]:
         """Return a sentence for each matching mount that cannot be unmounted yet."""
-        return [f"{each.reason}; it is tried again" for each in self._stuck.values() if matches(each.mount)]
+        return [
+            f"{each.reason}; the gateway retries the unmount" for each in self._stuck.values() if matches(each.mount)
+        ]
 
     async def wait_until_unmounted(self, matches: Callable[[Mounted], bool]) -> None:
         """Wait until no matching mount is stuck."""
@@ -176,7 +189,7 @@ class VolumeMounts:
                     await self._jails.signal(name, "STOP")
             yield
         finally:
-            await asyncio.shield(self._resume(names))
+            await finish_despite_cancellation(self._resume(names))
 
     async def _resume(self, names: Iterable[str]) -> None:
         for name in names:
@@ -184,10 +197,14 @@ class VolumeMounts:
                 await self._jails.signal(name, "CONT")
                 (self._stopped / name).unlink(missing_ok=True)
             except GatewayError as error:
-                log.error("jail not resumed, the next start of the gateway does it", jail=name, reason=error.message)
+                log.error(
+                    "a stopped jail could not be resumed, the next start of the gateway resumes it",
+                    jail=name,
+                    reason=error.message,
+                )
 
     async def resume_stopped(self) -> list[str]:
-        """Resume jails that are still stopped after a crash; returns a sentence for each."""
+        """Resume jails that are still stopped after a crash. Returns a sentence for each."""
         names = [path.name for path in self._stopped.iterdir()] if self._stopped.is_dir() else []
         await self._resume(names)
         return [f"resumed the jail {name}, which was stopped for a change of its volumes" for name in names]

@@ -1,4 +1,4 @@
-"""A bridge with an address, and an epair from it to each jail.
+"""Manage a bridge with an address, and an epair from it to each jail.
 
 ::
 
@@ -17,7 +17,8 @@ import re
 from dataclasses import dataclass
 
 from sandbox_gateway.errors import BackendFailed
-from sandbox_gateway.hosts.jail_zfs.commands import Commands, finish_all
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
+from sandbox_gateway.tasks import finish_despite_cancellation, wait_for_all
 
 _ABSENT = ("does not exist",)
 
@@ -42,7 +43,7 @@ def parse_inet(text: str) -> list[str]:
 class Bridge:
     """The bridge ``name`` for the addresses of ``subnet``; names of epairs begin with ``prefix``."""
 
-    def __init__(self, run: Commands, *, name: str, prefix: str, subnet: str) -> None:
+    def __init__(self, run: CommandRunner, *, name: str, prefix: str, subnet: str) -> None:
         self._run = run
         self.name = name
         self._prefix = prefix
@@ -69,7 +70,7 @@ class Bridge:
         if addresses and wanted not in addresses:
             raise BackendFailed(
                 f"the bridge {self.name} has the address {addresses[0]}, not {wanted}: "
-                "name another in [jail_zfs] bridge, or set [network] subnet to fit it"
+                "set [jail_zfs] bridge to another bridge, or change [network] subnet to match"
             )
         await self._run("ifconfig", self.name, *([] if addresses else ["inet", wanted]), "up")
 
@@ -78,18 +79,20 @@ class Bridge:
         await self._run.run_unless_absent("ifconfig", self.name, "destroy", absent=_ABSENT)
 
     async def create(self, epair: Epair) -> None:
-        """Create an epair and add its outer end to the bridge; nothing is left on failure."""
+        """Create an epair and add its outer end to the bridge. On failure nothing remains."""
         name = (await self._run("ifconfig", "epair", "create", "group", self._group)).strip()
         if not re.fullmatch(r"epair\d+a", name):
             raise BackendFailed(f"`ifconfig epair create` printed {name[:80]!r}, not the name of an epair")
         try:
-            await finish_all(
-                self._run("ifconfig", name, "name", epair.outer, "up"),
-                self._run("ifconfig", f"{name[:-1]}b", "ether", epair.mac, "name", epair.inner),
+            await finish_despite_cancellation(
+                wait_for_all(
+                    self._run("ifconfig", name, "name", epair.outer, "up"),
+                    self._run("ifconfig", f"{name[:-1]}b", "ether", epair.mac, "name", epair.inner),
+                )
             )
             await self._run("ifconfig", self.name, "addm", epair.outer, "private", epair.outer)
         except BaseException:
-            await finish_all(self._destroy(name), self._destroy(epair.outer))
+            await finish_despite_cancellation(wait_for_all(self._destroy(name), self._destroy(epair.outer)))
             raise
 
     async def destroy(self, epair: Epair) -> None:
@@ -100,7 +103,7 @@ class Bridge:
         await self._run.run_unless_absent("ifconfig", interface, "destroy", absent=_ABSENT)
 
     async def sweep(self, kept: set[int]) -> list[str]:
-        """Destroy the epairs whose numbers are not in ``kept``; returns their names."""
+        """Destroy the epairs whose numbers are not in ``kept``. Returns their names."""
         known = {self.epair(number).outer for number in kept}
         strays = [name for name in (await self._members()) if name not in known]
         for name in strays:
@@ -108,5 +111,5 @@ class Bridge:
         return strays
 
     async def _members(self) -> list[str]:
-        """Return the outer ends of our epairs; `ifconfig -g` fails without a message if there are none."""
+        """Return the outer ends of this gateway's epairs; `ifconfig -g` fails without a message if there are none."""
         return (await self._run("ifconfig", "-g", self._group, silent=True)).split()

@@ -1,6 +1,7 @@
-"""Restricts network access with pf: an anchor for each sandbox, and one for the bridge.
+"""Restrict network access with pf: an anchor for each sandbox, and one for the bridge.
 
-The main rules call them (``nat-anchor "sbx/*"``, ``anchor "sbx/*"``). The bridge's anchor ``sbx/<prefix>`` blocks
+The main rules evaluate the anchors (``nat-anchor "sbx/*"``, ``anchor "sbx/*"``). The bridge's anchor ``sbx/<prefix>``
+blocks
 traffic that no rule allows, and translates outgoing connections to the host's address. A jail's anchor ``sbx/<jail>``
 has ``quick`` rules for the jail's address. Root in a jail may give its interface any address: the rules on its epair
 drop packets from other addresses.
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.addresses import egress_rules
-from sandbox_gateway.hosts.jail_zfs.commands import Commands
+from sandbox_gateway.hosts.jail_zfs.command_runner import CommandRunner
 from sandbox_gateway.hosts.jail_zfs.network.epair import Bridge, Epair
 from sandbox_gateway.records import NetworkPolicy
 
@@ -22,7 +23,7 @@ _HELP = (
     "/etc/pf.conf, then `service pf start` and `pfctl -f /etc/pf.conf`; or run the role jail_zfs_host"
 )
 _LIMITED = ("224.0.0.0/4", "255.255.255.255")
-"""Multicast and broadcast, which also reach the host."""
+"""Multicast and broadcast addresses, which also reach the host."""
 
 
 def bridge_rules(bridge: Bridge, egress: str) -> str:
@@ -54,7 +55,7 @@ def jail_rules(bridge: Bridge, epair: Epair, policy: NetworkPolicy, dns: Sequenc
 class Pf:
     """The packet filter. ``prefix``: the prefix of the names of this gateway's jails."""
 
-    def __init__(self, run: Commands, bridge: Bridge, prefix: str) -> None:
+    def __init__(self, run: CommandRunner, bridge: Bridge, prefix: str) -> None:
         self._run = run
         self._bridge = bridge
         self._prefix = prefix
@@ -66,9 +67,9 @@ class Pf:
             filters = await self._run("pfctl", "-s", "rules")
             translations = await self._run("pfctl", "-s", "nat")
         except BackendFailed as error:
-            raise BackendFailed(f"pf does not answer ({error.message}): {_HELP}") from None
+            raise BackendFailed(f"pf cannot be queried ({error.message}): {_HELP}") from None
         if "Status: Enabled" not in info:
-            raise BackendFailed(f"pf is not enabled, so sandboxes would reach everything: {_HELP}")
+            raise BackendFailed(f"pf is not enabled, so sandboxes could reach everything: {_HELP}")
         for kind, text in (("anchor", filters), ("nat-anchor", translations)):
             if not any(line.startswith(f'{kind} "{_ROOT}/*"') for line in text.splitlines()):
                 raise BackendFailed(f'pf\'s main rules have no `{kind} "{_ROOT}/*"`: {_HELP}')
@@ -88,11 +89,11 @@ class Pf:
         return next((value.strip() for key, _, value in fields if key.strip() == "interface"), "")
 
     async def apply(self, jail: str, epair: Epair, policy: NetworkPolicy, dns: Sequence[str]) -> None:
-        """Load a jail's rules atomically; open connections stay open."""
+        """Load a jail's rules atomically. Open connections stay open."""
         await self._load(jail, jail_rules(self._bridge, epair, policy, dns))
 
     async def forget_connections(self, epair: Epair) -> None:
-        """Drop the states of an address: pf applies the rules to the next packet of each connection."""
+        """Drop the states of an address, so that pf applies the rules to the next packet of each connection."""
         await self._run("pfctl", "-q", "-k", epair.address)
         await self._run("pfctl", "-q", "-k", "0.0.0.0/0", "-k", epair.address)
 
@@ -103,7 +104,7 @@ class Pf:
         await self._run("pfctl", "-q", "-a", f"{_ROOT}/{name}", "-F", "all")
 
     async def sweep(self, kept: set[str]) -> list[str]:
-        """Remove the rules of our jails that are not in ``kept``; returns their names."""
+        """Remove the rules of this gateway's jails that are not in ``kept``. Returns their names."""
         listed = (await self._run("pfctl", "-a", _ROOT, "-s", "Anchors")).split()
         names = (name.removeprefix(f"{_ROOT}/") for name in listed)
         strays = sorted(name for name in names if name.startswith(f"{self._prefix}-") and name not in kept)

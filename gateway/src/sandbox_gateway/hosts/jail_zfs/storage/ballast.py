@@ -1,4 +1,4 @@
-"""Reserved space for changes that must be possible on a full pool."""
+"""Reserve space for changes that must be possible on a full pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BYTES = 16 << 20
 
 
 class Ballast:
-    """The dataset ``ROOT/ballast``, which is only a reservation.
+    """The dataset ``ROOT/ballast``, which only reserves space.
 
     On a full pool ZFS can destroy datasets, but not set properties or rename anything. Without reserved space, nothing
     could be removed from such a pool.
@@ -21,7 +21,7 @@ class Ballast:
         self._dataset = f"{root_dataset}/ballast"
 
     def run_even_if_full(self, change: Callable[[], None]) -> None:
-        """Make a change; if the pool is full, release the ballast and retry."""
+        """Make a change. If the pool is full, release the ballast and retry."""
         try:
             change()
         except zfs.exceptions.NoSpace:
@@ -31,7 +31,7 @@ class Ballast:
             change()
 
     def refill(self) -> list[str]:
-        """Reserve the space again if necessary; returns a sentence if the pool is too full."""
+        """Reserve the space again if necessary. Returns a sentence if the pool is too full."""
         if zfs.lzc_exists(self._dataset):
             return []
         try:

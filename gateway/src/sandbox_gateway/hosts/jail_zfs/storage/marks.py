@@ -1,15 +1,15 @@
-"""Findings of a scan that are written back to single datasets and snapshots."""
+"""Record findings of a scan, which are written back to single datasets and snapshots."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sandbox_gateway.hosts.jail_zfs.storage.records import QUARANTINE
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import QUARANTINE
 from sandbox_gateway.zfs.parse import Property
 
 FACTS = ("createtxg", "defer_destroy", "canmount")
-"""Native properties that a scan needs of every dataset and snapshot."""
+"""Native properties of every dataset and snapshot that a scan needs."""
 
 Facts = Mapping[str, Mapping[str, Property]]
 UserProperties = Mapping[str, Mapping[str, str]]
@@ -23,13 +23,13 @@ def is_retired(canmount: Property, has_record: bool) -> bool:
 @dataclass
 class Marks:
     quarantined: dict[str, str] = field(default_factory=dict)
-    """Datasets and snapshots that cannot be read or have two claims, with the reason in ASCII."""
+    """Datasets and snapshots whose records cannot be read or conflict, with the reason in ASCII."""
     to_mark: dict[str, str] = field(default_factory=dict)
-    """Quarantined ones that are not marked with this reason yet."""
+    """Quarantined datasets and snapshots that are not marked with this reason yet."""
     mended: list[str] = field(default_factory=list)
     """Datasets and snapshots that are marked as quarantined, but can be read again."""
     stale: list[tuple[str, str]] = field(default_factory=list)
-    """``(name, property)``: parts of records that are no longer committed, or never were."""
+    """``(name, property)`` of parts of uncommitted records."""
 
     def quarantine(self, name: str, props: Mapping[str, str], reason: str) -> None:
         ascii = "".join(c if " " <= c <= "~" else " " for c in reason.encode("ascii", "replace").decode())
@@ -45,5 +45,5 @@ class Marks:
 
     def notes(self) -> list[str]:
         """Return a sentence for each quarantined or repaired dataset and snapshot."""
-        notes = [f"{name}: left alone, {reason}" for name, reason in self.quarantined.items()]
+        notes = [f"{name}: left unchanged, because {reason}" for name, reason in self.quarantined.items()]
         return notes + [f"{name}: its record can be read again" for name in self.mended]

@@ -1,8 +1,10 @@
-"""Ensures that only one gateway uses a root dataset.
+"""Ensure that only one gateway uses a root dataset.
 
-A file lock excludes other gateways on the same machine, and ends with its holder. It does not help across containers,
-or after a crash of the machine. For these cases the user property ``sandbox:owner`` on the root dataset names the
-owner: host, process, and the start times of process and kernel. A gateway takes over from an owner that provably ended.
+A file lock excludes other gateways on the same machine, and ends with its holder. The lock does not help across
+containers, or after a crash of the machine. For these cases the user property ``sandbox:owner`` on the root dataset
+names the
+owner: host, process, and the start times of process and kernel. A gateway takes over from an owner that has certainly
+ended.
 
 Commands of a killed gateway keep running, and could change datasets that its successor has already scanned. They
 inherit the lock, so the successor waits until they have ended.
@@ -37,14 +39,14 @@ class Ownership:
         self._file: IO[str] | None = None
 
     def take(self) -> list[str]:
-        """Take the dataset; returns a sentence if it had another owner. Raises Conflict if that owner still runs."""
+        """Take the dataset. Returns a sentence if it had another owner. Raises Conflict if that owner still runs."""
         self._lock()
         try:
             notes = self._take_over()
             mine = _own_identity()
             zfs.lzc_set_prop(self._root, OWNER, mine)
             if self._owner() != mine:
-                raise Conflict(f"another gateway took {self._root} at the same moment: stop one of them")
+                raise Conflict(f"another gateway took {self._root} at the same moment: stop one of the two gateways")
         except BaseException:
             self._unlock()
             raise
@@ -63,29 +65,31 @@ class Ownership:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             file = self._path.open("a+")
         except OSError as error:
-            raise BackendFailed(f"the lock {self._path} cannot be opened: {error.strerror}; run as root") from None
+            raise BackendFailed(
+                f"the lock {self._path} cannot be opened ({error.strerror}): run the gateway as root"
+            ) from None
         deadline = time.monotonic() + process.SECONDS
         while not _is_locked_by(file):
             if not self._is_orphaned():
                 file.close()
                 raise Conflict(
-                    f"another gateway on this machine works on {self._root} (lock {self._path}): "
-                    "stop it, or give this one another root dataset"
+                    f"another gateway on this machine uses {self._root} (lock {self._path}): stop it, or "
+                    "configure another root dataset for this gateway"
                 )
             if time.monotonic() > deadline:
                 file.close()
                 raise Conflict(
-                    f"zfs commands of an earlier gateway still work on {self._root} after {process.SECONDS:g} s: "
+                    f"zfs commands of an earlier gateway still use {self._root} after {process.SECONDS:g} s: "
                     f"find the processes that have {self._path} open, end them, and start the gateway again"
                 )
             time.sleep(_RETRY_SECONDS)
         self._file = file
-        process.inherit(file)
+        process.inherit_file(file)
 
     def _is_orphaned(self) -> bool:
         """Return whether the last owner has ended, so that only commands that it started still hold the lock.
 
-        An owner that stopped in order has removed its name.
+        An owner that stopped regularly has removed its name.
         """
         text = self._owner()
         if not text:
@@ -98,7 +102,7 @@ class Ownership:
 
     def _unlock(self) -> None:
         if self._file is not None:
-            process.disinherit(self._file)
+            process.stop_inheriting(self._file)
             self._file.close()
             self._file = None
 
@@ -114,18 +118,18 @@ class Ownership:
             other = {key: str(value) for key, value in json.loads(text).items()}
             host, pid, started, kernel = other["host"], int(other["pid"]), other["started"], other["kernel"]
         except (ValueError, KeyError, AttributeError):
-            return [f"{self._root}: replaced its owner {text[:80]!r}, which cannot be read"]
+            return [f"{self._root}: replaced the recorded owner {text[:80]!r}, which is not valid"]
         owner = f"process {pid} of host {host}"
         if kernel != _kernel_start():
             return [f"{self._root}: taken over from {owner}, which ended with its machine"]
         if host != socket.gethostname():
             raise Conflict(
-                f"{self._root} belongs to a gateway in another container of this machine ({owner}): stop it; "
-                f"if it is gone, `zfs inherit {OWNER} {self._root}` says so"
+                f"{self._root} belongs to a gateway in another container of this machine ({owner}): stop "
+                f"it. If it no longer exists, run `zfs inherit {OWNER} {self._root}`"
             )
         if _start_of(pid) == started and pid != os.getpid():
-            raise Conflict(f"{self._root} belongs to a gateway that still runs ({owner}): stop it first")
-        return [f"{self._root}: taken over from {owner}, which is gone"]
+            raise Conflict(f"{self._root} belongs to a gateway that is still running ({owner}): stop it first")
+        return [f"{self._root}: taken over from {owner}, which has ended"]
 
 
 def _is_locked_by(file: IO[str]) -> bool:

@@ -1,4 +1,4 @@
-"""The root dataset, below which a gateway stores everything."""
+"""Manage the root dataset, below which a gateway stores everything."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class RootDataset:
 
     @property
     def mountpoint(self) -> Path:
-        """The root dataset's mount point. Raises Conflict before ``mount``."""
+        """Return the root dataset's mount point. Raises Conflict before ``mount``."""
         if self._mountpoint is None:
-            raise Conflict("the storage is not open")
+            raise Conflict("the storage is not open yet: wait until the gateway has started")
         return self._mountpoint
 
     @property
@@ -44,7 +44,7 @@ class RootDataset:
         zfs.check_reachable()
         if not zfs.lzc_exists(self.dataset):
             raise BackendFailed(
-                f"the dataset {self.dataset} does not exist: `zfs create {self.dataset}`, or run the role jail_zfs_host"
+                f"the dataset {self.dataset} does not exist: run `zfs create {self.dataset}`, or the role jail_zfs_host"
             )
 
     def mount(self) -> None:
@@ -53,19 +53,19 @@ class RootDataset:
         path = facts["mountpoint"].value
         if facts["type"].value != "filesystem" or not path.startswith("/"):
             raise BackendFailed(
-                f"the dataset {self.dataset} has no place in the file system (mountpoint {path}): "
-                f"`zfs set mountpoint=/some/directory {self.dataset}`"
+                f"the dataset {self.dataset} has no usable mount point (mountpoint={path}): run `zfs set "
+                f"mountpoint=/some/directory {self.dataset}`"
             )
         zfs.mount(self.dataset)
         self._mountpoint = Path(path)
         for name in CONTAINERS:
             self._ensure_container(f"{self.dataset}/{name}")
-        # Root in a jail can create set-user-ID programs, which users of the host must not be able to reach.
+        # Root in a jail can create set-user-ID programs, which users of the host must not reach.
         for name in CONTAINERS:
             (self._mountpoint / name).chmod(0o700)
 
     def _ensure_container(self, name: str) -> None:
         if not zfs.lzc_exists(name):
-            # a tool that snapshots all datasets would keep instances from being destroyed
+            # exclude instances from tools that snapshot all datasets, because such snapshots prevent their destruction
             zfs.lzc_create(name, props={"atime": "off", "com.sun:auto-snapshot": "false"})
         zfs.mount(name)

@@ -1,4 +1,4 @@
-"""Interprets the datasets of sandboxes and their snapshots, without changing anything."""
+"""Interpret the datasets of sandboxes and their snapshots, without changing anything."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from sandbox_gateway.hosts.jail_zfs.storage.marks import Facts, Marks, UserProperties, is_retired
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE, Stored, decode, stale_parts
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, Stored, decode, stale_parts
 from sandbox_gateway.hosts.jail_zfs.storage.root import RETIRED, SANDBOXES, TEMPLATE, VOLUMES
 from sandbox_gateway.records import Sandbox, Snapshot
 
@@ -17,7 +17,7 @@ class SandboxFindings(Marks):
     snapshots: list[Snapshot] = field(default_factory=list)
     """Oldest first."""
     sandboxes: list[Sandbox] = field(default_factory=list)
-    places: dict[str, str] = field(default_factory=dict)
+    snapshot_names: dict[str, str] = field(default_factory=dict)
     """Full name of each snapshot, by its id."""
     generations: dict[str, int] = field(default_factory=dict)
     """Generation of each record, by the id of the sandbox or snapshot."""
@@ -34,7 +34,10 @@ class SandboxFindings(Marks):
 
 
 class _Claim(NamedTuple):
-    """An instance with the record of a sandbox. If several instances have one, the highest claim wins."""
+    """An instance with the record of a sandbox.
+
+    If several instances have a record of one sandbox, the highest claim wins.
+    """
 
     generation: int
     createtxg: int
@@ -44,10 +47,10 @@ class _Claim(NamedTuple):
 
 def interpret_sandboxes(root: str, facts: Facts, local: UserProperties) -> SandboxFindings:
     """Interpret FACTS of everything below ``root``, and ``local``, the user properties set locally."""
-    return _Reading(root, facts, local).findings
+    return _Reader(root, facts, local).findings
 
 
-class _Reading:
+class _Reader:
     def __init__(self, root: str, facts: Facts, local: UserProperties) -> None:
         self._root = root
         self._facts = facts
@@ -74,13 +77,14 @@ class _Reading:
         return sorted(names, key=lambda name: self._facts[name]["createtxg"].number)
 
     def _read_snapshot(self, name: str) -> None:
-        stored = self._decoded(name, "snapshot")
+        stored = self._decode(name, "snapshot")
         if stored is None or not isinstance(record := stored.record, Snapshot):
             return
-        if record.id in self.findings.places:
-            self._quarantine(name, f"{self.findings.places[record.id]} has the record of the snapshot {record.id} too")
+        if record.id in self.findings.snapshot_names:
+            other = self.findings.snapshot_names[record.id]
+            self._quarantine(name, f"{other} also has the record of the snapshot {record.id}")
             return
-        self.findings.places[record.id] = name
+        self.findings.snapshot_names[record.id] = name
         self.findings.generations[record.id] = stored.generation
         self.findings.snapshots.append(record)
         self._confirm(name)
@@ -94,7 +98,7 @@ class _Reading:
                 continue
             if HEAD not in self._props(name):
                 self._read_uncommitted(name, instance)
-            elif (stored := self._decoded(name, "sandbox")) and isinstance(record := stored.record, Sandbox):
+            elif (stored := self._decode(name, "sandbox")) and isinstance(record := stored.record, Sandbox):
                 if record.instance != instance:
                     self._quarantine(name, f"its record belongs to the instance {record.instance}")
                     continue
@@ -119,11 +123,11 @@ class _Reading:
             self.findings.sandboxes.append(newest.record)
             for claim in older:
                 self.findings.superseded[claim.instance] = (
-                    f"the instance of sandbox {sandbox_id} is {newest.instance} now"
+                    f"the instance of sandbox {sandbox_id} is now {newest.instance}"
                 )
         self.findings.sandboxes.sort(key=lambda sandbox: sandbox.created_at.isoformat())
 
-    def _decoded(self, name: str, kind: Literal["sandbox", "snapshot"]) -> Stored | None:
+    def _decode(self, name: str, kind: Literal["sandbox", "snapshot"]) -> Stored | None:
         try:
             return decode(self._props(name), kind)
         except ValueError as error:
@@ -137,9 +141,9 @@ class _Reading:
         self.findings.confirm(name, self._props(name))
 
     def _find_parts(self) -> None:
-        """Keep the parts of quarantined records: they may help to repair them."""
+        """Find parts of records. Parts of quarantined records are kept, because they may help with a repair."""
         readable = {
-            *self.findings.places.values(),
+            *self.findings.snapshot_names.values(),
             *(f"{self._root}/{SANDBOXES}/{s.instance}" for s in self.findings.sandboxes),
         }
         for name, props in self._local.items():

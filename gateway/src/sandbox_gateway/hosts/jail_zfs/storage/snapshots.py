@@ -1,4 +1,4 @@
-"""Snapshots of sandboxes, and the templates that they descend from."""
+"""Manage snapshots of sandboxes, and the templates from which they descend."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from sandbox_gateway import zfs
-from sandbox_gateway.errors import InUse
+from sandbox_gateway.errors import UsedOutside
 from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
-from sandbox_gateway.hosts.jail_zfs.storage.places import SnapshotPlaces
-from sandbox_gateway.hosts.jail_zfs.storage.record_store import RecordStore
-from sandbox_gateway.hosts.jail_zfs.storage.records import encode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import encode
+from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import TEMPLATE, RootDataset
-from sandbox_gateway.hosts.jail_zfs.storage.translation import translating
+from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
+from sandbox_gateway.hosts.jail_zfs.storage.translation import translate_errors
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
 from sandbox_gateway.records import Snapshot, VolumeSnapshot
 
@@ -21,31 +21,31 @@ _BASE = "base"
 
 
 class SnapshotStorage:
-    """The snapshots in ZFS. Methods block, are thread-safe, and raise GatewayError."""
+    """Manages the snapshots in ZFS. Methods block, are thread-safe, and raise GatewayError."""
 
     def __init__(
         self,
         root: RootDataset,
-        records: RecordStore,
-        places: SnapshotPlaces,
+        records: PropertyStore,
+        names: SnapshotNames,
         instances: InstanceStorage,
         volume_snapshots: VolumeSnapshots,
     ) -> None:
         self._root = root
         self._records = records
-        self._places = places
+        self._names = names
         self._instances = instances
         self._volume_snapshots = volume_snapshots
 
     def full_name(self, snapshot_id: str) -> str:
         """Return the current ``dataset@snapshot``. Raises NotFound."""
-        return self._places.find(snapshot_id)
+        return self._names.find(snapshot_id)
 
-    @translating
+    @translate_errors
     def create_base(self, record: Snapshot, fill: Callable[[Path], None]) -> Snapshot:
         """Create a dataset, let ``fill`` write a file system into the given directory, and commit it as ``@base``.
 
-        Nothing is left if ``fill`` raises.
+        Nothing remains if ``fill`` raises.
         """
         dataset = f"{self._root.dataset}/{TEMPLATE}{record.id}"
         zfs.lzc_create(dataset, props={"canmount": "noauto", "atime": "off", "com.sun:auto-snapshot": "false"})
@@ -53,55 +53,55 @@ class SnapshotStorage:
             zfs.mount(dataset)
             fill(self._root.mountpoint / f"{TEMPLATE}{record.id}")
             zfs.unmount(dataset)
-            self._take(f"{dataset}@{_BASE}", record)
+            self._capture(f"{dataset}@{_BASE}", record)
         except BaseException:
             with suppress(zfs.exceptions.ZFSError):
                 self._instances.destroy_dataset(dataset)
             raise
         return record
 
-    @translating
-    def take(self, instance: str, record: Snapshot, volumes: Sequence[VolumeSnapshot] = ()) -> Snapshot:
-        """Snapshot an instance's file system, and volumes with it: all or none.
+    @translate_errors
+    def capture(self, instance: str, record: Snapshot, volumes: Sequence[VolumeSnapshot] = ()) -> Snapshot:
+        """Snapshot an instance's file system and volumes at once, all or none.
 
         The snapshot contains everything that programs have written; memory-mapped data only if it was synced.
         """
-        self._take(f"{self._instances.dataset(instance)}@{record.id}", record, volumes)
+        self._capture(f"{self._instances.dataset(instance)}@{record.id}", record, volumes)
         return record
 
-    def _take(self, name: str, record: Snapshot, volumes: Sequence[VolumeSnapshot] = ()) -> None:
+    def _capture(self, name: str, record: Snapshot, volumes: Sequence[VolumeSnapshot] = ()) -> None:
         props = encode(record, 1)
         volume_names, volume_props = self._volume_snapshots.describe(volumes)
-        # in this order, if not atomic: snapshots of volumes are ignored without the sandbox's snapshot
+        # Without atomicity, volumes must come first: their snapshots are ignored without the sandbox's snapshot.
         zfs.lzc_snapshot([*volume_names.values(), name], volume_props | props)
         with self._root.index_lock:
             self._volume_snapshots.add(volume_names)
-            self._places.add(record.id, name)
+            self._names.add(record.id, name)
             self._records.add_generations({record.id: 1})
             if len(props) > 1:
                 self._records.note_multipart(name)
 
-    @translating
+    @translate_errors
     def save(self, record: Snapshot) -> None:
-        """Commit a new version of a snapshot's record. Raises NotFound if the snapshot is gone."""
-        self._places.use(record.id, lambda name: self._records.write(name, record))
+        """Commit a new version of a snapshot's record. Raises NotFound if the snapshot does not exist."""
+        self._names.use(record.id, lambda name: self._records.write(name, record))
 
-    @translating
+    @translate_errors
     def bytes_held(self, snapshot_id: str) -> int:
         """Return the number of bytes that only this snapshot uses."""
-        return self._places.use(snapshot_id, zfs.used)
+        return self._names.use(snapshot_id, zfs.used)
 
-    @translating
+    @translate_errors
     def destroy(self, snapshot_id: str, *, deferred: bool = False) -> bool:
         """Remove a snapshot. Returns False if it is only hidden: ZFS removes it with the last clone or hold.
 
-        Unless ``deferred``, raises InUse, with all names, if the snapshot is held or has clones (sandboxes, or datasets
-        of others). Retired clones do not count: the snapshot is then hidden.
+        Unless ``deferred``, raises UsedOutside, with all names, if the snapshot is held or has clones (sandboxes, or
+        datasets of others). Retired clones do not count: the snapshot is then hidden.
         """
         with self._root.tree_lock:
-            name = self._places.find(snapshot_id)
+            name = self._names.find(snapshot_id)
             gone = self._destroy(snapshot_id, name, deferred)
-            self._places.drop(snapshot_id)
+            self._names.remove(snapshot_id)
             self._records.forget(snapshot_id, name)
             self._instances.destroy_if_unused(name.partition("@")[0])
         return gone
@@ -114,22 +114,18 @@ class SnapshotStorage:
             if not held and not isinstance(failure.errors[0], zfs.exceptions.SnapshotIsCloned):
                 raise
             if not deferred:
-                self._check_unused(snapshot_id, name, held)
+                self._check_unused(name, held)
             zfs.lzc_destroy_snaps([name], True)
             return not zfs.lzc_exists(name)
         return True
 
-    def _check_unused(self, snapshot_id: str, name: str, held: bool) -> None:
-        """Raise InUse if it has a hold, or clones that are not retired."""
-        blockers: dict[str, str] = {}
+    def _check_unused(self, name: str, held: bool) -> None:
+        """Raise UsedOutside if it has a hold, or clones that are not retired."""
+        clones: dict[str, str] = {}
         for clone in zfs.list_clones(name):
             if not self._instances.is_retired(clone):
-                blockers.update([self._instances.identify(clone)])
-        if blockers:
-            forks = "fork" if len(blockers) == 1 else "forks"
-            raise InUse(
-                f"the snapshot {snapshot_id} is in use by {len(blockers)} {forks}: {', '.join(blockers.values())}",
-                blockers=list(blockers),
-            )
+                clones.update([self._instances.identify(clone)])
+        if clones:
+            raise UsedOutside({"ZFS clone": clones}, "Remove them first (`zfs destroy`).")
         if held:
-            raise InUse(f"the snapshot {snapshot_id} is held: `zfs release` the holds on {name}", blockers=[name])
+            raise UsedOutside({"hold": {name: name}}, "Release it first (`zfs release`).")

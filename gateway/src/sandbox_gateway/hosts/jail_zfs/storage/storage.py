@@ -28,12 +28,12 @@ from sandbox_gateway import zfs
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.instances import InstanceStorage
 from sandbox_gateway.hosts.jail_zfs.storage.ownership import Ownership
-from sandbox_gateway.hosts.jail_zfs.storage.places import SnapshotPlaces
-from sandbox_gateway.hosts.jail_zfs.storage.record_store import RecordStore
+from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import SANDBOXES, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.sandbox_scan import interpret_sandboxes
+from sandbox_gateway.hosts.jail_zfs.storage.snapshot_names import SnapshotNames
 from sandbox_gateway.hosts.jail_zfs.storage.snapshots import SnapshotStorage
-from sandbox_gateway.hosts.jail_zfs.storage.translation import translating
+from sandbox_gateway.hosts.jail_zfs.storage.translation import translate_errors
 from sandbox_gateway.hosts.jail_zfs.storage.volume_datasets import VolumeDatasets
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import VOLUME_FACTS, interpret_volumes
 from sandbox_gateway.hosts.jail_zfs.storage.volume_snapshots import VolumeSnapshots
@@ -63,15 +63,15 @@ class ZfsStorage:
         self.root = RootDataset(root_dataset)
         self._ownership = Ownership(root_dataset, lock_directory)
         self._ballast = Ballast(root_dataset)
-        self._records = RecordStore(self.root, self._ballast)
-        self._places = SnapshotPlaces(self.root)
-        self.instances = InstanceStorage(self.root, self._ballast, self._records, self._places)
+        self._records = PropertyStore(self.root, self._ballast)
+        self._names = SnapshotNames(self.root)
+        self.instances = InstanceStorage(self.root, self._ballast, self._records, self._names)
         volume_datasets = VolumeDatasets(self.root, self._ballast, self._records)
         self.volume_snapshots = VolumeSnapshots(self.root, volume_datasets)
         self.volumes = VolumeStorage(self.root, self._ballast, self._records, volume_datasets, self.volume_snapshots)
-        self.snapshots = SnapshotStorage(self.root, self._records, self._places, self.instances, self.volume_snapshots)
+        self.snapshots = SnapshotStorage(self.root, self._records, self._names, self.instances, self.volume_snapshots)
 
-    @translating
+    @translate_errors
     def open(self) -> list[str]:
         """Lock the root dataset for this gateway and create missing containers in it.
 
@@ -88,14 +88,14 @@ class ZfsStorage:
         return notes
 
     def close(self) -> None:
-        """Release the root dataset; everything stays mounted. Errors of ZFS are ignored."""
+        """Release the root dataset. Everything stays mounted, and errors of ZFS are ignored."""
         self._ownership.release()
 
-    @translating
+    @translate_errors
     def scan(self, teardown: Callable[[str], None] = lambda instance: None) -> StorageScan:
         """Find all objects and remove uncommitted ones. Damaged objects are reported, and do not stop the scan.
 
-        Leftovers of volumes are only found: ``volumes.sweep`` removes them when no jail uses them any more.
+        Leftovers of volumes are found but not removed: ``volumes.sweep`` removes them when no jail uses them any more.
         ``teardown(instance)`` is called before an instance is removed, to end processes in it. If it raises, the
         error is reported and the instance stays until the next scan.
         """
@@ -104,7 +104,7 @@ class ZfsStorage:
             facts, local = zfs.get_tree(root, VOLUME_FACTS), zfs.local_tree(root)
             found, volumes = interpret_sandboxes(root, facts, local), interpret_volumes(root, facts, local)
             with self.root.index_lock:
-                self._places.load(found.places)
+                self._names.load(found.snapshot_names)
                 self._records.load(found.generations, found.multipart)
             self._records.mark(found)
             notes = self.volumes.load(volumes)

@@ -1,4 +1,4 @@
-"""Translates the errors of ZFS into the gateway's, with remedies."""
+"""Translate the errors of ZFS into the gateway's errors, with remedies."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def translating(function: Callable[P, R]) -> Callable[P, R]:
+def translate_errors(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that it raises GatewayError instead of ZFSError."""
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        with translate_errors():
+        with translated_errors():
             return function(*args, **kwargs)
 
     return wrapper
 
 
 @contextmanager
-def translate_errors() -> Iterator[None]:
+def translated_errors() -> Iterator[None]:
     """Raise GatewayError instead of ZFSError."""
     try:
         yield
@@ -43,14 +43,16 @@ def gateway_error(error: zfs.exceptions.ZFSError) -> GatewayError:
             pool = (error.name or "").partition("/")[0] or "ZFS"
             return NoSpace(f"the pool {pool} has no space left{name and f' for{name}'}: remove snapshots or sandboxes")
         case zfs.exceptions.QuotaExceeded():
-            return OverQuota(f"the disk quota of{name} is too small for the data in it: choose a larger one")
+            return OverQuota(f"the disk quota of{name} is too small for its data: choose a larger quota")
         case zfs.exceptions.ZFSInitializationFailed():
-            return BackendFailed(f"ZFS cannot be reached: {error.said}")
+            return BackendFailed(f"ZFS cannot be reached ({error.said}): check that ZFS is installed and running")
         case zfs.exceptions.DatasetBusy():
             listed = f" ({', '.join(error.related)})" if error.related else ""
-            return Busy(f"the dataset{name} is busy{listed}: a process or a mount still uses it; try again")
+            return Busy(f"the dataset{name} is busy{listed}: a process or a mount still uses it, so try again later")
         case zfs.exceptions.SuspendedPool() | zfs.exceptions.ReadOnlyPool():
-            return BackendFailed(f"{error.message}:{name or ' the pool'} accepts no writes; see `zpool status`")
+            return BackendFailed(
+                f"{error.message}:{name or ' the pool'} does not accept writes: run `zpool status` to find the cause"
+            )
         case zfs.exceptions.NameInvalid() | zfs.exceptions.NameTooLong() | zfs.exceptions.PropertyInvalid():
             return Invalid(f"ZFS refused{name}: {error.said or error.message}")
     return BackendFailed(f"ZFS failed: {error}")
@@ -63,4 +65,7 @@ def check_quota(origin: str, size_mb: int | None, noun: str = "disk") -> None:
     """
     held = zfs.get_props([origin], ["referenced"])[origin]["referenced"].number
     if size_mb is not None and held > size_mb << 20:
-        raise OverQuota(f"a {noun} of {size_mb} MiB is too small: the snapshot holds {(held >> 20) + 1} MiB")
+        raise OverQuota(
+            f"a {noun} of {size_mb} MiB is too small, because the snapshot contains {(held >> 20) + 1} MiB: "
+            "choose a larger size"
+        )

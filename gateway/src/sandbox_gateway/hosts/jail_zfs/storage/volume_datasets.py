@@ -1,4 +1,4 @@
-"""Datasets of volumes: the current ones, and those kept for their snapshots."""
+"""Manage the datasets of volumes: current datasets, and former datasets that are kept for their snapshots."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sandbox_gateway import zfs
 from sandbox_gateway.errors import NotFound
 from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
 from sandbox_gateway.hosts.jail_zfs.storage.marks import is_retired
-from sandbox_gateway.hosts.jail_zfs.storage.record_store import RecordStore
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, decode
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, decode
+from sandbox_gateway.hosts.jail_zfs.storage.property_store import PropertyStore
 from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES, RootDataset
 from sandbox_gateway.hosts.jail_zfs.storage.volume_scan import DOOMED, volume_key
 from sandbox_gateway.records import Volume
@@ -21,7 +21,7 @@ from sandbox_gateway.records import Volume
 class VolumeDatasets:
     """The datasets of all volumes. Methods may raise ZFSError."""
 
-    def __init__(self, root: RootDataset, ballast: Ballast, records: RecordStore) -> None:
+    def __init__(self, root: RootDataset, ballast: Ballast, records: PropertyStore) -> None:
         self._root = root
         self._ballast = ballast
         self._records = records
@@ -38,7 +38,7 @@ class VolumeDatasets:
         with self._root.index_lock:
             self._current[volume_id] = dataset
 
-    def drop(self, volume_id: str) -> None:
+    def remove(self, volume_id: str) -> None:
         with self._root.index_lock:
             self._current.pop(volume_id, None)
 
@@ -64,13 +64,13 @@ class VolumeDatasets:
         return [dataset for _, dataset in sorted(found, reverse=True)]
 
     def owner(self, dataset: str) -> str:
-        """Return the id of the volume that a dataset belongs to; the dataset itself if it belongs to none."""
+        """Return the id of the volume that a dataset belongs to; the dataset itself if it belongs to no volume."""
         parent, _, name = dataset.rpartition("/")
         key = volume_key(name)
         return key[0] if key is not None and parent == f"{self._root.dataset}/{VOLUMES}" else dataset
 
     def identify(self, clone: str) -> tuple[str, str]:
-        """Return ``(volume id, name)`` of a clone for an error message; the dataset twice if it has no volume."""
+        """Return ``(volume id, name)`` of a clone for an error message; ``(dataset, dataset)`` if it has no volume."""
         owner = self.owner(clone)
         try:
             record = decode(zfs.local_props(self._current.get(owner, clone)), "volume").record
@@ -83,7 +83,7 @@ class VolumeDatasets:
 
     @property
     def directory(self) -> Path:
-        """The directory on the host in which volumes are mounted."""
+        """Return the directory on the host in which volumes are mounted."""
         return Path(os.path.realpath(self._root.mountpoint)) / VOLUMES
 
     def path(self, dataset: str) -> Path:
@@ -96,11 +96,11 @@ class VolumeDatasets:
         return is_retired(facts["canmount"], facts[HEAD].is_local) and bool(zfs.list_snapshots(dataset))
 
     def retire(self, dataset: str) -> None:
-        """Unmount a dataset and drop its record, keeping it for its snapshots; destroy it if it has none."""
+        """Unmount a dataset and drop its record. It is kept for its snapshots, or destroyed if it has none."""
         if not zfs.list_snapshots(dataset):
             self.destroy(dataset)
             return
-        self._records.drop(dataset)
+        self._records.remove(dataset)
         zfs.unmount(dataset)
         self._ballast.run_even_if_full(lambda: zfs.lzc_set_prop(dataset, "canmount", "noauto"))
         self._remove_mount_point(dataset)
@@ -120,7 +120,7 @@ class VolumeDatasets:
             self.path(dataset).rmdir()
 
     def destroy_if_unused(self, dataset: str) -> None:
-        """Destroy a retired dataset if it has no snapshots; the next scan retries on failure.
+        """Destroy a retired dataset if it has no snapshots. On failure, the next scan retries.
 
         Datasets of doomed volumes are left to ``VolumeStorage.finish_removal``.
         """

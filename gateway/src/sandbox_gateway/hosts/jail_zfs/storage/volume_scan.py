@@ -1,4 +1,4 @@
-"""Interprets the datasets of volumes and their snapshots, without changing anything."""
+"""Interpret the datasets of volumes and their snapshots, without changing anything."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sandbox_gateway.hosts.jail_zfs.storage.marks import FACTS, Facts, Marks, UserProperties
-from sandbox_gateway.hosts.jail_zfs.storage.records import HEAD, QUARANTINE, decode, volume_snapshot_head
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, decode, volume_snapshot_head
 from sandbox_gateway.hosts.jail_zfs.storage.root import VOLUMES
 from sandbox_gateway.records import Volume, VolumeSnapshot
 
 VOLUME_FACTS = (*FACTS, "mounted", "refquota")
-"""Native properties that ``interpret_volumes`` needs of every dataset and snapshot."""
+"""Native properties of every dataset and snapshot that ``interpret_volumes`` needs."""
 DOOMED = "sandbox:doomed"
-"""User property on the datasets of a volume whose removal is committed."""
+"""User property that marks the datasets of a volume whose removal is committed."""
 
 _KEY = re.compile(r"([0-9a-f]{12})(?:\.([1-9][0-9]*))?")
 
@@ -26,7 +26,7 @@ class VolumeFindings(Marks):
     """Oldest first."""
     datasets: dict[str, str] = field(default_factory=dict)
     """Dataset of each volume, by its id."""
-    places: dict[str, str] = field(default_factory=dict)
+    snapshot_names: dict[str, str] = field(default_factory=dict)
     """Full name of each snapshot, by its id."""
     generations: dict[str, int] = field(default_factory=dict)
     """Generation of each volume's record, by its id."""
@@ -47,7 +47,10 @@ class VolumeFindings(Marks):
 
 
 class _Claim(NamedTuple):
-    """A dataset with the record of a volume. If several datasets have one, the highest claim wins."""
+    """A dataset with the record of a volume.
+
+    If several datasets have a record of one volume, the highest claim wins.
+    """
 
     generation: int
     number: int
@@ -63,10 +66,10 @@ def volume_key(name: str) -> tuple[str, int] | None:
 
 def interpret_volumes(root: str, facts: Facts, local: UserProperties) -> VolumeFindings:
     """Interpret VOLUME_FACTS of everything below ``root``, and ``local``, the user properties set locally."""
-    return _Reading(root, facts, local).findings
+    return _Reader(root, facts, local).findings
 
 
-class _Reading:
+class _Reader:
     def __init__(self, root: str, facts: Facts, local: UserProperties) -> None:
         self._prefix = f"{root}/{VOLUMES}/"
         self._facts = facts
@@ -89,7 +92,7 @@ class _Reading:
     def _read(self, name: str, claims: dict[str, list[_Claim]], bare: dict[str, list[str]]) -> None:
         key, props = volume_key(name.removeprefix(self._prefix)), self._local.get(name, {})
         if key is None:
-            self.findings.quarantine(name, props, "its name is not that of a volume")
+            self.findings.quarantine(name, props, "its name is not the name of a volume")
         elif DOOMED in props:
             self.findings.doomed.add(key[0])
         elif HEAD in props:
@@ -136,7 +139,8 @@ class _Reading:
             elif id in self.findings.unreadable:
                 continue
             elif kept:
-                # Not marked: it belongs to its volume again if that is restored (`zfs rename`, `zfs receive`).
+                # Do not mark the dataset: it belongs to its volume again if the volume is restored (`zfs rename`, `zfs
+                # receive`).
                 self.findings.quarantined[name] = f"it has snapshots of the volume {id}, which does not exist"
             else:
                 self.findings.uncommitted.append(name)
@@ -166,7 +170,7 @@ class _Reading:
                 self.findings.quarantine(name, props, str(error))
                 continue
             self.findings.confirm(name, props)
-            self.findings.places[short] = name
+            self.findings.snapshot_names[short] = name
             if record.sandbox_snapshot and record.sandbox_snapshot not in taken:
                 self.findings.orphaned.append(short)
             else:

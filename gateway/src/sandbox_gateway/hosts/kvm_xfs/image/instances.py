@@ -1,4 +1,4 @@
-"""The files of a machine: created from a snapshot, removed with the machine."""
+"""Create the files of a machine from a snapshot, and remove them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import contextlib
 import os
 from pathlib import Path
 
-from sandbox_gateway.hosts import records_store
+from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Instance
 from sandbox_gateway.records import Sandbox
 
 
-def lay_out(source: Path, files: Instance, sandbox: Sandbox, with_memory: bool) -> None:
+def create_files(source: Path, files: Instance, sandbox: Sandbox, with_memory: bool) -> None:
     """Create a machine's files from the snapshot in ``source``.
 
-    The base image of its memory is a hard link, so it lasts as long as the machine, even if the snapshot is removed.
+    The base image of the memory is a hard link, so it exists as long as the machine, even if the snapshot is removed.
     """
     files.directory.parent.mkdir(mode=0o711, exist_ok=True)
     files.directory.mkdir(mode=0o711)
@@ -27,10 +27,10 @@ def lay_out(source: Path, files: Instance, sandbox: Sandbox, with_memory: bool) 
     if with_memory:
         files.memory.hardlink_to(source / "memory.img")
     else:
-        blank_memory(files, sandbox.resources.memory_mb)
+        create_memory_file(files, sandbox.resources.memory_mb)
 
 
-def blank_memory(files: Instance, memory_mb: int) -> None:
+def create_memory_file(files: Instance, memory_mb: int) -> None:
     """Create an empty memory image for a machine that boots."""
     files.memory.unlink(missing_ok=True)
     with files.memory.open("xb") as image:
@@ -40,7 +40,7 @@ def blank_memory(files: Instance, memory_mb: int) -> None:
 
 def remove(files: Instance) -> None:
     """Remove a machine's files, and the sandbox's directory if it is then empty."""
-    records_store.remove(files.directory)
+    directory_records.remove(files.directory)
     with contextlib.suppress(OSError):
         files.directory.parent.rmdir()
 

@@ -7,7 +7,7 @@
         snapshots/<id>/                    volume.img manifest.json
     serving/                               files of running volume servers; obsolete after a reboot
 
-Snapshots and volumes are committed by a rename (`hosts.records_store`); a sandbox exists once its manifest does.
+Snapshots and volumes are committed by a rename (`hosts.directory_records`); a sandbox exists once its manifest does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from sandbox_gateway.hosts.records_store import directories
+from sandbox_gateway.hosts.directory_records import directories
 from sandbox_gateway.records import Sandbox, Snapshot, SnapshotKind
 
 
@@ -37,9 +37,11 @@ class Layout:
         for directory in (self.templates, self.snapshots, self.sandboxes, self.volumes):
             directory.mkdir(mode=0o711, parents=True, exist_ok=True)
 
-    def close_to_others(self, cache: Path) -> None:
-        """Make files private that an older release left readable: below the state root, and the root file systems in
-        ``cache``. Directories stay searchable, because QEMU runs as another user."""
+    def restrict_access(self, cache: Path) -> None:
+        """Make files private that an older release left readable, below the state root and in ``cache``.
+
+        Directories stay searchable, because QEMU runs as another user.
+        """
         parents = (self.templates, self.snapshots, self.sandboxes, self.volumes)
         found = [*self.root.glob("*.json"), *cache.glob("rootfs-*.tar")]
         found += [Path(place, name) for parent in parents for place, _, names in os.walk(parent) for name in names]

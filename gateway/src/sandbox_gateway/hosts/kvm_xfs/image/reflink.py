@@ -1,4 +1,4 @@
-"""Shares extents between files (FICLONE), and finds out which are shared (FIEMAP).
+"""Share extents between files (FICLONE), and find shared extents (FIEMAP).
 
 Sources: ioctl_ficlone(2); Linux Documentation/filesystems/fiemap.rst; include/uapi/linux/fiemap.h.
 """
@@ -39,11 +39,11 @@ def clone_fd(source: int, target: int) -> None:
     try:
         fcntl.ioctl(target, _FICLONE, source)
     except OSError as error:
-        raise _explained(error) from None
+        raise _translate_error(error) from None
 
 
 def clone(source: Path, target: Path, mode: int = 0o600) -> None:
-    """Create ``target`` (which must not exist), sharing all of ``source``'s extents; nothing remains on failure."""
+    """Create ``target`` (which must not exist), sharing all of ``source``'s extents. On failure nothing remains."""
     with source.open("rb") as origin:
         descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
@@ -56,7 +56,7 @@ def clone(source: Path, target: Path, mode: int = 0o600) -> None:
 
 
 def extents(path: Path) -> list[Extent]:
-    """Return the file's extents in order; dirty data is flushed first."""
+    """Flush dirty data, then return the file's extents in order."""
     found: list[Extent] = []
     start = 0
     with path.open("rb") as file:
@@ -74,7 +74,7 @@ def _fiemap(descriptor: int, start: int) -> list[tuple[Extent, bool]]:
     try:
         fcntl.ioctl(descriptor, _FS_IOC_FIEMAP, buffer)
     except OSError as error:
-        raise BackendFailed(f"the extents of a file cannot be listed: {error.strerror}") from None
+        raise BackendFailed(f"the kernel cannot list the extents of a file: {error.strerror}") from None
     mapped = _HEADER.unpack_from(buffer)[3]
     batch = []
     for index in range(mapped):
@@ -89,8 +89,11 @@ def unique_bytes(path: Path) -> int:
     return sum(extent.length for extent in extents(path) if not extent.shared)
 
 
-def same_extents(one: Path, other: Path) -> bool:
-    """Return whether both files use the same blocks, so their contents are equal. If not, one was written to."""
+def has_same_extents(one: Path, other: Path) -> bool:
+    """Return whether both files use the same blocks.
+
+    If so, their contents are equal; if not, one of them was written to.
+    """
     return _placement(one) == _placement(other)
 
 
@@ -120,15 +123,18 @@ def require_reflinks(directory: Path) -> None:
             "'mkfs.xfs -m reflink=1' (the kvm_xfs_host role does)"
         ) from None
     except OSError as error:
-        raise _explained(error) from None
+        raise _translate_error(error) from None
     finally:
         source.unlink(missing_ok=True)
         target.unlink(missing_ok=True)
 
 
-def _explained(error: OSError) -> NoSpace | Unsupported | BackendFailed:
+def _translate_error(error: OSError) -> NoSpace | Unsupported | BackendFailed:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace("no space left on the state file system: remove snapshots or sandboxes, or grow it")
     if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.ENOTTY):
-        return Unsupported(f"this file system cannot share blocks between files: {error.strerror}")
-    return BackendFailed(f"sharing blocks failed: {error.strerror}")
+        return Unsupported(
+            f"this file system cannot share blocks between files ({error.strerror}): put the state root on an "
+            "XFS with reflink=1"
+        )
+    return BackendFailed(f"the kernel could not share blocks between files: {error.strerror}")

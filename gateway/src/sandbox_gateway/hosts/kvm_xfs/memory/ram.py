@@ -1,4 +1,4 @@
-"""Locates and reads the memory of a running machine.
+"""Locates and reads the memory of a running machine. Runs of its pages start at addresses in its process.
 
 A machine's RAM is a private mapping (MAP_PRIVATE) of its base image: pages it never wrote belong to that file,
 pages it wrote are anonymous. Source: process_vm_readv(2).
@@ -15,12 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.kvm_xfs.memory.runs import Runs
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 _IOV_MAX = 1024
-
-Runs = NDArray[np.uint64]
-"""Shape (n, 2): start address and length in bytes of each run of pages, ascending."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
@@ -49,7 +47,8 @@ class Ram:
     def __init__(self, pid: int, image: Path) -> None:
         self.pid = pid
         self.areas = _areas(pid, image)
-        self.size = sum(area.end - area.start for area in self.areas)
+        self.end = max(area.offset + area.end - area.start for area in self.areas)
+        """The end of its last area in the image."""
 
     def everything(self) -> Runs:
         return np.array([(area.start, area.end - area.start) for area in self.areas], dtype=np.uint64).reshape(-1, 2)

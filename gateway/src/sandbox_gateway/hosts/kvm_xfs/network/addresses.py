@@ -1,4 +1,4 @@
-"""Names and addresses of the network: as seen by guests, of slots on the host, and of volume servers."""
+"""Names and addresses in the network: inside guests, of slots on the host, and of volume servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ GUEST_MAC = "02:5b:78:00:00:01"
 TAP_MAC = "02:5b:78:00:00:02"
 TAP = "tap0"
 VOLUME_PORTS = range(22000, 32000, 2)
-"""Ports on the gateway's address, as guests see it. A volume has one and the next; no service uses them by default."""
+"""Ports of volumes on the gateway's address as guests see it.
+
+A volume has two consecutive ports. No service uses these ports by default.
+"""
 
 ALIASES = ipaddress.IPv4Network("248.0.0.0/6")
 """Addresses that are permanently reserved, and used only in the servers' namespace."""
@@ -39,7 +42,7 @@ class Slot:
     veth: str
     """Name of the veth's end on the host."""
     uid: int
-    """The user other than root who may open the tap; 0: no one."""
+    """The user besides root who may open the tap; 0: no one."""
     tap: str = TAP
 
 
@@ -64,7 +67,7 @@ def volume_gateway(network: Network) -> str:
 
 
 def volume_link(network: Network) -> str:
-    """Return the name of that link's end on the host."""
+    """Return the name of the host's end of the link to the volume servers' namespace."""
     return f"{network.prefix}_vol"
 
 

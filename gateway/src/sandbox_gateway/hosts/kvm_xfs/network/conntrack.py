@@ -1,6 +1,6 @@
-"""Connections that the kernel tracks in this thread's network namespace, over netlink (linux/nfnetlink_conntrack.h).
+"""Delete connections that the kernel tracks in this thread's network namespace (linux/nfnetlink_conntrack.h).
 
-Written by hand: pyroute2 decodes every field of every entry, which takes seconds if a guest created thousands.
+pyroute2 is not used, because it decodes every field of every entry, which takes seconds if a guest created thousands.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SECONDS = 10.0
 
 
 def forget_connections(source: str) -> int:
-    """Delete all tracked connections that ``source`` opened; return their number. Raises OSError."""
+    """Delete all tracked connections that ``source`` opened, and return their number. Raises OSError."""
     address = socket.inet_aton(source)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER) as netlink:
         netlink.settimeout(_SECONDS)
@@ -38,7 +38,7 @@ def forget_connections(source: str) -> int:
         found = [tuple_ for tuple_ in _list_entries(netlink) if tuple_[_SOURCE] == address]
         for first in range(0, len(found), _DELETED_AT_ONCE):
             batch = found[first : first + _DELETED_AT_ONCE]
-            # The kernel deletes before this returns. It answers only for entries that have timed out meanwhile.
+            # The kernel deletes the entries before this call returns. It answers only for entries that have timed out.
             netlink.send(b"".join(_message(_DELETE, _REQUEST, tuple_) for tuple_ in batch))
     return len(found)
 
@@ -53,7 +53,7 @@ def _list_entries(netlink: socket.socket) -> Iterator[bytes]:
                 return
             if kind == _ERROR:
                 number = -struct.unpack_from("=i", data, 16)[0]
-                raise OSError(number, "the kernel does not list its tracked connections")
+                raise OSError(number, "the kernel cannot list its tracked connections")
             size, attribute = struct.unpack_from("=HH", data, _ATTRIBUTES)
             if attribute == _TUPLE_ORIG | _NESTED:  # This attribute is always the first.
                 yield data[_ATTRIBUTES : _ATTRIBUTES + size]

@@ -1,4 +1,4 @@
-"""Interfaces of slots and of the volume servers' namespace: taps, veths, their addresses and routes.
+"""Create and remove the interfaces of slots and of the volume servers' namespace: taps, veths, addresses and routes.
 
 All functions run in a new thread (`namespaces.run_in_thread`), because they change the thread's network namespace.
 """
@@ -47,7 +47,7 @@ _NUD_PERMANENT = 0x80
 
 
 def find_slots(prefix: str) -> tuple[set[int], set[int]]:
-    """Return the numbers of slots that left anything on the host, and of complete slots."""
+    """Return the numbers of slots with any remains on the host, and of complete slots."""
     pattern = re.compile(rf"{prefix}-(\d+)")
     files = [entry.name for entry in RUN_NETNS.iterdir()] if RUN_NETNS.is_dir() else []
     spaces = {int(match[1]) for name in files if (match := pattern.fullmatch(name))}
@@ -69,9 +69,9 @@ def make_slot(slot: Slot) -> None:
         set_sysctl(f"net/ipv4/conf/{switch}/send_redirects", "0")
         set_sysctl(f"net/ipv4/conf/{switch}/accept_redirects", "0")
     set_sysctl("net/netfilter/nf_conntrack_tcp_loose", "0", required=False)
-    # Answer only the guest's own range: each sender takes an entry in a table that all namespaces share.
+    # Answer only the guest's own range, because each sender takes an entry in a table that all namespaces share.
     set_sysctl("net/ipv4/conf/all/arp_ignore", "2")
-    # Otherwise the kernel sends one refusal per second, and a guest waits minutes for the second one.
+    # Without this, the kernel sends one refusal per second, and a guest may wait minutes for the next one.
     set_sysctl("net/ipv4/icmp_ratelimit", "0")
     _make_tap(slot)
     inner = f"{slot.name}v"
@@ -116,7 +116,7 @@ def make_volume_space(network: Network) -> None:
         link = _index(route, inner)
         route.link("set", index=link, state="up")
         route.addr("add", index=link, address=volume_address(network), prefixlen=30)
-        # Only to slots: there is no route to anywhere else.
+        # Add a route only to slots: there is no route to anywhere else.
         for clients in (network.subnet, str(ALIASES)):
             route.route("add", dst=clients, gateway=volume_gateway(network), oif=link)
     with entered(HOST_NAMESPACE), IPRoute() as host:
@@ -142,7 +142,7 @@ def _make_tap(slot: Slot) -> None:
 
 
 def commit_slot(slot: Slot) -> None:
-    """Set the host's end up, as the last step, which marks the slot as complete."""
+    """Set the host's end up. This last step marks the slot as complete."""
     with IPRoute() as route:
         route.link("set", index=_index(route, slot.veth), state="up")
 
@@ -151,7 +151,7 @@ def remove_slot(slot: Slot) -> None:
     """Remove all parts of a slot, the veth first, so that the slot is no longer committed."""
     _remove_links(slot.veth, f"{slot.name}v")
     remove_namespace(slot.path)
-    # Its connections would count against the number's next user. Without conntrack in the kernel there are none.
+    # Its connections would count against the next slot with this number. A kernel without conntrack has none.
     with contextlib.suppress(OSError):
         forget_connections(slot.host_address)
 
@@ -174,5 +174,5 @@ def remove_loopback_address(address: str) -> None:
 def _index(route: IPRoute, name: str) -> int:
     found = route.link_lookup(ifname=name)
     if not found:
-        raise BackendFailed(f"the interface {name} vanished while its network was made")
+        raise BackendFailed(f"the interface {name} disappeared while its network slot was created: try again")
     return int(found[0])

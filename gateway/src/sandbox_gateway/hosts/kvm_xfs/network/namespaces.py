@@ -1,4 +1,4 @@
-"""Network namespaces: creates, enters and removes them.
+"""Create, enter and remove network namespaces.
 
 A thread changes only its own network namespace. Longer work in a namespace runs in a new thread, which then ends.
 """
@@ -24,7 +24,7 @@ _CLONE_NEWNET = 0x40000000
 _MS_BIND, _MS_REC, _MS_SHARED, _MNT_DETACH = 0x1000, 0x4000, 0x100000, 2
 
 HOST_NAMESPACE = Path("/proc/self/ns/net")
-"""The process's own network namespace, whatever the thread's."""
+"""The network namespace of the process, even if the thread is in another one."""
 
 _T = TypeVar("_T")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -41,7 +41,8 @@ async def run_in_thread(work: Callable[..., _T], *arguments: Any) -> _T:
             return work(*arguments)
         except (OSError, NetlinkError) as error:
             raise BackendFailed(
-                f"network: {error}; the gateway needs root and the kernel's veth, tun and nf_tables"
+                f"the network could not be set up ({error}): run the gateway as root, on a kernel with "
+                "veth, tun and nf_tables"
             ) from None
 
     return await asyncio.shield(start_thread(explained, name="netns"))
@@ -49,7 +50,7 @@ async def run_in_thread(work: Callable[..., _T], *arguments: Any) -> _T:
 
 def enter_new_namespace(path: Path) -> None:
     """Move this thread to a new network namespace without IPv6, whose file is ``path``."""
-    _call("unshare", _libc.unshare(_CLONE_NEWNET))
+    _check_result("unshare", _libc.unshare(_CLONE_NEWNET))
     path.touch(mode=0o444, exist_ok=False)
     _mount("/proc/thread-self/ns/net", path, _MS_BIND)
     for switch in ("all", "default"):
@@ -66,7 +67,7 @@ def remove_namespace(path: Path) -> None:
 
 @contextlib.contextmanager
 def entered(namespace: Path) -> Iterator[None]:
-    """Run the context's body in ``namespace``, then return to this thread's own. Raises BackendFailed."""
+    """Run the context's body in ``namespace``, then return to the thread's former namespace. Raises BackendFailed."""
     with Path("/proc/thread-self/ns/net").open("rb") as home, namespace.open("rb") as target:
         _enter(target.fileno())
         try:
@@ -91,11 +92,11 @@ def share_run_netns() -> None:
 
 
 def _mount(source: str | Path, target: Path, flags: int) -> None:
-    _call(f"mount {target}", _libc.mount(os.fsencode(source), os.fsencode(target), b"none", flags, None))
+    _check_result(f"mount {target}", _libc.mount(os.fsencode(source), os.fsencode(target), b"none", flags, None))
 
 
 def mounted_names() -> list[str]:
-    """Return the names in /run/netns that are namespaces; a crash may leave plain files among them."""
+    """Return the names in /run/netns that are namespaces. A crash may leave plain files there."""
     names = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split()
@@ -105,7 +106,10 @@ def mounted_names() -> list[str]:
 
 
 def set_sysctl(name: str, value: str, *, required: bool = True) -> None:
-    """Set a sysctl of this thread's network namespace; ``required=False``: ignore it if the kernel lacks it."""
+    """Set a sysctl of this thread's network namespace.
+
+    ``required=False``: do nothing if the kernel lacks the sysctl.
+    """
     try:
         Path("/proc/sys", name).write_text(value)
     except FileNotFoundError:
@@ -113,7 +117,7 @@ def set_sysctl(name: str, value: str, *, required: bool = True) -> None:
             raise
 
 
-def _call(what: str, result: int) -> None:
+def _check_result(what: str, result: int) -> None:
     if result != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{what}: {os.strerror(error)}")

@@ -1,11 +1,11 @@
-"""The nftables rules of slots: on the host, and in each slot's own namespace."""
+"""Create the nftables rules of slots, on the host and in each slot's own namespace."""
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
 
-from sandbox_gateway.command import arun
+from sandbox_gateway.command import run_async
 from sandbox_gateway.config import Network
 from sandbox_gateway.hosts.addresses import AGENT_PORT, CODE_PORT, egress_rules
 from sandbox_gateway.hosts.connect import MARK
@@ -28,7 +28,7 @@ VOLUME_ACCESS = "volume_access"
 VOLUME_ALIASES = "volume_aliases"
 """Name of the map from such pairs to the sandbox's address as seen by the server, one of ``ALIASES``."""
 
-MOST_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 """Maximum concurrent outgoing connections of a sandbox: the kernel has one limit for all, `nf_conntrack_max`, which no
 guest may exhaust. Refused, half-open and closed connections count until the kernel forgets them."""
 
@@ -38,12 +38,12 @@ _NFT_SECONDS = 20.0
 
 async def apply_on_host(rules: str) -> None:
     """Run nft commands on the host, in one transaction. Raises BackendFailed."""
-    await arun(["nft", "-f", "-"], timeout=_NFT_SECONDS, input=rules)
+    await run_async(["nft", "-f", "-"], timeout=_NFT_SECONDS, input=rules)
 
 
 async def apply_in_slot(slot: Slot, rules: str) -> None:
     """Run nft commands in a slot's namespace, in one transaction. Raises BackendFailed."""
-    await arun(["nsenter", f"--net={slot.path}", "nft", "-f", "-"], timeout=_NFT_SECONDS, input=rules)
+    await run_async(["nsenter", f"--net={slot.path}", "nft", "-f", "-"], timeout=_NFT_SECONDS, input=rules)
 
 
 def host_rules(network: Network) -> str:
@@ -65,7 +65,7 @@ table inet {host_table(network)} {{
         size {slot_capacity(network)}
     }}
     chain volumes {{
-        # Each packet, not each connection: taking a slot out of the set cuts it off at once.
+        # Check each packet, not each connection: removing a slot from the set disconnects it immediately.
         ip daddr {volumes} ip saddr . tcp dport @{VOLUME_ACCESS} accept
         drop
     }}
@@ -76,8 +76,8 @@ table inet {host_table(network)} {{
     }}
     chain output {{
         type filter hook output priority filter - 5; policy accept;
-        # An agent obeys the host without a token, for the host is its gateway: no other process of the host may
-        # connect to it, root's services included. A connection that cannot begin has no later packets.
+        # Agents accept the host's requests without a token, so only the gateway may connect to them, and no other
+        # process of the host. Later packets need no check, because a refused connection has none.
         oifname {slots} tcp dport {{ {AGENT_PORT}, {CODE_PORT} }} {unmarked} reject with tcp reset
         oifname {servers} {unmarked} reject with tcp reset
     }}
@@ -86,12 +86,12 @@ table inet {host_table(network)} {{
         iifname {slots} oifname {slots} drop
         iifname {slots} meta nfproto != ipv4 drop
         iifname {slots} ip saddr != {network.subnet} drop
-        # The slot counts them as well, but a guest can make it forget what the host still tracks: with packets that
-        # the slot takes for the end of a connection and that never reach the host.
-        iifname {slots} ct state new add @connections {{ ip saddr ct count over {MOST_CONNECTIONS} }} \
+        # The slot also counts connections, but a guest can make it forget connections that the host still tracks, with
+        # # packets that look like the end of a connection to the slot and never reach the host.
+        iifname {slots} ct state new add @connections {{ ip saddr ct count over {MAX_CONNECTIONS} }} \
             jump refuse
         iifname {slots} oifname {servers} jump volumes
-        # The published ports of the host's containers are services of the host.
+        # Published ports of containers on the host are services of the host.
         iifname {slots} ct status dnat drop
         iifname {slots} tcp flags syn / syn,rst tcp option maxseg size set rt mtu
         oifname {slots} ct state established,related accept
@@ -100,7 +100,7 @@ table inet {host_table(network)} {{
         oifname {servers} drop
     }}
     chain refuse {{
-        # A host limits its ICMP errors, not its resets; a client that gets neither waits.
+        # The kernel limits the rate of ICMP errors, but not of resets; a client that gets neither would wait.
         meta l4proto tcp reject with tcp reset
         reject with icmp admin-prohibited
     }}
@@ -128,7 +128,7 @@ table inet {_TABLE} {{
     }}
     chain inwards {{
         type nat hook prerouting priority dstnat; policy accept;
-        # From the host alone: late packets of an earlier sandbox's connections come from elsewhere.
+        # Only from the host: late packets of an earlier sandbox's connections have other sources.
         iifname {veth} ip saddr {slot.veth_address} ip daddr {slot.host_address} dnat ip to {GUEST_ADDRESS}
         iifname {tap} ip daddr {GATEWAY_ADDRESS} tcp dport {ports} dnat ip to {volumes}
     }}
@@ -146,20 +146,20 @@ table inet {_TABLE} {{
     }}
     chain forward {{
         type filter hook forward priority filter; policy drop;
-        # Connections that only the sandbox's memory knows end at once instead of hanging.
+        # Reset connections that exist only in the sandbox's memory, so that they do not hang.
         ct state invalid meta l4proto tcp reject with tcp reset
         ct state invalid drop
         iifname {tap} ct state new jump connections
-        # Policies do not concern volumes; the host decides which of them a slot reaches.
+        # Network policies do not apply to volumes: the host decides which volumes a slot can reach.
         iifname {tap} oifname {veth} ip daddr {volumes} tcp dport {ports} ct status dnat accept
-        # Each packet, not each connection: a new policy holds for open connections too.
+        # Check each packet, not each connection: a new policy also applies to open connections.
         iifname {tap} oifname {veth} ct direction original jump outside
         ct state established,related accept
         iifname {veth} oifname {tap} ct status dnat accept
     }}
     chain connections {{
-        # Before the kernel keeps an entry. Open connections go on.
-        ct count over {MOST_CONNECTIONS} reject with icmp admin-prohibited
+        # Refuse before the kernel creates an entry. Open connections continue.
+        ct count over {MAX_CONNECTIONS} reject with icmp admin-prohibited
     }}
     chain outside {{
     }}

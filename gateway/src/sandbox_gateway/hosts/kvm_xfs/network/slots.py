@@ -1,4 +1,4 @@
-"""Network slots: a pool of network namespaces, each with a sandbox's tap and rules.
+"""Manage network slots: a pool of network namespaces, each with a sandbox's tap and rules.
 
     guest ── tap0 ─[ namespace <prefix>-n ]─ <prefix>-nv ══ <prefix>-nh ─[ host ]─ elsewhere
        169.254.0.21  169.254.0.22        one /30 of `network.subnet`
@@ -25,7 +25,6 @@ import asyncio
 import contextlib
 import ipaddress
 from collections import deque
-from typing import Any
 
 from sandbox_gateway.config import Network
 from sandbox_gateway.errors import BackendFailed, Busy
@@ -43,6 +42,7 @@ from sandbox_gateway.hosts.kvm_xfs.network.rules import (
 )
 from sandbox_gateway.log import Logger
 from sandbox_gateway.records import NetworkPolicy
+from sandbox_gateway.tasks import BackgroundTasks
 
 _REFILL_RETRY_SECONDS = 5.0
 
@@ -50,7 +50,7 @@ log = Logger("network")
 
 
 class SlotPool:
-    """All the slots of one gateway. ``uid_base`` + n owns the tap of slot n (0: root alone).
+    """Manages the slots of one gateway. User ``uid_base`` + n owns the tap of slot n (0: only root).
 
     Async methods may raise BackendFailed if the kernel or nft refuses an operation.
     """
@@ -67,13 +67,14 @@ class SlotPool:
         self._next = 0
         self._refill_wanted = asyncio.Event()
         self._refiller: asyncio.Task[None] | None = None
-        self._background: set[asyncio.Task[Any]] = set()
+        self._background = BackgroundTasks(log, failure="a network slot could not be removed")
         self._closed = True
 
     # -- start and stop -------------------------------------------------------------------------------------------
 
     async def open(self, in_use: set[int]) -> None:
-        """Adopt complete slots numbered ``in_use``, remove all others, set up the host, start refilling the pool.
+        """Adopt complete slots with the numbers ``in_use``, remove all others, set up the host, and start refilling the
+        pool.
 
         Unused slots are removed even if they are complete, because they may have been used before.
         """
@@ -93,16 +94,15 @@ class SlotPool:
         self._refill_wanted.set()
 
     async def close(self) -> None:
-        """Stop creating slots and remove unused ones; slots in use, and the rules they need, stay."""
+        """Stop creating slots and remove unused ones. Slots in use, and the rules they need, remain."""
         if self._closed:
-            return  # Never opened: slots on the host belong to another gateway.
+            return  # The pool was never opened: slots on the host belong to another gateway.
         self._closed = True
         if self._refiller is not None:
             self._refiller.cancel()
             await asyncio.wait([self._refiller])
             self._refiller = None
-        while self._background:
-            await asyncio.wait(self._background)
+        await self._background.wait()
         while self._ready:
             await self._remove(self._ready.pop())
         if not self._all:
@@ -136,7 +136,7 @@ class SlotPool:
         return slot
 
     async def release(self, slot: Slot) -> None:
-        """Remove the slot of a machine that has ended: no connection, rule or packet outlives its sandbox.
+        """Remove the slot of a machine that has ended, so that no connection, rule or packet outlives its sandbox.
 
         Returns immediately; the removal runs in the background, and `close` waits for it.
         """
@@ -148,7 +148,8 @@ class SlotPool:
         slot = self._all.get(number)
         if slot is None:
             raise BackendFailed(
-                f"the network slot {self._network.prefix}-{number} of a running sandbox is gone: pause and resume it"
+                f"the network slot {self._network.prefix}-{number} of a running sandbox no longer exists: "
+                "pause and resume the sandbox"
             )
         return slot
 
@@ -166,7 +167,7 @@ class SlotPool:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            self._run_in_background(self._keep(task))
+            self._background.start(self._keep(task))
             raise
 
     async def _keep(self, task: asyncio.Future[Slot]) -> None:
@@ -193,10 +194,10 @@ class SlotPool:
     def _retire(self, slot: Slot) -> None:
         self._busy.add(slot.number)
         del self._all[slot.number]
-        self._run_in_background(self._remove(slot))
+        self._background.start(self._remove(slot))
 
     async def _remove(self, slot: Slot) -> None:
-        """Remove a slot and free its number; a slot that cannot be removed keeps its number."""
+        """Remove a slot and free its number. A slot that cannot be removed keeps its number."""
         self._busy.add(slot.number)
         self._all.pop(slot.number, None)
         await run_in_thread(links.remove_slot, slot)
@@ -214,20 +215,20 @@ class SlotPool:
             except Busy:
                 pass  # No number is free; the next release wakes this task.
             except Exception as error:
-                log.warning("a network slot could not be made", reason=str(error))
+                log.warning("a network slot could not be created", reason=str(error))
                 await asyncio.sleep(_REFILL_RETRY_SECONDS)
                 self._refill_wanted.set()
 
     def _free_number(self) -> int:
-        """Return the number that has been unused for longest, so that the host has forgotten its connections."""
+        """Return the number that has been unused longest, so that the host has forgotten its connections."""
         for step in range(self._capacity):
             number = (self._next + step) % self._capacity
             if number not in self._all and number not in self._busy:
                 self._next = number + 1
                 return number
         raise Busy(
-            f"all {self._capacity} network slots of {self._network.subnet} are taken: "
-            "remove sandboxes, or give the gateway a wider [network] subnet"
+            f"all {self._capacity} network slots of {self._network.subnet} are in use: remove sandboxes, or "
+            "configure a larger [network] subnet"
         )
 
     def _slot(self, number: int) -> Slot:
@@ -243,22 +244,12 @@ class SlotPool:
             uid=self._uid_base + number if self._uid_base else 0,
         )
 
-    def _run_in_background(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._report_failure)
-
-    def _report_failure(self, task: asyncio.Task[Any]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            log.error("a network slot could not be removed", reason=str(error))
-
     # -- the host ---------------------------------------------------------------------------------------------------
 
     def _prepare_host(self) -> None:
         share_run_netns()
         set_sysctl("net/ipv4/ip_forward", "1")
-        # Left by an older release, whose volume servers had no separate namespace.
+        # Remove remains of an older release, whose volume servers had no separate namespace.
         links.remove_loopback_address(volume_address(self._network))
 
     async def _leave_host(self) -> None:

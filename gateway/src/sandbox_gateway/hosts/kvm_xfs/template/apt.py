@@ -1,4 +1,4 @@
-"""The host's own APT configuration, used to download the packages of templates."""
+"""Read the host's own APT configuration, which is used to download the packages of templates."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 import shutil
 from pathlib import Path
 
-from sandbox_gateway.command import arun
+from sandbox_gateway.command import run_async
 
 
 def host_sources(suite: str, etc_apt: Path = Path("/etc/apt")) -> str:
-    """Return the host's own APT sources of the distribution's ``suite``, in deb822 format; empty if it has none.
+    """Return the host's own APT sources of the distribution's ``suite``, in deb822 format; "" if there are none.
 
     Only entries with component `main` count: a vendor's repository may have a suite of the same name. The files are
     parsed here because `apt-get indextargets` omits Signed-By.
@@ -78,6 +78,6 @@ async def apt_options() -> list[str]:
     """Return the host's APT settings for proxies and date checks."""
     if shutil.which("apt-config") is None:
         return []
-    dump = await arun(["apt-config", "dump"], timeout=30, check=False)
+    dump = await run_async(["apt-config", "dump"], timeout=30, check=False)
     wanted = re.compile(r"^Acquire::((http|https)::Proxy|Check-Valid-Until|Check-Date) ", re.IGNORECASE)
     return [line.rstrip(";") for line in dump.stdout.splitlines() if wanted.match(line)]

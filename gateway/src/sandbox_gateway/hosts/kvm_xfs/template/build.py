@@ -1,4 +1,4 @@
-"""Builds the file system of a template before its first boot: an ext4 image, a kernel and an initrd from a recipe.
+"""Build the file system of a template before its first boot: an ext4 image, a kernel and an initrd from a recipe.
 
 Nothing is mounted on the host, and no program of the tree runs outside a private mount and process namespace. Files of
 a foreign tree are read, never executed; paths inside it resolve as in the guest, so that a symbolic link to `/etc`
@@ -44,7 +44,7 @@ async def build_rootfs(
 ) -> None:
     """Build ``recipe`` into ``image`` (sparse ext4 of ``disk_mb``), ``kernel`` and ``initrd``; needs root.
 
-    ``agent`` is the directory of the agent's package; default: the one installed with the gateway. All three files
+    ``agent``: directory of the agent's package; default: the agent installed with the gateway. All three files
     are created atomically; until then they are in a `.partial-rootfs-*` directory beside ``image``. Raises Invalid
     if the recipe's tree cannot be a sandbox or does not fit its disk, NoSpace if the host's disk is full,
     BackendFailed if a tool fails.
@@ -58,35 +58,37 @@ async def build_rootfs(
         if recipe.source is Source.DEBOOTSTRAP:
             await unpack_debian(recipe, tree, work, cache_root, log)
         else:
-            await _unpack_given(Path(recipe.path), tree, log)
+            await _unpack_source(Path(recipe.path), tree, log)
         log("installing the agent and the sandbox's settings")
         boot = await asyncio.to_thread(set_up_guest, tree, agent)
         await _compile_agent(recipe.source, tree, log)
         await make_image(tree, work / "image", recipe.resources.disk_mb, log)
-        await asyncio.to_thread(_deliver, work, boot, image, kernel, initrd)
+        await asyncio.to_thread(_move_results, work, boot, image, kernel, initrd)
     except OSError as error:
         raise as_gateway_error(error, "building the file system") from error
     finally:
         await remove_tree(work)
 
 
-async def _unpack_given(source: Path, tree: Path, log: Log) -> None:
+async def _unpack_source(source: Path, tree: Path, log: Log) -> None:
     kind = await asyncio.to_thread(kind_of, source)
     if kind == "directory":
         if await asyncio.to_thread(lambda: tree.resolve().is_relative_to(source.resolve())):
-            raise Invalid(f"{source} contains the gateway's own state: give a directory that holds a root file system")
+            raise Invalid(
+                f"{source} contains the gateway's own state: set 'path' to a directory with a root file system"
+            )
         log(f"copying {source}")
         await stream(["cp", "-a", "--one-file-system", "--reflink=auto", "-T", str(source), str(tree)], log)
     elif kind == "file":
         log(f"unpacking {source}")
         await untar(source, tree)
     else:
-        raise Invalid(f"{source} is not there: 'path' names a directory or a tarball on the gateway's host")
+        raise Invalid(f"{source} does not exist: 'path' must name a directory or a tarball on the gateway's host")
 
 
 async def _compile_agent(source: Source, tree: Path, log: Log) -> None:
     if source is Source.DEBOOTSTRAP:
-        # Debian's own interpreter, in a tree of Debian's packages.
+        # The tree consists of Debian's packages, so the interpreter is Debian's own.
         namespaces = ("--mount", "--propagation", "slave", "--pid", "--net")
         inside = ("unshare", *namespaces, "--fork", "--kill-child", "chroot", str(tree))
         await compile_agent([*inside, "/usr/bin/python3", "-I", "-S"], ["/opt/sandbox_agent"], log)
@@ -94,7 +96,7 @@ async def _compile_agent(source: Source, tree: Path, log: Log) -> None:
         await compile_agent_of_foreign(tree, log)
 
 
-def _deliver(work: Path, boot: tuple[Path, Path], image: Path, kernel: Path, initrd: Path) -> None:
+def _move_results(work: Path, boot: tuple[Path, Path], image: Path, kernel: Path, initrd: Path) -> None:
     for source, name, target in ((boot[0], "kernel", kernel), (boot[1], "initrd", initrd)):
         # QEMU opens them before it drops root privileges.
         (work / name).touch(mode=0o600)

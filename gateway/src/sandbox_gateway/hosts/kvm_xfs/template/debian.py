@@ -1,4 +1,4 @@
-"""Builds a Debian tree with mmdebstrap, cached as a tarball."""
+"""Build a Debian tree with mmdebstrap, and cache it as a tarball."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _building: dict[Path, asyncio.Lock] = {}
 
 
 async def unpack_debian(recipe: Recipe, tree: Path, work: Path, cache_root: Path, log: Log) -> None:
-    """Unpack the recipe's Debian into ``tree``; builds it unless it is in ``cache_root``."""
+    """Unpack the recipe's Debian into ``tree``. Builds it first if it is not in ``cache_root``."""
     mirrors = _mirrors(recipe, work)
     packages = _packages(recipe)
     options = await apt_options()
@@ -39,7 +39,7 @@ async def unpack_debian(recipe: Recipe, tree: Path, work: Path, cache_root: Path
     cached = cache_root / f"rootfs-{digest}.tar"
     async with _building.setdefault(cached, asyncio.Lock()):
         if cached.is_file():
-            log(f"using the root file system built earlier ({cached.name})")
+            log(f"using the cached root file system ({cached.name})")
         else:
             await debootstrap(recipe.suite, packages, options, mirrors, work, log)
             await asyncio.to_thread(_commit_tarball, work / "rootfs.tar", cached)
@@ -52,18 +52,20 @@ def _packages(recipe: Recipe) -> list[str]:
     kernel = guest_files.kernel_package(platform.machine())
     if kernel is None:
         raise Invalid(
-            f"templates cannot be debootstrapped on {platform.machine()}: use 'from: rootfs' with a tree made elsewhere"
+            f"this host's architecture {platform.machine()} has no debootstrap support: use 'from: rootfs' "
+            "with a tree built elsewhere"
         )
     return sorted({*guest_files.read_lines("packages.txt"), kernel, *recipe.packages})
 
 
 def _mirrors(recipe: Recipe, work: Path) -> list[str]:
-    """Return mmdebstrap's MIRROR arguments; empty: its default for the suite."""
+    """Return mmdebstrap's MIRROR arguments; empty for its default mirror of the suite."""
     given = [line.strip() for line in recipe.mirror.splitlines() if line.strip()]
     for line in given:
         if not (line.startswith("deb ") or re.match(r"[a-z+]+:/", line)):
             raise Invalid(
-                f"mirror {line!r}: give a URI ('http://host/debian') or a line for sources.list ('deb [signed-by=…] …')"
+                f"the mirror {line!r} is not valid: use a URI ('http://host/debian') or a line for "
+                "sources.list ('deb [signed-by=…] …')"
             )
     if given:
         return given
@@ -86,14 +88,14 @@ def _text(mirror: str) -> str:
 def _digest(suite: str, packages: list[str], options: list[str], mirrors: list[str]) -> str:
     made_of = [_CACHE_VERSION, suite, packages, options, mirrors, guest_files.initramfs_files(), _dpkg_options()]
     if any(map(_CREDENTIALS.search, options)):
-        made_of.append("without passwords")  # Unlike trees that an older release built with these options.
+        made_of.append("without passwords")  # Distinguishes these trees from the trees of older releases.
     return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
 
 
 async def debootstrap(
     suite: str, packages: list[str], options: list[str], mirrors: list[str], work: Path, log: Log
 ) -> None:
-    log(f"building Debian {suite} with {len(packages)} packages named; this takes a minute or so")
+    log(f"building Debian {suite} with {len(packages)} named packages, which takes about a minute")
     temporary = work / "mmdebstrap"
     temporary.mkdir()
     settings = work / "initramfs-tools"
@@ -103,7 +105,7 @@ async def debootstrap(
         file.write_text(text)
         file.chmod(0o755 if text.startswith("#!") else 0o644)
     argv = [
-        # mmdebstrap's mounts and processes end with it, and it does not keep mounts of the host busy.
+        # In its own namespaces, mmdebstrap's mounts and processes end with it, and mounts of the host do not stay busy.
         *("unshare", "--mount", "--propagation", "slave", "--pid", "--fork", "--kill-child"),
         *("mmdebstrap", "--verbose", "--mode=root", "--variant=minbase", "--format=tar"),
         f"--include={','.join(packages)}",
@@ -179,7 +181,7 @@ async def untar(tarball: Path, tree: Path) -> None:
         *("tar", "--extract", "--file", str(tarball), "--directory", str(tree)),
         *("--numeric-owner", "--same-owner", "--same-permissions", "--delay-directory-restore"),
         *("--xattrs", "--xattrs-include=*"),
-        # The kernel fills /dev; no device nodes are created in the host's file system.
+        # The kernel fills /dev, so no device nodes are created in the host's file system.
         *("--anchored", "--exclude=./dev/*", "--exclude=dev/*"),
     ]
     await stream(argv, lambda line: None)

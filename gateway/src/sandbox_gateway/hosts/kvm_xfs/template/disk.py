@@ -1,4 +1,4 @@
-"""Creates a sparse ext4 image from a tree, without a mount or a loop device."""
+"""Create a sparse ext4 image from a tree, without a mount or a loop device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from sandbox_gateway.command import arun
+from sandbox_gateway.command import run_async
 from sandbox_gateway.errors import BackendFailed, Invalid, NoSpace
 from sandbox_gateway.hosts.base import Log
 from sandbox_gateway.hosts.rootfs_common import STEP_SECONDS
@@ -17,7 +17,7 @@ _JOURNAL_MB = 16
 
 async def make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
     """Create ``image`` with ``disk_mb`` MiB. Raises Invalid if the tree does not fit, NoSpace, BackendFailed."""
-    log(f"making the disk image ({disk_mb} MiB)")
+    log(f"creating the disk image ({disk_mb} MiB)")
     with image.open("xb") as file:
         os.fchmod(file.fileno(), 0o600)
         file.truncate(disk_mb << 20)
@@ -28,19 +28,21 @@ async def make_image(tree: Path, image: Path, disk_mb: int, log: Log) -> None:
         *("-E", "lazy_itable_init=0,lazy_journal_init=0,discard", "-J", f"size={journal}"),
         str(image),
     ]
-    done = await arun(argv, timeout=STEP_SECONDS, check=False)
+    done = await run_async(argv, timeout=STEP_SECONDS, check=False)
     if done.returncode == 0:
         return
     said = (done.stderr.strip() or done.stdout.strip())[-1000:]
     if "No space left on device" in said and shutil.disk_usage(image.parent).free < 1 << 20:
-        raise NoSpace("making the disk image: the host's disk is full; make room and build again")
+        raise NoSpace(
+            "the host's disk is full while creating the disk image: free some space, and build the template again"
+        )
     need = await asyncio.to_thread(_tree_mb, tree)
     if "populating" in said or need > disk_mb:
         raise Invalid(
             f"the root file system ({need} MiB) does not fit on a disk of {disk_mb} MiB: "
-            f"give diskSizeMB {-(-need * 5 // 4 // 64) * 64 + 64} or more"
+            f"set diskSizeMB to {-(-need * 5 // 4 // 64) * 64 + 64} or more"
         )
-    raise BackendFailed(f"mke2fs failed ({done.returncode}): {said}")
+    raise BackendFailed(f"mke2fs failed with exit code {done.returncode}: {said}")
 
 
 def _tree_mb(tree: Path) -> int:

@@ -1,7 +1,7 @@
-"""The files in `guest/`: a guest's settings and its list of packages.
+"""Read the files in `guest/`: a guest's settings and its list of packages.
 
 `*.txt` and `dpkg.cfg` are lists with one item per line; lines that begin with # are comments. `initramfs-tools/` is
-copied to /etc of the tree while it is built. `network.sh` has names of constants between @, which are replaced.
+copied to /etc of the tree while it is built. Names of constants between @ in `network.sh` are replaced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Turns an unpacked tree into a guest: agent, network, systemd settings, identity."""
+"""Turn an unpacked tree into a guest: agent, network, systemd settings, identity."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PAM = (
 
 
 def set_up_guest(root: Path, agent: Path) -> tuple[Path, Path]:
-    """Turn an unpacked tree into a guest's; return its kernel and initrd. Raises Invalid if it cannot be one."""
+    """Turn an unpacked tree into a guest's. Returns its kernel and initrd. Raises Invalid if the tree is unsuitable."""
     tree = Tree(root)
     boot = _find_kernel(tree)
     _check_programs(tree)
@@ -41,7 +41,8 @@ def _find_kernel(tree: Tree) -> tuple[Path, Path]:
                 return kernel, initrd
     if versions:
         raise Invalid(
-            f"the root file system has a kernel {versions[0]} but no /boot/initrd.img-{versions[0]}: make one"
+            f"the root file system has a kernel {versions[0]} but no /boot/initrd.img-{versions[0]}: create "
+            "one with update-initramfs"
         )
     raise Invalid("the root file system has no /boot/vmlinuz-*: install a kernel (Debian: linux-image-cloud-amd64)")
 
@@ -55,7 +56,9 @@ def _check_programs(tree: Tree) -> None:
     if not init.is_file():
         raise Invalid("the root file system has no /sbin/init: install systemd in it (Debian: systemd-sysv)")
     if init.name != "systemd":
-        raise Invalid(f"/sbin/init of the root file system is {init.name}: install systemd, which starts the agent")
+        raise Invalid(
+            f"/sbin/init of the root file system is {init.name}, but systemd must start the agent: install systemd"
+        )
     python = tree.real("/usr/bin/python3")
     if not python.is_file():
         raise Invalid("the root file system has no /usr/bin/python3: install Python 3.9 or later in it for the agent")

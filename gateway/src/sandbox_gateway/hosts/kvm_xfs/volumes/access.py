@@ -1,4 +1,4 @@
-"""Access to volume servers: elements of the host's nftables set, and aliases of sandboxes' addresses."""
+"""Control access to volume servers with elements of the host's nftables set, and aliases of sandboxes' addresses."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import ALIASES, host_table
 from sandbox_gateway.hosts.kvm_xfs.network.rules import VOLUME_ACCESS, VOLUME_ALIASES, apply_on_host
 
 
-class Access:
+class VolumeAccess:
     """The pairs (address . port) that the host allows to connect to servers, by volume."""
 
     def __init__(self, network: Network) -> None:
         self._table = host_table(network)
-        self._admitted: dict[str, set[str]] = {}
+        self._allowed: dict[str, set[str]] = {}
         self.aliases = Aliases(network)
 
     def clear(self) -> None:
         """Forget all pairs, because the host's rules were recreated."""
-        self._admitted.clear()
+        self._allowed.clear()
 
-    async def admit(self, volume: str, access: set[str]) -> None:
+    async def allow(self, volume: str, access: set[str]) -> None:
         """Allow additional pairs to connect to a volume."""
-        admitted = self._admitted.setdefault(volume, set())
-        if new := sorted(access - admitted):
+        allowed = self._allowed.setdefault(volume, set())
+        if new := sorted(access - allowed):
             aliases = [f"{pair} : {self.aliases.of(pair.partition(' ')[0])}" for pair in new]
-            # The alias stays when the pair is withdrawn: an address never gets a different one.
+            # The alias stays when the pair is revoked: an address never gets a different one.
             await apply_on_host(
                 f"add element inet {self._table} {VOLUME_ALIASES} {{ {', '.join(aliases)} }}\n"
                 f"add element inet {self._table} {VOLUME_ACCESS} {{ {', '.join(new)} }}\n"
             )
-            admitted.update(new)
+            allowed.update(new)
 
-    async def withdraw(self, volume: str, keep: set[str]) -> None:
+    async def revoke(self, volume: str, keep: set[str]) -> None:
         """Revoke every pair of a volume that is not in ``keep``."""
-        admitted = self._admitted.get(volume, set())
-        if old := admitted - keep:
+        allowed = self._allowed.get(volume, set())
+        if old := allowed - keep:
             await apply_on_host(f"delete element inet {self._table} {VOLUME_ACCESS} {{ {', '.join(sorted(old))} }}\n")
-            admitted -= old
-        if not admitted:
-            self._admitted.pop(volume, None)
+            allowed -= old
+        if not allowed:
+            self._allowed.pop(volume, None)
 
 
 class Aliases:

@@ -1,4 +1,4 @@
-"""The configuration of a volume server (nfs-ganesha), and the marker that shows which one is in effect."""
+"""Create the configuration of a volume server (nfs-ganesha), and the marker that shows whether it is in effect."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import ipaddress
 import json
 from collections.abc import Mapping
 
-from sandbox_gateway.hosts.kvm_xfs.volumes.server import Wanted
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerSettings
 
 _PIECE = 256 << 10
-"""Maximum bytes that one request reads or writes: answers that a guest does not fetch stay in memory."""
+"""Maximum bytes that one request reads or writes.
+
+It is limited because answers that a guest does not fetch stay in memory.
+"""
 
 
 def configuration(address: str, gateway: str, volume: str, port: int, clients: Mapping[str, bool], marker: str) -> str:
     """Return the configuration: NFSv3 over TCP at two ports of one address, and the rights of each client.
 
-    ``gateway``: the address from which the gateway queries which configuration is in effect.
+    ``gateway``: the address from which the gateway queries the configuration in effect.
 
     The cache of answered requests is off: it identifies clients by address and request number, and a fork repeats the
     numbers of its source, possibly at an address that another sandbox had before. Guests repeat requests only on a new
@@ -31,7 +34,7 @@ def configuration(address: str, gateway: str, volume: str, port: int, clients: M
         "NFS_KRB5 { Active_krb5 = false; }",
         "NFSv4 { Graceless = true; }",
         "MDCACHE { Entries_HWMark = 10000; Chunks_HWMark = 1000; }",
-        # Otherwise it would log that D-Bus and Kerberos are missing.
+        # Without these levels, the server would log that D-Bus and Kerberos are missing.
         "LOG { Default_Log_Level = CRIT; Components { DBUS = FATAL; NFS_CB = FATAL; } }",
         # Root in a sandbox is root on the volume: only sandboxes mount the file system.
         "EXPORT_DEFAULTS { Access_Type = None; Protocols = 3; Transports = TCP; SecType = sys;"
@@ -47,7 +50,7 @@ def configuration(address: str, gateway: str, volume: str, port: int, clients: M
     return "\n".join([*lines, "}", ""])
 
 
-def marker_of(wanted: Wanted) -> str:
+def marker_of(settings: ServerSettings) -> str:
     """Return a permanently reserved address (240/4) that is different for each set of clients."""
-    digest = hashlib.sha256(json.dumps(sorted(wanted.clients.items())).encode()).digest()
+    digest = hashlib.sha256(json.dumps(sorted(settings.clients.items())).encode()).digest()
     return str(ipaddress.IPv4Address(0xF0000000 | int.from_bytes(digest[:4], "big") >> 5))

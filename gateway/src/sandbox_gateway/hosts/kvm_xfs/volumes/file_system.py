@@ -1,4 +1,4 @@
-"""The file system in a volume's image: format, freeze, flush, grow and unmount it, with and without a server.
+"""Format, freeze, flush, grow and unmount the file system in a volume's image, with and without a server.
 
 All functions may block in the kernel. Run those without ``async`` in a thread (`threads.run_with_timeout`).
 """
@@ -15,11 +15,11 @@ import struct
 import time
 from pathlib import Path
 
-from sandbox_gateway.command import arun
+from sandbox_gateway.command import run_async
 from sandbox_gateway.errors import BackendFailed
 from sandbox_gateway.hosts.kvm_xfs.threads import run_with_timeout
 from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK, EXT4_IOC_RESIZE_FS, block_counts
-from sandbox_gateway.hosts.kvm_xfs.volumes.server import Server, has_ended
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import ServerProcess, wait_until_ended
 
 _END_SECONDS = 10.0
 _FORMAT_SECONDS = 120.0
@@ -38,7 +38,7 @@ async def format_image(image: Path, volume: str, size_mb: int) -> None:
     await asyncio.to_thread(_make_sparse, image, size_mb << 20)
     try:
         # Initialise everything now (holes read as zeros), so that no kernel thread writes to it later.
-        await arun(
+        await run_async(
             [
                 *("mke2fs", "-q", "-F", "-t", "ext4", "-b", str(BLOCK), "-m", "0", "-L", volume[:16]),
                 *("-E", "lazy_itable_init=0,lazy_journal_init=0,discard"),
@@ -49,7 +49,7 @@ async def format_image(image: Path, volume: str, size_mb: int) -> None:
         )
         # Any user of a guest may write to it. Guests do not need fsck's directory lost+found.
         changes = "set_inode_field <2> mode 040777\nrmdir lost+found\n"
-        await arun(["debugfs", "-w", "-f", "-", str(image)], timeout=_FORMAT_SECONDS, input=changes)
+        await run_async(["debugfs", "-w", "-f", "-", str(image)], timeout=_FORMAT_SECONDS, input=changes)
     except BaseException:
         await asyncio.to_thread(image.unlink)
         raise
@@ -61,14 +61,14 @@ def _make_sparse(image: Path, size: int) -> None:
         file.truncate(size)
 
 
-async def end_server(server: Server, seconds: float) -> None:
-    """Kill a server; return when all its data is in the image and the image is not mounted any more."""
+async def end_server(server: ServerProcess, seconds: float) -> None:
+    """Kill a server. Returns when all its data is in the image and the image is no longer mounted."""
     pidfd = os.dup(server.pidfd) if server.pidfd >= 0 else -1  # A copy, because the server may be forgotten meanwhile.
     what = f"the server of volume {server.volume} did not end"
     await run_with_timeout(lambda: _finish(server, pidfd, seconds), seconds, what)
 
 
-def _finish(server: Server, pidfd: int, seconds: float) -> None:
+def _finish(server: ServerProcess, pidfd: int, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     if pidfd >= 0:
         mounted = -1
@@ -77,7 +77,7 @@ def _finish(server: Server, pidfd: int, seconds: float) -> None:
         try:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            if not has_ended(pidfd, seconds):
+            if not wait_until_ended(pidfd, seconds):
                 raise TimeoutError
             if mounted >= 0:
                 _syncfs(mounted)
@@ -85,8 +85,8 @@ def _finish(server: Server, pidfd: int, seconds: float) -> None:
             os.close(pidfd)
             if mounted >= 0:
                 os.close(mounted)  # This was the last reference, so the kernel unmounts it.
-    if server.wanted.image:
-        wait_for_image(Path(server.wanted.image), deadline)
+    if server.settings.image:
+        wait_for_image(Path(server.settings.image), deadline)
 
 
 def wait_for_image(image: Path, deadline: float) -> None:
@@ -102,7 +102,7 @@ def wait_for_image(image: Path, deadline: float) -> None:
                 time.sleep(0.001)
 
 
-def wait_until_frozen(server: Server, seconds: float) -> None:
+def wait_until_frozen(server: ServerProcess, seconds: float) -> None:
     """Wait until all threads of a server that received SIGSTOP are stopped and all its data is in the image."""
     deadline = time.monotonic() + seconds
     mounted = server.directory()
@@ -123,7 +123,7 @@ def _is_stopped(task: Path) -> bool:
         return True
 
 
-def sync(server: Server) -> None:
+def sync(server: ServerProcess) -> None:
     """Write back the cache of a server."""
     mounted = server.directory()
     try:
@@ -132,7 +132,7 @@ def sync(server: Server) -> None:
         os.close(mounted)
 
 
-def count_used(server: Server) -> int:
+def count_used(server: ServerProcess) -> int:
     """Return the bytes that files use in the file system of a running server."""
     mounted = server.directory()
     try:
@@ -142,7 +142,7 @@ def count_used(server: Server) -> int:
         os.close(mounted)
 
 
-def grow(server: Server) -> None:
+def grow(server: ServerProcess) -> None:
     """Grow the file system of a running server to the size of its image."""
     mounted = server.directory()
     try:
@@ -150,25 +150,25 @@ def grow(server: Server) -> None:
         name = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
         with Path("/dev", name).open("rb") as loop:
             fcntl.ioctl(loop, _LOOP_SET_CAPACITY, 0)
-        blocks = Path(server.wanted.image).stat().st_size // BLOCK
+        blocks = Path(server.settings.image).stat().st_size // BLOCK
         fcntl.ioctl(mounted, EXT4_IOC_RESIZE_FS, struct.pack("=Q", blocks))
     finally:
         os.close(mounted)
 
 
 async def fit(image: Path) -> None:
-    """Grow the file system to the size of the image before it is mounted, if the kernel forbids growing it later."""
+    """Grow the file system to the size of the image before it is mounted, if the kernel forbids this later."""
     if may_resize():
         return
     with image.open("rb") as file:
         if block_counts(file.fileno())[0] >= os.fstat(file.fileno()).st_size // BLOCK:
             return
     deadline = time.monotonic() + _END_SECONDS
-    await run_with_timeout(lambda: wait_for_image(image, deadline), _END_SECONDS, f"{image} was not released")
-    checked = await arun(["e2fsck", "-f", "-p", str(image)], timeout=_RESIZE_SECONDS, check=False)
+    await run_with_timeout(lambda: wait_for_image(image, deadline), _END_SECONDS, f"the image {image} was not released")
+    checked = await run_async(["e2fsck", "-f", "-p", str(image)], timeout=_RESIZE_SECONDS, check=False)
     if checked.returncode > 1:
         raise BackendFailed(f"the file system in {image} is damaged: {checked.stdout.strip()[-500:]}")
-    await arun(["resize2fs", str(image)], timeout=_RESIZE_SECONDS)
+    await run_async(["resize2fs", str(image)], timeout=_RESIZE_SECONDS)
 
 
 def may_resize() -> bool:

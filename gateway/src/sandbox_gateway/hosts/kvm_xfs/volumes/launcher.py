@@ -1,11 +1,11 @@
-"""Starts the server of one volume in isolation. Runs as a program, as root, with only the standard library:
+"""Start the server of one volume in isolation. This program runs as root, with only the standard library:
 
     launcher.py IMAGE DIRECTORY VOLUME PROGRAM NETWORK FILTER
 
 The server gets a mount namespace with the file system of IMAGE at /VOLUME on a small, read-only root in memory; a
 process namespace, of which it is the first process; the network namespace whose file is NETWORK; the seccomp filter
 FILTER (hexadecimal); and few capabilities. All of this ends with the process: its mounts are visible nowhere else, and
-the loop device clears itself. The network namespace stays.
+the loop device detaches itself. The network namespace remains.
 
 nfs-ganesha resolves names with slashes as the kernel does: a guest may request `/usr` or `../x`. It also serves every
 file system it knows to any handle that names it. So the server must not see anything else: the parts of the host that
@@ -22,7 +22,7 @@ start, until the server is registered and standard input has ended, which means 
 when the host's file systems are unmounted from the server's namespace.
 """
 
-# Importing pathlib takes longer than running all of this, and a fork waits for it.
+# Importing pathlib takes longer than running this program, and a fork waits for it.
 # ruff: noqa: PTH102, PTH112, PTH114, PTH115, PTH123, PTH211
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def main(image: str, directory: str, volume: str, program: str, network: str, fi
     registrar = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     told, tell = os.pipe()  # A successful exec closes it.
     with open(network) as space:
-        _call("setns", _libc.setns(space.fileno(), _CLONE_NEWNET))
-    _call("unshare", _libc.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWPID))
+        _check_result("setns", _libc.setns(space.fileno(), _CLONE_NEWNET))
+    _check_result("unshare", _libc.unshare(_CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWUTS | _CLONE_NEWPID))
     server = os.fork()
     if not server:
         try:
@@ -95,7 +95,7 @@ def main(image: str, directory: str, volume: str, program: str, network: str, fi
     # pivot_root also changed this process's root.
     for path in ("/run", *_BORROWED):
         if os.path.ismount(path):
-            _call(f"umount {path}", _libc.umount2(path.encode(), _MNT_DETACH))
+            _check_result(f"umount {path}", _libc.umount2(path.encode(), _MNT_DETACH))
     return 0
 
 
@@ -111,24 +111,25 @@ def _exec_server(
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "size=4m,mode=755")
     _fill_root(root, directory, volume, name)
     os.dup2(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), ROOT)
-    _mount_again(root, root, _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    _remount(root, root, _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     for path in _BORROWED:
         if os.path.isdir(root + path) and not os.path.islink(path):
-            _mount_again(path, root + path, _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+            _remount(path, root + path, _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
     _mount("tmpfs", f"{root}/run", "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "size=1m,mode=755")
     _mount_image(file, name, f"{root}/{volume}")
     os.close(device)
     os.close(file)
     os.chdir(root)
-    _call("pivot_root", _libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b".", b"host"))
+    _check_result("pivot_root", _libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b".", b"host"))
     os.chdir("/")
-    _call("umount", _libc.umount2(b"host", _MNT_DETACH))
+    _check_result("umount", _libc.umount2(b"host", _MNT_DETACH))
     registrar.bind("/run/rpcbind.sock")
     registrar.listen(8)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, _OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
     for descriptor in (0, 1):
-        os.dup2(2, descriptor)  # Memory that the caller reads. A file of the host would give access to all its files.
+        # Memory that the caller reads: an open file of the host would give access to the host's other files.
+        os.dup2(2, descriptor)
     _drop_privileges(seccomp_filter)
     os.execv(program, [f"{directory}/{SERVER}", *("-F", "-L", "STDERR", "-p", "/run/ganesha.pid", "-f", f"/{CONFIG}")])
 
@@ -158,7 +159,7 @@ def _copy(path: str, target: str) -> None:
         copy.write(source.read())
 
 
-def _mount_again(path: str, target: str, flags: int) -> None:
+def _remount(path: str, target: str, flags: int) -> None:
     _mount(path, target, "", _MS_BIND)
     _mount("none", target, "", _MS_BIND | _MS_REMOUNT | flags)
 
@@ -223,10 +224,10 @@ def _drop_privileges(seccomp_filter: bytes) -> None:
     for capability in range(_LAST_CAPABILITY + 1):
         if capability not in _CAPABILITIES:
             _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # Fails for capabilities that the kernel does not know.
-    _call("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _check_result("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     code = ctypes.create_string_buffer(seccomp_filter)
     program = _Program(len(seccomp_filter) // 8, ctypes.addressof(code))
-    _call("seccomp", _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0))
+    _check_result("seccomp", _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0))
 
 
 class _Program(ctypes.Structure):
@@ -236,11 +237,11 @@ class _Program(ctypes.Structure):
 
 
 def _register(registrar: socket.socket, server: int) -> bool:
-    """Act as rpcbind until the server is registered and standard input has ended. False: the server ended."""
+    """Act as rpcbind until the server is registered and standard input has ended. Returns False if the server ended."""
     callers: dict[int, socket.socket] = {}
     registered: dict[int, set[bytes]] = {_NFS: set(), _MOUNT: set()}
     wanted = [0, registrar.fileno()]
-    # It registers both over the same transports, NFS before MOUNT.
+    # The server registers NFS before MOUNT, both over the same transports.
     while 0 in wanted or not registered[_NFS] or registered[_MOUNT] != registered[_NFS]:
         ready, _, _ = select.select([*wanted, *callers], [], [], 0.2)
         if os.waitpid(server, os.WNOHANG)[0]:
@@ -258,7 +259,10 @@ def _register(registrar: socket.socket, server: int) -> bool:
 
 
 def _confirm(caller: socket.socket, registered: dict[int, set[bytes]]) -> bool:
-    """Answer one call of RPCBIND (RFC 5531, RFC 1833) with success and true; False at the end of the connection."""
+    """Answer one call of RPCBIND (RFC 5531, RFC 1833) with success and true.
+
+    Returns False at the end of the connection.
+    """
     with contextlib.suppress(OSError, struct.error):
         (mark,) = struct.unpack(">I", caller.recv(4, socket.MSG_WAITALL))
         call = caller.recv(mark & 0x7FFFFFFF, socket.MSG_WAITALL)
@@ -280,10 +284,10 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
     result = _libc.mount(
         os.fsencode(source), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), options.encode() or None
     )
-    _call(f"mount {source} {target}", result)
+    _check_result(f"mount {source} {target}", result)
 
 
-def _call(what: str, result: int) -> None:
+def _check_result(what: str, result: int) -> None:
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")

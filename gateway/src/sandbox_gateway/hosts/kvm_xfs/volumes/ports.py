@@ -1,4 +1,4 @@
-"""Allocation of ports to volumes."""
+"""Allocate ports to volumes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sandbox_gateway.hosts.kvm_xfs.network.addresses import VOLUME_PORTS
 
 
 class Ports:
-    """Unused ports for volumes; a returned port is the last to be reused."""
+    """A pool of unused ports for volumes. A returned port is the last to be reused."""
 
     def __init__(self, taken: Collection[int]) -> None:
         self._taken = set(taken)
-        # The memory of guests contains ports: a random start after each restart keeps ports from being reused soon.
+        # The memory of guests contains ports: a random start after each restart delays their reuse.
         self._next = secrets.randbelow(len(VOLUME_PORTS))
 
     def take(self) -> int:
@@ -25,7 +25,7 @@ class Ports:
                 self._next = place + 1
                 self._taken.add(VOLUME_PORTS[place])
                 return VOLUME_PORTS[place]
-        raise Busy(f"this host keeps at most {len(VOLUME_PORTS)} volumes: remove some first")
+        raise Busy(f"the limit of {len(VOLUME_PORTS)} volumes on this host is reached: remove some first")
 
-    def give_back(self, port: int) -> None:
+    def release(self, port: int) -> None:
         self._taken.discard(port)

@@ -1,4 +1,4 @@
-"""Calls to a server with ONC RPC (RFC 5531), without credentials."""
+"""Call a server with ONC RPC (RFC 5531), without credentials."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import struct
 
 from sandbox_gateway.hosts.connect import open_connection
 
-_LARGEST_ANSWER = 4 << 20
+_MAX_ANSWER_BYTES = 4 << 20
 
 
 async def call(address: str, port: int, program: int, procedure: int) -> bytes:
-    """Call a procedure of version 3 without arguments; return its result. Raises OSError, EOFError."""
+    """Call a procedure of version 3 without arguments, and return its result. Raises OSError, EOFError."""
     reader, writer = await open_connection(address, port)
     try:
         request = struct.pack(">10I", 1, 0, 2, program, 3, procedure, 0, 0, 0, 0)
@@ -20,8 +20,8 @@ async def call(address: str, port: int, program: int, procedure: int) -> bytes:
             (mark,) = struct.unpack(">I", await reader.readexactly(4))
             last = bool(mark >> 31)
             reply += await reader.readexactly(mark & 0x7FFFFFFF)
-            if len(reply) > _LARGEST_ANSWER:
-                raise EOFError("it does not end")
+            if len(reply) > _MAX_ANSWER_BYTES:
+                raise EOFError("the answer of the RPC server has too many fragments")
     finally:
         writer.close()
     if reply[4:24] != struct.pack(">5I", 1, 0, 0, 0, 0):
@@ -29,7 +29,7 @@ async def call(address: str, port: int, program: int, procedure: int) -> bytes:
     return reply[24:]
 
 
-def opaque(text: str) -> bytes:
+def encode_opaque(text: str) -> bytes:
     """Encode a string (XDR, RFC 4506)."""
     data = text.encode()
     return struct.pack(">I", len(data)) + data + b"\0" * (-len(data) % 4)

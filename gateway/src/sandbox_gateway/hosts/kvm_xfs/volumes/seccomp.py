@@ -1,6 +1,6 @@
-"""The seccomp filter of volume servers: it refuses system calls that a file server never needs.
+"""The seccomp filter of volume servers, which refuses system calls that a file server never needs.
 
-It is a denylist: nfs-ganesha, its libraries and libc come from the distribution, and their next versions may use other
+It is a denylist: the distribution provides nfs-ganesha, its libraries and libc, and their next versions may use other
 harmless calls. The filter refuses access to more of the kernel (modules, BPF, io_uring, keys, performance events), to
 other processes, mounts and namespaces, and to new programs: no process can be forked, and nothing in memory can be
 executed. The server's mounts are `noexec`.
@@ -82,14 +82,14 @@ _NUMBERS = {
     "lookup_dcookie": (212, 18),
     "nfsservctl": (180, 42),
 }
-"""Numbers of the refused system calls on x86_64 and on aarch64; None: there is no such call."""
+"""Numbers of the refused system calls on x86_64 and on aarch64; None: the call does not exist."""
 _CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _X32 = 0x40000000
 _CLONE_THREAD = 0x10000
 _NEW_NAMESPACES = 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000 | 0x20000
 _FAMILIES = (1, 2, 10)
-"""Unix, IPv4, IPv6."""
+"""The allowed address families: Unix, IPv4, IPv6."""
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
@@ -114,7 +114,7 @@ def file_server_filter(machine: str = "") -> bytes:
         # libc falls back to `clone`, whose flags a filter can see.
         (_EQUAL, 0, 1, clone3),
         _fail(errno.ENOSYS),
-        # Only threads, and not in a new namespace.
+        # Allow only threads, and not in a new namespace.
         (_EQUAL, 0, 5, clone),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_ANY_BIT, 1, 0, _NEW_NAMESPACES),

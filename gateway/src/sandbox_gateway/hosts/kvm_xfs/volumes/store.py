@@ -1,10 +1,10 @@
-"""Volumes on disk: an image for each, with its snapshots beside it.
+"""Store volumes on the disk: an image for each volume, with its snapshots beside it.
 
 An image is sparse and contains a file system; its length is the volume's size. Renaming a directory commits a volume or
 a snapshot, renaming a file commits a rollback, and the image's new length commits growth: if a record has a smaller
 size, growth was interrupted, and the next start corrects the record.
 
-This module does not know whether a volume is in use; the caller freezes its server while an image is cloned.
+This module does not know whether a volume is in use. The caller freezes its server while an image is cloned.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from sandbox_gateway.errors import BackendFailed, Conflict
-from sandbox_gateway.hosts import records_store
+from sandbox_gateway.hosts import directory_records
 from sandbox_gateway.hosts.base import Scan
+from sandbox_gateway.hosts.directory_records import MANIFEST, PARTIAL, Quarantine
 from sandbox_gateway.hosts.kvm_xfs.image import reflink
 from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
 from sandbox_gateway.hosts.kvm_xfs.network.addresses import VOLUME_PORTS
 from sandbox_gateway.hosts.kvm_xfs.volumes.file_system import format_image
+from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import IMAGE, PendingSnapshot
 from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
-from sandbox_gateway.hosts.kvm_xfs.volumes.recording import IMAGE, Recording
-from sandbox_gateway.hosts.records_store import MANIFEST, PARTIAL, Quarantine
 from sandbox_gateway.records import Volume, VolumeSnapshot
 
 _SNAPSHOTS = "snapshots"
@@ -36,7 +36,10 @@ _OLD = f"{PARTIAL}old.img"
 
 
 class VolumeStore:
-    """The volumes under one state root. Methods raise OSError for errors of the file system, and GatewayError."""
+    """Manages the volumes under one state root.
+
+    Methods raise OSError for errors of the file system, and GatewayError.
+    """
 
     def __init__(self, layout: Layout, quarantine: Quarantine) -> None:
         self._quarantine = quarantine
@@ -47,18 +50,20 @@ class VolumeStore:
     def image(self, volume: str) -> Path:
         return self._root / volume / IMAGE
 
-    def whole_image(self, volume: str) -> Path:
+    def require_image(self, volume: str) -> Path:
         """Return the image's path. Raises Conflict if a damaged image was moved away and only snapshots remain."""
         if not (image := self.image(volume)).exists():
-            raise Conflict(f"volume {volume} has lost its image: roll it back to one of its snapshots")
+            raise Conflict(
+                f"the image of volume {volume} was damaged and moved away: roll the volume back to one of its snapshots"
+            )
         return image
 
     # -- creating, growing, removing --------------------------------------------------------------------------------
 
     async def create(self, volume: Volume, source: VolumeSnapshot | None) -> None:
-        """Create a volume, empty or from ``source``, of at least ``volume.size_mb`` MiB; nothing remains on failure."""
+        """Create a volume, empty or from ``source``, of at least ``volume.size_mb`` MiB. On failure nothing remains."""
         final = self._root / volume.id
-        with _making(final) as partial:
+        with _created(final) as partial:
             (partial / _SNAPSHOTS).mkdir(mode=0o700)
             if source is None:
                 await _format(partial / IMAGE, volume)
@@ -67,25 +72,25 @@ class VolumeStore:
             await asyncio.to_thread(_finish_volume, partial, final, volume)
 
     def grow(self, volume: str, size_mb: int) -> None:
-        """Commit the new length of an image; the caller then writes the record with ``save``."""
-        image = self.whole_image(volume)
-        _lengthen(image, size_mb)
-        records_store.sync_file(image)
+        """Commit the new length of an image. The caller then writes the record with ``save``."""
+        image = self.require_image(volume)
+        _extend(image, size_mb)
+        directory_records.sync_file(image)
 
     def save(self, volume: Volume) -> None:
-        records_store.write_record(self._root / volume.id, volume)
+        directory_records.write_record(self._root / volume.id, volume)
 
     def remove(self, volume: str) -> None:
-        """Remove a volume and its snapshots with one rename; remaining files are swept at the next start."""
-        records_store.remove_durably(self._root / volume)
+        """Remove a volume and its snapshots with one rename. The next start sweeps remaining files."""
+        directory_records.remove_durably(self._root / volume)
 
     def remove_snapshot(self, snapshot: VolumeSnapshot) -> None:
-        records_store.remove_durably(self._snapshot(snapshot))
+        directory_records.remove_durably(self._snapshot(snapshot))
 
     # -- snapshots --------------------------------------------------------------------------------------------------
 
-    def recording(self, snapshot: VolumeSnapshot) -> Recording:
-        return Recording(self.whole_image(snapshot.volume), self._snapshot(snapshot), snapshot)
+    def pending_snapshot(self, snapshot: VolumeSnapshot) -> PendingSnapshot:
+        return PendingSnapshot(self.require_image(snapshot.volume), self._snapshot(snapshot), snapshot)
 
     def stage(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
         """Put a copy of ``snapshot``, with the volume's current size, beside the image; for ``swap``."""
@@ -93,31 +98,31 @@ class VolumeStore:
         new.unlink(missing_ok=True)
         try:
             reflink.clone(self._snapshot(snapshot) / IMAGE, new)
-            _lengthen(new, volume.size_mb)
-            records_store.sync_file(new)
+            _extend(new, volume.size_mb)
+            directory_records.sync_file(new)
         except BaseException:
             new.unlink(missing_ok=True)
             raise
 
     def swap(self, volume: str) -> None:
-        """Replace the image with the staged copy; the old image is kept until ``settle``."""
+        """Replace the image with the staged copy. The old image is kept until ``settle``."""
         directory = self._root / volume
         (directory / _OLD).unlink(missing_ok=True)
         if (directory / IMAGE).exists():
             (directory / _OLD).hardlink_to(directory / IMAGE)
         (directory / _NEW).rename(directory / IMAGE)
-        records_store.sync_directory(directory)
+        directory_records.sync_directory(directory)
 
     def swap_back(self, volume: str) -> None:
-        """Undo ``swap``, if it has happened; this removes the staged copy."""
+        """Undo ``swap``, if it has happened, and remove the staged copy."""
         directory = self._root / volume
         if (directory / _OLD).exists():
             (directory / _OLD).replace(directory / IMAGE)
-            records_store.sync_directory(directory)
+            directory_records.sync_directory(directory)
 
     def settle(self, volume: str) -> None:
         """Remove the files that ``stage`` and ``swap`` left beside the image."""
-        with contextlib.suppress(OSError):  # The next start removes them.
+        with contextlib.suppress(OSError):  # If this fails, the next start removes the files.
             for name in (_NEW, _OLD):
                 (self._root / volume / name).unlink(missing_ok=True)
 
@@ -129,23 +134,23 @@ class VolumeStore:
     def scan(self, scan: Scan) -> Ports:
         """Sweep, quarantine and repair, then add the volumes to ``scan``, which already has the sandboxes' snapshots.
 
-        Each volume then has a port; returns the unused ports.
+        Each volume then has a port. Returns the unused ports.
         """
         kept = {"", *(snapshot.id for snapshot in scan.snapshots)}
-        swept = records_store.sweep(self._root)
-        for directory in records_store.directories(self._root):
+        swept = directory_records.sweep(self._root)
+        for directory in directory_records.directories(self._root):
             if (directory / _SNAPSHOTS).is_dir():
-                swept += records_store.sweep(directory / _SNAPSHOTS)
+                swept += directory_records.sweep(directory / _SNAPSHOTS)
             snapshots = self._scan_snapshots(directory, kept, scan.repaired)
             with self._quarantine.guarding(directory, scan.repaired):
                 scan.volumes.append(self._scan_volume(directory, snapshots, scan.repaired))
                 scan.volume_snapshots += snapshots
-        scan.repaired += [f"removed {name}, which was never finished" for name in swept]
+        scan.repaired += [f"removed {name}, which was never committed" for name in swept]
         return self._settle_ports(scan)
 
     def _scan_snapshots(self, directory: Path, kept: Collection[str], repaired: list[str]) -> list[VolumeSnapshot]:
         found = []
-        for place in records_store.directories(directory / _SNAPSHOTS) if (directory / _SNAPSHOTS).is_dir() else []:
+        for place in directory_records.directories(directory / _SNAPSHOTS) if (directory / _SNAPSHOTS).is_dir() else []:
             with self._quarantine.guarding(place, repaired):
                 snapshot = _whole_snapshot(place, directory.name)
                 if snapshot.sandbox_snapshot in kept:
@@ -153,31 +158,33 @@ class VolumeStore:
                 elif self._quarantine.has(snapshot.sandbox_snapshot):
                     raise ValueError(f"it belongs to snapshot {snapshot.sandbox_snapshot}, which is damaged")
                 else:
-                    records_store.remove_durably(place)
-                    repaired.append(f"removed {place.name} of volume {directory.name}, whose snapshot was not finished")
+                    directory_records.remove_durably(place)
+                    repaired.append(
+                        f"removed {place.name} of volume {directory.name}, whose snapshot was never committed"
+                    )
         return found
 
     def _scan_volume(self, directory: Path, snapshots: list[VolumeSnapshot], repaired: list[str]) -> Volume:
         """Return the volume's record, repaired. Raises ValueError if neither an image nor a snapshot is left."""
         length_mb = _length_mb(directory / IMAGE)
         try:
-            volume = records_store.read_record(directory, Volume)
+            volume = directory_records.read_record(directory, Volume)
             if volume.id != directory.name:
-                raise ValueError(f"its manifest is of {volume.id}")
+                raise ValueError(f"its manifest belongs to {volume.id}")
         except ValueError as error:
             volume = self._without_record(directory, length_mb, snapshots, str(error), repaired)
         if length_mb < volume.size_mb:
             if not snapshots:
                 raise ValueError(f"{IMAGE} is missing or too short")
-            moved = self._moved(directory / IMAGE)
+            moved = self._move_to_quarantine(directory / IMAGE)
             repaired.append(
-                f"the image of volume {volume.id} is missing or too short{moved}: its snapshots stay, roll it back to "
-                "one of them"
+                f"the image of volume {volume.id} is missing or too short{moved}: roll it back to one of "
+                "its snapshots, which are intact"
             )
         elif length_mb > volume.size_mb:
             volume.size_mb = length_mb
             self.growing.append(volume)
-            repaired.append(f"volume {volume.id} was growing: it has {length_mb} MiB now")
+            repaired.append(f"completed the interrupted growth of volume {volume.id}, which now has {length_mb} MiB")
         return volume
 
     def _without_record(
@@ -189,17 +196,17 @@ class VolumeStore:
             volume = Volume(id=directory.name, name=directory.name, size_mb=size_mb)
         except ValidationError:
             raise ValueError(reason) from None
-        moved = self._moved(directory / MANIFEST)
+        moved = self._move_to_quarantine(directory / MANIFEST)
         self._save_if_possible(volume)
-        repaired.append(f"the record of volume {volume.id} is damaged ({reason}){moved}: it goes by its id")
+        repaired.append(f"the record of volume {volume.id} is damaged ({reason}){moved}: use its id {volume.id}")
         return volume
 
-    def _moved(self, path: Path) -> str:
-        """Move a damaged file away, if it exists; return text for the middle of a sentence."""
+    def _move_to_quarantine(self, path: Path) -> str:
+        """Move a damaged file away, if it exists. Returns text for the middle of a sentence."""
         return f" and was moved to {self._quarantine.move(path)}" if path.exists() else ""
 
     def _settle_ports(self, scan: Scan) -> Ports:
-        """Give each volume a unique port: if two have the same one, the older volume keeps it."""
+        """Give each volume a unique port. If two volumes have the same port, the older volume keeps it."""
         taken: set[int] = set()
         without: list[Volume] = []
         for volume in sorted(scan.volumes, key=lambda each: each.created_at):
@@ -212,7 +219,7 @@ class VolumeStore:
         for volume in without:
             volume.host["port"] = ports.take()
             self._save_if_possible(volume)
-            scan.repaired.append(f"volume {volume.id} has port {volume.host['port']} now: it is mounted anew")
+            scan.repaired.append(f"volume {volume.id} now has port {volume.host['port']} and is mounted again")
         return ports
 
     def _save_if_possible(self, volume: Volume) -> None:
@@ -226,30 +233,30 @@ async def _format(image: Path, volume: Volume) -> None:
         await format_image(image, volume.id, volume.size_mb)
     except BackendFailed as error:
         if (full := os.strerror(errno.ENOSPC)) in error.message:
-            raise OSError(errno.ENOSPC, full) from None  # Like the other methods.
+            raise OSError(errno.ENOSPC, full) from None  # Raise the same error as the other methods.
         raise
 
 
 @contextlib.contextmanager
-def _making(final: Path) -> Iterator[Path]:
-    """Yield the directory in which ``final`` is created; on failure nothing remains of either."""
-    partial = records_store.partial_of(final)
+def _created(final: Path) -> Iterator[Path]:
+    """Yield the directory in which ``final`` is created. On failure neither remains."""
+    partial = directory_records.partial_of(final)
     partial.mkdir(mode=0o700)
     try:
         yield partial
     except BaseException:
-        records_store.undo(final)
+        directory_records.undo(final)
         raise
 
 
 def _finish_volume(partial: Path, final: Path, volume: Volume) -> None:
-    _lengthen(partial / IMAGE, volume.size_mb)
-    records_store.sync_file(partial / IMAGE)
-    records_store.write_record(partial, volume)
-    records_store.commit(final)
+    _extend(partial / IMAGE, volume.size_mb)
+    directory_records.sync_file(partial / IMAGE)
+    directory_records.write_record(partial, volume)
+    directory_records.commit(final)
 
 
-def _lengthen(image: Path, size_mb: int) -> None:
+def _extend(image: Path, size_mb: int) -> None:
     if image.stat().st_size < size_mb << 20:
         os.truncate(image, size_mb << 20)
 
@@ -264,9 +271,9 @@ def _length_mb(image: Path) -> int:
 
 def _whole_snapshot(directory: Path, volume: str) -> VolumeSnapshot:
     """Read a snapshot's record and check it and its image. Raises ValueError with the reason."""
-    snapshot = records_store.read_record(directory, VolumeSnapshot)
+    snapshot = directory_records.read_record(directory, VolumeSnapshot)
     if (snapshot.id, snapshot.volume) != (directory.name, volume):
-        raise ValueError(f"its manifest is of {snapshot.id} of volume {snapshot.volume}")
+        raise ValueError(f"its manifest belongs to {snapshot.id} of volume {snapshot.volume}")
     if _length_mb(directory / IMAGE) < snapshot.size_mb:
         raise ValueError(f"{IMAGE} is missing or too short")
     return snapshot

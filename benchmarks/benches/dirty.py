@@ -1,0 +1,83 @@
+"""Measure how the pause of a capture grows with the memory that changed since the last capture."""
+
+from __future__ import annotations
+
+from benchmarks.context import TEMPLATE, Context, KvmXfs
+from benchmarks.measure import Result, Target
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.records import Sandbox, Snapshot
+
+_MEMORY_MB = 1792
+_SIZES_MB = (10, 64, 256, 1024)
+_SLOW_MB = 1024
+_REWRITE = """
+import os, sys
+block = os.urandom(1 << 20)
+with open("/dev/shm/blob", "r+b" if os.path.exists("/dev/shm/blob") else "wb") as blob:
+    for number in range(int(sys.argv[1])):
+        blob.write(block[number:] + block[:number])
+"""
+
+
+class Dirty:
+    name = "dirty"
+    title = "pause of a capture over the memory that changed"
+
+    def run(self, ctx: Context) -> Result:
+        rounds = {size: ctx.rounds(full=10 if size >= _SLOW_MB else 30, quick=3) for size in _SIZES_MB}
+        result = Result(self.name, self.title, {"guest_memory_mb": _MEMORY_MB, "captures": rounds})
+        host = ctx.kvm_xfs
+        modes: dict[int, list[str]] = {}
+        with ctx.steps("captures", sum(rounds.values())) as steps:
+            sandbox = _start_sandbox(host)
+            try:
+                for size in _SIZES_MB:
+                    taken = []
+                    _capture_rewritten(host, sandbox, size)  # the first one also covers what the start has written
+                    for _ in range(rounds[size]):
+                        taken.append(_capture_rewritten(host, sandbox, size))
+                        steps.done()
+                    modes[size] = sorted({snapshot.memory.value for snapshot in taken})
+                    _report(result, size, taken)
+            finally:
+                host.live.remove_all()
+        result.settings["memory_mode"] = modes
+        return result
+
+
+def _start_sandbox(host: KvmXfs) -> Sandbox:
+    spec = ForkSpec(memory_mb=_MEMORY_MB, cold_start=True)
+    sandbox = host.live.do(host.live.engine.forks.create(TEMPLATE, spec), timeout=300)
+    _run(host, sandbox, ["mount", "-o", f"remount,size={_SLOW_MB + 256}M", "/dev/shm"])
+    return sandbox
+
+
+def _capture_rewritten(host: KvmXfs, sandbox: Sandbox, size_mb: int) -> Snapshot:
+    """Change ``size_mb`` MiB of memory, and capture the sandbox; the snapshot is removed."""
+    _run(host, sandbox, ["python3", "-c", _REWRITE, str(size_mb)])
+    snapshot = host.snapshot(sandbox)
+    host.forget(snapshot)
+    return snapshot
+
+
+def _run(host: KvmXfs, sandbox: Sandbox, argv: list[str]) -> None:
+    result = host.live.do(host.live.engine.commands.exec(sandbox.id, argv, timeout=120))
+    if result.exit_code != 0:
+        raise RuntimeError(f"{argv[0]} failed: {result.stderr.decode(errors='replace')}")
+
+
+def _report(result: Result, size: int, taken: list[Snapshot]) -> None:
+    first = size == _SIZES_MB[0]
+    result.measure(
+        f"pause_{size}",
+        f"source pause (sum of its stops), {size} MiB changed",
+        samples=[snapshot.pause_ms for snapshot in taken],
+        floor="" if first else f"pause_{_SIZES_MB[0]}",
+        target=None if first else Target("ratio", 1.5),
+    )
+    longest = [max(snapshot.host["stops_ms"]) for snapshot in taken]
+    result.measure(f"longest_{size}", f"longest single stop, {size} MiB changed", samples=longest)
+    stops = [len(snapshot.host["stops_ms"]) for snapshot in taken]
+    result.measure(f"stops_{size}", f"number of stops, {size} MiB changed", "count", samples=stops)
+    written = [snapshot.memory_bytes_written for snapshot in taken]
+    result.measure(f"written_{size}", f"memory written, {size} MiB changed", "bytes", samples=written)

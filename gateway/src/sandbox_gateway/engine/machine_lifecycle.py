@@ -1,0 +1,98 @@
+"""Fork, boot and stop the machines of sandboxes, and handle unexpected ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sandbox_gateway.control_characters import remove_control_characters
+from sandbox_gateway.engine.agents import Agents
+from sandbox_gateway.engine.attachments import Attachments
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.locking import Locking
+from sandbox_gateway.engine.record_changes import save_sandbox
+from sandbox_gateway.errors import GatewayError, NotFound
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Sandbox, SandboxState, Snapshot
+from sandbox_gateway.tasks import clean_up
+
+log = Logger("engine")
+
+
+class MachineLifecycle:
+    def __init__(self, context: Context, locking: Locking, agents: Agents, attachments: Attachments) -> None:
+        self._context = context
+        self._host = context.host
+        self._locking = locking
+        self._agents = agents
+        self._attachments = attachments
+
+    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
+        """Fork a machine from ``snapshot`` and send it its identity. On failure nothing of the machine remains.
+
+        A sandbox whose state is paused gets no machine.
+        """
+        if sandbox.state is SandboxState.PAUSED:
+            return
+        try:
+            await self._host.fork(snapshot, sandbox, with_memory=with_memory)
+            await self._agents.identify(sandbox, booted=not with_memory)
+            if sandbox.mounts or snapshot.mounts:
+                stale = with_memory and bool(snapshot.mounts)
+                await self._attachments.mount_inside(sandbox, stale=stale, seconds=self._host.boot_seconds)
+        except BaseException:
+            await clean_up(log, self._host.discard(sandbox))
+            raise
+
+    async def boot(self, sandbox: Sandbox) -> None:
+        """Boot a stopped sandbox from its own disk. On failure, stop it again."""
+        await self._host.boot(sandbox)
+        try:
+            await self._agents.identify(sandbox, booted=True)
+            if sandbox.mounts:
+                await self._attachments.mount_inside(sandbox, seconds=self._host.boot_seconds)
+        except BaseException:
+            await clean_up(log, self._host.stop(sandbox))
+            raise
+
+    async def stop_paused(self, sandbox: Sandbox) -> None:
+        """End the machine of a sandbox that was just paused. Keeps the disk if the sandbox resumes from it."""
+        if sandbox.pause_snapshot:
+            await self._host.discard(sandbox)
+        else:
+            await self._host.stop(sandbox)
+
+    async def mark_stopped(self, sandbox: Sandbox, reason: str) -> None:
+        """Record that a sandbox's machine has ended: the sandbox becomes paused, and resumes from its own disk."""
+        reason = remove_control_characters(reason)
+        log.warning("sandbox stopped", sandbox=sandbox.id, reason=reason)
+        await self._host.stop(sandbox)
+        changes: dict[str, Any] = {"state": SandboxState.PAUSED, "state_reason": reason}
+        try:
+            await save_sandbox(self._context, sandbox.id, **changes)
+        except NotFound:
+            raise
+        except GatewayError as error:
+            # It has stopped, saved or not. The next save of its record includes this; a restart finds it out again.
+            log.error("stop not saved", sandbox=sandbox.id, reason=error.message)
+            index = self._context.index
+            index.put(index.sandbox(sandbox.id).model_copy(update=changes, deep=True))
+        self._context.events.publish("sandbox.stopped", sandboxID=sandbox.id, reason=reason)
+
+    def notice_end(self, sandbox: Sandbox) -> None:
+        """Mark a sandbox as stopped if its machine ended before its record was saved as running."""
+        if sandbox.state is SandboxState.RUNNING and self._host.end_reason(sandbox):
+            self._context.background.start(self._mark_lost(sandbox.id, sandbox.instance))
+
+    def watch(self) -> None:
+        """Start marking sandboxes as stopped when their machines end by themselves."""
+        self._host.on_exit(self._on_exit)
+
+    def _on_exit(self, instance: str) -> None:
+        for sandbox in self._context.index.sandboxes.values():
+            if sandbox.instance == instance and sandbox.state is SandboxState.RUNNING:
+                self._context.background.start(self._mark_lost(sandbox.id, instance))
+
+    async def _mark_lost(self, id: str, instance: str) -> None:
+        async with self._locking.sandbox(id) as sandbox:
+            if sandbox.instance == instance and sandbox.state is SandboxState.RUNNING:
+                await self.mark_stopped(sandbox, self._host.end_reason(sandbox) or "its machine ended")

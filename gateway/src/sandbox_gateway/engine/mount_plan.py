@@ -1,0 +1,130 @@
+"""The mounts of new sandboxes: shared volumes, and clones of volumes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+
+from sandbox_gateway.engine.collector import Collector
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.engine.locking import Locking
+from sandbox_gateway.engine.mount_paths import check_mount_paths
+from sandbox_gateway.engine.spec import MountSpec
+from sandbox_gateway.engine.volumes import Volumes
+from sandbox_gateway.errors import Conflict, Invalid
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Mount, Sandbox, Snapshot, Volume, VolumeSnapshot, new_id
+from sandbox_gateway.tasks import finish_despite_cancellation
+
+_MAX_NAME_LENGTH = 64
+
+log = Logger("engine")
+
+
+@dataclass(frozen=True)
+class PlannedMount:
+    """A mount that each new sandbox gets."""
+
+    volume: Volume
+    path: str
+    read_only: bool
+    source: VolumeSnapshot | None = None
+    """Each sandbox mounts its own clone of this snapshot; None: all mount the volume itself."""
+
+
+class MountPlanner:
+    def __init__(self, context: Context, locking: Locking, collector: Collector, volumes: Volumes) -> None:
+        self._index = context.index
+        self._locking = locking
+        self._collector = collector
+        self._volumes = volumes
+
+    def plan(self, snapshot: Snapshot, specs: Sequence[MountSpec] | None) -> list[PlannedMount]:
+        """Plan the mounts of forks of ``snapshot``. Without ``specs``, these are the mounts of its source."""
+        if specs is None:
+            return [self._inherit(snapshot, mount) for mount in snapshot.mounts]
+        volumes = self.resolve_volumes(specs)
+        return [
+            PlannedMount(volume, spec.path, spec.read_only, self._find_source(snapshot, volume) if spec.clone else None)
+            for spec, volume in zip(specs, volumes, strict=True)
+        ]
+
+    def resolve_volumes(self, specs: Sequence[MountSpec]) -> list[Volume]:
+        """Return the volumes in ``specs``. Raises NotFound, or Invalid if one sandbox cannot mount all of them."""
+        volumes = [self._index.volume(spec.volume) for spec in specs]
+        for volume in volumes:
+            if volumes.count(volume) > 1:
+                raise Invalid(f"volume {volume.name} is listed more than once: a sandbox can mount it at only one path")
+        check_mount_paths(spec.path for spec in specs)
+        return volumes
+
+    def _inherit(self, snapshot: Snapshot, mount: Mount) -> PlannedMount:
+        if mount.volume not in self._index.volumes:
+            raise Conflict(
+                f"the source of snapshot {snapshot.id} had a volume at {mount.path} that no longer exists: "
+                "set volumeMounts to the volumes to mount (an empty list: none)"
+            )
+        return PlannedMount(self._index.volumes[mount.volume], mount.path, mount.read_only)
+
+    def _find_source(self, snapshot: Snapshot, volume: Volume) -> VolumeSnapshot:
+        for capture in snapshot.volumes:
+            if capture.volume == volume.id and capture.snapshot in self._index.volume_snapshots:
+                return self._index.volume_snapshots[capture.snapshot]
+        raise Invalid(
+            f"snapshot {snapshot.id} does not include volume {volume.name}, so it cannot be cloned: take a "
+            "snapshot with the volume, or mount the volume itself"
+        )
+
+    def remove_deleted(self, mounts: Iterable[Mount], sandbox: Sandbox) -> list[Mount]:
+        """Return ``mounts`` without mounts of deleted volumes.
+
+        A volume that ``sandbox`` mounts now cannot have been deleted: if its record is missing, it may be restored.
+        """
+        known = {*self._index.volumes, *(mount.volume for mount in sandbox.mounts)}
+        kept = [mount for mount in mounts if mount.volume in known]
+        for mount in mounts:
+            if mount not in kept:
+                log.warning("a volume was not mounted because it was deleted", sandbox=sandbox.id, path=mount.path)
+        return kept
+
+    @contextlib.asynccontextmanager
+    async def with_mounts(
+        self, planned: Sequence[PlannedMount], sandboxes: Sequence[Sandbox]
+    ) -> AsyncIterator[dict[str, list[Volume]]]:
+        """Give new sandboxes their mounts. Yields the records of the clones to be created, by sandbox.
+
+        On exit, clones that no sandbox mounts are removed.
+        """
+        shared = [each.volume.id for each in planned if each.source is None]
+        sources = [each.source for each in planned if each.source is not None]
+        try:
+            async with self._locking.shared_volumes(shared):
+                clones: dict[str, list[Volume]] = {}
+                names: set[str] = set()
+                for sandbox in sandboxes:
+                    clones[sandbox.id] = []
+                    for each in planned:
+                        volume = each.volume
+                        if each.source is not None:
+                            volume = self._new_clone_record(sandbox, volume, each.source, names)
+                            clones[sandbox.id].append(volume)
+                            names.add(volume.name)
+                        sandbox.mounts.append(Mount(volume=volume.id, path=each.path, read_only=each.read_only))
+                made = [clone for own in clones.values() for clone in own]
+                with self._index.reserved(names), self._index.pinned(*sources, *made):
+                    yield clones
+        finally:
+            if any(each.source or each.volume.owner for each in planned):
+                await finish_despite_cancellation(self._collector.collect())
+
+    async def create_clones(self, clones: Iterable[Volume]) -> None:
+        for clone in clones:
+            source = self._index.volume_snapshots[clone.from_snapshot]
+            await finish_despite_cancellation(self._volumes.create_from_record(clone, source))
+
+    def _new_clone_record(self, sandbox: Sandbox, volume: Volume, source: VolumeSnapshot, taken: set[str]) -> Volume:
+        id, name = new_id(), f"{sandbox.name}-{volume.name}"
+        if len(name) > _MAX_NAME_LENGTH or name in taken or not self._index.is_free(name):
+            name = f"{name[: _MAX_NAME_LENGTH - len(id) - 1]}-{id}"
+        return Volume(id=id, name=name, size_mb=source.size_mb, from_snapshot=source.id, owner=sandbox.id)

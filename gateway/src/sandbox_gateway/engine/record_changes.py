@@ -1,0 +1,62 @@
+"""Save changes of records: the host commits a changed copy, then the index is updated.
+
+Changes are applied to single fields of the current record, so concurrent changes do not overwrite each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from sandbox_gateway.engine.context import Context
+from sandbox_gateway.records import Sandbox, Snapshot
+from sandbox_gateway.tasks import finish_despite_cancellation
+
+Fields = Mapping[str, Any]
+
+
+async def save_sandbox(context: Context, id: str, *, only_if: Fields | None = None, **changes: Any) -> Sandbox:
+    """Commit ``changes`` of a sandbox's record. Returns the new record. On failure the index keeps the old record.
+
+    ``only_if``: values that the record must have at that time; otherwise it stays unchanged.
+    """
+    return await finish_despite_cancellation(_save_sandbox(context, id, only_if or {}, changes))
+
+
+async def save_snapshot(context: Context, id: str, *, only_if: Fields | None = None, **changes: Any) -> Snapshot:
+    """Commit ``changes`` of a snapshot's record, like ``save_sandbox``."""
+    return await finish_despite_cancellation(_save_snapshot(context, id, only_if or {}, changes))
+
+
+def record_locked(context: Context, record: Sandbox | Snapshot) -> AbstractAsyncContextManager[None]:
+    """Keep a record from being saved or removed by others. A caller that waited must look the record up again."""
+    what = "sandbox" if isinstance(record, Sandbox) else "snapshot"
+    return context.locks.hold(f"record {record.id}", f"{what} {record.id}")
+
+
+async def _save_sandbox(context: Context, id: str, only_if: Fields, changes: Fields) -> Sandbox:
+    async with record_locked(context, context.index.sandbox(id)):
+        current = context.index.sandbox(id)
+        if not _has_values(current, only_if):
+            return current
+        changed = current.model_copy(update=changes, deep=True)
+        await context.host.save(changed)
+        context.index.put(changed)
+        return changed
+
+
+async def _save_snapshot(context: Context, id: str, only_if: Fields, changes: Fields) -> Snapshot:
+    async with record_locked(context, context.index.any_snapshot(id)):
+        current = context.index.any_snapshot(id)
+        if not _has_values(current, only_if):
+            return current
+        changed = current.model_copy(update=changes, deep=True)
+        await context.host.save_snapshot(changed)
+        if id in context.index.snapshots:  # it may have been removed meanwhile
+            context.index.put(changed)
+        return changed
+
+
+def _has_values(record: Sandbox | Snapshot, values: Fields) -> bool:
+    return all(getattr(record, name) == value for name, value in values.items())

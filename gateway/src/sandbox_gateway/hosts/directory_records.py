@@ -1,0 +1,200 @@
+"""Store records in the directories that they describe: commit with one rename, sweep and quarantine.
+
+An object is created in `.partial-<name>` and renamed into place, which commits it: after a crash it is either complete
+or a partial directory, which the next ``sweep`` removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from sandbox_gateway.errors import BackendFailed, NoSpace
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import now
+
+log = Logger("records")
+
+PARTIAL = ".partial-"
+MANIFEST = "manifest.json"
+_DAMAGED = ".damaged"
+
+Record = TypeVar("Record", bound=BaseModel)
+
+
+def read_record(directory: Path, kind: type[Record]) -> Record:
+    """Read the record in a directory. Raises ValueError with the reason."""
+    try:
+        return kind.model_validate_json((directory / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise ValueError("it has no manifest") from None
+    except (OSError, ValidationError) as error:
+        raise ValueError(f"its manifest cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def write_record(directory: Path, record: BaseModel, *, durable: bool = True) -> None:
+    """Write the record of a directory atomically: after a crash, either the old or the new record exists.
+
+    Not ``durable``: only after a crash of this process, not of the host.
+    """
+    text = json.dumps(record.model_dump(mode="json"), indent=1)
+    fresh = directory / f"{PARTIAL}{MANIFEST}"
+    with fresh.open("w") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(text)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+    fresh.rename(directory / MANIFEST)
+    if durable:
+        sync_directory(directory)
+
+
+def unlink_record(directory: Path) -> None:
+    """Remove the record of the object in ``directory``, which then no longer exists. Its files may be removed later."""
+    with contextlib.suppress(FileNotFoundError):
+        (directory / MANIFEST).unlink()
+        sync_directory(directory)
+
+
+def has_record(directory: Path) -> bool:
+    return (directory / MANIFEST).exists()
+
+
+def partial_of(final: Path) -> Path:
+    """Return the directory in which ``final`` is created."""
+    return final.with_name(PARTIAL + final.name)
+
+
+def commit(final: Path, *, durable: bool = True) -> None:
+    """Rename the partial directory of ``final`` into place; ``durable`` as for ``write_record``."""
+    partial = partial_of(final)
+    if durable:
+        sync_directory(partial)
+    partial.rename(final)
+    if durable:
+        sync_directory(final.parent)
+
+
+def undo(final: Path) -> None:
+    """Remove ``final``, committed or not."""
+    partial = partial_of(final)
+    if partial.exists():
+        shutil.rmtree(partial, ignore_errors=True)
+    else:  # A step after the rename failed.
+        remove_durably(final)
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory if it exists. After a crash in between, the next sweep recognises the rest by its name."""
+    if not directory.exists():
+        return
+    doomed = partial_of(directory) if not directory.name.startswith(PARTIAL) else directory
+    if doomed != directory:
+        directory.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def remove_durably(directory: Path) -> None:
+    """Remove a directory if it exists, durably, with one rename. Its files may remain until a sweep."""
+    doomed = partial_of(directory)
+    try:
+        directory.rename(doomed)
+    except FileNotFoundError:
+        return
+    sync_directory(directory.parent)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sweep(parent: Path) -> list[str]:
+    """Remove uncommitted entries of ``parent`` and of its directories, and return their names."""
+    swept = []
+    for entry in [*parent.glob(f"{PARTIAL}*"), *parent.glob(f"*/{PARTIAL}*")]:
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+        swept.append(entry.name)
+    return swept
+
+
+def directories(parent: Path) -> list[Path]:
+    """Return the directories in ``parent`` that are not hidden, sorted."""
+    return [entry for entry in sorted(parent.iterdir()) if entry.is_dir() and not entry.name.startswith(".")]
+
+
+def sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_files(paths: Sequence[Path]) -> None:
+    """Sync files at the same time: their file system writes its log once for several of them."""
+    with ThreadPoolExecutor(max_workers=max(1, len(paths))) as pool:
+        list(pool.map(sync_file, paths))
+
+
+def sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+class Quarantine:
+    """The place for damaged objects, below the state root ``root``."""
+
+    def __init__(self, root: Path) -> None:
+        self._place = root / _DAMAGED
+
+    def move(self, path: Path) -> Path:
+        """Move a damaged file or directory away. Returns its new path, which contains the time."""
+        self._place.mkdir(mode=0o700, exist_ok=True)
+        target = self._place / f"{path.parent.name}-{path.name}-{now():%Y%m%dT%H%M%S%f}"
+        path.rename(target)
+        return target
+
+    @contextlib.contextmanager
+    def guarding(self, directory: Path, repaired: list[str]) -> Iterator[None]:
+        """Move ``directory`` away if this context raises ValueError, because it is damaged, and report that in
+        ``repaired``.
+        """
+        try:
+            yield
+        except ValueError as error:
+            if not any(directory.iterdir()):
+                directory.rmdir()
+                repaired.append(f"removed the empty directory {directory.name}")
+                return
+            kept = self.move(directory)
+            repaired.append(f"{directory.name} is damaged ({error}): moved to {kept}")
+            log.warning("quarantined", path=str(directory), to=str(kept), reason=str(error))
+
+    def list_from(self, parent: Path) -> list[str]:
+        """Return the paths of the objects that were moved away from ``parent``."""
+        return [str(path) for path in sorted(self._place.glob(f"{parent.name}-*"))]
+
+    def has(self, id: str) -> bool:
+        """Return whether the object ``id`` was moved away."""
+        return any(self._place.glob(f"*-{id}-*"))
+
+
+@contextlib.contextmanager
+def explaining_os_errors() -> Iterator[None]:
+    """Convert an OSError in this context to NoSpace or BackendFailed, with a message for the caller."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpace("no space left on the state file system: remove snapshots or sandboxes, or grow it") from None
+        raise BackendFailed(f"{error.strerror}: {error.filename}" if error.filename else str(error)) from error

@@ -1,0 +1,126 @@
+"""Encode and decode records as user properties of the datasets or snapshots that they describe.
+
+The property ``sandbox:record`` holds one line of JSON: ``{"v": 1, "kind", "generation", "record": {…}}``. The value of
+a property has at most 8191 bytes, so a longer record is split into ``sandbox:record.<generation>.<n>``, and
+``sandbox:record`` has their number and checksum (``parts``, ``sha256``) instead. Either way, one property commits a
+record, and ZFS sets a property atomically. ``generation`` increases with every write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from pydantic import ValidationError
+
+from sandbox_gateway.config import explain
+from sandbox_gateway.errors import Invalid
+from sandbox_gateway.records import Record, Sandbox, Snapshot, Volume, VolumeSnapshot
+
+HEAD = "sandbox:record"
+QUARANTINE = "sandbox:quarantine"
+"""The property with the reason why the gateway does not touch a dataset or snapshot."""
+
+_PART = re.compile(r"sandbox:record\.(\d+)\.(\d+)")
+_INLINE_MAX = 7900
+_PART_SIZE = 8000
+_RECORD_MAX = 256 * 1024
+
+Kind = Literal["sandbox", "snapshot", "volume", "volume-snapshot"]
+_KINDS: dict[Kind, type[Record]] = {
+    "sandbox": Sandbox,
+    "snapshot": Snapshot,
+    "volume": Volume,
+    "volume-snapshot": VolumeSnapshot,
+}
+
+
+class Stored(NamedTuple):
+    """A record and its version."""
+
+    generation: int
+    record: Record
+
+
+def encode(record: Record, generation: int) -> dict[str, str]:
+    """Return the properties that hold ``record``, ``sandbox:record`` last. Raises Invalid if it is too long."""
+    kind = next(kind for kind, type_ in _KINDS.items() if isinstance(record, type_))
+    text = _json(record.model_dump(mode="json"))
+    if len(text) > _RECORD_MAX:
+        raise Invalid(
+            f"the record of {kind} {record.id} has {len(text)} bytes, but the limit is {_RECORD_MAX}: "
+            "shorten its metadata, its environment or its recipe"
+        )
+    head: dict[str, Any] = {"v": 1, "kind": kind, "generation": generation}
+    if len(text) <= _INLINE_MAX:
+        return {HEAD: f'{_json(head)[:-1]},"record":{text}}}'}
+    parts = [text[start : start + _PART_SIZE] for start in range(0, len(text), _PART_SIZE)]
+    head |= {"parts": len(parts), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return {f"{HEAD}.{generation}.{n}": part for n, part in enumerate(parts)} | {HEAD: _json(head)}
+
+
+def decode(props: Mapping[str, str], kind: Kind) -> Stored:
+    """Read the properties that ``encode`` returns. Raises ValueError with the defect for anything else."""
+    if HEAD not in props:
+        raise ValueError(f"the property {HEAD} is missing")
+    head = _parse_object(props[HEAD], HEAD)
+    generation = head.get("generation")
+    if head.get("v") != 1 or not isinstance(generation, int) or isinstance(generation, bool) or generation < 0:
+        raise ValueError(f"the property {HEAD} has an unknown version")
+    if head.get("kind") != kind:
+        raise ValueError(f"expected the record of a {kind}, but found the record of a {str(head.get('kind'))[:20]}")
+    data = (
+        head.get("record") if "parts" not in head else _parse_object(_join_parts(props, head, generation), "its parts")
+    )
+    try:
+        return Stored(generation, _KINDS[kind].model_validate(data))
+    except ValidationError as error:
+        raise ValueError(explain(error)[:500]) from None
+
+
+def volume_snapshot_head(snapshot_id: str) -> str:
+    """Return the name of the property with the record of a volume's snapshot.
+
+    The id is part of the name because one `zfs snapshot` of several datasets sets the same properties on all of them.
+    """
+    return f"sandbox:volume-snapshot.{snapshot_id}"
+
+
+def stale_parts(props: Mapping[str, str]) -> list[str]:
+    """Return the parts of uncommitted records."""
+    try:
+        generation = _parse_object(props[HEAD], HEAD).get("generation")
+    except (KeyError, ValueError):
+        generation = None
+    return [name for name in props if (match := _PART.fullmatch(name)) and int(match[1]) != generation]
+
+
+def _join_parts(props: Mapping[str, str], head: Mapping[str, Any], generation: int) -> str:
+    count = head["parts"]
+    if not isinstance(count, int) or not 0 < count <= _RECORD_MAX // _PART_SIZE + 1:
+        raise ValueError(f"the property {HEAD} has an impossible number of parts")
+    names = [f"{HEAD}.{generation}.{n}" for n in range(count)]
+    if missing := [name for name in names if name not in props]:
+        raise ValueError(f"the property {missing[0]} is missing")
+    text = "".join(props[name] for name in names)
+    if hashlib.sha256(text.encode(errors="replace")).hexdigest() != head.get("sha256"):
+        raise ValueError("the parts of the record do not match its checksum")
+    return text
+
+
+def _parse_object(text: str, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{what} is not JSON") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is not a JSON object")
+    return value
+
+
+def _json(value: object) -> str:
+    """Encode ``value`` as one line of ASCII, which ``zfs`` does not alter."""
+    return json.dumps(value, ensure_ascii=True, separators=(",", ":"))

@@ -1,0 +1,76 @@
+"""Write records to the datasets and snapshots that they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+
+from sandbox_gateway import zfs
+from sandbox_gateway.hosts.jail_zfs.storage.ballast import Ballast
+from sandbox_gateway.hosts.jail_zfs.storage.marks import Marks
+from sandbox_gateway.hosts.jail_zfs.storage.property_codec import HEAD, QUARANTINE, encode, stale_parts
+from sandbox_gateway.hosts.jail_zfs.storage.root import RootDataset
+from sandbox_gateway.records import Record
+
+
+class PropertyStore:
+    def __init__(self, root: RootDataset, ballast: Ballast) -> None:
+        self._lock = root.index_lock
+        self._ballast = ballast
+        self._generations: dict[str, int] = {}
+        """Generation of the newest record of each object, by its id."""
+        self._multipart: set[str] = set()
+        """Datasets and snapshots that have, or may have, parts of records."""
+
+    def load(self, generations: Mapping[str, int], multipart: set[str]) -> None:
+        """Replace the state with the result of a scan."""
+        with self._lock:
+            self._generations, self._multipart = dict(generations), multipart
+
+    def add_generations(self, generations: Mapping[str, int]) -> None:
+        with self._lock:
+            self._generations |= generations
+
+    def note_multipart(self, name: str) -> None:
+        with self._lock:
+            self._multipart.add(name)
+
+    def forget(self, record_id: str, name: str) -> None:
+        with self._lock:
+            self._generations.pop(record_id, None)
+            self._multipart.discard(name)
+
+    def write(self, name: str, record: Record) -> None:
+        """Commit a new version of the record on the dataset or snapshot ``name``."""
+        with self._lock:
+            generation = self._generations[record.id] = self._generations.get(record.id, 0) + 1
+        props = encode(record, generation)
+        for prop, value in props.items():
+            self._ballast.run_even_if_full(partial(zfs.lzc_set_prop, name, prop, value))
+        if name in self._multipart:
+            self._remove_stale_parts(name)
+        if len(props) > 1:
+            self._multipart.add(name)
+
+    @staticmethod
+    def _remove_stale_parts(name: str) -> None:
+        """Drop stale parts of a record. Ignores failures: the record is committed, and the next scan retries."""
+        with suppress(zfs.exceptions.ZFSError):
+            for prop in stale_parts(zfs.local_props(name)):
+                zfs.lzc_inherit_prop(name, prop)
+
+    def remove(self, dataset: str) -> None:
+        """Remove the record of a dataset, if it has one."""
+        if HEAD in zfs.local_props(dataset):
+            self._ballast.run_even_if_full(lambda: zfs.lzc_inherit_prop(dataset, HEAD))
+
+    def mark(self, found: Marks) -> None:
+        """Write the findings of a scan to datasets and snapshots. Ignores failures, such as a full pool."""
+        with suppress(zfs.exceptions.ZFSError):
+            for name, reason in found.to_mark.items():
+                zfs.lzc_set_prop(name, QUARANTINE, reason)
+            for name in found.mended:
+                zfs.lzc_inherit_prop(name, QUARANTINE)
+            for name, prop in found.stale:
+                zfs.lzc_inherit_prop(name, prop)

@@ -1,1 +1,0 @@
-"""One QEMU machine: its command line, monitor, limits and log."""

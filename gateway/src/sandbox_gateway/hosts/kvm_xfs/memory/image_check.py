@@ -1,0 +1,64 @@
+"""Detects images of memory that were damaged: their size, and digests of a sample of their pages."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE
+
+_SAMPLES = 16
+
+
+class ImageCheck(BaseModel):
+    """What an image is compared with before it is used as a base."""
+
+    size: int
+    samples: dict[int, str]
+    """Digests of pages with data, by offset in bytes."""
+
+
+def describe(image: Path) -> ImageCheck:
+    """Sample an image; reads at most 16 pages."""
+    descriptor = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
+        offsets = {_next_data(descriptor, random.randrange(0, size, PAGE)) for _ in range(_SAMPLES)}
+        return ImageCheck(size=size, samples={each: _digest(descriptor, each) for each in offsets if each is not None})
+    finally:
+        os.close(descriptor)
+
+
+def find_damage(image: Path, expected: ImageCheck) -> str:
+    """Return what is wrong with an image; empty if nothing was found."""
+    try:
+        descriptor = os.open(image, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        return f"{image.name}: {error.strerror}"
+    try:
+        if os.fstat(descriptor).st_size != expected.size:
+            return f"{image.name} has the wrong size"
+        for offset, digest in expected.samples.items():
+            if _digest(descriptor, offset) != digest:
+                return f"{image.name} has changed at offset {offset}"
+    except OSError as error:
+        return f"{image.name}: {error.strerror}"
+    finally:
+        os.close(descriptor)
+    return ""
+
+
+def _next_data(descriptor: int, offset: int) -> int | None:
+    """Return the offset of the first page with data at or after ``offset``, if there is one."""
+    try:
+        return os.lseek(descriptor, offset, os.SEEK_DATA) // PAGE * PAGE
+    except OSError:
+        return None
+
+
+def _digest(descriptor: int, offset: int) -> str:
+    return hashlib.blake2b(os.pread(descriptor, PAGE, offset), digest_size=16).hexdigest()

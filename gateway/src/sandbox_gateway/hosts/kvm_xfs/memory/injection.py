@@ -1,0 +1,168 @@
+"""Makes the kernel track which pages of another process are written, without that process's help.
+
+A userfaultfd tracks the address space of the process that opens it. So the process is made to open one: ptrace lets
+its main thread run one system call from its vDSO, and no byte of the process changes. The descriptor stays open in the
+process, and with it the tracking, even after this process has ended.
+
+Standard library only: this code runs in a helper process with privileges of its own.
+Sources: ptrace(2), pidfd_getfd(2), userfaultfd(2); Linux Documentation/admin-guide/mm/userfaultfd.rst (WP_ASYNC).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import platform
+import signal
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_SECONDS = 2.0
+_POLL_SECONDS = 0.00005
+
+_GETREGS, _SETREGS, _SINGLESTEP, _CONT, _DETACH, _SEIZE, _INTERRUPT = 12, 13, 9, 7, 17, 0x4206, 0x4207
+_EVENT_STOP = 128
+_WALL = 0x40000000
+_SYS_USERFAULTFD, _SYS_PIDFD_GETFD = 323, 438
+_SYSCALL_INSTRUCTION = b"\x0f\x05"
+_USER_MODE_ONLY = 1
+_UFFDIO_API, _UFFDIO_REGISTER = 0xC018AA3F, 0xC020AA00
+_UFFD_API, _WP_UNPOPULATED, _WP_ASYNC, _MODE_WP = 0xAA, 1 << 13, 1 << 15, 1 << 1
+_REGISTERS = (
+    "r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig_rax rip cs eflags rsp ss "
+    "fs_base gs_base ds es fs gs"
+)
+
+
+class _Registers(ctypes.Structure):
+    """struct user_regs_struct of x86-64."""
+
+    _fields_ = tuple((name, ctypes.c_ulonglong) for name in _REGISTERS.split())
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+_libc.ptrace.restype = ctypes.c_long
+
+
+def track_writes(pid: int, areas: Sequence[tuple[int, int]]) -> None:
+    """Have the kernel track writes to ``areas``, (start, end) in bytes, of process ``pid``.
+
+    Stops the process's main thread for about 0.2 ms. Raises OSError or TimeoutError; the process keeps running then.
+    """
+    if platform.machine() != "x86_64":
+        raise OSError(errno.ENOSYS, f"system calls cannot be injected on {platform.machine()}")
+    instruction = _find_syscall_instruction(pid)
+    pidfd = os.pidfd_open(pid)
+    try:
+        flags = os.O_CLOEXEC | os.O_NONBLOCK | _USER_MODE_ONLY
+        number = _run_in_process(pid, instruction, _SYS_USERFAULTFD, flags)
+        descriptor = _libc.syscall(_SYS_PIDFD_GETFD, pidfd, number, 0)
+        _check(descriptor)
+    finally:
+        os.close(pidfd)
+    try:
+        # The process chose the number: it must not make this process configure anything else.
+        if str(Path(f"/proc/self/fd/{descriptor}").readlink()) != "anon_inode:[userfaultfd]":
+            raise OSError(errno.EBADF, "the process did not open a userfaultfd")
+        fcntl.ioctl(descriptor, _UFFDIO_API, bytearray(struct.pack("=3Q", _UFFD_API, _WP_ASYNC | _WP_UNPOPULATED, 0)))
+        for start, end in areas:
+            fcntl.ioctl(descriptor, _UFFDIO_REGISTER, bytearray(struct.pack("=4Q", start, end - start, _MODE_WP, 0)))
+    finally:
+        os.close(descriptor)
+
+
+def _find_syscall_instruction(pid: int) -> int:
+    """Return the address of a system call instruction in the vDSO of a process."""
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if line.endswith("[vdso]"):
+            start, end = (int(edge, 16) for edge in line.split(maxsplit=1)[0].split("-"))
+            with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+                memory.seek(start)
+                found = memory.read(end - start).find(_SYSCALL_INSTRUCTION)
+            if found >= 0:
+                return start + found
+    raise OSError(errno.ENOEXEC, "the process has no vDSO with a system call instruction")
+
+
+def _run_in_process(pid: int, instruction: int, number: int, argument: int) -> int:
+    """Have the main thread of ``pid`` run one system call, and then continue where it was. Returns its result."""
+    with _stopped(pid) as signals:
+        saved, registers = _Registers(), _Registers()
+        _ptrace(_GETREGS, pid, ctypes.addressof(saved))
+        ctypes.memmove(ctypes.addressof(registers), ctypes.addressof(saved), ctypes.sizeof(_Registers))
+        registers.rip, registers.rax, registers.rdi = instruction, number, argument
+        # Otherwise the kernel would restart an interrupted system call of the thread at the wrong place.
+        registers.orig_rax = 0xFFFFFFFFFFFFFFFF
+        try:
+            _ptrace(_SETREGS, pid, ctypes.addressof(registers))
+            _step(pid, instruction, signals)
+            _ptrace(_GETREGS, pid, ctypes.addressof(registers))
+        finally:
+            _ptrace(_SETREGS, pid, ctypes.addressof(saved))
+    result = ctypes.c_long(registers.rax).value
+    if result < 0:
+        raise OSError(-result, os.strerror(-result))
+    return result
+
+
+@contextlib.contextmanager
+def _stopped(pid: int) -> Iterator[list[int]]:
+    """Stop the main thread of ``pid`` inside this context. Signals that arrive meanwhile are delivered afterwards."""
+    signals: list[int] = []
+    _ptrace(_SEIZE, pid)
+    try:
+        _ptrace(_INTERRUPT, pid)
+        while (status := _wait(pid)) >> 16 != _EVENT_STOP:
+            # It stopped for a signal first: deliver it, and stop again.
+            _ptrace(_CONT, pid, data=os.WSTOPSIG(status))
+        yield signals
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            _ptrace(_DETACH, pid)
+        for each in signals:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, each)
+
+
+def _step(pid: int, instruction: int, signals: list[int]) -> None:
+    """Execute the system call instruction; collect signals that stop the thread before it."""
+    registers = _Registers()
+    while True:
+        _ptrace(_SINGLESTEP, pid)
+        status = _wait(pid)
+        _ptrace(_GETREGS, pid, ctypes.addressof(registers))
+        if registers.rip != instruction:
+            return
+        if os.WSTOPSIG(status) != signal.SIGTRAP:
+            signals.append(os.WSTOPSIG(status))
+
+
+def _wait(pid: int) -> int:
+    """Return the status of the next stop. Raises TimeoutError, or ProcessLookupError if the process ended."""
+    deadline = time.monotonic() + _SECONDS
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG | _WALL)
+        if found and os.WIFSTOPPED(status):
+            return status
+        if found:
+            raise ProcessLookupError(errno.ESRCH, "the process ended")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"process {pid} did not stop within {_SECONDS:g} s")
+        time.sleep(_POLL_SECONDS)
+
+
+def _ptrace(request: int, pid: int, data: int = 0) -> None:
+    ctypes.set_errno(0)
+    _check(_libc.ptrace(request, pid, 0, data))
+
+
+def _check(result: int) -> None:
+    if result == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -1,0 +1,80 @@
+"""The page tracker: a helper process that starts the tracking of written pages in machines (`injection`).
+
+    python -m sandbox_gateway.hosts.kvm_xfs.memory.tracker [DESCRIPTOR]
+
+It is a process of its own because it alone needs ptrace. It serves the listening unix socket DESCRIPTOR (default: 3,
+which systemd passes), and ends when its standard input ends, if that is a pipe. Each connection carries one request,
+``{"pid": …, "areas": [[start, end], …]}`` in one line; the answer is ``{}`` or ``{"error": "…"}``.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import stat
+import struct
+import sys
+from pathlib import Path
+
+from sandbox_gateway.hosts.kvm_xfs.memory.injection import track_writes
+
+_LISTENER = 3
+_REQUEST_BYTES = 1 << 16
+_SECONDS = 5.0
+_PROGRAM = "qemu-system-"
+
+
+def serve(listener: socket.socket) -> None:
+    """Answer requests until standard input ends."""
+    waited_for = [listener.fileno()]
+    if stat.S_ISFIFO(os.fstat(0).st_mode):
+        waited_for.append(0)
+    while True:
+        ready, _, _ = select.select(waited_for, [], [])
+        if 0 in ready:
+            return
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(_SECONDS)
+            try:
+                _answer(connection)
+            except OSError:
+                continue  # The client hung up or was too slow.
+
+
+def _answer(connection: socket.socket) -> None:
+    try:
+        _check_peer(connection)
+        pid, areas = _read_request(connection)
+        _check_program(pid)
+        track_writes(pid, areas)
+        answer = {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        answer = {"error": (getattr(error, "strerror", None) or str(error))[:200]}
+    connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _check_peer(connection: socket.socket) -> None:
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("=iII"))
+    _, uid, _ = struct.unpack("=iII", raw)
+    if uid not in (0, os.geteuid()):
+        raise PermissionError("only root may use the page tracker")
+
+
+def _read_request(connection: socket.socket) -> tuple[int, list[tuple[int, int]]]:
+    with connection.makefile("rb") as stream:
+        request = json.loads(stream.readline(_REQUEST_BYTES))
+    return int(request["pid"]), [(int(start), int(end)) for start, end in request["areas"]]
+
+
+def _check_program(pid: int) -> None:
+    program = Path(f"/proc/{pid}/exe").readlink().name
+    if not program.startswith(_PROGRAM):
+        raise PermissionError(f"process {pid} runs {program}, not QEMU")
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1]) if sys.argv[1:] else _LISTENER))

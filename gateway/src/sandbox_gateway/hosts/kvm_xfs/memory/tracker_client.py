@@ -1,0 +1,82 @@
+"""The gateway's side of the page tracker (`tracker`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from sandbox_gateway.command import child_environment
+from sandbox_gateway.hosts.kvm_xfs.memory import tracker
+from sandbox_gateway.hosts.kvm_xfs.memory.ram import Area
+
+_SECONDS = 10.0
+_END_SECONDS = 5.0
+_ANSWER_BYTES = 4096
+
+
+class TrackerClient:
+    """Asks the page tracker at the socket ``path``; without a path, starts a tracker as a child process."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._child: subprocess.Popen[bytes] | None = None
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    def open(self) -> None:
+        """Start a tracker of our own, unless the administrator runs one."""
+        if self._path is not None:
+            return
+        self._directory = tempfile.TemporaryDirectory(prefix="grove-tracker-")
+        self._path = Path(self._directory.name, "socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(self._path))
+            listener.listen()
+            self._child = _start(listener)
+
+    def close(self) -> None:
+        if self._child is not None:
+            assert self._child.stdin is not None
+            self._child.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(_END_SECONDS)
+            if self._child.poll() is None:
+                self._child.kill()
+                self._child.wait(_END_SECONDS)
+            self._child = None
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = self._path = None
+
+    def track(self, pid: int, areas: Sequence[Area]) -> None:
+        """Have the kernel track writes to ``areas`` of a machine's process. Raises OSError with the reason."""
+        request = {"pid": pid, "areas": [(area.start, area.end) for area in areas]}
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_SECONDS)
+            connection.connect(str(self._path))
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            with connection.makefile("rb") as stream:
+                line = stream.readline(_ANSWER_BYTES)
+        try:
+            error = json.loads(line).get("error")
+        except ValueError:
+            error = "it hung up without an answer"
+        if error:
+            raise OSError(f"the page tracker failed: {error}")
+
+
+def _start(listener: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a tracker that serves ``listener``."""
+    return subprocess.Popen(
+        [sys.executable, "-m", tracker.__name__, str(listener.fileno())],
+        stdin=subprocess.PIPE,
+        pass_fds=[listener.fileno()],
+        env=child_environment(),
+        cwd="/",
+        start_new_session=True,
+    )

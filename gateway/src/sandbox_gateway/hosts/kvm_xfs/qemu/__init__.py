@@ -1,0 +1,6 @@
+"""One QEMU machine: its command line, monitor, limits and log.
+
+``machine`` is the running process with its monitor, ``processes`` starts and finds processes, ``command_line`` builds
+their arguments, ``accel`` chooses between KVM and TCG. ``sockets``, ``cgroup`` and ``bounded_log`` are tools; volume
+servers use the last two as well.
+"""

@@ -1,0 +1,208 @@
+"""Choose the accelerator for this host by booting a stock kernel on KVM.
+
+A `/dev/kvm` that can be opened is not sufficient: nested KVM may open, run the first instructions of a boot loader, and
+then never boot a kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sandbox_gateway.command import child_environment, run_async
+from sandbox_gateway.config import KvmXfs
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.log import Logger
+
+_KVM = Path("/dev/kvm")
+_QMP_SECONDS = 30.0
+_SILENT_SECONDS = 8.0
+"""Seconds without output after which a booting kernel counts as hung, because it normally prints all the time."""
+_CAPTURE_COMMAND = "xen-save-devices-state"
+_PROOF = re.compile(rb"not syncing: (VFS|No working init)|Unable to mount root|Run /(sbin/)?init as init process")
+"""Text that a kernel without a root file system prints if timers, interrupts and all CPUs work."""
+
+log = Logger("accel")
+
+
+@dataclass(frozen=True)
+class Accel:
+    name: Literal["kvm", "tcg"]
+    cpu_model: Literal["host", "max"]
+    qemu_version: str
+    """For example `7.2.22`."""
+    reason: str = ""
+    """A sentence that says why this accelerator was chosen."""
+
+
+async def probe(config: KvmXfs, cache: Path, kernel: Path | None = None) -> Accel:
+    """Check QEMU, then choose the accelerator; with `auto`, by booting ``kernel`` (default: the host's own) on KVM.
+
+    The JSON file ``cache`` keeps the result for this QEMU, host kernel and guest kernel; remove the file to probe
+    again. Without a kernel to boot, an earlier result is used, or else TCG.
+    Raises BackendFailed if QEMU is missing or lacks a feature that captures need.
+    """
+    version = await _check_qemu(config)
+    if config.accelerator == "tcg":
+        return Accel("tcg", "max", version, "the configuration requires it")
+    if config.accelerator == "kvm":
+        if unusable := _find_kvm_problem():
+            raise BackendFailed(
+                f"[kvm_xfs] accelerator is kvm, but {unusable}: fix that, or set accelerator to auto or tcg"
+            )
+        return Accel("kvm", "host", version, "the configuration requires it")
+    if unusable := _find_kvm_problem():
+        return Accel("tcg", "max", version, unusable)
+    remembered = await asyncio.to_thread(_load_result, cache)
+    here = f"{version} {os.uname().release} "
+    kernel = kernel or await asyncio.to_thread(_host_kernel)
+    if kernel is None:
+        if any(booted for key, booted in remembered.items() if key.startswith(here)):
+            return Accel("kvm", "host", version, "a kernel has booted on KVM before")
+        return Accel("tcg", "max", version, "there is no kernel yet to test KVM with")
+    key = here + await asyncio.to_thread(_digest, kernel)
+    if key not in remembered:
+        log.info("trying KVM", kernel=str(kernel), seconds=config.probe_seconds)
+        remembered[key] = await can_boot(config, kernel, accelerator="kvm", cpu_model="host")
+        await asyncio.to_thread(_save_result, cache, remembered)
+    if remembered[key]:
+        return Accel("kvm", "host", version, "a kernel booted on KVM")
+    reason = f"/dev/kvm opens, but {kernel} did not boot on it (remove {cache} to try again)"
+    log.warning("KVM does not work here: sandboxes run on TCG, many times slower", reason=reason)
+    return Accel("tcg", "max", version, reason)
+
+
+async def can_boot(config: KvmXfs, kernel: Path, *, accelerator: str, cpu_model: str) -> bool:
+    """Return whether ``kernel``, started without a disk, looks for its root file system within ``probe_seconds``."""
+    argv = [
+        *(config.qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
+        *("-M", config.machine, "-accel", accelerator, "-cpu", cpu_model, "-m", "256", "-serial", "stdio"),
+        *("-kernel", str(kernel), "-append", "console=ttyS0 panic=-1"),
+    ]
+    process = await asyncio.create_subprocess_exec(
+        *argv,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=child_environment(),
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    said = b""
+    try:
+        async with asyncio.timeout(config.probe_seconds):
+            while chunk := await asyncio.wait_for(process.stdout.read(4096), _SILENT_SECONDS):
+                said = (said + chunk)[-16384:]
+                if _PROOF.search(said):
+                    return True
+    except TimeoutError:
+        pass
+    finally:
+        await _end(process)
+    log.info("no guest", accelerator=accelerator, said=said.decode(errors="replace").strip()[-300:])
+    return False
+
+
+def _find_kvm_problem() -> str:
+    """Return why KVM cannot be used, without starting a guest; "" if it may work."""
+    try:
+        os.close(os.open(_KVM, os.O_RDWR | os.O_CLOEXEC))
+    except FileNotFoundError:
+        return (
+            f"{_KVM} is missing (no virtualisation in the processor or its firmware, or the kernel's module not loaded)"
+        )
+    except OSError as error:
+        return f"{_KVM} cannot be opened ({error.strerror})"
+    return ""
+
+
+async def _check_qemu(config: KvmXfs) -> str:
+    """Return QEMU's version. Raises BackendFailed if QEMU is missing or lacks a feature."""
+    if shutil.which(config.qemu) is None:
+        raise BackendFailed(
+            f"QEMU ({config.qemu}) is not installed: install it (Debian: qemu-system-x86), or run the kvm_xfs_host role"
+        )
+    text = (await run_async([config.qemu, "--version"], timeout=_QMP_SECONDS)).stdout
+    match = re.search(r"version (\d+(?:\.\d+)+)", text)
+    if match is None:
+        raise BackendFailed(f"{config.qemu} --version printed {text[:100]!r}: set [kvm_xfs] qemu to the path of QEMU")
+    commands, machines = await _list_features(config.qemu)
+    if _CAPTURE_COMMAND not in commands:
+        raise BackendFailed(
+            f"QEMU {match[1]} ({config.qemu}) has no command {_CAPTURE_COMMAND}, which captures need: "
+            "install a build that has it, such as Debian's or Ubuntu's"
+        )
+    if config.machine not in machines:
+        near = sorted(name for name in machines if name.startswith("pc-q35-"))
+        raise BackendFailed(
+            f"QEMU {match[1]} has no machine type {config.machine!r}: set [kvm_xfs] machine to a supported type"
+            + (f" ({', '.join(near[-4:])})" if near else "")
+        )
+    return match[1]
+
+
+async def _list_features(qemu: str) -> tuple[set[str], set[str]]:
+    """Return the QMP commands and the machine types of this QEMU."""
+    asked = ("qmp_capabilities", "query-commands", "query-machines", "quit")
+    script = "".join(json.dumps({"execute": command, "id": command}) + "\n" for command in asked)
+    argv = [qemu, "-M", "none", "-nodefaults", "-no-user-config", "-display", "none", "-qmp", "stdio"]
+    done = await run_async(argv, timeout=_QMP_SECONDS, input=script)
+    answers: dict[str, Any] = {}
+    for line in done.stdout.splitlines():
+        with contextlib.suppress(ValueError):
+            message = json.loads(line)
+            answers[message.get("id", "")] = message.get("return")
+    try:
+        commands = {item["name"] for item in answers["query-commands"]}
+        machines = {name for item in answers["query-machines"] for name in (item["name"], item.get("alias")) if name}
+    except (KeyError, TypeError):
+        raise BackendFailed(
+            f"{qemu} did not answer on QMP: {done.stderr.strip()[-300:] or 'it printed nothing'}"
+        ) from None
+    return commands, machines
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _host_kernel() -> Path | None:
+    """Return the path of the host's own kernel, if it is in the usual place and QEMU can load it."""
+    for name in (f"vmlinuz-{os.uname().release}", "vmlinuz"):
+        with contextlib.suppress(OSError), (Path("/boot") / name).open("rb") as file:
+            file.seek(0x202)
+            if file.read(4) == b"HdrS":
+                return Path("/boot") / name
+    return None
+
+
+def _digest(kernel: Path) -> str:
+    with kernel.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+
+
+def _load_result(cache: Path) -> dict[str, bool]:
+    try:
+        data = json.loads(cache.read_text())
+    except (OSError, ValueError):
+        return {}
+    return {key: value for key, value in data.items() if isinstance(value, bool)} if isinstance(data, dict) else {}
+
+
+def _save_result(cache: Path, outcome: dict[str, bool]) -> None:
+    partial = cache.with_name(f".partial-{cache.name}")
+    partial.touch(mode=0o600)
+    partial.write_text(json.dumps(outcome, indent=1))
+    partial.rename(cache)

@@ -1,0 +1,48 @@
+"""Start QEMU processes in network namespaces, and find running ones."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from sandbox_gateway.command import child_environment
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.kvm_xfs.network.namespaces import entered
+
+
+def list_running(root: str) -> Iterator[tuple[int, str, Path]]:
+    """Yield the QEMU processes whose memory file is below ``root``: (pid, label, memory path)."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            memory = next((word for word in words if f"mem-path={root}/" in word), None)
+            if memory and "-name" in words:
+                path = memory.split("mem-path=", 1)[1].split(",", 1)[0]
+                yield int(entry.name), words[words.index("-name") + 1], Path(path)
+
+
+def start_in(namespace: Path, argv: list[str], pass_fds: list[int], output: int) -> int:
+    """Start a process in a network namespace and return its pid. The calling thread enters the namespace."""
+    with entered(namespace):
+        try:
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=pass_fds,
+                env=child_environment(),
+                start_new_session=True,
+                cwd="/",
+            )
+        except FileNotFoundError:
+            raise BackendFailed(
+                f"{argv[0]} is not installed: install qemu-system-x86, or run the kvm_xfs_host role"
+            ) from None
+    # The pidfd reaps the child: subprocess must not warn that it has not ended.
+    process.returncode = 0
+    return process.pid

@@ -1,0 +1,44 @@
+"""Use Unix sockets at paths of any length.
+
+An address has at most 107 bytes, but paths below the state root may be longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def listen_at(listener: socket.socket, path: Path) -> None:
+    """Make ``listener`` listen at ``path``, accessible only to root."""
+    path.unlink(missing_ok=True)
+    with _shortened(path.parent) as parent:
+        listener.bind(f"{parent}/{path.name}")
+    path.chmod(0o600)
+    listener.listen(4)
+
+
+def connect_to(path: Path) -> socket.socket:
+    """Connect to the socket at ``path`` and return the non-blocking connection. Raises OSError."""
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        with _shortened(path.parent) as parent:
+            client.connect(f"{parent}/{path.name}")
+    except OSError:
+        client.close()
+        raise
+    client.setblocking(False)
+    return client
+
+
+@contextlib.contextmanager
+def _shortened(directory: Path) -> Iterator[str]:
+    """Yield a short path of ``directory``."""
+    descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)

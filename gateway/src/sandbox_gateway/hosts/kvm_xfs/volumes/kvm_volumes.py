@@ -1,0 +1,294 @@
+"""Manage the volumes of a KVM/XFS host: their clients, and capture, rollback and growth while they are mounted.
+
+The records of sandboxes are the only list of attachments; the servers' clients are derived from them. Revoking
+access to a volume never blocks a caller: it is retried in the background until it succeeds, and the machine's address
+is not reused before that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sandbox_gateway.errors import GatewayError, NotFound
+from sandbox_gateway.hosts.base import GuestMount, Scan, VolumeState
+from sandbox_gateway.hosts.directory_records import Quarantine, explaining_os_errors
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
+from sandbox_gateway.hosts.kvm_xfs.volumes.pending_snapshots import PendingSnapshots
+from sandbox_gateway.hosts.kvm_xfs.volumes.ports import Ports
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
+from sandbox_gateway.hosts.kvm_xfs.volumes.store import VolumeStore
+from sandbox_gateway.log import Logger
+from sandbox_gateway.records import Mount, Sandbox, Volume, VolumeSnapshot
+from sandbox_gateway.tasks import BackgroundTasks, wait_for_all
+
+log = Logger("volumes")
+
+_RETRY_SECONDS = (1.0, 2.0, 5.0, 15.0, 60.0)
+_DETACH_SECONDS = 10.0
+_CLOSE_SECONDS = 10.0
+
+
+@dataclass
+class _Share:
+    """A volume, its intended clients, and the clients of its server."""
+
+    volume: str
+    port: int
+    clients: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    """(address, read-only) of each client, by instance."""
+    served: dict[str, bool] | None = None
+    """The current clients of the server, by address. None: unknown."""
+    stuck: str = ""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the server or the image changes."""
+
+
+class KvmVolumes:
+    """Manages the volumes of one gateway: their images, their servers, and the machines that mount them."""
+
+    def __init__(self, layout: Layout, quarantine: Quarantine, servers: ServerPool) -> None:
+        self._store = VolumeStore(layout, quarantine)
+        self._servers = servers
+        self._shares: dict[str, _Share] = {}
+        self._ports = Ports(())
+        self._background = BackgroundTasks(log)
+
+    # -- start and stop ---------------------------------------------------------------------------------------------
+
+    async def find(self, scan: Scan) -> None:
+        """Find the volumes. Call this method first. ``scan`` already has the sandboxes and their snapshots."""
+        self._ports = await asyncio.to_thread(self._store.scan, scan)
+        self._shares = {volume.id: _Share(volume.id, volume.host["port"]) for volume in scan.volumes}
+
+    async def adopt(self, scan: Scan, addresses: Mapping[str, str]) -> None:
+        """Adopt the servers and give them their clients, the running machines. ``addresses``: by instance."""
+        try:
+            scan.repaired += await self._servers.open(set(self._shares))
+        except GatewayError as error:
+            scan.repaired.append(f"the volume servers could not be adopted: {error.message}")
+        for sandbox in scan.sandboxes:
+            for mount in sandbox.mounts if sandbox.instance in addresses else []:
+                if share := self._shares.get(mount.volume):
+                    share.clients[sandbox.instance] = (addresses[sandbox.instance], mount.read_only)
+        shares = list(self._shares.values())
+        for share, failed in zip(shares, await self._update_all(shares), strict=True):
+            if failed is not None:
+                scan.repaired.append(f"volume {share.volume} cannot be served: {failed}; the gateway retries")
+                self._background.start(self._keep_updating(share))
+        for volume in self._store.growing:
+            try:
+                await self._servers.grow(volume.id)
+                # This step is the last: if it fails, the next start repeats everything.
+                await asyncio.to_thread(self._store.save, volume)
+            except (GatewayError, OSError) as error:
+                scan.repaired.append(f"the interrupted growth of volume {volume.id} could not be completed: {error}")
+
+    async def close(self) -> None:
+        """Stop watching servers, which keep running. The next gateway completes pending revocations."""
+        await self._background.wait(_CLOSE_SECONDS)
+        await self._background.cancel()
+        await self._servers.close()
+
+    # -- volumes ----------------------------------------------------------------------------------------------------
+
+    async def create(self, volume: Volume, source: VolumeSnapshot | None = None) -> None:
+        port = self._ports.take()
+        volume.host = {"port": port}
+        try:
+            with explaining_os_errors():
+                await self._store.create(volume, source)
+        except BaseException:
+            self._ports.release(port)
+            raise
+        self._shares[volume.id] = _Share(volume.id, port)
+
+    async def grow(self, volume: Volume, size_mb: int) -> None:
+        share = self._share(volume.id)
+        async with share.lock:
+            with explaining_os_errors():
+                await asyncio.to_thread(self._store.grow, volume.id, size_mb)
+                await self._servers.grow(volume.id)
+                grown = volume.model_copy(update={"size_mb": size_mb})
+                await asyncio.to_thread(self._store.save, grown)
+            volume.size_mb = size_mb
+
+    async def remove(self, volume: Volume) -> None:
+        share = self._share(volume.id)
+        async with share.lock:
+            with explaining_os_errors():
+                await asyncio.to_thread(self._store.remove, volume.id)
+            del self._shares[volume.id]
+        self._background.start(self._retire(share))
+
+    async def _retire(self, share: _Share) -> None:
+        """End the server of a removed volume, retrying as long as necessary, then free its port."""
+        await self._retry(share, lambda: self._servers.stop(share.volume))
+        self._ports.release(share.port)
+
+    async def state(self, volume: Volume) -> VolumeState:
+        share = self._share(volume.id)
+        stuck = [share.stuck] if share.stuck else []
+        try:
+            return VolumeState(await self._servers.used_bytes(volume.id, self._store.require_image(volume.id)), stuck)
+        except GatewayError as error:
+            return VolumeState(0, [*stuck, error.message])
+
+    async def capture(self, snapshot: VolumeSnapshot) -> None:
+        with explaining_os_errors():
+            async with self.pending_snapshots([snapshot]) as pending:
+                await pending.clone_images()
+                await pending.commit()
+
+    async def remove_snapshot(self, snapshot: VolumeSnapshot) -> None:
+        with explaining_os_errors():
+            await asyncio.to_thread(self._store.remove_snapshot, snapshot)
+
+    async def rollback(self, volume: Volume, snapshot: VolumeSnapshot) -> None:
+        share = self._share(volume.id)
+        async with share.lock:
+            with explaining_os_errors():
+                await asyncio.to_thread(self._store.stage, volume, snapshot)
+                try:
+                    share.served = None
+                    await self._servers.stop(volume.id)
+                    await asyncio.to_thread(self._store.swap, volume.id)
+                    await self._update_locked(share)
+                except BaseException:
+                    await self._restore(share)
+                    raise
+                finally:
+                    await asyncio.to_thread(self._store.settle, volume.id)
+
+    async def _restore(self, share: _Share) -> None:
+        """Bring back the old image and its clients after a failed rollback."""
+        share.served = None
+        try:
+            # If the server cannot be stopped, keep the image, because otherwise its clients' writes would be lost.
+            await self._servers.stop(share.volume)
+            await asyncio.to_thread(self._store.swap_back, share.volume)
+        except (GatewayError, OSError) as error:
+            log.error("a failed rollback could not be undone", volume=share.volume, reason=str(error))
+        self._background.start(self._keep_updating(share))
+
+    # -- captures ---------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def pending_snapshots(self, snapshots: Sequence[VolumeSnapshot]) -> AsyncIterator[PendingSnapshots]:
+        """Prepare snapshots. The caller calls ``clone_images`` and ``commit`` inside; on failure, none remains."""
+        async with contextlib.AsyncExitStack() as stack:
+            for id in sorted({snapshot.volume for snapshot in snapshots}):
+                await stack.enter_async_context(self._share(id).lock)
+            pending = PendingSnapshots(
+                self._servers, [self._store.pending_snapshot(snapshot) for snapshot in snapshots]
+            )
+            try:
+                await pending.prepare()
+                yield pending
+            except BaseException:
+                await pending.undo()
+                raise
+            finally:
+                pending.close()
+
+    # -- clients ----------------------------------------------------------------------------------------------------
+
+    async def attach(self, sandbox: Sandbox, mount: Mount, address: str) -> None:
+        """Give the running instance at ``address`` access to a volume."""
+        share = self._share(mount.volume)
+        before = share.clients.get(sandbox.instance)
+        try:
+            await self.allow(sandbox, [mount], address)
+        except BaseException:
+            share.clients.pop(sandbox.instance, None)
+            if before is not None:
+                share.clients[sandbox.instance] = before
+            self._background.start(self._keep_updating(share))
+            raise
+
+    async def detach(self, sandbox: Sandbox, mount: Mount) -> None:
+        if share := self._shares.get(mount.volume):
+            share.clients.pop(sandbox.instance, None)
+            await asyncio.wait([self._background.start(self._keep_updating(share))], timeout=_DETACH_SECONDS)
+
+    def present_mounts(self, sandbox: Sandbox) -> list[Mount]:
+        """Return a sandbox's mounts of existing volumes. It starts without missing volumes."""
+        for mount in sandbox.mounts:
+            if mount.volume not in self._shares:
+                log.warning("a volume was not mounted because it is missing", sandbox=sandbox.id, volume=mount.volume)
+        return [mount for mount in sandbox.mounts if mount.volume in self._shares]
+
+    def guest_mounts(self, sandbox: Sandbox) -> list[GuestMount]:
+        return [
+            self._servers.mounts(share.volume, share.port, mount.path, mount.read_only)
+            for mount in sandbox.mounts
+            if (share := self._shares.get(mount.volume))
+        ]
+
+    async def allow(self, sandbox: Sandbox, mounts: Sequence[Mount], address: str) -> None:
+        """Give an instance access to volumes. On return, they are served to its address.
+
+        On failure, the caller undoes this with ``revoke_all``.
+        """
+        shares = [self._share(mount.volume) for mount in mounts]
+        for share, mount in zip(shares, mounts, strict=True):
+            share.clients[sandbox.instance] = (address, mount.read_only)
+        await wait_for_all(*(self._update(share) for share in shares))
+
+    def revoke_all(self, instance: str, then: Callable[[], Awaitable[None]]) -> bool:
+        """Revoke the access of an instance whose machine has ended, in the background, and then call ``then``.
+
+        Returns immediately. Returns False if the instance had no volumes; ``then`` is not called in this case.
+        """
+        shares = [share for share in self._shares.values() if share.clients.pop(instance, None)]
+        if shares:
+            self._background.start(self._revoke_then(shares, then))
+        return bool(shares)
+
+    async def _revoke_then(self, shares: Sequence[_Share], then: Callable[[], Awaitable[None]]) -> None:
+        await asyncio.gather(*(self._keep_updating(share) for share in shares))
+        await then()
+
+    async def _update_all(self, shares: Sequence[_Share]) -> list[BaseException | None]:
+        """Update the clients of servers. Returns the error of each server, or None."""
+        return await asyncio.gather(*(self._update(share) for share in shares), return_exceptions=True)
+
+    async def _keep_updating(self, share: _Share) -> None:
+        await self._retry(share, lambda: self._update(share))
+
+    async def _retry(self, share: _Share, work: Callable[[], Awaitable[None]]) -> None:
+        for delay in itertools.chain(_RETRY_SECONDS, itertools.repeat(_RETRY_SECONDS[-1])):
+            try:
+                await work()
+                break
+            except Exception as error:
+                share.stuck = f"the clients of volume {share.volume} cannot be changed: {error}; the gateway retries"
+                log.warning("the clients of a volume could not be updated", volume=share.volume, reason=str(error))
+            await asyncio.sleep(delay)
+
+    async def _update(self, share: _Share) -> None:
+        async with share.lock:
+            await self._update_locked(share)
+
+    async def _update_locked(self, share: _Share) -> None:
+        """Update the clients of a server, and end it if there are none. The caller holds the lock."""
+        if share is not self._shares.get(share.volume):
+            return  # The volume was removed meanwhile.
+        wanted = dict(share.clients.values())
+        if share.served != wanted:
+            share.served = None
+            if not wanted or not self._store.image(share.volume).exists():
+                await self._servers.stop(share.volume)
+            if wanted:
+                image = self._store.require_image(share.volume)
+                await self._servers.serve(share.volume, image, share.port, wanted)
+            share.served = wanted
+        share.stuck = ""
+
+    def _share(self, volume: str) -> _Share:
+        if share := self._shares.get(volume):
+            return share
+        raise NotFound("volume", volume)

@@ -1,0 +1,99 @@
+"""Take snapshots of volumes: single snapshots, or several at one instant."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sandbox_gateway.hosts import directory_records
+from sandbox_gateway.hosts.kvm_xfs.image import reflink
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_pool import ServerPool
+from sandbox_gateway.records import VolumeSnapshot
+from sandbox_gateway.tasks import wait_for_all
+
+IMAGE = "volume.img"
+
+
+class PendingSnapshot:
+    """An uncommitted snapshot. Call ``prepare``, ``clone_image`` (the quick step), then ``commit`` or ``undo``."""
+
+    def __init__(self, image: Path, final: Path, snapshot: VolumeSnapshot) -> None:
+        self.volume = snapshot.volume
+        self._image = image
+        self._final = final
+        self._partial = directory_records.partial_of(final)
+        self._snapshot = snapshot
+        self._begun = False
+        self._stack = contextlib.ExitStack()
+
+    def prepare(self) -> None:
+        """Do the slow steps in advance: open descriptors, flush the image."""
+        self._partial.parent.mkdir(mode=0o700, exist_ok=True)
+        self._partial.mkdir(mode=0o700)
+        self._begun = True
+        self._source = self._open(self._image, os.O_RDONLY)
+        self._target = self._open(self._partial / IMAGE, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        os.fsync(self._source)
+
+    def clone_image(self) -> None:
+        reflink.clone_fd(self._source, self._target)
+
+    def commit(self) -> None:
+        os.fsync(self._target)
+        directory_records.write_record(self._partial, self._snapshot)
+        directory_records.commit(self._final)
+
+    def undo(self) -> None:
+        """Remove the snapshot, committed or not."""
+        if self._begun:
+            directory_records.undo(self._final)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _open(self, path: Path, flags: int) -> int:
+        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        self._stack.callback(os.close, descriptor)
+        return descriptor
+
+
+class PendingSnapshots:
+    """Uncommitted snapshots of volumes, all of one instant."""
+
+    def __init__(self, servers: ServerPool, snapshots: Sequence[PendingSnapshot]) -> None:
+        self._servers = servers
+        self._snapshots = snapshots
+
+    async def prepare(self) -> None:
+        """Write data back in advance, to keep ``clone_images`` short."""
+        await wait_for_all(*(self._prepare(each) for each in self._snapshots))
+
+    async def _prepare(self, snapshot: PendingSnapshot) -> None:
+        await self._servers.flush(snapshot.volume)
+        await asyncio.to_thread(snapshot.prepare)
+
+    async def clone_images(self) -> None:
+        """Freeze all volumes, clone them, and unfreeze them."""
+        async with contextlib.AsyncExitStack() as stack:
+            await wait_for_all(
+                *(stack.enter_async_context(self._servers.frozen(each.volume)) for each in self._snapshots)
+            )
+            await asyncio.to_thread(self._each, PendingSnapshot.clone_image)
+
+    async def commit(self) -> None:
+        if self._snapshots:
+            await asyncio.to_thread(self._each, PendingSnapshot.commit)
+
+    async def undo(self) -> None:
+        if self._snapshots:
+            await asyncio.to_thread(self._each, PendingSnapshot.undo)
+
+    def close(self) -> None:
+        self._each(PendingSnapshot.close)
+
+    def _each(self, step: Callable[[PendingSnapshot], None]) -> None:
+        for snapshot in self._snapshots:
+            step(snapshot)

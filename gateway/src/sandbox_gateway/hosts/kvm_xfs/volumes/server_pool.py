@@ -1,0 +1,332 @@
+"""Serve volumes to guests: one nfs-ganesha process (NFSv3) for each mounted volume.
+
+A server runs in a mount namespace that contains only its volume's file system (`launcher`): no name or handle forged by
+a guest leads elsewhere, and nothing stays mounted when the server ends. Servers have a separate network namespace, from
+which nothing can be reached (`network`), and control groups. They run as root, with only the capabilities to act on
+behalf of users in the guests, and a seccomp filter (`seccomp`). A server outlives the gateway; the next gateway finds
+it by its command line.
+
+A guest mounts its gateway's address and the volume's ports, which never change. Handles are derived from the file
+system's UUID and inodes, so they are valid for every later server of the volume. A server can therefore be replaced
+while guests use it: they wait and continue, and forks keep the open files of their source. After a rollback, the handle
+of a file that is no longer in the image is stale (ESTALE); the others are valid.
+
+Rights are checked in two places: the host accepts the pairs in a set of its nftables table (`access`), and the server
+checks each client's address and whether the client may write. The server lists all clients to each of them (the MOUNT
+protocol's list of exports), so it knows sandboxes only by aliases; the host translates their packets' addresses.
+
+The server reloads its configuration on SIGHUP; the new one then applies to every request, even on open connections. A
+marker in it, a client that cannot exist, appears in the list of exports and shows which configuration is in effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from sandbox_gateway.config import Network
+from sandbox_gateway.errors import BackendFailed, GatewayError
+from sandbox_gateway.hosts.base import GuestMount
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import GATEWAY_ADDRESS
+from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import open_log_of
+from sandbox_gateway.hosts.kvm_xfs.threads import run_with_timeout
+from sandbox_gateway.hosts.kvm_xfs.volumes import file_system
+from sandbox_gateway.hosts.kvm_xfs.volumes.access import VolumeAccess
+from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import BLOCK, block_counts
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import (
+    ServerProcess,
+    ServerSettings,
+    list_processes,
+    load_settings,
+)
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_start import ServerStarter
+from sandbox_gateway.log import Logger
+from sandbox_gateway.tasks import BackgroundTasks
+
+_END_SECONDS = 10.0
+_SYNC_SECONDS = 30.0
+_ASK_SECONDS = 2.0
+_REPLACE_SECONDS = 5.0
+_STEADY_SECONDS = 60.0
+
+log = Logger("volumes")
+
+
+class ServerPool:
+    """Manages the servers of one gateway. ``volume`` is always a volume's id, ``port`` one of ``VOLUME_PORTS``.
+
+    ``VOLUME_PORTS`` is a range with step 2: a volume permanently has ``port`` (NFS) and ``port + 1`` (MOUNT), which
+    must be unique in a gateway. All methods return, or raise BackendFailed or Timeout, within bounded time.
+    """
+
+    def __init__(self, network: Network, run_root: Path, ganesha: str = "ganesha.nfsd") -> None:
+        """Manage servers. ``run_root``: a directory for their files, created if it is missing."""
+        self._access = VolumeAccess(network)
+        self._starter = ServerStarter(network, run_root, ganesha, self._access)
+        self._root = run_root
+        self._servers: dict[str, ServerProcess] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._replacements = BackgroundTasks(log)
+
+    # -- start and stop ---------------------------------------------------------------------------------------------
+
+    async def open(self, known: set[str]) -> list[str]:
+        """Adopt the servers of ``run_root`` that still run and whose volume is ``known``. End the others.
+
+        Call it after ``SlotPool.open``, which recreates the address and the rules. Returns sentences for
+        ``Scan.repaired``. An adopted server keeps its clients until ``serve`` is called.
+        """
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._access.clear()
+        said: list[str] = []
+        for pid, volume, serves in list_processes(self._root):
+            settings = load_settings(self._root / volume)
+            server = ServerProcess(volume, pid, settings or ServerSettings("", 0, {}))
+            try:
+                server.pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                continue
+            if (
+                serves
+                and settings
+                and volume in known
+                and volume not in self._servers
+                and server.is_isolated(self._starter.space)
+            ):
+                server.signal(signal.SIGCONT)  # The server is still frozen if a gateway died during a capture.
+                with contextlib.suppress(OSError):
+                    server.log = open_log_of(pid)
+                self._watch(server)
+                self._starter.limit(server)
+                await self._access.allow(volume, settings.access())
+                continue
+            said.append(f"ended the server of volume {volume}, which belonged to no volume")
+            try:
+                await file_system.end_server(server, _END_SECONDS)
+            except GatewayError as error:
+                said.append(str(error))
+            server.stop_watching()
+        for directory in self._root.iterdir():
+            if directory.name not in self._servers:
+                shutil.rmtree(directory, ignore_errors=True)
+        self._starter.cgroups.sweep(set(self._servers))
+        return said
+
+    async def close(self) -> None:
+        """Stop watching servers, which keep running."""
+        await self._replacements.cancel()
+        for server in self._servers.values():
+            server.stop_watching()
+        self._servers.clear()
+
+    async def destroy(self) -> None:
+        """End all servers, including those of an earlier gateway."""
+        await self.close()
+        await self.open(set())
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    # -- serving ----------------------------------------------------------------------------------------------------
+
+    async def serve(self, volume: str, image: Path, port: int, clients: Mapping[str, bool]) -> None:
+        """Serve the volume to exactly ``clients`` (``Slot.host_address`` → read-only). Without clients, end the server.
+
+        Starts the server if necessary. On return, the server answers only these clients, even on open connections.
+        Idempotent, and fast if nothing changes. Call this method before a fork with the volume mounted resumes: a guest
+        whose connection is refused retries only after seconds.
+
+        Clients that are no longer listed are disconnected first. A server that does not apply the change within seconds
+        is replaced, so that removing clients takes bounded time.
+        """
+        settings = ServerSettings(str(image), port, dict(clients))
+        async with self._lock(volume):
+            await self._access.revoke(volume, settings.access())
+            if not clients:
+                try:
+                    await self._end(volume, _END_SECONDS)
+                except GatewayError as error:
+                    log.error("an unused volume server does not end", volume=volume, reason=str(error))
+                return
+            server = self._servers.get(volume)
+            if server is not None and (server.has_ended() or server.settings.port != port):
+                await self._end(volume)
+                server = None
+            if server is None:
+                await self._start(volume, settings)
+            elif server.settings.clients != settings.clients or not server.is_current:
+                await self._reconfigure(server, settings)
+            await self._access.allow(volume, settings.access())
+
+    async def stop(self, volume: str) -> None:
+        """End the server, if there is one. Afterwards, all its data is in the image."""
+        async with self._lock(volume):
+            await self._access.revoke(volume, set())
+            await self._end(volume)
+
+    def mounts(self, volume: str, port: int, path: str, read_only: bool) -> GuestMount:
+        """Return the mount for a guest's agent. It depends only on the arguments, so that forks keep their mounts.
+
+        After one sandbox has written and closed a file, others that open it see the changes (close-to-open). Names
+        and attributes are cached for a second (``actimeo``), missing files never (``lookupcache``): new files are found
+        immediately. ``nolock``: locks are local to a sandbox. ``hard``: guests wait while a server is replaced.
+        ``noresvport``: the server does not require a low port, and a new connection need not wait for the port of the
+        last one.
+        """
+        options = (
+            f"addr={GATEWAY_ADDRESS},vers=3,proto=tcp,port={port},mountproto=tcp,mountport={port + 1},"
+            "nolock,hard,noresvport,actimeo=1,lookupcache=positive"
+        )
+        return GuestMount(path, f"{GATEWAY_ADDRESS}:/{volume}", "nfs", options, read_only)
+
+    # -- the file system --------------------------------------------------------------------------------------------
+
+    def frozen(self, volume: str) -> AbstractAsyncContextManager[None]:
+        """Freeze the server inside this context. All earlier writes are in the image file, which can then be cloned.
+
+        The clone's journal is replayed when the clone is first served, in milliseconds, as after a power failure. Does
+        nothing
+        without a server, because the image is then consistent. If the gateway dies inside, the next ``open`` resumes
+        the server; a frozen server can be killed.
+        """
+        return self._frozen(volume)
+
+    @contextlib.asynccontextmanager
+    async def _frozen(self, volume: str) -> AsyncIterator[None]:
+        # Do not use fsfreeze(8): if gateway and server died meanwhile, the kernel would never release the file system.
+        async with self._lock(volume):
+            server = self._servers.get(volume)
+            if server is None or server.has_ended():
+                yield
+                return
+            try:
+                server.signal(signal.SIGSTOP)
+                await run_with_timeout(
+                    lambda: file_system.wait_until_frozen(server, _SYNC_SECONDS),
+                    _SYNC_SECONDS,
+                    f"volume {volume} could not be frozen",
+                )
+                yield
+            finally:
+                server.signal(signal.SIGCONT)
+
+    async def flush(self, volume: str) -> None:
+        """Write all data back before ``frozen``, to keep the freeze short. Does nothing without a server."""
+        if server := self._servers.get(volume):
+            with contextlib.suppress(BackendFailed):  # If the server has just ended, all data is already written.
+                await run_with_timeout(
+                    lambda: file_system.sync(server), _SYNC_SECONDS, f"volume {volume} could not be written back"
+                )
+
+    async def grow(self, volume: str) -> None:
+        """Grow the mounted file system to the new size of its image.
+
+        Does nothing without a server, because the next server grows the file system when it starts.
+        """
+        async with self._lock(volume):
+            server = self._servers.get(volume)
+            if server is None or server.has_ended():
+                return
+            if file_system.may_resize():
+                await run_with_timeout(
+                    lambda: file_system.grow(server), _SYNC_SECONDS, f"volume {volume} could not be grown"
+                )
+            else:
+                await self._restart(server)
+
+    async def used_bytes(self, volume: str, image: Path) -> int:
+        """Return the bytes that files use in the volume, with or without a server."""
+        server = self._servers.get(volume)
+        if server is not None and not server.has_ended():
+            with contextlib.suppress(BackendFailed):
+                return await run_with_timeout(
+                    lambda: file_system.count_used(server), _ASK_SECONDS, f"volume {volume} does not answer"
+                )
+        with image.open("rb") as file:
+            return block_counts(file.fileno())[1] * BLOCK
+
+    # -- one server -------------------------------------------------------------------------------------------------
+
+    def _lock(self, volume: str) -> asyncio.Lock:
+        return self._locks.setdefault(volume, asyncio.Lock())
+
+    async def _start(self, volume: str, settings: ServerSettings) -> None:
+        self._watch(await self._starter.start(volume, settings))
+
+    async def _reconfigure(self, server: ServerProcess, settings: ServerSettings) -> None:
+        """Configure a running server's clients. Replaces the server if it does not apply the change."""
+        await self._starter.reconfigure(server, settings)
+        if server.is_current:
+            await self._access.allow(server.volume, server.settings.access())
+        else:
+            await self._end(server.volume)
+            await self._start(server.volume, server.settings)
+
+    async def _restart(self, server: ServerProcess) -> None:
+        """End a server and start another. On failure, this is retried later."""
+        await self._end(server.volume)
+        try:
+            await self._start(server.volume, server.settings)
+        except Exception:
+            self._servers[server.volume] = server
+            self._replacements.start(self._replace(server))
+            raise
+
+    async def _end(self, volume: str, seconds: float = _SYNC_SECONDS) -> None:
+        """End a server, if there is one. Its image is then consistent."""
+        # Do this first: a client whose packets are dropped retries within a second, a refused one waits longer.
+        await self._access.revoke(volume, set())
+        server = self._servers.pop(volume, None)
+        if server is None:
+            return
+        try:
+            await file_system.end_server(server, seconds)
+        finally:
+            server.stop_watching()
+        self._starter.cgroups.remove(volume)
+        shutil.rmtree(self._root / volume, ignore_errors=True)
+
+    def _watch(self, server: ServerProcess) -> None:
+        self._servers[server.volume] = server
+        asyncio.get_running_loop().add_reader(server.pidfd, self._on_end, server)
+
+    def _on_end(self, server: ServerProcess) -> None:
+        asyncio.get_running_loop().remove_reader(server.pidfd)
+        if self._servers.get(server.volume) is server:
+            self._replacements.start(self._replace(server))
+
+    async def _replace(self, server: ServerProcess) -> None:
+        """Replace a server that ended by itself, because guests wait for it.
+
+        Stops when no sandbox needs the server any more.
+        """
+        early = time.monotonic() - server.started < _STEADY_SECONDS
+        await asyncio.sleep(server.backoff_seconds())
+        while True:
+            async with self._lock(server.volume):
+                if self._servers.get(server.volume) is not server:
+                    return
+                said = server.log_tail().removeprefix(": ")
+                log.warning("a volume server ended, starting another", volume=server.volume, said=said)
+                try:
+                    await file_system.end_server(
+                        server, _SYNC_SECONDS
+                    )  # The server has ended; its image may not be complete yet.
+                    await self._start(server.volume, server.settings)
+                except (GatewayError, OSError) as error:
+                    log.error(
+                        "a volume cannot be served, retrying in the background",
+                        volume=server.volume,
+                        reason=str(error),
+                    )
+                else:
+                    self._servers[server.volume].early_ends = server.early_ends + 1 if early else 0
+                    server.stop_watching()
+                    return
+            await asyncio.sleep(_REPLACE_SECONDS)

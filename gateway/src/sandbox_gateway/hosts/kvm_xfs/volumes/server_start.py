@@ -1,0 +1,172 @@
+"""Start volume servers, and configure the clients of running servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+from sandbox_gateway.command import child_environment
+from sandbox_gateway.config import Network
+from sandbox_gateway.errors import BackendFailed, Timeout
+from sandbox_gateway.hosts.kvm_xfs.network.addresses import volume_address, volume_gateway, volume_space
+from sandbox_gateway.hosts.kvm_xfs.qemu.bounded_log import create_log
+from sandbox_gateway.hosts.kvm_xfs.qemu.cgroup import Cgroups
+from sandbox_gateway.hosts.kvm_xfs.volumes import file_system, launcher, rpc
+from sandbox_gateway.hosts.kvm_xfs.volumes.access import VolumeAccess
+from sandbox_gateway.hosts.kvm_xfs.volumes.configuration import configuration, marker_of
+from sandbox_gateway.hosts.kvm_xfs.volumes.launcher import CONFIG
+from sandbox_gateway.hosts.kvm_xfs.volumes.seccomp import file_server_filter
+from sandbox_gateway.hosts.kvm_xfs.volumes.server_process import (
+    ServerProcess,
+    ServerSettings,
+    replace_file,
+    save_settings,
+)
+from sandbox_gateway.log import Logger
+
+_START_SECONDS = 20.0
+_APPLY_SECONDS = 2.0
+_ASK_SECONDS = 2.0
+_ASK_INTERVAL = 0.005
+
+_MEMORY_MB, _CPUS = 1024, 1.5
+"""Limits of a server. Its cache of the volume counts towards them, but is released as needed."""
+
+_NFS, _MOUNT, _MOUNT_EXPORT = 100003, 100005, 5
+
+log = Logger("volumes")
+
+
+class ServerStarter:
+    """Starts servers below the directory ``root``."""
+
+    def __init__(self, network: Network, root: Path, ganesha: str, access: VolumeAccess) -> None:
+        self._address = volume_address(network)
+        self._gateway = volume_gateway(network)
+        self._root = root
+        self._ganesha = ganesha
+        self._access = access
+        self.space = volume_space(network)
+        self.cgroups = Cgroups(network.prefix, "volumes")
+
+    def limit(self, server: ServerProcess) -> None:
+        """Apply a server's memory and CPU limits."""
+        self.cgroups.place(server.volume, server.pid, memory_mb=_MEMORY_MB, cpus=_CPUS)
+
+    async def start(self, volume: str, settings: ServerSettings) -> ServerProcess:
+        """Start a server if none runs, and allow its clients to connect. On failure nothing of the server remains."""
+        program = _find_program(self._ganesha)
+        started = time.monotonic()
+        await self._access.revoke(volume, set())  # No request may reach the server before it is isolated.
+        directory = self._root / volume
+        (directory / "root").mkdir(mode=0o700, parents=True, exist_ok=True)
+        await file_system.fit(Path(settings.image))
+        save_settings(directory, settings)
+        marker, text = self._configuration(volume, settings)
+        replace_file(directory / CONFIG, text)
+        server = ServerProcess(volume, 0, settings, log=create_log())
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", launcher.__file__, settings.image, str(directory), volume, program),
+            *(str(self.space), file_server_filter().hex()),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=server.log,
+            env=child_environment(),
+            start_new_session=True,
+            cwd="/",
+        )
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                await self._wait_until_ready(process, server, marker)
+            await self._access.allow(volume, settings.access())
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # Kill the whole session, because the server's pid may be unknown.
+            await process.wait()
+            said = server.log_tail()
+            server.stop_watching()
+            if isinstance(error, TimeoutError):
+                raise Timeout(
+                    f"the server of volume {volume} did not answer within {_START_SECONDS:g} s{said}"
+                ) from None
+            raise
+        server.is_current = True
+        log.info("serving a volume", volume=volume, pid=server.pid, ms=round((time.monotonic() - started) * 1000))
+        return server
+
+    async def _wait_until_ready(self, process: asyncio.subprocess.Process, server: ServerProcess, marker: str) -> None:
+        assert process.stdout is not None and process.stdin is not None
+        if line := await process.stdout.readline():
+            server.pid = int(line)
+            with contextlib.suppress(ProcessLookupError):
+                server.pidfd = os.pidfd_open(server.pid)
+            self.limit(server)
+            await self._wait_until_applied(server, marker)
+            process.stdin.close()
+        await process.wait()
+        if server.has_ended() or process.returncode or not server.is_isolated(self.space):
+            raise BackendFailed(f"volume {server.volume} cannot be served{server.log_tail() or ': it ended'}")
+
+    async def reconfigure(self, server: ServerProcess, settings: ServerSettings) -> None:
+        """Configure a running server's clients.
+
+        Afterwards, ``server.is_current`` shows whether the server applied the change.
+        """
+        # Keep the mounted image: to serve a different one, the server must be ended first.
+        server.settings = ServerSettings(server.settings.image, settings.port, settings.clients)
+        server.is_current = False
+        save_settings(self._root / server.volume, server.settings)
+        marker, text = self._configuration(server.volume, server.settings)
+        try:
+            async with asyncio.timeout(_APPLY_SECONDS):
+                server.configure(text)
+                server.signal(signal.SIGHUP)
+                await self._wait_until_applied(server, marker)
+                server.is_current = not server.has_ended()
+        except (TimeoutError, BackendFailed):
+            log.warning("a volume server did not reload its configuration and will be replaced", volume=server.volume)
+
+    async def _wait_until_applied(self, server: ServerProcess, marker: str) -> None:
+        """Wait until the server answers with the configuration that has the marker, or has ended."""
+        while True:
+            if server.has_ended() or await self._has_marker(server.settings.port, marker):
+                return
+            await asyncio.sleep(_ASK_INTERVAL)
+
+    async def _has_marker(self, port: int, marker: str) -> bool:
+        """Return whether the server at ``port`` answers with the configuration that has the marker."""
+        try:
+            async with asyncio.timeout(_ASK_SECONDS):
+                exports = await rpc.call(self._address, port + 1, _MOUNT, _MOUNT_EXPORT)
+                if rpc.encode_opaque(f"{marker}/32") not in exports:
+                    return False
+                await rpc.call(self._address, port, _NFS, 0)
+                return True
+        except (OSError, EOFError, TimeoutError):
+            return False
+
+    def _configuration(self, volume: str, settings: ServerSettings) -> tuple[str, str]:
+        """Return the marker of a server's configuration, and its text."""
+        marker = marker_of(settings)
+        return marker, configuration(
+            self._address, self._gateway, volume, settings.port, self._access.aliases.of_all(settings.clients), marker
+        )
+
+
+def _find_program(name: str) -> str:
+    """Return the path of a program, which is the same in the server's root. Raises BackendFailed."""
+    found = shutil.which(name)
+    if found is None:
+        raise BackendFailed(
+            f"{name} is not installed: install nfs-ganesha and nfs-ganesha-vfs, or run the kvm_xfs_host role of this "
+            "collection"
+        )
+    return str(Path(found).resolve())

@@ -1,0 +1,88 @@
+"""Run ``zfs``, with one mount at a time if this ZFS requires it, and with retries while a dataset is busy."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from sandbox_gateway.zfs.capabilities import detect_capabilities
+from sandbox_gateway.zfs.causes import Cause
+from sandbox_gateway.zfs.exceptions import ZFSGenericError
+from sandbox_gateway.zfs.outcome import Outcome
+from sandbox_gateway.zfs.process import SECONDS, execute
+
+_RETRY_SECONDS: dict[Cause | None, float] = {Cause.BUSY: 10.0, Cause.MOUNT_BUSY: 10.0, Cause.IN_USE: 0.8}
+_MOUNTING = frozenset({"create", "clone", "mount", "rename", "rollback", "receive"})
+_FUSE_DIRECTORY = Path("/var/run/zfs")
+
+
+def run(
+    *args: str,
+    seconds: float = SECONDS,
+    stdin: int | None = None,
+    stdout: int | None = None,
+    name: str | None = None,
+    before: Callable[[], None] | None = None,
+) -> Outcome:
+    """Run ``zfs args``, with the parameters and errors of ``execute``.
+
+    ``before`` is called first, and its errors are raised. On zfs-fuse nothing is mounted between it and the command.
+    """
+    with mount_lock(args[0], seconds, name):
+        if before is not None:
+            before()
+        return execute(args, seconds, stdin, stdout, name)
+
+
+def run_with_retries(*args: str, name: str | None = None, before: Callable[[], None] | None = None) -> Outcome:
+    """Run ``zfs args``, and retry while the dataset is busy, if that may end by itself.
+
+    zfs-fuse unmounts a dataset before it destroys it and then finds it busy until the daemon has written its data
+    (milliseconds; seconds on a full pool). Processes with open files rarely close them in time.
+    """
+    start, wait = time.monotonic(), 0.01
+    while True:
+        outcome = run(*args, name=name, before=before)
+        if time.monotonic() + wait - start > _RETRY_SECONDS.get(outcome.cause, 0.0):
+            return outcome
+        time.sleep(wait)
+        wait = min(wait * 2, 0.25)
+
+
+@contextlib.contextmanager
+def mount_lock(verb: str, seconds: float, name: str | None) -> Iterator[None]:
+    """On zfs-fuse, allow only one command on the whole machine to mount at a time.
+
+    Two threads of its daemon announce new mounts to a third through one pipe, each in two pieces and without a lock. If
+    the pieces mix, all file systems hang until the daemon is restarted.
+    """
+    if verb not in _MOUNTING or detect_capabilities().concurrent_mounts or not _FUSE_DIRECTORY.is_dir():
+        yield
+        return
+    directory = os.open(_FUSE_DIRECTORY, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + seconds
+        while not _try_lock(directory):
+            if time.monotonic() > deadline:
+                raise ZFSGenericError(
+                    errno.ETIMEDOUT,
+                    name,
+                    f"`zfs {verb}` waited {seconds:g} s for the mount lock of another command: try again",
+                )
+            time.sleep(0.002)
+        yield
+    finally:
+        os.close(directory)
+
+
+def _try_lock(directory: int) -> bool:
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,124 @@
+"""The whole gateway above a host in memory, served in a thread: real sockets, real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from sandbox_gateway.config import Config
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.server import serving
+from tests.api.memory_host import Machine, MemoryHost
+from tests.support import session
+
+ADMIN_KEY, EXEC_KEY, READ_KEY = "admin-key-0123456789", "exec-key-0123456789", "read-key-0123456789"
+_START_SECONDS = 20
+
+
+class MemoryGateway:
+    """A gateway that answers on a unix socket and on a loopback port."""
+
+    def __init__(self, root: Path, host: MemoryHost | None = None, **sections: dict[str, Any]) -> None:
+        self.root = root
+        # Socket paths must be short; a test's own directory may be deep.
+        self.run = tempfile.TemporaryDirectory(prefix="grove-api-")
+        self.socket = Path(self.run.name) / "gateway.sock"
+        self.port = session.free_port()
+        keys = root / "keys"
+        keys.write_text(f"# keys\nroot admin {ADMIN_KEY}\nrunner exec {EXEC_KEY}\n\nlooker read {READ_KEY}\n")
+        keys.chmod(0o600)
+        server = {"socket": str(self.socket), "listen": f"127.0.0.1:{self.port}", "key_file": str(keys)}
+        server |= sections.pop("server", {})
+        data = {"server": server, "host": {"state_root": str(root)}, **sections}
+        self.config = Config.model_validate(data)
+        self.host = host or MemoryHost()
+        self.loop = asyncio.new_event_loop()
+        self.stop = asyncio.Event()
+        self.failure: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name="gateway", daemon=True)
+        self.thread.start()
+        self._wait()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_until_complete(self._serve())
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
+
+    async def _serve(self) -> None:
+        self.engine = Engine(self.host, self.config)
+        await serving.serve(self.config, self.engine, self.stop)
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline and self.thread.is_alive():
+            try:
+                with self.client() as client:
+                    client.get("/health").raise_for_status()
+                return
+            except httpx.TransportError:
+                time.sleep(0.02)
+        raise RuntimeError(f"the gateway did not start: {self.failure}")
+
+    def end(self) -> None:
+        if self.thread.is_alive():
+            self.loop.call_soon_threadsafe(self.stop.set)
+            self.thread.join(30)
+        self.run.cleanup()
+        if self.failure:
+            raise self.failure
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def unix_url(self) -> str:
+        return f"unix://{self.socket}"
+
+    def client(self, key: str | None = None) -> httpx.Client:
+        """With a key: over TCP. Without a key: over the socket."""
+        if key is None:
+            transport = httpx.HTTPTransport(uds=str(self.socket))
+            return httpx.Client(transport=transport, base_url="http://gateway", timeout=20)
+        headers = {"X-API-Key": key} if key else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=20)
+
+    def machine(self, sandbox_id: str) -> Machine:
+        return self.host.machines[self.engine.sandboxes.get(sandbox_id).instance]
+
+    def build_template(self, name: str = "base", **recipe: Any) -> str:
+        """Build a template; returns its id."""
+        with self.client() as client:
+            started = client.post("/templates", json={"name": name, **recipe}).json()
+            route = f"/templates/{started['templateID']}/builds/{started['buildID']}"
+            client.get(f"{route}/logs", params={"follow": True})
+            status = client.get(f"{route}/status").json()
+        assert status["status"] == "ready", status
+        template: str = started["templateID"]
+        return template
+
+    def clear(self) -> None:
+        """Remove every sandbox, snapshot and volume, and every template except `base`."""
+        self.host.slow, self.host.failing, self.host.build_seconds = 0.0, set(), 0.0
+        with self.client() as client:
+            for sandbox in client.get("/sandboxes?limit=1000").json():
+                client.delete(f"/sandboxes/{sandbox['sandboxID']}").raise_for_status()
+            for snapshot in client.get("/snapshots?limit=1000").json():
+                client.delete(f"/snapshots/{snapshot['snapshotID']}").raise_for_status()
+            # Newest first: a volume made from a snapshot must be removed before the volume of that snapshot.
+            for volume in reversed(client.get("/volumes").json()):
+                client.delete(f"/volumes/{volume['name']}?withSnapshots=true").raise_for_status()
+            for template in client.get("/templates?limit=1000").json():
+                if "base" not in template["names"] and template["buildStatus"] == "ready":
+                    client.delete(f"/templates/{template['templateID']}").raise_for_status()

@@ -1,0 +1,60 @@
+"""The users of snapshots on a host whose snapshots depend on each other, and the plans of check mode from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ansible_collections.grove.sandbox.plugins.module_utils import _snapshot
+from ansible_collections.grove.sandbox.plugins.module_utils._client import Client
+
+from sandbox_gateway.hosts.base import Abilities
+from tests.api.memory_gateway import MemoryGateway
+from tests.api.memory_host import MemoryHost
+
+
+class _Host(MemoryHost):
+    abilities = Abilities(memory=True, resize_on_fork=True, independent_snapshots=False, atomic_capture=True)
+
+
+@pytest.fixture
+def dependent(tmp_path: Path) -> Iterator[MemoryGateway]:
+    gateway = MemoryGateway(tmp_path, _Host())
+    try:
+        gateway.build_template()
+        yield gateway
+    finally:
+        gateway.end()
+
+
+def _post(api: httpx.Client, route: str, body: dict[str, Any]) -> Any:
+    answer = api.post(route, json=body)
+    assert answer.status_code < 300, answer.text
+    return answer.json()
+
+
+def test_users_are_named_and_planned_from(dependent: MemoryGateway) -> None:
+    with dependent.client() as api:
+        _post(api, "/sandboxes", {"templateID": "base", "name": "a"})
+        _post(api, "/sandboxes/a/snapshots", {"name": "rolled-back-to"})
+        _post(api, "/sandboxes/a/rollback", {"snapshotID": "rolled-back-to"})
+        _post(api, "/volumes", {"name": "v"})
+        _post(api, "/sandboxes", {"templateID": "base", "name": "b", "volumeMounts": [{"name": "v", "path": "/d"}]})
+        taken = _post(api, "/sandboxes/b/snapshots", {"name": "with-volume", "volumes": ["v"]})
+        _post(api, "/volumes", {"name": "w", "fromSnapshot": taken["volumes"][0]["snapshotID"]})
+        _post(api, "/sandboxes/b/snapshots", {"name": "unused"})
+        expected = {"rolled-back-to": [("sandbox", "a")], "with-volume": [("volume", "w")], "unused": []}
+        client = Client(dependent.unix_url)
+        for name, users in expected.items():
+            shown = api.get(f"/snapshots/{name}").json()["users"]
+            assert [(each["kind"], each["name"]) for each in shown] == users
+            wanted = _snapshot.desired({"name": [name], "state": "absent"})
+            plan = _snapshot.plan(wanted, _snapshot.observe(client, wanted))
+            refused = api.delete(f"/snapshots/{name}").status_code == 409
+            assert bool(users) == refused == bool(plan.refused), name
+            for failure in plan.refused.values():
+                assert failure.kind == "in_use" and failure.blockers == [user for _, user in users]
+        assert all("users" not in each for each in api.get("/snapshots").json())

@@ -1,0 +1,283 @@
+"""Each memory mode on a running machine: the captured image equals the machine's memory, byte for byte."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.errors import BackendFailed, GatewayError
+from sandbox_gateway.hosts.kvm_xfs.memory import capture, listing
+from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE, Ram
+from sandbox_gateway.hosts.kvm_xfs.memory.window import Window
+from sandbox_gateway.hosts.kvm_xfs.qemu.machine import Machine
+from sandbox_gateway.records import Memory, Snapshot
+from tests.support.live import Live
+from tests.support.worlds import TEMPLATE, KvmXfsWorld
+
+CAPTURES = int(os.environ.get("GROVE_TEST_CAPTURES", "8"))
+"""Captures of each mode."""
+WRITER = """
+import os, mmap, time
+os.nice(10)
+blob = mmap.mmap(-1, 24 << 20)
+disk = os.open('/dev/vda', os.O_RDONLY | os.O_DIRECT)
+into = mmap.mmap(-1, 1 << 20)
+number = 0
+while True:
+    number += 1
+    page = number * 7919 % (len(blob) >> 12)
+    blob[page << 12 : (page << 12) + 8] = number.to_bytes(8, 'little')
+    if number % 50 == 0:
+        os.preadv(disk, [into], number % 500 << 20)
+    if number % 2000 == 0:
+        time.sleep(0.01)
+"""
+"""A guest that writes all the time, and reads its disk past the cache into memory."""
+
+
+@pytest.fixture
+def live(kvm_xfs_world: KvmXfsWorld, request: pytest.FixtureRequest) -> Iterator[Live]:
+    mode = getattr(request, "param", "auto")
+    config = kvm_xfs_world.config(kvm_xfs={"uid_base": 700_000, "memory_mode": mode})
+    live = Live(kvm_xfs_world.host(config), config)
+    yield live
+    live.remove_all()
+    live.close()
+    kvm_xfs_world.forget(config)
+
+
+@pytest.fixture
+def source(live: Live) -> str:
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    return "source"
+
+
+class Memories:
+    """Records the memory of a machine each time that it is about to resume: of the last stop of each capture."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.last: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+        resume = Machine.cont
+
+        async def record_and_resume(machine: Machine) -> None:
+            ram = Ram(machine.pid, machine.files.memory)
+            self.last = np.empty(sum(area.end - area.start for area in ram.areas), dtype=np.uint8)
+            ram.read(ram.everything(), self.last)
+            await resume(machine)
+
+        monkeypatch.setattr(Machine, "cont", record_and_resume)
+
+    def differences(self, image: Path) -> list[int]:
+        """The pages of ``image`` that differ from the memory."""
+        content = np.fromfile(image, dtype=np.uint8)
+        assert len(content) == len(self.last)
+        return np.flatnonzero((content != self.last).reshape(-1, PAGE).any(axis=1)).tolist()
+
+
+@pytest.fixture
+def memories(monkeypatch: pytest.MonkeyPatch) -> Memories:
+    return Memories(monkeypatch)
+
+
+def image_of(live: Live, snapshot: Snapshot) -> Path:
+    return live.config.host.state_root / "snapshots" / snapshot.id / "memory.img"
+
+
+def take(live: Live) -> Snapshot:
+    return live.do(live.engine.snapshots.create("source"))
+
+
+def start_writer(live: Live) -> None:
+    live.shell("source", f"cat >/root/writer.py <<'END'\n{WRITER}\nEND")
+    live.shell(
+        "source",
+        "setsid python3 /root/writer.py </dev/null >/root/writer.log 2>&1 & sleep 1; ! test -s /root/writer.log",
+    )
+
+
+@pytest.mark.parametrize(
+    ("live", "expected"),
+    [
+        ("written", Memory.WRITTEN),
+        ("soft_dirty", Memory.SOFT_DIRTY),
+        ("compare", Memory.COMPARE),
+        ("incremental", Memory.INCREMENTAL),
+        ("full", Memory.FULL),
+    ],
+    indirect=["live"],
+)
+def test_image_equals_the_memory(
+    live: Live, source: str, memories: Memories, expected: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "LIVE_BYTES", 1 << 40)
+    if expected is Memory.SOFT_DIRTY and not listing.has_soft_dirty():
+        pytest.skip("this kernel has no soft-dirty bits")
+    start_writer(live)
+    for number in range(CAPTURES):
+        live.shell("source", f"sleep {random.random() / 5:.3f}")
+        snapshot = take(live)
+        first = number == 0 and expected is Memory.COMPARE
+        assert snapshot.memory is (Memory.INCREMENTAL if first else expected), snapshot.host
+        assert memories.differences(image_of(live, snapshot)) == []
+        assert "degraded" not in snapshot.host
+        live.do(live.engine.snapshots.delete(snapshot.id))
+
+
+def test_image_of_a_live_capture_equals_the_memory(
+    live: Live, source: str, memories: Memories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "LIVE_BYTES", 256 << 10)
+    start_writer(live)
+    rounds = []
+    for _ in range(CAPTURES):
+        live.shell("source", f"sleep {random.random() / 5:.3f}")
+        snapshot = take(live)
+        assert snapshot.memory is Memory.LIVE, snapshot.host
+        assert memories.differences(image_of(live, snapshot)) == []
+        rounds.append(len(snapshot.host["stops_ms"]))
+        live.do(live.engine.snapshots.delete(snapshot.id))
+    assert max(rounds) >= 2
+
+
+def test_fork_has_the_memory_of_the_capture(live: Live, source: str) -> None:
+    live.shell("source", "head -c 20000000 /dev/urandom >/dev/shm/blob")
+    for number in range(3):
+        live.shell(
+            "source", f"head -c 100000 /dev/urandom | dd of=/dev/shm/blob bs=1 seek={number}00000 conv=notrunc 2>&1"
+        )
+        digest = live.shell("source", "sha256sum /dev/shm/blob")
+        snapshot = take(live)
+        fork = live.do(live.engine.forks.create(snapshot.id, ForkSpec()))
+        assert live.shell(fork.id, "sha256sum /dev/shm/blob") == digest
+        live.do(live.engine.sandboxes.delete(fork.id))
+
+
+def test_only_changed_pages_are_written(live: Live, source: str) -> None:
+    live.shell("source", "head -c 60000000 /dev/urandom >/dev/shm/blob")
+    take(live)
+    for _ in range(3):
+        live.shell("source", "head -c 5000000 /dev/urandom | dd of=/dev/shm/blob conv=notrunc bs=64k 2>&1")
+        snapshot = take(live)
+        assert 5_000_000 < snapshot.memory_bytes_written < 12_000_000, snapshot
+
+
+Failure = Callable[[pytest.MonkeyPatch], None]
+
+
+def fail_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.copying._pwrite", refuse)
+
+
+def fail_to_save_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object) -> None:
+        raise BackendFailed("no device state")
+
+    monkeypatch.setattr(Machine, "save_devices", refuse)
+
+
+def fail_to_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Window, "complete", refuse)
+
+
+@pytest.mark.parametrize("failure", [fail_to_write, fail_to_save_devices, fail_to_complete])
+def test_failed_capture_loses_no_mark(live: Live, source: str, memories: Memories, failure: Failure) -> None:
+    start_writer(live)
+    take(live)
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as broken:
+            failure(broken)
+            with pytest.raises(GatewayError):
+                take(live)
+    snapshot = take(live)
+    assert snapshot.memory is Memory.WRITTEN
+    assert memories.differences(image_of(live, snapshot)) == []
+
+
+def machine_directory(live: Live) -> Path:
+    sandbox = live.sandbox("source")
+    return live.config.host.state_root / "sandboxes" / sandbox.id / sandbox.instance
+
+
+def cut_off(image: Path) -> None:
+    image.unlink()
+    image.write_bytes(b"short")
+
+
+def overwrite(image: Path) -> None:
+    content = bytearray(image.read_bytes())
+    image.unlink()
+    image.write_bytes(bytes(255 - byte for byte in content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"), [(cut_off, "wrong size"), (overwrite, "has changed"), (Path.unlink, "No such file")]
+)
+def test_damaged_base_is_not_used(
+    live: Live,
+    source: str,
+    memories: Memories,
+    damage: Callable[[Path], None],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(capture, "LIVE_BYTES", 1 << 40)
+    start_writer(live)
+    take(live)
+    damage(machine_directory(live) / "memory.last")
+    snapshot = take(live)
+    assert reason in snapshot.host["degraded"]
+    assert memories.differences(image_of(live, snapshot)) == []
+    again = take(live)
+    assert (again.memory, "degraded" in again.host) == (Memory.WRITTEN, False)
+    assert memories.differences(image_of(live, again)) == []
+
+
+def test_successor_of_a_gateway_that_ended_in_a_capture_does_not_trust_the_marks(
+    kvm_xfs_world: KvmXfsWorld, memories: Memories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "LIVE_BYTES", 1 << 40)
+    config = kvm_xfs_world.config()
+    live = Live(kvm_xfs_world.host(config), config)
+    live.do(live.engine.forks.create(TEMPLATE, ForkSpec(names=["source"])))
+    start_writer(live)
+    take(live)
+    with pytest.MonkeyPatch.context() as broken:
+        fail_to_write(broken)
+        with pytest.raises(GatewayError):
+            take(live)
+    live.close()
+    live = Live(kvm_xfs_world.host(config), config)
+    first, second = take(live), take(live)
+    assert (first.memory, first.host["degraded"]) == (Memory.COMPARE, "an earlier capture was interrupted")
+    assert (second.memory, "degraded" in second.host) == (Memory.WRITTEN, False)
+    assert memories.differences(image_of(live, second)) == []
+    live.remove_all()
+    live.close()
+    kvm_xfs_world.forget(config)
+
+
+def test_capture_without_a_tracker_uses_the_next_mode(
+    live: Live, source: str, memories: Memories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(1, "the page tracker failed: Operation not permitted")
+
+    monkeypatch.setattr("sandbox_gateway.hosts.kvm_xfs.memory.tracker_client.TrackerClient.track", refuse)
+    take(live)
+    snapshot = take(live)
+    assert snapshot.memory in (Memory.SOFT_DIRTY, Memory.COMPARE)
+    assert "not permitted" in snapshot.host["degraded"]
+    assert memories.differences(image_of(live, snapshot)) == []

@@ -1,0 +1,167 @@
+"""The page tracker: writes of another process are tracked without its help, and without any effect on it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.hosts.kvm_xfs.memory import listing
+from sandbox_gateway.hosts.kvm_xfs.memory.ram import PAGE, Ram
+from sandbox_gateway.hosts.kvm_xfs.memory.tracker_client import TrackerClient
+from tests.kvm_xfs.test_memory import page_numbers
+
+PAGES = 512
+_PROGRAM = """
+import mmap, select, signal, sys, threading, time
+ticks = 0
+def count(*_):
+    global ticks
+    ticks += 1
+signal.signal(signal.SIGALRM, count)
+with open(sys.argv[1], "rb") as image:
+    memory = mmap.mmap(image.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+def spin():
+    while True:
+        select.select([], [], [], 0.0001)
+threading.Thread(target=spin, daemon=True).start()
+if sys.argv[2] == "alarms":
+    signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
+print("ready", flush=True)
+for line in sys.stdin:
+    for page in map(int, line.split()):
+        memory[page * 4096] = (memory[page * 4096] + 1) % 256
+    print(ticks, flush=True)
+"""
+
+
+class Program:
+    """A process with the name of QEMU, which maps an image and writes to the pages that it is told."""
+
+    def __init__(self, directory: Path, alarms: str) -> None:
+        program = directory / "qemu-system-test"
+        shutil.copy(Path(sys.executable).resolve(), program)
+        self.image = directory / "image"
+        self.image.write_bytes(bytes(PAGES * PAGE))
+        self.process = subprocess.Popen(
+            [program, "-c", textwrap.dedent(_PROGRAM), self.image, alarms],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={"PYTHONHOME": sys.base_prefix},
+        )
+        assert self._line() == "ready"
+
+    @property
+    def ram(self) -> Ram:
+        return Ram(self.process.pid, self.image)
+
+    def write(self, *numbers: int) -> int:
+        """Write to pages; return how many alarms the process has counted."""
+        assert self.process.stdin
+        self.process.stdin.write(" ".join(map(str, numbers)) + "\n")
+        self.process.stdin.flush()
+        return int(self._line())
+
+    def _line(self) -> str:
+        assert self.process.stdout
+        return self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def program(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Program]:
+    program = Program(tmp_path, getattr(request, "param", "quiet"))
+    yield program
+    program.end()
+
+
+@pytest.fixture
+def tracker(need_root: None) -> Iterator[TrackerClient]:
+    client = TrackerClient()
+    client.open()
+    yield client
+    client.close()
+
+
+@pytest.mark.parametrize("program", ["quiet", "alarms"], indirect=True)
+def test_tracks_exactly_the_written_pages(program: Program, tracker: TrackerClient) -> None:
+    program.write(1, 2, 3)
+    ram = program.ram
+    assert not listing.is_tracked(ram)
+    tracker.track(ram.pid, ram.areas)
+    assert listing.is_tracked(ram)
+    program.write(7)
+    assert page_numbers(ram, listing.list_written(ram, take=True)) == {1, 2, 3, 7}
+    assert page_numbers(ram, listing.list_written(ram, take=True)) == set()
+    program.write(2, 9)
+    assert page_numbers(ram, listing.list_written(ram, take=False)) == {2, 9}
+    assert page_numbers(ram, listing.list_written(ram, take=True)) == {2, 9}
+    assert page_numbers(ram, listing.list_anonymous(ram)) == {1, 2, 3, 7, 9}
+
+
+@pytest.mark.parametrize("program", ["alarms"], indirect=True)
+def test_process_loses_no_signal_and_no_state(program: Program, tracker: TrackerClient) -> None:
+    before = program.write()
+    for _ in range(50):
+        tracker.track(program.process.pid, [])
+    assert program.write() > before
+    assert program.process.poll() is None
+
+
+def test_tracking_outlives_the_tracker(program: Program) -> None:
+    client = TrackerClient()
+    client.open()
+    ram = program.ram
+    client.track(ram.pid, ram.areas)
+    client.close()
+    program.write(5)
+    assert page_numbers(ram, listing.list_written(ram, take=True)) == {5}
+
+
+def test_another_program_is_refused(tracker: TrackerClient) -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        try:
+            with pytest.raises(OSError, match=r"runs sleep, not QEMU"):
+                tracker.track(other.pid, [])
+        finally:
+            other.send_signal(signal.SIGKILL)
+
+
+def test_process_that_has_ended_is_an_error(tracker: TrackerClient) -> None:
+    with pytest.raises(OSError, match="the page tracker failed"):
+        tracker.track(2**22 + 1, [])
+
+
+def test_pages_that_are_not_mapped_are_an_error_and_leave_the_process_intact(
+    program: Program, tracker: TrackerClient
+) -> None:
+    area = program.ram.areas[0]
+    shifted = type(area)(area.end + (1 << 40), area.end + (1 << 40) + PAGE, 0)
+    with pytest.raises(OSError, match="the page tracker failed"):
+        tracker.track(program.process.pid, [shifted])
+    program.write(3)
+
+
+@pytest.mark.parametrize("request_line", [b"", b"{}\n", b"[]\n", b'{"pid": "x", "areas": []}\n', b"x" * 70_000 + b"\n"])
+def test_malformed_requests_are_answered_and_end_nothing(
+    program: Program, tracker: TrackerClient, request_line: bytes
+) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(tracker._path))
+        connection.sendall(request_line)
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.makefile("rb").readline()
+    assert "error" in json.loads(answer)
+    tracker.track(program.process.pid, program.ram.areas)

@@ -1,0 +1,93 @@
+"""Snapshots on disk: what is durable when, and what a scan does with what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.hosts import directory_records
+from sandbox_gateway.hosts.directory_records import Quarantine
+from sandbox_gateway.hosts.kvm_xfs.image import reflink, snapshots
+from sandbox_gateway.hosts.kvm_xfs.image.layout import Layout
+from sandbox_gateway.hosts.kvm_xfs.image.snapshots import Snapshots
+from sandbox_gateway.records import Snapshot, SnapshotKind
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files and directories that were synced."""
+    names: list[str] = []
+    monkeypatch.setattr(directory_records.os, "fsync", lambda descriptor: names.append(_name_of(descriptor)))
+    monkeypatch.setattr(reflink, "unique_bytes", lambda path: 0)
+    return names
+
+
+def _name_of(descriptor: int) -> str:
+    return Path(f"/proc/self/fd/{descriptor}").readlink().name
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Snapshots:
+    layout = Layout(tmp_path)
+    layout.create()
+    return Snapshots(layout, Quarantine(tmp_path))
+
+
+def commit(store: Snapshots, kind: SnapshotKind) -> Snapshot:
+    snapshot = Snapshot(kind=kind)
+    store.partial(snapshot).mkdir()
+    for name in ("rootfs.img", "kernel", "initrd"):
+        (store.partial(snapshot) / name).write_bytes(b"x")
+    store.commit(snapshot)
+    return snapshot
+
+
+def scan(store: Snapshots) -> tuple[list[str], list[str]]:
+    repaired: list[str] = []
+    return [snapshot.id for snapshot in store.scan(repaired)], repaired
+
+
+def test_snapshot_is_durable_when_it_is_committed(store: Snapshots, synced: list[str]) -> None:
+    snapshot = commit(store, SnapshotKind.SNAPSHOT)
+    assert {"rootfs.img", ".partial-manifest.json", f".partial-{snapshot.id}", "snapshots"} <= set(synced)
+    assert scan(store) == ([snapshot.id], [])
+
+
+def test_source_of_clones_is_synced_later(store: Snapshots, synced: list[str]) -> None:
+    snapshot = commit(store, SnapshotKind.TRANSIENT)
+    assert synced == []
+    store.sync(snapshot)
+    assert {"rootfs.img", "manifest.json", snapshot.id, "snapshots"} == set(synced)
+    assert not (store.path(snapshot) / "unsynced").exists()
+    assert scan(store) == ([snapshot.id], [])
+
+
+@pytest.mark.usefixtures("synced")
+def test_sync_of_a_removed_snapshot_does_nothing(store: Snapshots) -> None:
+    snapshot = commit(store, SnapshotKind.TRANSIENT)
+    store.remove(snapshot)
+    store.sync(snapshot)
+    assert scan(store) == ([], [])
+
+
+def test_source_of_clones_survives_the_end_of_the_gateway(store: Snapshots, synced: list[str]) -> None:
+    snapshot = commit(store, SnapshotKind.TRANSIENT)
+    assert scan(store) == ([snapshot.id], [])
+    assert "rootfs.img" in synced
+    assert not (store.path(snapshot) / "unsynced").exists()
+
+
+@pytest.mark.usefixtures("synced")
+@pytest.mark.parametrize("manifest", ["", "{}", None])
+def test_unsynced_source_of_clones_does_not_survive_a_reboot(
+    store: Snapshots, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, manifest: str | None
+) -> None:
+    snapshot = commit(store, SnapshotKind.TRANSIENT)
+    if manifest is not None:
+        (store.path(snapshot) / "manifest.json").write_text(manifest)
+    (tmp_path / "boot_id").write_text("another\n")
+    monkeypatch.setattr(snapshots, "_BOOT_ID", tmp_path / "boot_id")
+    found, repaired = scan(store)
+    assert found == [] and not store.path(snapshot).exists()
+    assert repaired == [f"removed {snapshot.id}, the source of clones, which was not yet on the device"]

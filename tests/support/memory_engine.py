@@ -1,0 +1,59 @@
+"""An engine above a host in memory, for tests of operations that overlap, fail or are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from sandbox_gateway.config import Config
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import Sandbox
+from tests.api.memory_host import MemoryHost
+
+_SECONDS = 10
+
+
+@contextlib.asynccontextmanager
+async def open_engine(root: Path, host: MemoryHost | None = None, **sections: dict[str, Any]) -> AsyncIterator[Engine]:
+    """Open an engine that has the template ``t``."""
+    engine = Engine(host or MemoryHost(), Config.model_validate({"host": {"state_root": str(root)}, **sections}))
+    await engine.open()
+    try:
+        await build(engine, "t")
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def build(engine: Engine, name: str, *packages: str) -> None:
+    build = await engine.templates.build(name, Recipe(packages=list(packages)))
+    await until(lambda: build.status != "building")
+    assert build.status == "ready", build.reason
+
+
+async def create(engine: Engine, name: str, ref: str = "t", **spec: Any) -> Sandbox:
+    return await engine.forks.create(ref, ForkSpec(names=[name], **spec))
+
+
+async def until(what: Callable[[], object]) -> None:
+    """Wait until ``what()`` becomes true. Raises TimeoutError after a while."""
+    async with asyncio.timeout(_SECONDS):
+        while not what():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+class Gate:
+    """Holds up calls of a host; ``reached`` is set when the first one has arrived."""
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+        self.opened = asyncio.Event()
+
+    async def __call__(self) -> None:
+        self.reached.set()
+        await self.opened.wait()

@@ -1,0 +1,68 @@
+"""The shutdown of the engine while an operation commits."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.records import Sandbox
+from tests.api.memory_host import MemoryHost
+from tests.support.memory_engine import Gate, create, open_engine
+
+
+class _Host(MemoryHost):
+    closed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate: Gate | None = None
+        self.saved_after_close = False
+
+    async def save(self, sandbox: Sandbox) -> None:
+        if self.gate:
+            await self.gate()
+        self.saved_after_close = self.closed
+        await super().save(sandbox)
+
+    async def close(self) -> None:
+        self.closed = True
+        await super().close()
+
+
+def test_close_waits_for_commits_whose_callers_were_cancelled(tmp_path: Path) -> None:
+    async def story() -> None:
+        host = _Host()
+        async with open_engine(tmp_path, host) as engine:
+            sandbox = await create(engine, "a")
+            host.gate = Gate()
+            update = asyncio.create_task(engine.sandboxes.update("a", metadata={"x": "y"}))
+            await host.gate.reached.wait()
+            update.cancel()
+            closing = asyncio.create_task(engine.close())
+            await asyncio.sleep(0.05)
+            assert not closing.done() and not host.closed
+            host.gate.opened.set()
+            await closing
+        assert host.saved[sandbox.id].metadata == {"x": "y"} and not host.saved_after_close
+
+    asyncio.run(story())
+
+
+def test_close_does_not_wait_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandbox_gateway.engine.engine._CLOSE_SECONDS", 0.05)
+
+    async def story() -> None:
+        host = _Host()
+        async with open_engine(tmp_path, host) as engine:
+            await create(engine, "a")
+            host.gate = Gate()
+            update = asyncio.create_task(engine.sandboxes.update("a", metadata={}))
+            await host.gate.reached.wait()
+            await engine.close()
+            assert host.closed
+            host.gate.opened.set()
+            await update
+
+    asyncio.run(story())

@@ -1,0 +1,68 @@
+"""Removals that fail while a failed fork is undone."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.errors import BackendFailed, NoSpace, Timeout
+from sandbox_gateway.records import Sandbox, Snapshot
+from tests.api.memory_host import MemoryHost
+from tests.support.memory_engine import create, open_engine
+
+
+class _Host(MemoryHost):
+    """Cannot remove the sandbox ``one``, nor save ``three``."""
+
+    async def fork(self, snapshot: Snapshot, sandbox: Sandbox, *, with_memory: bool) -> None:
+        if sandbox.name in self.failing:
+            await asyncio.sleep(0.1)
+        await super().fork(snapshot, sandbox, with_memory=with_memory)
+
+    async def save(self, sandbox: Sandbox) -> None:
+        if sandbox.name == "three":
+            raise NoSpace("no space left")
+        await super().save(sandbox)
+
+    async def remove(self, sandbox: Sandbox) -> None:
+        if sandbox.name == "one":
+            raise Timeout("QEMU did not end")
+        await super().remove(sandbox)
+
+
+@pytest.mark.parametrize("error", [BackendFailed, NoSpace])
+def test_the_other_forks_are_removed_and_the_first_error_is_raised(tmp_path: Path, error: type[Exception]) -> None:
+    async def story() -> None:
+        host = _Host()
+        host.failing = {"three"} if error is BackendFailed else set()
+        async with open_engine(tmp_path, host) as engine:
+            with pytest.raises(error):
+                await engine.forks.fork("t", ForkSpec(names=["one", "two", "three"]))
+            assert engine.sandboxes.list() == [] and len(host.machines) == 1
+            assert "two" not in {sandbox.name for sandbox in host.saved.values()}
+
+    asyncio.run(story())
+
+
+def test_a_rollback_that_cannot_be_undone_says_why_it_failed(tmp_path: Path) -> None:
+    async def story() -> None:
+        host = MemoryHost()
+        async with open_engine(tmp_path, host) as engine:
+            await create(engine, "a")
+            await engine.snapshots.create("a", name="s")
+
+            async def fail(sandbox: Sandbox) -> None:
+                raise NoSpace("no space left")
+
+            async def never_end(sandbox: Sandbox) -> None:
+                raise Timeout("QEMU did not end")
+
+            host.save = fail  # type: ignore[method-assign]
+            host.discard = never_end  # type: ignore[method-assign]
+            with pytest.raises(NoSpace):
+                await engine.sandboxes.rollback("a", "s")
+
+    asyncio.run(story())

@@ -1,0 +1,80 @@
+"""Snapshots deleted with ``when_unused``: they are removed with their last user, whenever that goes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.engine.spec import ForkSpec, MountSpec
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.hosts.base import Abilities
+from sandbox_gateway.records import Snapshot
+from tests.api.memory_host import MemoryHost
+from tests.support.memory_engine import Gate, create, open_engine
+
+
+class _Host(MemoryHost):
+    abilities = Abilities(memory=True, resize_on_fork=False, independent_snapshots=False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hiding: Gate | None = None
+
+    async def save_snapshot(self, snapshot: Snapshot) -> None:
+        if self.hiding and snapshot.doomed:
+            await self.hiding()
+
+
+def test_the_last_user_goes_while_a_snapshot_is_hidden(tmp_path: Path) -> None:
+    async def story() -> None:
+        host = _Host()
+        async with open_engine(tmp_path, host) as engine:
+            await create(engine, "a")
+            await engine.snapshots.create("a", name="s")
+            await create(engine, "b", "s")
+            host.hiding = Gate()
+            deletion = asyncio.create_task(engine.snapshots.delete("s", when_unused=True))
+            await host.hiding.reached.wait()
+            removal = asyncio.create_task(engine.sandboxes.delete("b"))
+            await asyncio.sleep(0.05)
+            host.hiding.opened.set()
+            assert await deletion is True, "it was removed, not only hidden"
+            await removal
+            assert [each.id for each in engine.index.snapshots.values() if each.doomed] == []
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("verb", ["fork", "rollback"])
+def test_a_snapshot_hidden_during_an_operation_that_fails_is_removed(tmp_path: Path, verb: str) -> None:
+    async def story() -> None:
+        host = _Host()
+        async with open_engine(tmp_path, host) as engine:
+            await create(engine, "a")
+            snapshot = await engine.snapshots.create("a", name="s")
+            host.slow, host.failing = 0.1, {"a", "b"}
+            work = engine.forks.fork("s", ForkSpec(names=["b"])) if verb == "fork" else None
+            task = asyncio.create_task(work or engine.sandboxes.rollback("a", "s"))  # type: ignore[arg-type]
+            await asyncio.sleep(0.03)
+            assert await engine.snapshots.delete("s", when_unused=True) is False
+            with pytest.raises(BackendFailed):
+                await task
+            assert snapshot.id not in engine.index.snapshots
+
+    asyncio.run(story())
+
+
+def test_a_hidden_snapshot_goes_with_the_last_volume_made_from_it(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with open_engine(tmp_path, _Host()) as engine:
+            await engine.volumes.create("v", 64)
+            await create(engine, "a", mounts=[MountSpec("v", "/data")])
+            snapshot = await engine.snapshots.create("a", name="s", volumes=["v"])
+            await engine.volumes.create("w", from_snapshot=snapshot.volumes[0].snapshot)
+            assert await engine.snapshots.delete("s", when_unused=True) is False
+            await engine.volumes.delete("w")
+            assert snapshot.id not in engine.index.snapshots
+
+    asyncio.run(story())

@@ -1,0 +1,42 @@
+"""Requests that are repeated with the same idempotency key."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.errors import GatewayError
+from sandbox_gateway.records import Sandbox
+from tests.api.memory_host import MemoryHost
+from tests.support.memory_engine import create, open_engine
+
+
+async def _run(engine: Engine, verb: str) -> list[Sandbox | GatewayError]:
+    if verb == "create":
+        return [await engine.forks.create("t", ForkSpec(idempotency_key="k"))]
+    if verb == "fork":
+        return await engine.forks.fork("t", ForkSpec(names=["b", "c"], idempotency_key="k"))
+    return await engine.forks.clone("a", ForkSpec(names=["b", "c"], idempotency_key="k"))
+
+
+@pytest.mark.parametrize("verb", ["create", "fork", "clone"])
+def test_the_same_key_returns_the_same_sandboxes(tmp_path: Path, verb: str) -> None:
+    async def story() -> None:
+        host = MemoryHost()
+        async with open_engine(tmp_path, host) as engine:
+            await create(engine, "a")
+            host.slow = 0.05
+            answers = await asyncio.gather(*(_run(engine, verb) for _ in range(3)))
+            answers.append(await _run(engine, verb))
+            made = [[each.name for each in answer if isinstance(each, Sandbox)] for answer in answers]
+            assert made == [made[0]] * 4 and len(engine.sandboxes.list()) == 1 + len(made[0])
+            if verb != "create":
+                assert made[0] == ["b", "c"]
+                await engine.sandboxes.delete("c")
+                assert await _run(engine, verb) == [engine.sandboxes.get("b")]
+
+    asyncio.run(story())

@@ -1,0 +1,105 @@
+"""Saves and removals of the same object that overlap."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.engine.record_changes import save_sandbox, save_snapshot
+from sandbox_gateway.errors import NotFound
+from sandbox_gateway.records import Sandbox, Snapshot
+from tests.api.memory_host import MemoryHost
+from tests.support.memory_engine import Gate, create, open_engine
+
+
+class _Host(MemoryHost):
+    """Removes records first, as real hosts do, and waits at gates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.removal: Gate | None = None
+        self.stored: set[str] = set()
+        """The snapshots with a record."""
+
+    async def remove(self, sandbox: Sandbox) -> None:
+        self.saved.pop(sandbox.id, None)
+        if self.removal:
+            await self.removal()
+        await self.discard(sandbox)
+
+    async def save_snapshot(self, snapshot: Snapshot) -> None:
+        self.stored.add(snapshot.id)
+
+    async def remove_snapshot(self, snapshot: Snapshot) -> None:
+        self.stored.discard(snapshot.id)
+        if self.removal:
+            await self.removal()
+        await super().remove_snapshot(snapshot)
+
+
+def test_a_deleted_sandbox_stays_deleted_while_its_head_is_deleted(tmp_path: Path) -> None:
+    async def story() -> None:
+        host = _Host()
+        async with open_engine(tmp_path, host) as engine:
+            await create(engine, "a")
+            await engine.snapshots.create("a", name="head")
+            host.removal = Gate()
+            deletion = asyncio.create_task(engine.sandboxes.delete("a"))
+            await host.removal.reached.wait()
+            of_head = asyncio.create_task(engine.snapshots.delete("head"))  # gives the sandbox another head
+            await asyncio.sleep(0.05)
+            host.removal.opened.set()
+            await asyncio.gather(deletion, of_head)
+            assert engine.sandboxes.list() == [] and host.saved == {}
+            assert engine.snapshots.list() == []
+
+    asyncio.run(story())
+
+
+def test_a_save_that_waits_for_a_removal_finds_nothing(tmp_path: Path) -> None:
+    async def story() -> None:
+        host = _Host()
+        async with open_engine(tmp_path, host) as engine:
+            sandbox = await create(engine, "a")
+            snapshot = await engine.snapshots.create("a", name="s")
+            host.removal = Gate()
+            removal = asyncio.create_task(engine.sandboxes.delete("a"))
+            await host.removal.reached.wait()
+            save = asyncio.create_task(save_sandbox(engine.collector._context, sandbox.id, metadata={"late": "yes"}))
+            await asyncio.sleep(0.02)
+            host.removal.opened.set()
+            await removal
+            with pytest.raises(NotFound):
+                await save
+            await engine.snapshots.delete("s")
+            with pytest.raises(NotFound):
+                await save_snapshot(engine.collector._context, snapshot.id, description="late")
+            assert host.saved == {} and snapshot.id not in host.stored
+
+    asyncio.run(story())
+
+
+def test_a_snapshot_is_removed_after_a_save_under_way(tmp_path: Path) -> None:
+    async def story() -> None:
+        host = _Host()
+        async with open_engine(tmp_path, host) as engine:
+            await create(engine, "a")
+            snapshot = await engine.snapshots.create("a", name="s")
+            gate = Gate()
+
+            async def save(record: Snapshot) -> None:
+                await gate()
+                host.stored.add(record.id)
+
+            host.save_snapshot = save  # type: ignore[method-assign]
+            saving = asyncio.create_task(save_snapshot(engine.collector._context, snapshot.id, description="under way"))
+            await gate.reached.wait()
+            removal = asyncio.create_task(engine.snapshots.delete("s"))
+            await asyncio.sleep(0.02)
+            gate.opened.set()
+            await asyncio.gather(saving, removal)
+            assert snapshot.id not in host.stored
+
+    asyncio.run(story())

@@ -1,0 +1,76 @@
+"""Starts of the gateway, and ends of machines, while the disk is full."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from sandbox_gateway.config import Config
+from sandbox_gateway.engine.engine import Engine
+from sandbox_gateway.errors import NoSpace
+from sandbox_gateway.hosts.base import Scan
+from sandbox_gateway.records import Sandbox, SandboxState, Snapshot, SnapshotKind
+from tests.api.memory_host import MemoryHost
+from tests.support.memory_engine import create, open_engine, until
+
+
+class _Host(MemoryHost):
+    def __init__(self, scan: Scan | None = None) -> None:
+        super().__init__()
+        self.found = scan or Scan()
+        self.full = scan is not None
+        for sandbox in self.found.sandboxes:
+            self.disks[sandbox.instance] = {}
+
+    async def scan(self) -> Scan:
+        return self.found
+
+    async def save(self, sandbox: Sandbox) -> None:
+        if self.full:
+            raise NoSpace("no space left")
+        await super().save(sandbox)
+
+    async def remove_snapshot(self, snapshot: Snapshot) -> None:
+        if self.full:
+            raise NoSpace("no space left")
+        await super().remove_snapshot(snapshot)
+
+    async def stop(self, sandbox: Sandbox) -> None:
+        if sandbox.name == "stuck":
+            raise NoSpace("no space left")
+        await super().stop(sandbox)
+
+
+def test_the_gateway_starts_after_a_reboot(tmp_path: Path) -> None:
+    async def story() -> None:
+        sandboxes = [Sandbox(name=name) for name in ("stuck", "a", "b")]
+        orphans = [Snapshot(kind=SnapshotKind.BASE), Snapshot(kind=SnapshotKind.PAUSE)]
+        host = _Host(Scan(sandboxes=sandboxes, snapshots=orphans))
+        engine = Engine(host, Config.model_validate({"host": {"state_root": str(tmp_path)}, "restart": "stay"}))
+        try:
+            await engine.open()
+            for name in ("a", "b"):
+                found = engine.sandboxes.get(name)
+                assert found.state is SandboxState.PAUSED and "went down" in found.state_reason
+            host.full = False
+            await engine.sandboxes.resume("a")
+            assert host.saved[sandboxes[1].id].state is SandboxState.RUNNING
+        finally:
+            await engine.close()
+
+    asyncio.run(story())
+
+
+def test_a_machine_that_ends_is_paused_although_that_cannot_be_saved(tmp_path: Path) -> None:
+    async def story() -> None:
+        host = _Host()
+        async with open_engine(tmp_path, host) as engine:
+            sandbox = await create(engine, "a")
+            host.full = True
+            await host.stop(sandbox)
+            host._exit(sandbox.instance)
+            await until(lambda: engine.sandboxes.get("a").state is SandboxState.PAUSED)
+            host.full = False
+            await engine.sandboxes.resume("a")
+
+    asyncio.run(story())

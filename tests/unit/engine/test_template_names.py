@@ -1,0 +1,105 @@
+"""Names of templates that change at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from sandbox_gateway.engine.spec import ForkSpec
+from sandbox_gateway.errors import NameTaken, NoSpace
+from sandbox_gateway.recipes import Recipe
+from sandbox_gateway.records import Snapshot, SnapshotKind
+from tests.api.memory_host import MemoryHost
+from tests.support.memory_engine import build, create, open_engine, until
+
+
+class _Host(MemoryHost):
+    full = False
+    """Named templates cannot be saved."""
+
+    async def save_snapshot(self, snapshot: Snapshot) -> None:
+        await asyncio.sleep(0.02)
+        if self.full and snapshot.names:
+            raise NoSpace("no space left")
+
+
+def test_no_alias_is_lost(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with open_engine(tmp_path, _Host()) as engine:
+            await asyncio.gather(*(engine.templates.set_alias("t", name) for name in ("x", "y", "z")))
+            (template,) = engine.templates.list()
+            assert sorted(template.names) == ["t", "x", "y", "z"]
+            assert {engine.templates.get(name).id for name in template.names} == {template.id}
+
+    asyncio.run(story())
+
+
+def test_one_alias_goes_to_one_template(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with open_engine(tmp_path, _Host()) as engine:
+            await build(engine, "u", "curl")
+            await build(engine, "v", "wget")
+            await asyncio.gather(*(engine.templates.set_alias(name, "x") for name in ("t", "u", "v")))
+            assert sum("x" in template.names for template in engine.templates.list()) == 1
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("taken_from", ["", "u"])
+def test_a_sandbox_does_not_get_the_alias_meanwhile(tmp_path: Path, taken_from: str) -> None:
+    async def story() -> None:
+        async with open_engine(tmp_path, _Host()) as engine:
+            await build(engine, "u", "curl")
+            if taken_from:
+                await engine.templates.set_alias("u", "x")
+            naming = asyncio.create_task(engine.templates.set_alias("t", "x"))
+            for _ in range(4):
+                await asyncio.sleep(0.01)
+                with pytest.raises(NameTaken):
+                    await create(engine, "x")
+            assert (await naming).names == ["t", "x"]
+
+    asyncio.run(story())
+
+
+def test_a_name_that_cannot_be_moved_stays(tmp_path: Path) -> None:
+    async def story() -> None:
+        host = _Host()
+        async with open_engine(tmp_path, host) as engine:
+            await build(engine, "u", "curl")
+            before = engine.templates.get("u")
+            host.full = True
+            asyncio.get_running_loop().call_later(0.05, setattr, host, "full", False)
+            with pytest.raises(NoSpace):
+                await engine.templates.set_alias("t", "u")
+            assert engine.templates.get("u").id == before.id and len(engine.templates.list()) == 2
+
+    asyncio.run(story())
+
+
+def test_builds_of_one_name_leave_one_template(tmp_path: Path) -> None:
+    async def story() -> None:
+        host = _Host()
+        async with open_engine(tmp_path, host, limits={"builds": 4}) as engine:
+            await asyncio.gather(*(build(engine, "u", package) for package in ("curl", "wget", "git")))
+            assert sorted(name for template in engine.templates.list() for name in template.names) == ["t", "u"]
+            assert len(engine.templates.list()) == 2
+
+    asyncio.run(story())
+
+
+def test_a_build_that_cannot_be_named_leaves_no_template(tmp_path: Path) -> None:
+    async def story() -> None:
+        host = _Host()
+        async with open_engine(tmp_path, host) as engine:
+            host.build_seconds = 0.05
+            failed = await engine.templates.build("u", Recipe(packages=["curl"]))
+            await engine.forks.fork("t", ForkSpec(names=["u"]))
+            await until(lambda: failed.status != "building")
+            assert failed.status == "error" and "is taken" in failed.reason
+            kinds = [each.kind for each in engine.index.snapshots.values()]
+            assert kinds == [SnapshotKind.TEMPLATE], "the one named t"
+
+    asyncio.run(story())

@@ -1,0 +1,85 @@
+"""Hints of the command line depend on the kind and the details of an error, never on its sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sandbox_gateway.cli.failure import Exit, failure_from_answer
+
+
+def hint(kind: str, status: int, details: dict[str, Any] | None = None, blockers: tuple[str, ...] = ()) -> str:
+    body: dict[str, Any] = {"kind": kind, "message": "a sentence in any words", "blockers": list(blockers)}
+    return failure_from_answer(status, body if details is None else {**body, "details": details}).hint
+
+
+def in_use(resource: str, *kinds: str, overrides: tuple[str, ...] = ()) -> str:
+    users = [{"kind": kind, "id": f"{number:012}", "name": f"u{number}"} for number, kind in enumerate(kinds)]
+    ids = tuple(user["id"] for user in users)
+    return hint("in_use", 409, {"resource": resource, "users": users, "overrides": [*overrides]}, ids)
+
+
+@pytest.mark.parametrize(
+    ("details", "command"),
+    [
+        ({"resource": "sandbox", "parent": ""}, "list"),
+        ({"resource": "template", "parent": ""}, "template list"),
+        ({"resource": "snapshot", "parent": ""}, "snapshot list"),
+        ({"resource": "volume", "parent": ""}, "volume list"),
+        ({"resource": "volume_snapshot", "parent": "data"}, "volume snapshots data"),
+        ({"resource": "volume_snapshot", "parent": ""}, "volume list"),
+        ({"resource": "mount", "parent": "one"}, "show one"),
+        ({"resource": "build", "parent": "0123"}, "list"),
+        ({"resource": "of a newer gateway", "parent": "x"}, "list"),
+        (None, "list"),
+    ],
+)
+def test_not_found_names_the_command_that_lists(details: dict[str, Any] | None, command: str) -> None:
+    assert hint("not_found", 404, details) == f"`sandboxctl {command}` shows the existing ones"
+
+
+def test_a_snapshot_in_use_by_sandboxes() -> None:
+    text = in_use("snapshot", "sandbox", "sandbox", overrides=("when=unused",))
+    assert "sandboxctl kill 000000000000 000000000001" in text and "--when-unused" in text
+
+
+def test_a_snapshot_in_use_by_a_clone_of_a_volume() -> None:
+    assert "sandboxctl volume delete VOLUME" in in_use("snapshot", "sandbox", "clone", overrides=("when=unused",))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "overrides", "words"),
+    [
+        (("mount",), (), "volume detach"),
+        (("mount",), ("force",), "--force does it anyway"),
+        (("sandbox_snapshot",), (), "snapshot delete SNAPSHOT"),
+        (("volume_snapshot",), ("withSnapshots",), "--with-snapshots"),
+        (("clone",), (), "removes its clone"),
+    ],
+)
+def test_each_obstacle_of_a_volume_has_a_remedy(kinds: tuple[str, ...], overrides: tuple[str, ...], words: str) -> None:
+    assert words in in_use("volume", *kinds, overrides=overrides)
+    assert in_use("volume", *kinds, overrides=overrides).count(";") == len(kinds) + len(overrides) - 1 - (
+        "withSnapshots" in overrides
+    )
+
+
+@pytest.mark.parametrize("resource", ["volume", "volume_snapshot", "snapshot", "template"])
+def test_a_resource_in_use_by_a_request_suggests_a_retry(resource: str) -> None:
+    assert in_use(resource) == "try again in a moment"
+
+
+@pytest.mark.parametrize("resource", ["volume", "snapshot"])
+def test_the_sentence_alone_says_what_to_do_about_users_that_only_the_host_knows(resource: str) -> None:
+    assert in_use(resource, "zfs_clone", "hold") == ""
+
+
+def test_an_older_gateway_sends_no_details() -> None:
+    assert "sandboxctl kill 0123" in hint("in_use", 409, None, ("0123",))
+
+
+def test_exit_codes_follow_the_status_and_the_kind() -> None:
+    assert failure_from_answer(409, {"kind": "in_use", "message": "x"}).code is Exit.CONFLICT
+    assert failure_from_answer(400, {"kind": "unsupported", "message": "x"}).code is Exit.FAILED
+    assert failure_from_answer(404, None).code is Exit.UNREACHABLE

@@ -1,0 +1,83 @@
+"""Tasks: background tasks, and work that a cancellation does not interrupt."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from sandbox_gateway.errors import BackendFailed
+from sandbox_gateway.log import Logger
+from sandbox_gateway.tasks import BackgroundTasks, finish_despite_cancellation, wait_for_all
+
+
+def test_the_first_error_is_raised_when_all_have_ended() -> None:
+    done: list[str] = []
+
+    async def work(name: str, seconds: float, error: Exception | None = None) -> str:
+        await asyncio.sleep(seconds)
+        done.append(name)
+        if error:
+            raise error
+        return name
+
+    async def story() -> None:
+        assert await finish_despite_cancellation(wait_for_all(work("a", 0.02), work("b", 0.01))) == ["a", "b"]
+        with pytest.raises(BackendFailed, match="one"):
+            await finish_despite_cancellation(wait_for_all(work("c", 0.01, BackendFailed("one")), work("d", 0.05)))
+        assert done[-2:] == ["c", "d"]
+        task = asyncio.create_task(finish_despite_cancellation(wait_for_all(work("e", 0.05))))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert done[-1] == "e"
+
+    asyncio.run(story())
+
+
+def test_background_tasks_are_awaited_cancelled_and_their_failures_logged(caplog: pytest.LogCaptureFixture) -> None:
+    done: list[str] = []
+
+    async def work(name: str, seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        done.append(name)
+        return name
+
+    async def fail() -> None:
+        raise BackendFailed("one")
+
+    async def story() -> None:
+        tasks = BackgroundTasks(Logger("test"), failure="it failed")
+        tasks.start(fail())
+        assert await tasks.start(work("a", 0.01)) == "a"
+        tasks.start(work("b", 0.01))
+        tasks.start(work("c", 60))
+        await tasks.wait(0.05)
+        await tasks.cancel()
+        await tasks.wait()
+        assert done == ["a", "b"]
+
+    with caplog.at_level(logging.ERROR, "sandbox_gateway"):
+        asyncio.run(story())
+    assert [record.getMessage() for record in caplog.records] == ["it failed"]
+
+
+def test_work_finishes_although_its_caller_is_cancelled_again_and_again() -> None:
+    done: list[str] = []
+
+    async def work() -> None:
+        await asyncio.sleep(0.05)
+        done.append("work")
+
+    async def story() -> None:
+        task = asyncio.create_task(finish_despite_cancellation(work()))
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert done == ["work"]
+
+    asyncio.run(story())
